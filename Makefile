@@ -1,7 +1,9 @@
-# Every target makes its own .venv first. torch is installed before the project: constraints.txt pins the build.
+# Every target makes its own .venv first: `make train` with what training needs, the others with all that tests need.
+# torch is installed before the project: constraints.txt pins the build.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TRAINS := $(VENV)/.trains
 READY := $(VENV)/.ready
 # pip warns of each attempt to reach an index that it is configured with, however quiet it is asked to be.
 SHELL := /bin/bash
@@ -11,9 +13,9 @@ UNWARNED := 2> >(grep --invert-match --line-buffered '^WARNING: ' >&2)
 # How often `make fuzz` searches, each time with a fresh seed.
 ROUNDS ?= 1
 
-.PHONY: train test fuzz test-faults test-gpu test-browser check reference docs benchmarks clean
+.PHONY: train test fuzz test-faults test-gpu test-browser test-clients check reference docs benchmarks clean
 
-train: $(READY)
+train: $(TRAINS)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
 
 test: $(READY)
@@ -27,7 +29,7 @@ fuzz: $(READY)
 
 # What takes too long for every time, and each fault at twenty moments, over real processes.
 test-faults: $(READY)
-	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_joined_replicas.py tests/fleet_service/test_nat.py tests/fleet_service/test_islands.py tests/launchers/test_ray.py tests/launchers/test_per_rank.py tests/docs/test_pages.py tests/sync/test_sync_trainer.py tests/launchers/test_ray_executors.py tests/fleet_service/test_idle_audits.py tests/federated/test_secure_aggregation.py tests/federated/test_secure_sites.py tests/training/test_jax.py
+	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_joined_replicas.py tests/fleet_service/test_nat.py tests/fleet_service/test_islands.py tests/launchers/test_ray.py tests/launchers/test_per_rank.py tests/docs/test_pages.py tests/test_papers.py tests/sync/test_sync_trainer.py tests/launchers/test_ray_executors.py tests/fleet_service/test_idle_audits.py tests/federated/test_secure_aggregation.py tests/federated/test_secure_sites.py tests/training/test_jax.py tests/training/test_jax_contract.py tests/sync/test_decoupled_sync.py tests/decoupled/test_drawn_integers.py tests/runtime/test_drawn_integers.py tests/generation/test_drawn_integers.py tests/federated/test_drawn_integers.py tests/fleet_service/test_drawn_integers.py tests/decoupled/test_drawn_orders.py tests/federated/test_drawn_task_specs.py tests/generation/test_drawn_steps.py tests/runtime/test_drawn_assignments.py tests/runtime/test_drawn_connections.py tests/runtime/test_drawn_transfers.py
 	$(BIN)/python -m tests.faults.table
 
 # Everything that has a GPU side, on this machine's accelerator; ISTHMUS_GPU names another than the first.
@@ -39,6 +41,10 @@ test-browser: $(READY)
 	$(PIP) -c constraints.txt -e ".[browser]" $(UNWARNED)
 	ISTHMUS_BROWSER=1 $(BIN)/pytest tests/browser
 
+# The endpoint as OpenAI's client and others use it, each installed in an environment of its own.
+test-clients: $(READY)
+	ISTHMUS_CLIENTS=1 $(BIN)/pytest tests/clients
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,7 +52,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.readable_core
 
-# Pages that are made from the code: of docs/reference, and docs/machines.md.
+# Pages that are made from the code: of docs/reference, and docs/state-machines.md.
 reference: $(READY)
 	$(BIN)/python docs/write_reference.py
 
@@ -58,12 +64,17 @@ docs: $(READY)
 benchmarks: $(READY)
 	for run in benchmarks/*/run.py; do $(BIN)/python $$run || exit 1; done
 
-$(READY): pyproject.toml constraints.txt
+$(TRAINS): pyproject.toml constraints.txt
 	@echo "making $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt) ..."
+	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt): 200 MB to download ..."
 	@$(PIP) -r constraints.txt $(UNWARNED)
-	@echo "installing Isthmus and what its tests need ..."
+	@echo "installing Isthmus and what training needs: 90 MB ..."
+	@$(PIP) -c constraints.txt -e ".[train]" $(UNWARNED)
+	touch $(TRAINS)
+
+$(READY): $(TRAINS)
+	@echo "installing what tests need: 380 MB ..."
 	@$(PIP) -c constraints.txt -e ".[train,hf,lora,jax,stream,privacy,ray,slurm,kubernetes,dashboard,tensorboard,wandb,trackio,mlflow,prometheus,lightning,s3,dev]" $(UNWARNED)
 	touch $(READY)
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 
 def options_of(description: str | None, figures: Path, quick: str = "") -> argparse.ArgumentParser:
@@ -18,6 +23,17 @@ def options_of(description: str | None, figures: Path, quick: str = "") -> argpa
         parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, default=figures, metavar="PATH", help="where the figures go")
     return parser
+
+
+def chosen(
+    parser: argparse.ArgumentParser, option: str, pattern: str, items: Iterable[T], key: Callable[[T], str]
+) -> list[T]:
+    """The items whose key has a match of the pattern; the parser's error where there are none."""
+    every = list(items)
+    found = [item for item in every if re.search(pattern, key(item))]
+    if not found:
+        parser.error(f"{option}: got {pattern!r}, which matches none of {', '.join(map(key, every))}")
+    return found
 
 
 def machine() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -26,6 +27,8 @@ from isthmus.protocol.worker_phases import WORKER
 from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tables_by_file
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+python_page = importlib.import_module("python_reference").python_page
 EXIT_CODES = {
     0: "done",
     1: "failed",
@@ -88,11 +91,12 @@ SHARED = 4
 def pages() -> dict[str, str]:
     """By path in `docs`."""
     return {
-        "machines.md": machines_page(),
+        "state-machines.md": machines_page(),
         "journeys.md": journeys_page(),
         "reference/files.md": files_page(),
         "reference/options.md": options_page(),
         "reference/commands.md": commands_page(),
+        "reference/python.md": python_page(),
     }
 
 
@@ -281,6 +285,9 @@ def _command(name: str, command: Any) -> Iterator[str]:  # click's, or that of t
     yield f"## `isthmus {name}`"
     yield command.help.split("\n\n")[0].replace("\n", " ")
     yield f"```\nisthmus {name} {usage}".rstrip() + (" [OPTIONS]" if options else "") + "\n```"
+    if arguments:
+        rows = [f"| `{a.metavar or a.name.upper()}` | {_meaning(a)} |" for a in arguments]
+        yield "\n".join(["| argument | meaning |", "|---|---|", *rows])
     if options:
         yield "\n".join(["| option | default | meaning |", "|---|---|---|", *map(_row, options)])
 
@@ -289,8 +296,11 @@ def _row(option: Any) -> str:
     names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
     default = option.default
     given = "required" if option.required else f"`{default}`" if default not in (None, False, (), "") else ""
-    meaning = (option.help or "").replace("\\[", "[").replace("|", "\\|")
-    return f"| {names} | {given} | {meaning} |"
+    return f"| {names} | {given} | {_meaning(option)} |"
+
+
+def _meaning(parameter: Any) -> str:
+    return (parameter.help or "").replace("\\[", "[").replace("|", "\\|")
 
 
 if __name__ == "__main__":

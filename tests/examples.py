@@ -22,9 +22,10 @@ KEPT = Path(__file__).parent / "kept_examples"
 
 
 def register(config: pytest.Config, kept: Path = KEPT) -> None:
-    """Profiles `same`, the default, and `fuzz`. Neither knows time: no deadline, no check of how long drawing takes."""
+    """Profiles `same`, the default, and `fuzz`. Neither knows time: no deadline, no check of how long drawing takes.
+    Both draw alike where `CI` is set, for which hypothesis has a profile of its own that would be their base."""
     database = DirectoryBasedExampleDatabase(kept)
-    timeless = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    timeless = settings(deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("fuzz", timeless, database=database, print_blob=True)
     settings.register_profile("same", timeless, database=ReadOnlyDatabase(database))
     chosen = config.getoption("hypothesis_profile") or "same"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,6 +17,7 @@ from isthmus.graph.captured import Captured, Column
 from isthmus.job import Job, capture_cache
 from isthmus.job.capture_cache import cached_capture
 from isthmus.job.loading import load_job
+from isthmus.job.own_code import digest_of_module
 from isthmus.models import build_model
 
 COLUMNS = {"pixel_values": Column("float32", (1, 8, 8)), "labels": Column("int64", ())}
@@ -78,9 +82,20 @@ def test_another_model_precision_or_version_is_captured_anew(
     for number, other in enumerate((job, wider, narrow), start=1):
         counted(other)
         assert counted.times == number
-    monkeypatch.setattr(capture_cache, "_made_by", lambda: ("another version",))
+    monkeypatch.setattr(capture_cache, "made_by", lambda: ("another version",))
     counted(job)
     assert counted.times == 4 and len(list(cache.iterdir())) == 4
+
+
+def test_another_default_type_is_captured_anew(cache: Path, job: Job) -> None:
+    counted = Counted()
+    first = counted(job)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert counted(job).train != first.train
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert counted(job).train == first.train and counted.times == 2
 
 
 def test_a_capture_at_every_batch_size_is_one_and_others_are_of_their_size(cache: Path, job: Job) -> None:
@@ -106,6 +121,87 @@ def test_models_of_the_users_code_and_weights_that_are_read_are_captured_every_t
             cached_capture(other, COLUMNS, lambda times=times, name=name: times.append(name))  # type: ignore[arg-type, return-value]
         assert len(times) == 2
     assert not cache.exists()
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, width), nn.Linear(width, 10)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(pixel_values.flatten(1)).relu()), labels)
+
+def build(width: int = 16) -> nn.Module:
+    return Net(width)
+"""
+
+
+@pytest.fixture
+def own(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """A job whose model is in a file of the user's."""
+    (tmp_path / "kept_net.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, name="kept_net:build"))
+    sys.modules.pop("kept_net", None)
+
+
+def anew(counted: Counted, job: Job) -> Captured:
+    """As another process has it, which has not imported the model."""
+    sys.modules.pop("kept_net", None)
+    importlib.invalidate_caches()
+    return counted(job)
+
+
+def test_a_model_of_ones_own_is_kept_until_its_file_is_another(cache: Path, own: Job, tmp_path: Path) -> None:
+    counted, file = Counted(), tmp_path / "kept_net.py"
+    first, again = anew(counted, own), anew(counted, own)
+    assert counted.times == 1 and first.train == again.train and "kept_net" not in sys.modules
+    file.write_text(OWN.replace("16", "24"))
+    assert anew(counted, own).train != first.train and counted.times == 2
+    file.write_text(OWN)
+    assert anew(counted, own).train == first.train and counted.times == 2
+
+
+def test_a_module_that_is_imported_already_is_captured_every_time(cache: Path, own: Job) -> None:
+    """Its file may have been edited since."""
+    counted = Counted()
+    anew(counted, own)
+    counted(own)
+    assert counted.times == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import os",
+        "import json",
+        "import numpy as np",
+        "from pathlib import Path",
+        "from . import other",
+        "import other",
+        "import torch.hub",
+        "from torch import load",
+        "TABLE = open(__file__).read()",
+        "FAST = torch.cuda.is_available()",
+        "WEIGHTS = lambda: torch.load('w.pt')",
+        "exec('import os')",
+        "torch.os.environ",
+        "getattr(torch, 'lo' + 'ad')('w.pt')",
+        "TABLE = torch.from_file('w.bin')",
+        "FEW = torch.get_num_threads()",
+        "this is no Python",
+    ],
+)
+def test_a_model_that_may_depend_on_more_than_its_file_is_captured_every_time(
+    own: Job, tmp_path: Path, line: str
+) -> None:
+    assert digest_of_module(own.model.name) is not None
+    (tmp_path / "kept_net.py").write_text(f"{OWN}\n{line}\n")
+    assert digest_of_module(own.model.name) is None
 
 
 def test_a_damaged_file_is_written_again_and_a_folder_that_cannot_be_written_is_left_alone(

@@ -22,6 +22,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Whole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
     name: str
     source: str = ""
+    wait: str = "600 s"
     part: Part = Part()
     maybe: Part | None = None
     parts: tuple[Part, ...] = ()
@@ -40,12 +41,16 @@ def test_a_document() -> None:
     ("text", "message"),
     [
         ("nam = 1", "f: unknown key 'nam': did you mean 'name'?"),
-        ('name = "a"\nsource = "b"', "f: unknown key 'source': expected one of: free, from, maybe, name, part, parts"),
+        (
+            'name = "a"\nsource = "b"',
+            "f: unknown key 'source': expected one of: free, from, maybe, name, part, parts, wait",
+        ),
         ('name = "a"\npart.siz = 1', "f: unknown key 'part.siz': did you mean 'part.size'?"),
         ('name = "a"\nmaybe.siz = 1', "f: unknown key 'maybe.siz': did you mean 'maybe.size'?"),
         ('name = "a"\nparts = [{}, {siz = 1}]', "f: unknown key 'parts[1].siz': did you mean 'parts[1].size'?"),
         ('name = "a"\npart.size = 0', "f: part.size: expected 'integer' >= 1, got 0"),
         ('name = "a"\nparts = [{}, {size = -2}]', "f: parts[1].size: expected 'integer' >= 1, got -2"),
+        ('name = "a"\nwait = 5', 'f: wait: got 5, expected a text with a unit, as "5 s"'),
         ('name = "a"\npart.size = "x"', "f: part.size: expected 'integer', got 'text'"),
         ('name = "a"\npart.mode = "fats"', "f: unknown part.mode 'fats': did you mean 'fast'?"),
         ('name = "a"\npart.groups = "any"', "f: unknown part.groups 'any': expected one of: all, each"),
@@ -74,3 +79,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"a = \xff")
     with pytest.raises(UserError, match=r"not UTF-8 text \(byte 4\)"):
         read_toml(tmp_path / "binary", "job file")
+
+
+def test_a_document_that_is_too_deep_is_refused(tmp_path: Path) -> None:
+    for text in ("a" + ".a" * 60 + " = 1", "a = " + "[" * 60 + "]" * 60):
+        (tmp_path / "deep.toml").write_text(text)
+        with pytest.raises(UserError, match=r"deep\.toml: got tables and lists 50 deep and more"):
+            read_toml(tmp_path / "deep.toml", "job file")
+    (tmp_path / "job.toml").write_text("a" + ".a" * 40 + " = 1")
+    assert read_toml(tmp_path / "job.toml", "job file")

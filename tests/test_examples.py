@@ -39,13 +39,15 @@ def test_fails_at_large_numbers(number):
 """
 
 
-def pytest_run(folder: Path, *arguments: str, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
+def pytest_run(
+    folder: Path, *arguments: str, hash_seed: str = "0", **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", HYPOTHESIS, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, ALONE: "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, ALONE: "1", **environment},
     )
 
 
@@ -60,6 +62,7 @@ def test_every_run_draws_the_same_examples_whatever_else_is_imported(tmp_path: P
     assert first.returncode == 0 and len(drew(first)) == 20, first.stdout + first.stderr
     (tmp_path / "test_before.py").write_text("NUMBERS = 424_242, 2.718281, 'isthmus'\ndef test_it(): pass")
     assert drew(pytest_run(tmp_path, hash_seed="1")) == drew(first)
+    assert drew(pytest_run(tmp_path, CI="true")) == drew(first)
     fresh = drew(pytest_run(tmp_path, "--hypothesis-profile=fuzz"))
     assert len(fresh) == 60 and fresh[:20] != drew(first)
 

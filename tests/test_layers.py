@@ -19,7 +19,7 @@ LINES_OF_A_COMMAND = 45
 MACHINES_IMPORT = {
     *("__future__", "collections", "dataclasses", "hashlib", "heapq", "itertools", "math", "msgspec", "numpy"),
     *("statistics", "typing", "isthmus.errors", "isthmus.fleet", "isthmus.planners", "isthmus.plans"),
-    *("isthmus.protocol", "isthmus.rng", "isthmus.trace", "isthmus.units"),
+    *("isthmus.protocol", "isthmus.rng", "isthmus.trace", "isthmus.units", "isthmus.wire_types"),
 }
 
 WITHOUT_TORCH = [
@@ -45,8 +45,8 @@ PUBLIC = {
     ),
     "api": "",
     "callbacks": (
-        "Callback CallbackConfig Callbacks Evaluated RunEnded RunFault RunStarted StepDone build_callback "
-        "check_callback find_callback"
+        "Callback CallbackConfig Callbacks EarlyStopping Evaluated RunEnded RunFault RunStarted StepDone "
+        "build_callback check_callback find_callback"
     ),
     "cli": "app main",
     "cost": (
@@ -72,7 +72,7 @@ PUBLIC = {
     ),
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "job": (
-        "Job PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig checked constraints_of "
+        "Job PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig check_metrics checked constraints_of "
         "described_here described_in fleet_of keep_prepared kept_prepared load_job prepare "
         "prepared_again"
     ),

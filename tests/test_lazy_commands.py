@@ -7,6 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from isthmus.cli.app import app, app_for, commands
+
 HEAVY = (
     "torch",
     "transformers",
@@ -79,10 +85,33 @@ def test_what_commands_do_not_import(tmp_path: Path) -> None:
     )
     found: dict[str, list[str]] = json.loads(done.stdout)
     assert [name for name in found["--help"] if name.startswith("isthmus.api.")] == LIGHT
+    assert [name for name in found["train"] if name == "rich" or name.startswith("rich.")] == []
     assert {"isthmus.api.jobs"} <= set(found["drain"])
     assert [name for name in HEAVY if name in found["drain"]] == []
     torches = ("torch", "transformers", "datasets", "pyarrow", "safetensors", "sklearn")
     assert [name for name in torches if name in found["planners"]] == []
+
+
+@pytest.mark.parametrize("words", [["--help"], [], ["trian"], ["train", "--help"], ["--nonsense"], ["plan"]])
+def test_a_command_line_made_for_one_call_says_what_the_whole_one_says(words: list[str]) -> None:
+    runner = CliRunner()
+    part, whole = (runner.invoke(made, words, prog_name="isthmus") for made in (app_for(words), app))
+    assert (part.output, part.exit_code) == (whole.output, whole.exit_code) and part.output
+
+
+def test_no_options_are_made_of_commands_that_are_not_called() -> None:
+    def options(words: list[str]) -> dict[str, int]:
+        made = typer.main.get_command(app_for(words))
+        return {name: len(command.params) for name, command in made.commands.items()}  # type: ignore[attr-defined]
+
+    everything = options(["--help"])
+    assert everything.keys() == commands().keys() and not any(everything.values())
+    assert options(["train", "--help"]) == {"train": len(commands()["train"].params)}
+
+
+def test_a_shell_that_completes_words_is_given_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_ISTHMUS_COMPLETE", "complete_bash")
+    assert app_for([]) is app
 
 
 def test_a_coordinator_listens_before_it_can_plan_capture_and_draw() -> None:

@@ -1,9 +1,10 @@
-"""The newer benchmarks of docs/papers run in small."""
+"""Every command of docs/papers runs to its end, in small; what it finds is looked at where that is quick."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +14,55 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def run(callbacks: str, *options: str) -> None:
+def run(script: str, *options: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / callbacks, *options],
+        [sys.executable, ROOT / "benchmarks" / script, *options],
         capture_output=True,
         text=True,
         env=environment,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
+
+
+SMALL: dict[str, tuple[str, ...]] = {
+    "cohort/run.py": ("--quick",),
+    "compression_convergence/longer.py": ("--only", "GPT", "--steps", "2"),
+    "dream/run.py": ("--quick",),
+    "dtfm/run.py": ("--quick",),
+    "dtfm/search_curves.py": ("--cases", "5", "--candidates", "102"),
+    "federated/run.py": ("--quick", "--repeats", "1", "--sides", "bare loop", "ours, 1 executor"),
+    "federated_convergence/run.py": ("--quick",),
+    "federated_memory/run.py": ("--quick", "--only", "tiny"),
+    "federated_scheduling/real.py": ("--quick", "--only", "clocks"),
+    "federated_scheduling/run.py": ("--quick",),
+    "fusion/run.py": ("--quick",),
+    "parrot_figures/run.py": ("--quick",),
+    "sky/iteration.py": ("--quick",),
+    "sky/run.py": ("--quick",),
+    "sync/published.py": (),
+    "sync/run.py": ("--quick", "--model", "gpt"),
+    "sync_convergence/frequency.py": ("--workers", "2", "--seeds", "1", "--steps", "6"),
+    "sync_convergence/run.py": ("--quick", "--model", "gpt"),
+}
+"""Each script that docs/papers names, with options that make it short."""
+QUICK = ("dream/run.py", "fusion/run.py")
+"""Those of a few seconds, which run every time; the others take minutes together."""
+
+
+def test_every_script_of_the_papers_pages_is_here() -> None:
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "papers").glob("*.md")))
+    assert set(re.findall(r"`python benchmarks/(\S+\.py)", pages)) == set(SMALL)
+
+
+@pytest.mark.parametrize("script", sorted(SMALL))
+def test_a_script_of_the_papers_pages_ends_well(script: str, tmp_path: Path) -> None:
+    if script not in QUICK and not os.environ.get("ISTHMUS_FAULTS"):
+        pytest.skip("make test-faults runs all scripts of docs/papers")
+    drawn = ("--picture", str(tmp_path / "found.png")) if script == "dtfm/search_curves.py" else ()
+    run(script, *SMALL[script], "--json", str(tmp_path / "found.json"), *drawn)
+    assert json.loads((tmp_path / "found.json").read_text())
 
 
 def test_the_iteration_of_sky_computing_is_all_stages_together(tmp_path: Path) -> None:

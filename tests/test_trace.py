@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from isthmus.trace import (
     period_s,
     read_jsonl,
     steady_step_s,
+    step_bounds,
     step_times,
     write_jsonl,
     write_perfetto,
@@ -60,17 +62,27 @@ def two_devices() -> Trace:
     return Trace(source="simulator", run="two", spans=tuple(spans))
 
 
-def test_step_times_run_from_first_forward_to_first_forward() -> None:
-    assert step_times(two_devices()) == {0: 10.0, 1: 6.0, 2: 5.0}
+def test_a_step_lasts_from_the_update_before_it_to_its_own() -> None:
+    assert step_bounds(two_devices()) == {0: (0.0, 5.0), 1: (5.0, 15.0), 2: (15.0, 21.0)}
+    assert step_times(two_devices()) == {0: 5.0, 1: 10.0, 2: 6.0}
 
 
-def test_a_step_without_a_neighbour_or_an_end_has_no_time() -> None:
-    spans = (compute("a", "F", 0, 1, 0), compute("a", "F", 5, 6, 2), compute("a", "F", 7, 8, 3))
-    assert step_times(Trace(source="runtime", run="gap", spans=spans)) == {2: 2.0}
+def test_a_stage_that_runs_ahead_does_not_shorten_steps() -> None:
+    """The first stage computes the forwards of all steps at once, as one without incoming edges may."""
+    spans = [compute("ahead", "F", step, step + 1, step, 0) for step in range(4)]
+    spans += [compute("last", "update", 10.0 * step + 9, 10.0 * step + 10, step) for step in range(4)]
+    trace = Trace(source="simulator", run="ahead", spans=tuple(spans))
+    assert step_times(trace) == dict.fromkeys(range(4), 10.0)
+    assert steady_step_s(trace) == 10.0
+
+
+def test_a_step_without_an_update_has_no_time_and_one_without_the_step_before_begins_with_its_forward() -> None:
+    spans = (compute("a", "F", 0, 1, 0), compute("a", "F", 5, 6, 2), compute("a", "update", 7, 8, 2))
+    assert step_times(Trace(source="runtime", run="gap", spans=spans)) == {2: 3.0}
 
 
 def test_steady_step_leaves_out_the_first_and_the_last() -> None:
-    assert steady_step_s(two_devices()) == 6.0
+    assert steady_step_s(two_devices()) == 10.0
     first_only = Trace(source="runtime", run="one", spans=two_devices().spans[:7])
     assert steady_step_s(first_only) == 5.0
 
@@ -177,7 +189,7 @@ def test_perfetto_holds_every_span_under_its_device_and_track(tmp_path: Path) ->
     wanted = [
         (
             f"{trace.source} {span.device}",
-            span.track,
+            f"send to {span.other}" if span.track == "send" else span.track,
             span.name if span.micro_batch < 0 else f"{span.name}{span.micro_batch}",
             span.start_s * 1e6,
             pytest.approx((span.end_s - span.start_s) * 1e6),
@@ -186,4 +198,19 @@ def test_perfetto_holds_every_span_under_its_device_and_track(tmp_path: Path) ->
         for trace in (simulated, real)
         for span in trace.spans
     ]
-    assert got == wanted
+    assert sorted(got) == sorted(wanted)
+
+
+def test_slices_of_a_perfetto_thread_never_overlap(tmp_path: Path) -> None:
+    """Two messages to one peer at once, one to another, and an upload of the host beside another."""
+    sends = [send("a", "b", 0.0, 10, 0), send("a", "b", 0.25, 10, 0), send("a", "c", 0.25, 10, 0)]
+    ups = [Span(device="a", track="up", name="copy", start_s=s, end_s=s + 1) for s in (0.0, 0.5, 1.0)]
+    write_perfetto([Trace(source="runtime", run="lanes", spans=(*sends, *ups))], tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_bytes())["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(threads.values()) == ["send to b", "send to b (2)", "send to c", "up", "up (2)"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == 6
+    for thread in threads:
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in slices if e["tid"] == thread)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(own))

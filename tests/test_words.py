@@ -1,13 +1,20 @@
-"""No private word where the field has one: names, docstrings, messages, options and pages."""
+"""No private word where the field has one: names, docstrings, messages, options and pages.
+
+Words that a newcomer does not know (PROSE) stand in no page, README, help or message, but in the glossary: there names
+in code are not looked at.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
+
+from tests.docs.test_named_keys import all_texts
 
 ROOT = Path(__file__).parent.parent
 TEXT = (".py", ".md", ".toml", ".yml")
@@ -69,6 +76,35 @@ WORDS = [
 ]
 
 
+GLOSSARY = "docs/glossary.md"
+MADE = "docs/state-machines.md"
+"""Made from names of phases and events."""
+QUESTION = "the question in plan documents, which earlier versions wrote"
+PROSE = [
+    Word("tasklets?", "task", {"src/isthmus/protocol/worker_phases.py": "a phase's name"}),
+    Word("makespans?", "longest executor, longest device"),
+    Word(
+        "closed forms?",
+        "formula",
+        {"src/isthmus/plans/constraints.py": QUESTION, "src/isthmus/planners/search/one_pipeline.py": QUESTION},
+    ),
+    Word("attained", "the bound is reached"),
+    Word("overran", "took longer than"),
+    Word("twins?", "naive reference, copy of the model"),
+    Word("paces", "speeds"),
+    Word("stolen", "reassigned", {"docs/security.md": "a key is stolen"}),
+    Word("part(y|ies)", "peer; site, for an owner of data"),
+    Word("closed by (all|the)", "ended by; nothing where all have answered"),
+    Word("proven (within|at most)", "no plan can be faster than; this one takes"),
+    Word("its bits are others", "it rounds differently"),
+    Word("bytes short", "a size with its unit", {"src/isthmus/runtime/transport": "of a frame on the wire"}),
+    Word("certificates? (is|are|of) (the|a|every|any) (plan|bound|proof)s?", "proof"),
+    Word("who is another|are a ring|promised windows", "a device with another identity; windows wrap around"),
+    Word("no way to the loss meets", "it reaches the loss without passing a trained parameter"),
+]
+CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`|\]\([^)\n]*\)", re.DOTALL | re.MULTILINE)
+
+
 def pages() -> list[Path]:
     known = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PLACES],
@@ -81,6 +117,29 @@ def pages() -> list[Path]:
 
 
 PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in pages()}
+
+
+@functools.cache
+def prose() -> list[tuple[str, str]]:
+    """(place, line) of pages without their code, and of messages and help."""
+    pages = {str(path): text for path, text in PAGES.items() if path.suffix == ".md"}
+    found = [
+        (f"{name}:{number}", line)
+        for name, text in pages.items()
+        if name not in (GLOSSARY, MADE)
+        for number, line in enumerate(CODE.sub(lambda code: "\n" * code[0].count("\n"), text).splitlines(), 1)
+    ]
+    return [*found, *((f"src/isthmus/{place}", text) for place, text in all_texts() if " " in text)]
+
+
+@pytest.mark.parametrize("word", PROSE, ids=lambda word: word.pattern)
+def test_a_word_that_newcomers_do_not_know_stands_in_no_sentence(word: Word) -> None:
+    finder = re.compile(rf"(?<![\w-])(?:{word.pattern})(?![\w])", re.IGNORECASE)
+    places = [(place, line) for place, line in prose() if finder.search(line)]
+    found = [f"{place}: {line.strip()}" for place, line in places if not place.startswith((*word.allowed,))]
+    assert not found, f"say {word.say}:\n" + "\n".join(found)
+    unused = [start for start in word.allowed if not any(place.startswith(start) for place, _ in places)]
+    assert not unused, f"allowed for nothing: {unused}"
 
 
 @pytest.mark.parametrize("word", WORDS, ids=lambda word: word.pattern)

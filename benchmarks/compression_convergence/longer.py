@@ -86,7 +86,7 @@ class Training:
         """Train up to `steps` steps in all and measure there."""
         started, t, size = time.perf_counter(), self._job.training, self._job.micro_batch_size
         for step in range(len(self._losses), steps):
-            starts = [step * t.batch_size + m * size for m in range(t.micro_batches)]
+            starts = [step * t.batch_size + m * size for m in range(self._job.micro_batches)]
             samples = [self._order.indices(start, size) for start in starts]
             batches = [self._data.batch(its, self._columns) for its in samples]
             self._losses.append(self._stages.step(step, batches, [its.tolist() for its in samples]))

@@ -92,7 +92,7 @@ class Stages:
         return codec.decode(payload, gradient.shape, gradient.dtype, name)
 
     @staticmethod
-    def _told(losses: Sequence[tuple[float, float] | None]) -> float:
+    def _told(losses: Sequence[Sequence[float] | None]) -> float:
         ((total, count),) = [told for told in losses if told is not None]
         return total / count
 

@@ -114,7 +114,7 @@ def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) ->
     held_out = [others.batch(range(k * size, (k + 1) * size), columns) for k in range(count)]
     order, curve = SampleOrder(len(data), seed, True), list[float]()
     for step in range(t.steps):
-        starts = [step * t.batch_size + m * size for m in range(t.micro_batches)]
+        starts = [step * t.batch_size + m * size for m in range(job.micro_batches)]
         samples = [order.indices(start, size) for start in starts]
         loss = stages.step(step, [data.batch(its, columns) for its in samples], [its.tolist() for its in samples])
         if not math.isfinite(loss):

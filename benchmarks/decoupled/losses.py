@@ -20,7 +20,7 @@ from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.together import ReplicasTogether, merged_fragments
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, heldout_loss, seeded_model, split_outputs
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated, loss_and_count, seeded_model
 from isthmus.simulator import Fault
 from isthmus.training.decoupled import delta_codec, fragments_of
 from isthmus.training.optim import Optimizers, OuterStep, clip, gradient_norms
@@ -95,19 +95,19 @@ class _Evaluated(ReplicasTogether):
         if done > self._done or last:
             self._done = done
             self.merged.fill(fragments_of(self._model, self._job.sync.decoupled.fragments))
-            loss = heldout_loss(self._model, self._heldout, training.eval_samples, 64)
+            loss = evaluated(self._model, self._heldout, training.eval_samples, 64)[0]
             self.points.append((merge.merge, merge.samples, loss))
 
 
 class _Replica:
-    def __init__(self, job: isthmus.Job) -> None:
-        self.model = seeded_model(job)
+    def __init__(self, job: isthmus.Job, data: Dataset) -> None:
+        self.model, self.data = seeded_model(job), data
         self.parameters = list(self.model.parameters())
         named = dict(self.model.named_parameters())
         self.optimizers = Optimizers(job.optimizer, named, job.learning_rate, job.training.steps)
 
     def step(self, job: isthmus.Job, batch: dict[str, Tensor], step: int) -> None:
-        loss, count, _ = split_outputs(self.model(**batch))
+        loss, count, _ = loss_and_count(self.model, batch, self.data)
         (loss if count is None else loss / count).backward()
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         clip(gradients, gradient_norms(gradients), job.training.clip_norm)
@@ -120,7 +120,7 @@ def waiting(job: isthmus.Job) -> Curve:
     data, heldout = load_dataset(job.data, "train"), load_dataset(job.data, "heldout")
     order, columns = SampleOrder(len(data), training.seed), list(data.columns)
     shares = [training.batch_size] if mode == "every-step" else [job.micro_batch_size * n for n in SHARES.values()]
-    replicas = [_Replica(job) for _ in shares]
+    replicas = [_Replica(job, data) for _ in shares]
     average = _AVERAGES[mode](job, replicas, [share / sum(shares) for share in shares])
     step_s = times().together_s[mode]
     curve = Curve(samples=[], seconds=[], losses=[])
@@ -134,7 +134,7 @@ def waiting(job: isthmus.Job) -> Curve:
             curve.samples.append((step + 1) * training.batch_size)
             curve.seconds.append((step + 1) * step_s)
             model = _mean(job, replicas, [share / sum(shares) for share in shares])
-            curve.losses.append(heldout_loss(model, heldout, training.eval_samples, 64))
+            curve.losses.append(evaluated(model, heldout, training.eval_samples, 64)[0])
     return curve
 
 

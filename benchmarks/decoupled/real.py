@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -80,7 +81,7 @@ class _Watch(Observer):
         if len(self.steps) == 2:
             self._thread.start()
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
         self.loss = loss
 
     def _strike(self) -> None:

@@ -121,17 +121,22 @@ def main() -> None:
         "stop": (_stops, report.stops),
         "script": (_scripts, report.scripts),
     }
-    left = given.most
+    left, matched = given.most, False
     for part, (items, known) in parts.items():
         if given.part not in (None, part):
             continue
         for name, act in items(report, given.steps):
-            if name in known or not left or not re.search(given.only, name):
+            if not re.search(given.only, name):
+                continue
+            matched = True
+            if name in known or not left:
                 continue
             act()
             left -= 1
             write_figures(given.json, report)
             print(f"{part}: {name}", file=sys.stderr, flush=True)
+    if not matched:
+        options.error(f"--only: got {given.only!r}, which matches no figure")
     _show(report)
 
 

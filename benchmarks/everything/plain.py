@@ -6,7 +6,7 @@ import msgspec
 
 import isthmus
 from isthmus.data import load_dataset
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, heldout_loss
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated
 
 MICRO_BATCH = 64
 """Samples: larger than in the run, so the losses differ by rounding."""
@@ -34,5 +34,5 @@ def plain(job: isthmus.Job, learning_rate: float) -> Plain:
     for step in range(round(training.steps * LONGER)):
         trainer.step(step * batch)
         if step >= training.steps - 2:
-            losses[(step + 1) * batch] = heldout_loss(trainer.module, heldout, training.eval_samples, MICRO_BATCH)
+            losses[(step + 1) * batch] = evaluated(trainer.module, heldout, training.eval_samples, MICRO_BATCH)[0]
     return Plain(learning_rate=learning_rate, losses=losses)

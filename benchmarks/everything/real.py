@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ class _Watch(Observer):
         if not self._thread.ident:
             self._thread.start()
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
         self.loss = loss
 
     def _strike(self) -> None:

@@ -10,7 +10,6 @@ with 1 if a family that was tried now differs, or fails without a line of ours t
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import sys
@@ -45,7 +44,7 @@ from in_process import (  # pyright: ignore[reportMissingImports]
 from reference import reference_step  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import machine, options_of, write_figures
+from harness import chosen, machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
@@ -227,9 +226,10 @@ def main() -> int:
     if unknown := set(tasks) - set(TASKS):
         parser.error(f"--tasks: got {', '.join(sorted(unknown))}, expected some of {', '.join(TASKS)}")
     torch.set_num_threads(1)
-    chosen = [family for family in families(tasks) if re.fullmatch(options.only, family.name)]
+    whole = rf"\A(?:{options.only})\Z"
+    picked = chosen(parser, "--only", whole, families(tasks), key=lambda family: family.name)
     report, good = begun(options.json), True
-    for row in measured(chosen, options.seconds):
+    for row in measured(picked, options.seconds):
         report = report.with_row(row)
         good &= row.found.outcome not in ("different", "crash")
         write_figures(options.json, report)

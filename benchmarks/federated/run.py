@@ -1,6 +1,6 @@
 """Federated rounds against Flower, pfl, a bare loop, and the least pool: same model, clients, batches, weights.
 
-`python benchmarks/federated/run.py [--quick] [--json PATH] [--only WORKLOAD] [--sides NAME,NAME] [--memory]`
+`python benchmarks/federated/run.py [--quick] [--json PATH] [--only WORKLOAD] [--sides NAME ...] [--memory]`
 
 Every side is a process of its own that trains the same cohorts from the same weights, in turn, several times over. A
 round's time is from the end of the one before, where there are many the mean of five after one another (an end is told
@@ -73,13 +73,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> int:
     parser = options_of(__doc__, LATEST, "without the peers, the MLP with 100 clients only")
     parser.add_argument("--only", choices=sorted(WORKLOADS), action="append", help="workloads, one or more")
-    parser.add_argument("--sides", help="names, with semicolons between them")
+    every = [side.name for side in SIDES]
+    parser.add_argument("--sides", nargs="+", choices=every, metavar="NAME", help=f"some of {'; '.join(every)}")
     parser.add_argument("--repeats", type=int, default=0)
     parser.add_argument("--memory", action="store_true", help="memory and weights in place of times, in fewer rounds")
     parser.add_argument("--device", default="cpu", help="where clients train; beside the CPU give --json, --sides too")
     options = parser.parse_args()
     os.environ[DEVICE] = options.device
-    names = options.sides.split(";") if options.sides else QUICK if options.quick else [s.name for s in SIDES]
+    names = options.sides or (QUICK if options.quick else every)
     sides = [side for side in SIDES if side.name in names]
     before = msgspec.json.decode(options.json.read_bytes(), type=Report).rows if options.json.is_file() else ()
     rows = {(row.workload, row.side): row for row in before}

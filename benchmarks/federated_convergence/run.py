@@ -78,6 +78,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def job(algorithm: str, learning_rate: float, seed: int, rounds: int) -> FederatedJob:
     document = {
         "name": "convergence",
+        "metrics": ["accuracy"],
         "model": {"name": "mlp", "options": {"features": 64, "width": 64, "layers": 1, "classes": 10}},
         "data": {"kind": "digits", "options": {"flat": True, "holdout": 0.2}},
         "partition": {"scheme": "dirichlet", "clients": 100, "alpha": 0.1},
@@ -106,7 +107,7 @@ def curve(algorithm: str, learning_rate: float, seed: int, rounds: int) -> Curve
         learning_rate=learning_rate,
         seed=seed,
         loss=[e.loss for e in found if e.loss is not None],
-        accuracy=[e.accuracy or 0.0 for e in found],
+        accuracy=[e.metrics["accuracy"] or 0.0 for e in found],
     )
 
 

@@ -189,13 +189,13 @@ def table(found: Report) -> Table:
 
 
 def main() -> int:
-    parser = options_of(__doc__, LATEST, "ResNet-18 on testbed 1 only")
+    parser = options_of(__doc__, LATEST, "ResNet-18 only")
     options = parser.parse_args()
     results: list[Result] = []
     for case in CASES[:1] if options.quick else CASES:
         print(f"{case.name} ...", file=sys.stderr)
         flow = case.flow()
-        for testbed in (1,) if options.quick else (1, 2):
+        for testbed in (1, 2):
             problem = case.problem(flow, built_in_fleet(f"fusionllm-testbed{testbed}"))
             results += [measure(problem, case.name, testbed, scheduler) for scheduler in SCHEDULERS]
     found = Report(

@@ -176,7 +176,7 @@ def fleet_of(prepared: Prepared) -> Fleet:
         devices = tuple(Device(name=n, region="here", flops_per_s=speed, memory_bytes=1 << 34) for n in ("a", "b"))
         return Fleet(name="pair", devices=devices, links=Links(default=BETWEEN))
 
-    return fleet(prepared.problem(fleet(1.0)).cumulative_flops[-1] * prepared.job.training.micro_batches / STEP_S)
+    return fleet(prepared.problem(fleet(1.0)).cumulative_flops[-1] * prepared.job.micro_batches / STEP_S)
 
 
 def one_run(prepared: Prepared, fleet: Fleet, *, follows: bool, before: int) -> Found:
@@ -186,7 +186,7 @@ def one_run(prepared: Prepared, fleet: Fleet, *, follows: bool, before: int) -> 
     both: set[int] = set()
 
     def replan(left: Fleet) -> Plan:
-        each = prepared.job.training.micro_batches // len(left.names)
+        each = prepared.job.micro_batches // len(left.names)
         return build_replicas(prepared.problem(left), [PlanLayout((d,), (), each) for d in left.names], planner="test")
 
     def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:

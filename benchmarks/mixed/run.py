@@ -31,7 +31,7 @@ from isthmus.report.boundary_table import replica_line
 from isthmus.trace import steady_step_s
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import machine, options_of, write_figures
+from harness import chosen, machine, options_of, write_figures
 from training import train
 
 HERE = Path(__file__).parent
@@ -159,8 +159,8 @@ def main() -> None:
         report = msgspec.json.decode(given.json.read_bytes(), type=Report)
     found: dict[str, dict[str, object]] = {"plan": report.plans, "train": report.runs, "measure": report.measured_s}  # pyright: ignore[reportAssignmentType]
     left = given.most
-    for part, name, make in todo():
-        if given.part not in (None, part) or name in found[part] or not left or not re.search(given.only, name):
+    for part, name, make in chosen(options, "--only", given.only, todo(), key=lambda item: item[1]):
+        if given.part not in (None, part) or name in found[part] or not left:
             continue
         found[part][name] = make()
         left -= 1

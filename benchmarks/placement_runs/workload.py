@@ -65,7 +65,7 @@ def plain(prepared: Prepared) -> Plain:
     order = SampleOrder(len(data), training.seed, training.shuffle)
     losses: list[float] = []
     for step in range(training.steps):
-        starts = (step * training.batch_size + m * wanted.micro_batch_size for m in range(training.micro_batches))
+        starts = (step * training.batch_size + m * wanted.micro_batch_size for m in range(wanted.micro_batches))
         batches = [data.batch(order.indices(start, wanted.micro_batch_size), list(data.columns)) for start in starts]
         losses.append(reference_step(module, batches, config)[0])
         reference_update(module, optimizers, step, config)

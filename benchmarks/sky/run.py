@@ -3,7 +3,9 @@
 `python benchmarks/sky/run.py [--quick] [--json PATH]`
 
 Every allocation is judged by one workload: seconds per step of the slowest device, compute plus one latency. The paper
-gives percentages of training time saved against even allocation; ours are of the largest workload.
+gives percentages of training time saved against even allocation; ours are of the largest workload. In full it takes
+hours: the paper's programme, `optimal`, ends at a limit of work, which 40 encoders on 16 nodes do not reach in ten
+minutes.
 """
 
 from __future__ import annotations
@@ -206,9 +208,9 @@ def scaling_table(kind: str, results: Iterable[Result]) -> Table:
 
 
 def main() -> int:
-    parser = options_of(__doc__, LATEST, "16 nodes only, one seed, 40 and 80 encoders")
+    parser = options_of(__doc__, LATEST, "8 nodes, one seed, 8 and 12 encoders")
     options = parser.parse_args()
-    grid = (NODES[:1], ENCODERS[:2], SEEDS[:1]) if options.quick else (NODES, ENCODERS, SEEDS)
+    grid = ((8,), (8, 12), SEEDS[:1]) if options.quick else (NODES, ENCODERS, SEEDS)
     results: list[Result] = []
     for nodes in grid[0]:
         for encoders in grid[1]:

@@ -10,7 +10,6 @@ holds as many as fit. Steps are those of the simulator; with `--measure` the fle
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -34,7 +33,7 @@ from isthmus.simulator import simulate
 from isthmus.trace import Trace, steady_step_s
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import machine, options_of, write_figures
+from harness import chosen, machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 MICRO_BATCH_SIZE = 2
@@ -221,10 +220,10 @@ def main() -> None:
     options = parser.parse_args()
     steps = 3 if options.quick else 6
     rows: list[Row] = []
-    for case in CASES[:2] if options.quick else CASES:
-        if re.search(options.only, case.name):
-            print(f"{case.name} ...", file=sys.stderr, flush=True)
-            rows.append(row(case.slower(options.slower), steps, run=options.measure))
+    cases = CASES[:2] if options.quick else CASES
+    for case in chosen(parser, "--only", options.only, cases, key=lambda case: case.name):
+        print(f"{case.name} ...", file=sys.stderr, flush=True)
+        rows.append(row(case.slower(options.slower), steps, run=options.measure))
     found = Report(when=datetime.now(UTC).isoformat(timespec="seconds"), host=machine(), rows=tuple(rows))
     Console(width=150).print(table(found))
     write_figures(options.json, found)

@@ -224,7 +224,7 @@ def pipeline(service: FleetCoordinator, folder: Path, names: list[str]) -> tuple
     ends = tuple(legal[len(legal) * number // STAGES] for number in range(1, STAGES))
     count = len(names) // STAGES
     orders = [tuple(names[STAGES * number : STAGES * (number + 1)]) for number in range(count)]
-    share = prepared.job.training.micro_batches // count
+    share = prepared.job.micro_batches // count
     plan = build_replicas(
         prepared.problem(fleet), [PlanLayout(order, ends, share) for order in orders], planner="given"
     )

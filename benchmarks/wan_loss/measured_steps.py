@@ -86,7 +86,8 @@ def row_of(case: Case) -> Row:
 
 def main() -> None:
     parser = options_of(__doc__, FIGURES)
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="of these variants")
+    variants = sorted({case.variant for case in CASES})
+    parser.add_argument("--only", nargs="+", choices=variants, metavar="NAME", help="of these variants")
     given = parser.parse_args()
     rows: list[Row] = []
     print(f"{'':34}{'order':>9}{'n':>4}{'slower':>8}{'simulated':>11}{'measured':>10}{'/ simulated':>13}")

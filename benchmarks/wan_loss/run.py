@@ -221,7 +221,8 @@ def main() -> None:
     parser = options_of(__doc__, LATEST)
     parser.add_argument("--steps", type=int, default=240, help="of each training; each length has a table of its own")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="train these variants")
+    variants = [variant.name for variant in VARIANTS]
+    parser.add_argument("--only", nargs="+", choices=variants, metavar="NAME", help="train these variants")
     parser.add_argument("--most", type=int, help="train so many and end; 0: show what there is")
     parser.add_argument("--publish", action="store_true", help="what docs/wan.md shows and plans expect is this")
     options = parser.parse_args()

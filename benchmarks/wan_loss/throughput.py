@@ -111,8 +111,8 @@ def planned(prepared: Prepared, size: Size, machines: Fleet) -> Plan:
 
 
 def simulated_s(prepared: Prepared, size: Size, link: Link, speed: float) -> float:
-    machines, training = fleet(link, speed), prepared.job.training
-    spec = RunSpec(steps=STEPS, micro_batches=training.micro_batches, micro_batch_size=prepared.job.micro_batch_size)
+    machines, job = fleet(link, speed), prepared.job
+    spec = RunSpec(steps=STEPS, micro_batches=job.micro_batches, micro_batch_size=job.micro_batch_size)
     return steady_step_s(simulate(planned(prepared, size, machines), machines, spec))
 
 
@@ -167,8 +167,9 @@ def line(row: Row) -> str:
 def main() -> None:
     parser = options_of(__doc__, FIGURES)
     parser.add_argument("--measure", action="store_true", help="run the twin over processes")
-    parser.add_argument("--methods", nargs="+", default=["dense", "subspace", "residual"])
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "delayed"])
+    methods, schedules = ["dense", "subspace", "residual"], ["1f1b", "delayed"]
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
+    parser.add_argument("--schedules", nargs="+", choices=schedules, default=schedules)
     parser.add_argument("--compute", type=float, default=0.2, help="seconds of a micro-batch on the twin's devices")
     given = parser.parse_args()
     size, speed, link = ORIGINAL, SPEED, LINK

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from isthmus.api.training import train
     from isthmus.api.up import up
     from isthmus.api.what_if import what_if
-    from isthmus.callbacks import Callback, Evaluated, RunEnded, RunFault, RunStarted, StepDone
+    from isthmus.callbacks import Callback, EarlyStopping, Evaluated, RunEnded, RunFault, RunStarted, StepDone
     from isthmus.federated.job import FederatedJob
     from isthmus.fleet import Device, Fleet, Link
     from isthmus.job import Job
@@ -40,6 +40,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Callback": "isthmus.callbacks",
     "Device": "isthmus.fleet",
+    "EarlyStopping": "isthmus.callbacks",
     "Evaluated": "isthmus.callbacks",
     "FederatedJob": "isthmus.federated.job",
     "FederatedResult": "isthmus.api.federated_result",
@@ -77,6 +78,7 @@ _WHERE = {
 __all__ = [
     "Callback",
     "Device",
+    "EarlyStopping",
     "Evaluated",
     "FederatedJob",
     "FederatedResult",

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
+from isthmus.reading import read_json
 
 LEAST, MOST = 1e-12, 1e9
 """What float64 and the accountant can hold."""
@@ -29,10 +30,10 @@ class ActivationNoise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     epsilon: Above | None = None
     """The noise is such that all planned passes over the data have this epsilon in sum."""
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
-    """Of (epsilon, delta) differential privacy."""
+    """The delta of (epsilon, delta) differential privacy."""
     weights: Literal["frozen", "trained"] = "frozen"
-    """Of stages that compute on raw samples: kept as they begin, so that no message depends on another sample than its
-    own; or trained, and then what they reveal of samples is not covered."""
+    """Weights of stages that compute on raw samples: kept as they begin, so that no message depends on another sample
+    than its own; or trained, and then what they reveal of samples is not covered."""
     labels: Literal["stay", "public"] = "stay"
     """Whether labels may leave as they are."""
 
@@ -94,8 +95,6 @@ class PrivacySpent(msgspec.Struct, frozen=True, kw_only=True):
 def read_spent(folder: Path) -> PrivacySpent | None:
     """None where nothing was counted. UserError for what cannot be read."""
     try:
-        return msgspec.json.decode((folder / SPENT).read_bytes(), type=PrivacySpent)
+        return read_json(folder / SPENT, PrivacySpent)
     except FileNotFoundError:
         return None
-    except ValueError as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"{folder / SPENT}: cannot be read: {e}") from None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
 from isthmus.errors import UserError, check_choice, plain_types, unknown_name
+from isthmus.reading import parse_json, read_file
 
 Document = TypeVar("Document", bound=msgspec.Struct)
 JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -36,6 +38,22 @@ def follow_umask(path: Path) -> None:
     probe.unlink()
 
 
+def beside(path: str, folder: str) -> str:
+    """A path that a file in `folder` names, for who does not run in that folder: what is no relative path stays, as do
+    names such as "stdlib", to which nothing in the folder corresponds."""
+    if not (folder and path) or "://" in path or path.startswith("~") or os.path.isabs(path):
+        return path
+    there = os.path.join(folder, path)
+    is_name = os.path.basename(path) == path and "." not in path and not os.path.lexists(there)
+    return path if is_name else there
+
+
+def folder_of(file: Path) -> str:
+    """The folder from which the file's relative paths count, absolute; empty where this process runs in it."""
+    folder = os.path.abspath(file.parent)
+    return "" if os.path.realpath(folder) == os.getcwd() else folder
+
+
 def read_toml(path: Path, kind: str) -> dict[str, object]:
     """The tables of a TOML file; UserError for a missing file or a syntax error, with its line."""
     try:
@@ -51,9 +69,26 @@ def read_toml(path: Path, kind: str) -> dict[str, object]:
 def parse_toml(text: str, source: str) -> dict[str, object]:
     """The tables of a TOML text; UserError for a syntax error, with its line."""
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as e:  # wider than TOMLDecodeError: integers of 5,000 digits, deep nesting
         raise UserError(f"{source}: not valid TOML: {e}") from None
+    level: list[object] = [tables]
+    for _ in range(DEEPEST):
+        level = [inner for each in level for inner in _inside(each)]
+    if level:
+        raise UserError(f"{source}: got tables and lists {DEEPEST} deep and more, expected fewer")
+    return tables
+
+
+DEEPEST = 50
+"""Tables and lists inside each other; those of jobs have about five."""
+
+
+def _inside(value: object) -> Iterable[object]:
+    """What a table or a list holds."""
+    if isinstance(value, dict):
+        return cast("dict[str, object]", value).values()
+    return cast("list[object]", value) if isinstance(value, list) else ()
 
 
 def convert(tables: Mapping[str, object], struct: type[Document], source: str) -> Document:
@@ -92,10 +127,15 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
     struct = _struct_of(expected)
     if struct is not None and isinstance(value, Mapping):
         fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
+        defaults = {f.encode_name: f.default for f in msgspec.structs.fields(struct)}
         dot = f"{path}." if path else ""
         for key, inner in typing.cast("Mapping[str, object]", value).items():
             if key not in fields:
                 raise UserError(f"{source}: {unknown_name('key', key, fields, prefix=dot)}")
+            if isinstance(inner, int | float) and not isinstance(inner, bool) and _is_quantity(defaults[key]):
+                unit = str(defaults[key]).partition(" ")[2]
+                hint = f'expected a text with a unit, as "{inner} {unit}"'
+                raise UserError(f"{source}: {dot}{key}: got {inner}, {hint}")
             _check_names(inner, fields[key], source, f"{dot}{key}")
     elif isinstance(value, list):
         item = _item_of(expected)
@@ -107,6 +147,11 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
         check_choice(path, value, _choice_of(expected) if isinstance(value, str) else expected)
     except UserError as e:
         raise UserError(f"{source}: {e}") from None
+
+
+def _is_quantity(default: object) -> bool:
+    """Whether it is a text such as "60 s"."""
+    return isinstance(default, str) and re.fullmatch(r"[0-9.]+ [A-Za-z/]+", default) is not None
 
 
 def _choice_of(expected: object) -> object:
@@ -139,11 +184,11 @@ def read_lines(path: Path, kind: type[Document], note: Callable[[str], None] = l
     `note` gets, in one sentence, which lines cannot be read."""
     found: list[Document] = []
     unread: list[int] = []
-    lines = path.read_bytes().splitlines() if path.is_file() else []
+    lines = read_file(path).splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(msgspec.json.decode(line, type=kind))
-        except ValueError:  # msgspec's, or UnicodeDecodeError
+            found.append(parse_json(line, kind, ""))
+        except UserError:
             unread.append(number)
     if unread:
         what = "is the last one and is not whole" if unread == [len(lines)] else "cannot be read"

@@ -1,4 +1,4 @@
-"""Libraries that compute stages."""
+"""Libraries that compute stages, and engines that start agents on a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from isthmus.errors import UserError, unknown_name
 
 EngineName = Literal["torch", "jax"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+CLUSTER_ENGINES = ("local", "ssh", "ray", "slurm", "kubernetes", "skypilot")
+"""Ours, of `isthmus up --on`. `runtime.launchers.registry` has what each starts agents with."""
 
 
 def check_engine(field: str, name: str) -> EngineName:

@@ -60,14 +60,19 @@ POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", 
 """Modules of the standard library that Windows has not."""
 
 
+def to_install(module: str) -> str:
+    """What to type for an optional library. No release is published yet, so it is typed in a checkout."""
+    return f"pip install '.[{EXTRAS[module.partition('.')[0]]}]' in a checkout of isthmus"
+
+
 def what_is_missing(owner: str, error: ModuleNotFoundError) -> str | None:
     """What `owner` needs to be able to import what it could not; None for a module that is neither a library of an
     extra nor one that the system lacks."""
     module = (error.name or "").partition(".")[0]
     if module in EXTRAS:
-        return f'{owner} needs {module}: pip install "isthmus[{EXTRAS[module]}]"'
+        return f"{owner} needs {module}: {to_install(module)}"
     if module in POSIX:
-        return f"{owner} needs Linux or macOS: Python has no {module} here; on Windows use WSL"
+        return f"{owner} needs Linux: Python has no {module} here; on Windows use WSL"
     return None
 
 
@@ -80,8 +85,7 @@ def import_extra(module: str, owner: str = "this") -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         missing = what_is_missing(owner, error) if isinstance(error, ModuleNotFoundError) else None
-        extra = EXTRAS[module.partition(".")[0]]
-        broken = f'{module} cannot be imported ({error}): pip install "isthmus[{extra}]"'
+        broken = f"{module} cannot be imported ({error}): {to_install(module)}"
         raise UserError(missing or broken) from error
 
 
@@ -139,6 +143,14 @@ def takes(call: Callable[..., object], name: str) -> bool:
     except ValueError:
         return True
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def check_options(what: str, call: Callable[..., object], options: Mapping[str, object], ours: set[str]) -> None:
+    """UserError, which calls an option `what`, for those that the callable has not, or that are `ours` to give."""
+    known = inspect.signature(call).parameters.keys() - ours
+    for key in options:
+        if key not in known:
+            raise unknown_name(what, key, known)
 
 
 def check_arguments(owner: str, name: str, call: Callable[..., object], options: Mapping[str, object]) -> None:

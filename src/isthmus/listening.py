@@ -20,7 +20,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=128, family=family)
     except (OSError, UnicodeError, OverflowError) as e:
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise UserError(f"cannot listen on {host}:{port}: {reason}") from None
+        raise UserError(f"cannot listen on {shown_address(host, port)}: {reason}") from None
+
+
+def shown_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around a host that has colons itself.
+
+    >>> shown_address("::1", 7433)
+    '[::1]:7433'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -47,9 +56,8 @@ def private_listener(host: str, port: int, command: str) -> PrivateListener:
         listener = listening_socket(host, port)
     except UserError as e:
         raise UserError(f"{command}: {e}; --port 0 takes a free one") from None
-    shown = f"[{host}]" if ":" in host else host
     secret = "" if is_loopback(host) else secrets.token_urlsafe(24)
-    return PrivateListener(listener, secret, f"http://{shown}:{listener.getsockname()[1]}")
+    return PrivateListener(listener, secret, f"http://{shown_address(host, listener.getsockname()[1])}")
 
 
 def own_hosts(port: int) -> frozenset[str]:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Generator
 from pathlib import Path
+from typing import BinaryIO
 
 from isthmus.errors import UserError
 
@@ -21,15 +22,34 @@ def locked(handle: int) -> bool:
     return True
 
 
+def hold(path: Path, taken: str) -> None:
+    """This process has the file, which is made where it is missing, for as long as it lives; processes that it forks
+    have not. Once more does nothing. UserError: `taken` where another process has it, or for what cannot be opened."""
+    fcntl = importlib.import_module("fcntl")
+    claim = _opened(path)
+    try:
+        fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(taken) from None
+    _HELD.append(claim)
+
+
+_HELD: list[BinaryIO] = []
+"""A file that is closed is no longer locked."""
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("ab")
+    except OSError as e:
+        raise UserError(f"{path}: cannot be opened: {e.strerror or e}; remove it: it holds nothing") from None
+
+
 @contextlib.contextmanager
 def claimed(path: Path, taken: str) -> Generator[None]:
     """This process alone holds the file meanwhile, which is made where it is missing. UserError: `taken` while another
     one does, or for what cannot be opened."""
-    try:
-        claim = path.open("ab")
-    except OSError as e:
-        raise UserError(f"{path}: cannot be opened: {e.strerror or e}; remove it: it holds nothing") from None
-    with claim:
+    with _opened(path) as claim:
         if not locked(claim.fileno()):
             raise UserError(taken)
         yield

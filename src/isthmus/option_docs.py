@@ -15,6 +15,8 @@ from msgspec import NODEFAULT, Meta
 
 NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "table", object: "value"}
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+FAR = 1 << 20
+"""Limits further from 0 are for what other machines send: no job comes near them."""
 
 
 class OptionDoc(msgspec.Struct, frozen=True):
@@ -111,7 +113,7 @@ def _limited(kind: str, limits: list[Meta]) -> str:
         f"{word} {getattr(limit, name)}"
         for limit in limits
         for name, word in LIMITS.items()
-        if getattr(limit, name) is not None
+        if getattr(limit, name) is not None and abs(getattr(limit, name)) < FAR
     ]
     return " ".join([kind, " and ".join(found)]).strip()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 import msgspec
 
-from isthmus.documents import convert
+from isthmus.documents import beside, convert
 from isthmus.errors import UserError
+from isthmus.units import whole_number
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -30,7 +32,7 @@ def read_overrides(
             raise UserError(f"{option}: got {text!r}, expected KEY=VALUE, as {example}")
         try:
             found[key.strip()] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # wider than TOMLDecodeError: integers of 5,000 digits, deep nesting
             found[key.strip()] = value.strip()
     return found
 
@@ -78,6 +80,24 @@ def _place(at: object, last: str, value: object, key: str) -> None:
 def _entries(at: object, part: str, key: str) -> list[object]:
     """Of a list, which has one of this number."""
     entries = cast("list[object]", at) if isinstance(at, list) else []
-    if not part.isdecimal() or int(part) >= len(entries):
+    number = whole_number(part)
+    if number is None or number >= len(entries):
         raise UserError(f"{key}: got {part!r}, expected a key of a table, or the number of one of {len(entries)}")
     return entries
+
+
+PATHS = re.compile(
+    r"fleet|participation\.availability|data\.description|data\.heldout|(model|data)\.(.+\.)?(path|heldout_path|files|tokenizer)"
+)
+"""Keys of jobs whose values are paths, or lists of paths."""
+
+
+def counted_from(overrides: Mapping[str, object], folder: str) -> dict[str, object]:
+    """With paths that count from a folder, in place of the folder of the job's file."""
+
+    def located(value: object) -> object:
+        if isinstance(value, list):
+            return [located(each) for each in cast("list[object]", value)]
+        return beside(value, folder) if isinstance(value, str) else value
+
+    return {key: located(value) if PATHS.fullmatch(key) else value for key, value in overrides.items()}

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from isthmus import reading
 from isthmus.atomic_write import atomic_write
 from isthmus.documents import read_lines
 from isthmus.errors import UserError
@@ -46,12 +47,11 @@ def write_json(path: Path, value: object) -> None:
 def read_json(path: Path, kind: type[Found], remedy: str = "") -> Found | None:
     """The document; None where there is none. UserError, which ends with `remedy`, for what cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return reading.read_json(path, kind)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
-        reason = (e.strerror or e) if isinstance(e, OSError) else e
-        raise UserError(f"{path}: cannot be read: {reason}{remedy}") from None
+    except UserError as e:
+        raise UserError(f"{e}{remedy}") from None
 
 
 class LinesFile(Generic[Line]):

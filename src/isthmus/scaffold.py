@@ -14,6 +14,7 @@ import msgspec
 
 from isthmus.documents import JOB_NAME
 from isthmus.errors import UserError, unknown_name
+from isthmus.units import whole_number
 
 Task = Literal["text", "images", "federated"]
 TASKS: tuple[Task, ...] = ("text", "images", "federated")
@@ -28,6 +29,7 @@ DATA: Mapping[Task, tuple[str, str]] = {
 }
 """By task: the question, and its default."""
 SPLITS = ("train", "training")
+_HELD = "# share that does not train: eval_every evaluates on it"
 """Folders that hold the classes of an image folder that is divided already."""
 
 
@@ -69,9 +71,9 @@ def check_name(name: str) -> str:
 
 def check_count(text: object) -> int:
     """The number that a text is. UserError for one below 1, and for anything else."""
-    if not str(text).isdecimal() or int(str(text)) < 1:
-        raise UserError(f"got {str(text)!r}, expected a whole number from 1")
-    return int(str(text))
+    if not (count := whole_number(str(text))):
+        raise UserError(f"got {str(text)[:60]!r}, expected a whole number from 1")
+    return count
 
 
 def check_data(task: Task, data: str) -> str:
@@ -168,7 +170,8 @@ def _text_files(data: str) -> str:
 
 def _images(data: str) -> dict[str, str]:
     if data in ("", "digits"):
-        return {"channels": "1", "classes": "10", "data": '[data]\nkind = "digits"\noptions = { holdout = 0.2 }'}
+        table = f'[data]\nkind = "digits"\noptions = {{ holdout = 0.2 }}     {_HELD}'
+        return {"channels": "1", "classes": "10", "data": table}
     folder = Path(data).expanduser()
     if not folder.is_dir():
         raise UserError(f"data: no folder {data}, expected a folder with a folder of images per class, or 'digits'")
@@ -178,7 +181,8 @@ def _images(data: str) -> dict[str, str]:
         raise UserError(f"data: {classes_in} has {classes} folders, expected one of images per class, at least two")
     table = (
         f'[data]\nkind = "image-folder"\n\n[data.options]\npath = {_quoted(str(folder.absolute()))}\n'
-        'transforms = [{ name = "Resize", size = [32, 32] }]'
+        'transforms = [{ name = "Resize", size = [32, 32] }]\n'
+        f"holdout = 0.05                  {_HELD}, where the folder has no split for it"
     )
     return {"channels": "3", "classes": str(classes), "data": table}
 

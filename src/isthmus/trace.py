@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from isthmus.errors import UserError
+from isthmus.reading import parse_json, read_file
+from isthmus.wire_types import Amount, CountOrNone, Finite, Name
 
 __all__ = [
     "Span",
@@ -24,6 +27,7 @@ __all__ = [
     "period_s",
     "read_jsonl",
     "steady_step_s",
+    "step_bounds",
     "step_times",
     "write_jsonl",
     "write_perfetto",
@@ -37,18 +41,18 @@ Track = Literal["compute", "send", "receive", "down", "up", "control"]
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that took place on one track of one device. Times are seconds since the run's first step opened."""
 
-    device: str
+    device: Name
     track: Track
-    name: str
+    name: Name
     """`F`, `B`, `E` (evaluation forward), `update`, `forward`, `backward`, `shared`, `norm`, `save`, ..."""
-    start_s: float
-    end_s: float
-    step: int = -1
-    micro_batch: int = -1
-    size_bytes: int = 0
-    other: str = ""
+    start_s: Finite
+    end_s: Finite
+    step: CountOrNone = -1
+    micro_batch: CountOrNone = -1
+    size_bytes: Amount = 0
+    other: Name = ""
     """For send and receive: the device at the other end."""
-    wire_bytes: int = 0
+    wire_bytes: Amount = 0
     """With headers; `size_bytes` counts tensor bytes only."""
 
 
@@ -80,63 +84,93 @@ def write_jsonl(trace: Trace, path: Path) -> None:
 def read_jsonl(path: Path) -> Trace:
     """The trace that `write_jsonl` wrote. UserError for a file that is missing or is none."""
     try:
-        head, *rest = path.read_bytes().splitlines()
-        header = msgspec.json.decode(head, type=dict[str, str | int])
-        spans = tuple(msgspec.json.decode(line, type=Span) for line in rest)
-        return msgspec.convert({**header, "spans": spans}, Trace)
+        lines = read_file(path).splitlines()
     except FileNotFoundError:
         raise UserError(f"trace {path}: not found") from None
-    except (ValueError, msgspec.MsgspecError) as e:
+    except OSError as e:
+        raise UserError(f"trace {path}: cannot be read: {e.strerror or e}") from None
+    places = (f"trace {path}: not a trace: line {number}" for number in itertools.count(1))
+    header = parse_json(lines[0] if lines else b"", dict[str, str | int], next(places))
+    spans = tuple(parse_json(line, Span, place) for line, place in zip(lines[1:], places, strict=False))
+    try:
+        return msgspec.convert({**header, "spans": spans}, Trace)
+    except msgspec.ValidationError as e:
         raise UserError(f"trace {path}: not a trace: {e}") from None
 
 
 def write_perfetto(traces: Iterable[Trace], path: Path) -> None:
-    """Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open. One process per device and source."""
+    """Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open. One process per device and source.
+
+    The format has no slices of one thread that overlap partly: spans of a track that do (messages to several peers at
+    once, say) are on threads of their own, by peer where they have one.
+    """
     events: list[dict[str, object]] = []
     numbers: dict[str, int] = {}
-    tracks: dict[tuple[int, str], int] = {}
+    threads: dict[tuple[int, str, int], int] = {}
     for trace in traces:
-        for span in trace.spans:
-            process = numbers.setdefault(f"{trace.source} {span.device}", len(numbers) + 1)
-            thread = tracks.setdefault((process, span.track), len(tracks) + 1)
-            label = span.name if span.micro_batch < 0 else f"{span.name}{span.micro_batch}"
-            args = {"step": span.step, "bytes": span.size_bytes, "other": span.other}
-            events.append(
-                {
-                    "ph": "X",
-                    "name": label,
-                    "cat": span.track,
-                    "pid": process,
-                    "tid": thread,
-                    "ts": span.start_s * 1e6,
-                    "dur": (span.end_s - span.start_s) * 1e6,
-                    "args": args,
-                }
-            )
+        for (device, name), spans in _by_thread(trace).items():
+            process = numbers.setdefault(f"{trace.source} {device}", len(numbers) + 1)
+            for span, lane in zip(spans, _lanes(spans), strict=True):
+                thread = threads.setdefault((process, name, lane), len(threads) + 1)
+                events.append(_slice(span, process, thread))
     for process, number in numbers.items():
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": process}})
-    for (number, track), thread in tracks.items():
-        events.append({"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": {"name": track}})
+    for (number, name, lane), thread in threads.items():
+        label = f"{name} ({lane + 1})" if lane else name
+        events.append({"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": {"name": label}})
     path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def step_times(trace: Trace) -> dict[int, float]:
-    """Duration of each training step: from the first forward of a step to the first forward of the next, in seconds.
+def _by_thread(trace: Trace) -> dict[tuple[str, str], list[Span]]:
+    """Spans in the order of their starts, by device and name of their thread."""
+    found: dict[tuple[str, str], list[Span]] = {}
+    for span in sorted(trace.spans, key=lambda s: (s.start_s, s.end_s)):
+        way = {"send": f"send to {span.other}", "receive": f"receive from {span.other}"} if span.other else {}
+        found.setdefault((span.device, way.get(span.track, span.track)), []).append(span)
+    return found
 
-    The last step has no next one: it ends with its last update.
+
+def _lanes(spans: Iterable[Span]) -> Iterator[int]:
+    """Of each span the first lane that is free when it starts."""
+    ends: list[float] = []
+    for span in spans:
+        lane = next((number for number, end_s in enumerate(ends) if end_s <= span.start_s), len(ends))
+        ends[lane : lane + 1] = [span.end_s]
+        yield lane
+
+
+def _slice(span: Span, process: int, thread: int) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "name": span.name if span.micro_batch < 0 else f"{span.name}{span.micro_batch}",
+        "cat": span.track,
+        "pid": process,
+        "tid": thread,
+        "ts": span.start_s * 1e6,
+        "dur": (span.end_s - span.start_s) * 1e6,
+        "args": {"step": span.step, "bytes": span.size_bytes, "other": span.other},
+    }
+
+
+def step_bounds(trace: Trace) -> dict[int, tuple[float, float]]:
+    """Begin and end of each training step, in seconds: from the last update of the step before to its own last update.
+
+    A step whose predecessor is not in the trace begins with its first forward. First forwards alone tell no times: a
+    stage that waits for nobody computes them several steps ahead.
     """
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     for span in trace.spans:
         if span.track == "compute" and span.name == "F":
-            starts[span.step] = min(span.start_s, starts.get(span.step, float("inf")))
+            starts[span.step] = min(span.start_s, starts.get(span.step, math.inf))
         if span.track == "compute" and span.name == "update":
             ends[span.step] = max(span.end_s, ends.get(span.step, 0.0))
-    order = sorted(starts)
-    times = {a: starts[b] - starts[a] for a, b in itertools.pairwise(order) if b == a + 1}
-    if order and order[-1] in ends:
-        times[order[-1]] = ends[order[-1]] - starts[order[-1]]
-    return times
+    return {step: (ends.get(step - 1, starts[step]), ends[step]) for step in sorted(starts.keys() & ends.keys())}
+
+
+def step_times(trace: Trace) -> dict[int, float]:
+    """Duration of each training step in seconds, by `step_bounds`."""
+    return {step: end_s - start_s for step, (start_s, end_s) in step_bounds(trace).items()}
 
 
 def steady_step_s(trace: Trace) -> float:
@@ -146,8 +180,7 @@ def steady_step_s(trace: Trace) -> float:
     times = sorted(step_times(trace).items())
     if not times:
         raise UserError(f"trace {trace.run!r}: no training step was finished")
-    last = max(span.step for span in trace.spans if span.track == "compute" and span.name == "F")
-    between = [duration for step, duration in times[trace.period :] if step != last]
+    between = [duration for _, duration in times[trace.period : -1]]
     if len(between) < trace.period:
         between = [duration for _, duration in times[1:] or times]
     return statistics.median(map(statistics.fmean, in_periods(between, trace.period)))

@@ -21,6 +21,7 @@ from isthmus.errors import UserError
 
 # Bounded digits: a hostile "1e999999999 s" must not cost gigabytes of rational arithmetic.
 __all__ = [
+    "exact",
     "format_bandwidth",
     "format_compute",
     "format_count",
@@ -32,6 +33,7 @@ __all__ = [
     "parse_duration",
     "parse_size",
     "significant",
+    "whole_number",
 ]
 
 _TEXT = re.compile(r"([+-]?[0-9]{1,400}(?:\.[0-9]{1,400})?(?:[eE][+-]?[0-9]{1,3})?) *(\S*)")
@@ -104,6 +106,11 @@ _COMPUTE = _Quantity(
 )
 
 
+def exact(share: float) -> Fraction:
+    """The decimal number that was written: 0.29 of 100 are 29, of the binary float next to it 28.999..."""
+    return Fraction(repr(float(share)))
+
+
 def parse_duration(text: object, field: str) -> float:
     """Seconds, at least 0. `field` is what the message of the `UserError` calls the value."""
     return _parse_float(text, field, _DURATION)
@@ -130,6 +137,11 @@ def parse_size(text: object, field: str) -> int:
     if exact >= 2**63:  # the largest integer that TOML and JSON readers agree on
         raise _refusal(text, field, _SIZE, "it is too large")
     return round(exact)
+
+
+def whole_number(text: str) -> int | None:
+    """Of decimal digits; None for another text, and for more digits than any count has: Python refuses thousands."""
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
 def format_duration(seconds: float, *, exact: bool = False) -> str:
@@ -165,6 +177,18 @@ def format_size(size_bytes: float, *, exact: bool = False) -> str:
 def format_share(share: float) -> str:
     """A part of a whole in percent ("10 %"), to four digits."""
     return f"{100 * share:.4g} %"
+
+
+def format_metric(name: str, value: float | None) -> str:
+    """A figure of an evaluation: accuracies in percent, others to four digits."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if name.endswith("accuracy") else f"{value:.4f}" if name == "loss" else f"{value:.4g}"
+
+
+def format_metrics(metrics: Mapping[str, float | None]) -> str:
+    """What follows a loss in a sentence (", accuracy 97.2%"); empty without metrics."""
+    return "".join(f", {name} {format_metric(name, value)}" for name, value in metrics.items())
 
 
 def format_count(count: int, noun: str) -> str:

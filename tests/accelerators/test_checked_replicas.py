@@ -64,7 +64,7 @@ def test_a_stage_on_an_accelerator_adds_what_was_merged() -> None:
         {**kept, **trained},
         accelerator=open_accelerator("checked:0"),
     )
-    exchanges = StageExchanges(engine, assignment.train, lambda _, weights: reads.append(weights))
+    exchanges = StageExchanges(engine, assignment.train, 1, lambda _, weights: reads.append(weights))
     item = Item(index=0, kind="train", step=0)
     amounts = {name: torch.full((value.numel(),), 0.5) for name, value in trained.items()}
     exchange = WeightExchange(rate_step=0, wanted=tuple(trained))

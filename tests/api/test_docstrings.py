@@ -48,6 +48,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         model=torch.nn.Linear(4, 1),
         loss=loss,
         clients=clients,
+        test=clients[0],
         rounds=2,
         run=folder / "federated",
         overrides={"execution.executors": 1},

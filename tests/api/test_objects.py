@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import IterableDataset, TensorDataset
 
 import isthmus
 from isthmus.api.export import export_model
+from isthmus.api.given import Objects
 from isthmus.api.notebook import NotebookObserver
 from isthmus.api.observer import StepDone
 from isthmus.api.optimizers import read_optimizer
 from isthmus.api.samples import read_arrays
+from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import load_dataset
+from isthmus.data.dataset import SPLITS
 from isthmus.errors import Interrupted, UserError
 from isthmus.federated.algorithms.fedavg import FedAvg
+from isthmus.job import fleet_of, prepare
+from isthmus.plans import load_plan
+from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_weights
 
 LOSS = nn.functional.mse_loss
 
@@ -40,7 +50,7 @@ def test_a_run_is_the_plain_loop_goes_on_and_is_stopped_by_a_call(tmp_path: Path
     before = [parameter.clone() for parameter in model.parameters()]
     twin = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     twin.load_state_dict(model.state_dict())
-    given = {"model": model, "loss": LOSS, "data": {"input": data()[:][0], "target": data()[:][1]}, "batch": 15}
+    given = {"model": model, "loss": LOSS, "data": {"input": data()[:][0], "target": data()[:][1]}, "batch": 16}
     given |= {"optimizer": functools.partial(torch.optim.SGD, lr=0.1), "run": tmp_path / "run"}
     told: list[int] = []
     stop = isthmus.Stop()
@@ -57,7 +67,7 @@ def test_a_run_is_the_plain_loop_goes_on_and_is_stopped_by_a_call(tmp_path: Path
     run = isthmus.train(**given, steps=steps, resume=True)
     assert (run.outcome, [point.step for point in run.losses]) == ("done", list(range(1, steps + 1)))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)), "the caller's own is kept"
-    x, y = (column[_trained(run)] for column in (given["data"]["input"], given["data"]["target"]))
+    x, y = given["data"]["input"], given["data"]["target"]
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
     for point in run.losses:
         loss = LOSS(twin(x), y)
@@ -78,13 +88,151 @@ def test_a_run_is_the_plain_loop_goes_on_and_is_stopped_by_a_call(tmp_path: Path
     assert not (tmp_path / "never").exists()
 
 
-def _trained(run: isthmus.Run) -> Tensor:
-    """Rows that are not held out: 15 of 16, which is a batch."""
-    rows = load_dataset(run.job.data, "train")
-    assert len(rows) == 15
-    inputs = rows.batch(torch.arange(15).numpy(), ["input"])["input"]
-    whole = data()[:][0]
-    return torch.stack([(whole == row).all(1).nonzero()[0, 0] for row in inputs])
+class Rotary(nn.Module):
+    """A table of complex numbers that is neither parameter nor buffer, and buffers that no state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.freqs_cis = torch.polar(torch.ones(2), torch.tensor([0.5, 0.1]))
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+        self.register_buffer("unused", torch.zeros(1), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        turned = torch.view_as_complex((self.layer(input) * self.scale).unflatten(-1, (2, 2))) * self.freqs_cis
+        return self.head(torch.view_as_real(turned).flatten(-2))
+
+
+def test_what_is_saved_is_the_models_state(tmp_path: Path) -> None:
+    """No tensors that its state_dict has not, nor those of the loss. Checkpoints of earlier versions have them."""
+    model, weight = Rotary(), torch.full((3,), 2.0)
+    x = data(8)[:][0]
+    run = isthmus.train(
+        model=model,
+        loss=nn.CrossEntropyLoss(weight=weight),
+        data={"input": x, "target": torch.arange(8) % 3},
+        batch=8,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        steps=1,
+        run=tmp_path / "run",
+    )
+    twin = copy.deepcopy(model)
+    nn.functional.cross_entropy(twin(x), torch.arange(8) % 3, weight=weight).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert run.load(model) == 1
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    export_model(run.path, tmp_path / "exported")
+    weights = load_file(tmp_path / "exported" / "model.safetensors")
+    assert weights.keys() == model.state_dict().keys()
+    checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert read_weights(checkpoint).keys() == {*(f"model.{name}" for name in weights), "loss.weight"}
+    earlier = weights | {"freqs_cis": model.freqs_cis, "scale": torch.full((4,), 2.0)}
+    assert load_checkpoint(model, checkpoint, lambda _: earlier) == 1
+    with pytest.raises(UserError, match="weight 'freqs' is not in Rotary"):
+        load_checkpoint(model, checkpoint, lambda _: weights | {"freqs": model.freqs_cis})
+
+
+def test_every_sample_trains_and_held_out_ones_are_asked_for(tmp_path: Path) -> None:
+    """In float64, as the model is."""
+    x, y = (column.double() for column in data(40)[:])
+    model = nn.Linear(4, 1).double()
+    twin = copy.deepcopy(model)
+    given = {"model": model, "loss": LOSS, "data": {"input": x, "target": y}, "batch": 40}
+    given |= {"optimizer": functools.partial(torch.optim.SGD, lr=0.1), "steps": 1}
+    run = isthmus.train(**given, run=tmp_path / "run")
+    (loss := LOSS(twin(x), y)).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert run.losses[0].loss == pytest.approx(loss.item(), rel=1e-14)
+    run.load(model)
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-14, atol=1e-15)
+
+    def splits(split: str) -> dict[str, Tensor]:
+        return {"input": x[:40], "target": y[:40]} if split == "train" else {"input": x[30:], "target": y[30:]}
+
+    overrides = {"training.eval_every": 1}
+    with pytest.raises(UserError, match=r"training\.eval_every: got 1, but all of the data train: give held-out"):
+        isthmus.train(**given, run=tmp_path / "refused", overrides=overrides)
+    sizes = {
+        name: [len(load_dataset(Objects(asked).job(tmp_path / name, changed).data, split)) for split in SPLITS]
+        for name, asked, changed in (
+            ("split", {**given, "data": splits}, overrides),
+            ("share", given, {**overrides, "data.options.holdout": 0.25}),
+        )
+    }
+    assert sizes == {"split": [40, 10], "share": [30, 10]}
+    one = Objects({**given, "data": {"input": x[:1], "target": y[:1]}, "batch": 1}).job(tmp_path / "one", {})
+    assert len(load_dataset(one.data, "train")) == 1
+
+
+class Masked(nn.Module):
+    """A mean of its own where `own`, over labels of which some are left out."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.own = nn.Embedding(8, 4), nn.Linear(4, 3), own
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits, labels = self.head(torch.tanh(self.embed(x))).flatten(0, 1), labels.flatten()
+        if not self.own:
+            return nn.functional.cross_entropy(logits, labels)
+        kept = (labels >= 0).float()
+        each = nn.functional.cross_entropy(logits, labels, reduction="none")
+        return (each * kept).sum() / kept.sum() + 0.1 * logits.square().mean()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_is_the_plain_loops_whatever_the_loss(own: bool, tmp_path: Path) -> None:
+    """A token mean over two replicas, of which one has no label; a mean of the model's own in one micro-batch."""
+    x = torch.arange(20).reshape(4, 5) % 8
+    labels = torch.full((4, 5), -100)
+    labels[2, :4], labels[3] = x[2, :4] % 3, 1
+    model = Masked(own=own)
+    twin = copy.deepcopy(model)
+    given = {"model": model, "data": {"x": x, "labels": labels}, "batch": 4, "steps": 2, "fleet": "laptop"}
+    given |= {"optimizer": functools.partial(torch.optim.SGD, lr=0.5), "run": tmp_path / "run"}
+    overrides: dict[str, object] = {"training.shuffle": False, "planner": "even"}
+    if own:
+        with pytest.warns(UserWarning, match="by default that is 1 here, not 4"):
+            run = isthmus.train(**given, overrides=overrides)
+    else:
+        prepared = prepare(Objects(given).job(tmp_path / "given", overrides))
+        layouts = [PlanLayout((name,), (), 2) for name in ("laptop-0", "laptop-1")]
+        plan = build_replicas(prepared.problem(fleet_of(prepared.job)), layouts, planner="even")
+        run = isthmus.train(**given, overrides=overrides, plan=plan)
+    assert load_plan(run.path / "plan.json").micro_batches == (1 if own else 4)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for point in run.losses:
+        loss = twin(x, labels)
+        assert point.loss == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert run.load(model) == len(run.losses) == 2
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_every_sample_of_every_client_trains(tmp_path: Path) -> None:
+    clients = [{"input": data(n)[:][0], "target": data(n)[:][1]} for n in (40, 1)]
+    model = nn.Linear(4, 1)
+    start = copy.deepcopy(model).state_dict()
+    result = isthmus.federate(
+        model=model,
+        loss=LOSS,
+        clients=clients,
+        rounds=1,
+        overrides={"execution.executors": 1, "local.batch_size": 40, "local.learning_rate": 0.1},
+        run=tmp_path / "run",
+    )
+    expected = torch.zeros(1, 4)
+    for client in clients:
+        model.load_state_dict(start)
+        LOSS(model(client["input"]), client["target"]).backward()
+        expected += len(client["input"]) / 41 * (model.weight - 0.1 * model.weight.grad).detach()
+        model.zero_grad()
+    assert isinstance(result.model, nn.Linear) and result.evaluation is None
+    torch.testing.assert_close(result.model.weight.detach(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +262,65 @@ def test_an_optimizer_has_the_models_trainable_parameters_and_no_others() -> Non
     model[0].requires_grad_(False)
     (found,) = read_optimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model)
     assert (found.name, found.pattern) == ("sgd", "*")
+
+
+def _warmed_up(optimizer: torch.optim.Optimizer) -> object:
+    return transformers.get_scheduler("linear", optimizer, num_warmup_steps=10, num_training_steps=100)
+
+
+def _in_sequence(optimizer: torch.optim.Optimizer) -> object:
+    parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+
+def _gone(optimizer: torch.optim.Optimizer) -> None:
+    lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (_warmed_up, r"a scheduler \(LambdaLR\) moves its learning rate, which is 0, 0 now"),
+        (_in_sequence, "CosineAnnealingLR, LinearLR, SequentialLR"),
+        (lambda o: lr_scheduler.ReduceLROnPlateau(o), r"\(ReduceLROnPlateau\)"),
+        (lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10), r"\(OneCycleLR\)"),
+        (lambda o: lr_scheduler.LinearLR(o, start_factor=1.0), r"\(LinearLR\)"),
+        (_gone, "a scheduler moves"),
+    ],
+)
+def test_an_optimizer_that_a_scheduler_has_is_refused(
+    schedule: Callable[[torch.optim.Optimizer], object], words: str
+) -> None:
+    """Its rate is that of the moment: of a warm-up from 0, no weight would ever move."""
+    model = nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    assert [c.lr for c in read_optimizer(optimizer, model)] == [0.5, 0.1]
+    held = schedule(optimizer)
+    for given in (optimizer, lambda _: optimizer, Accelerator().prepare_optimizer(optimizer)):
+        with pytest.raises(UserError, match=words) as found:
+            read_optimizer(given, model)
+        assert "[learning_rate]: overrides={'learning_rate': " in str(found.value)
+    if held is not None:
+        with pytest.raises(UserError, match=r"expected an optimizer of torch\.optim.*\[learning_rate\]"):
+            read_optimizer(held, model)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_optimizer_is_new_and_has_no_hooks() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(UserError, match="its step has a hook or was replaced"):
+        read_optimizer(optimizer, model)
+    handle.remove()
+    assert read_optimizer(optimizer, model)[0].name == "adamw"
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UserError, match=r"it has made steps, .* without its state"):
+        read_optimizer(optimizer, model)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain.step()
+    assert read_optimizer(plain, model)[0].lr == 0.1, "SGD without momentum has none to lose"
 
 
 @pytest.mark.parametrize(

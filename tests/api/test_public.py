@@ -9,9 +9,9 @@ import sys
 import isthmus
 
 EXPECTED = (
-    "Callback Device Evaluated FederatedJob FederatedResult Fleet Job Link Observer Plan Run RunEnded RunFault "
-    "RunStarted StepDone Stop Sweep Trace Track compare errors federate join plan probe serve simulate sweep sync "
-    "train up verify what_if"
+    "Callback Device EarlyStopping Evaluated FederatedJob FederatedResult Fleet Job Link Observer Plan Run RunEnded "
+    "RunFault RunStarted StepDone Stop Sweep Trace Track compare errors federate join plan probe serve simulate sweep "
+    "sync train up verify what_if"
 )
 CODE = """
 import sys, isthmus

@@ -58,5 +58,5 @@ def _imports(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_the_reference_lists_the_public_packages() -> None:
-    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "packages.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(isthmus[\w.]*)` \|", page, re.MULTILINE) == list(PUBLIC_PACKAGES)

@@ -23,6 +23,7 @@ from tests.runtime.commands import refused, start, wait_until
 
 JOB = """
 name = "small"
+metrics = ["accuracy"]
 model = { name = "mlp", options = { features = 64, width = 8, layers = 1, classes = 10 } }
 data = { kind = "digits", options = { flat = true, holdout = 0.5 } }
 partition = { scheme = "dirichlet", clients = 6, alpha = 0.3 }

@@ -49,6 +49,8 @@ def main() -> None:
             recorded_run(folder / "runs" / run)
         slow_link(folder / "runs" / "second", "office-1", "cloud-0")
         federated_run(folder / "runs" / "rounds", rounds=12)
+        for seed in range(3):
+            recorded_run(folder / "runs" / "rates" / f"lr-0.1-{seed}")
         state = served_fleet(folder / "state", folder / "runs" / "first")
         runs, fleet = Served(FolderSource(folder / "runs")), Served(FleetSource(state))
         browser = driver.chromium.launch(executable_path=CHROMIUM or shutil.which("chromium"), args=["--no-sandbox"])
@@ -58,7 +60,13 @@ def main() -> None:
         draw(browser, "lost", f"{runs.address}/?run=second", act=lost, dark=True)
         draw(browser, "rounds", f"{runs.address}/?run=rounds")
         draw(browser, "compared", f"{runs.address}/?run=first&run=second&run=third")
-        draw(browser, "telephone", f"{runs.address}/?run=first", width=390)
+        sweep = Served(FolderSource(folder / "runs" / "rates"))
+        names = "&".join(f"run=lr-0.1-{seed}" for seed in range(3))
+        pages = {"run": f"{runs.address}/?run=first", "rounds": f"{runs.address}/?run=rounds"}
+        for name, address in {**pages, "sweep": f"{sweep.address}/?{names}"}.items():
+            for width in (390, 1400):
+                draw(browser, f"{name}-{width}", address, width=width)
+        sweep.close()
         browser.close()
         runs.close()
         fleet.close()

@@ -75,7 +75,7 @@ def test_federated_rounds(page: Page, serve: Serve, tmp_path: Path) -> None:
     shown = page.open(of=serve(federated_run(tmp_path / "f")))
     assert "5 of 5" in page.figure("round") and "80 %" in page.figure("accuracy")
     assert "2.5" in page.figure("epsilon") and "at remote sites" in shown.locator("#facts").inner_text()
-    for chart in ("loss", "spread", "times"):
+    for chart in ("loss", "metric-0", "spread", "times"):
         assert shown.locator(f"#{chart} canvas").count() == 1
     assert shown.locator("#map").is_hidden()
 
@@ -84,7 +84,7 @@ def test_a_federated_round_of_the_past(page: Page, serve: Serve, tmp_path: Path)
     shown = page.open(of=serve(federated_run(tmp_path / "f")))
     shown.locator("#moment").fill("2")
     page.until("page.bars?.step === 3")
-    assert "1 refused, 1 stolen, 1 missing" in page.figure("clients")
+    assert "1 refused, 1 reassigned, 1 missing" in page.figure("clients")
     row = shown.locator("#rounds tbody tr").nth(2)
     assert row.inner_text().split() == ["3", "3", "2", "s", "1.1", "s", "1", "1", "1", "0", "quorum"]
     assert row.get_attribute("data-tip") == "client 4: not finite"

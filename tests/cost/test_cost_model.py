@@ -209,7 +209,7 @@ def test_bfloat16_keeps_a_master_copy_where_the_parameter_is_owned() -> None:
 
 
 def test_what_does_not_fit_is_named_with_the_missing_bytes() -> None:
-    message = "stage 1 on device q needs 464 B with 1 micro-batches in flight, offers 400 B: 64 bytes short"
+    message = "stage 1 on device q needs 464 B with 1 micro-batches in flight, offers 400 B: 64 B short"
     with pytest.raises(FleetTooSmall, match=message):
         build_plan(problem(three_devices(400)), ["p", "q", "r"], [2, 3], planner="test")
 

@@ -65,7 +65,7 @@ def federated_run(folder: Path, rounds: int = 5) -> Path:
         )
         left = 0.5 / (number + 1)
         spread = {"clients": 4, "mean": 0.9 - left, "worst_decile": 0.7 - left, "deviation": 0.1}
-        evaluation = {"loss": 4 * left, "accuracy": 0.9 - left, "clients": spread}
+        evaluation = {"loss": 4 * left, "metrics": {"accuracy": 0.9 - left}, "clients": {"accuracy": spread}}
         line = {"record": record, "seconds": 1.5, "sent_bytes": 1000, "received_bytes": 500, "evaluation": evaluation}
         lines += msgspec.json.encode(line) + b"\n"
     (folder / ROUND_LINES).write_bytes(lines)

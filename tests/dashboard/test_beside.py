@@ -80,5 +80,5 @@ def test_no_page_where_none_is_asked_for() -> None:
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "find_spec", lambda name: None if name == "uvicorn" else importlib.util.find_spec(name))
-    with pytest.raises(UserError, match=r'uvicorn: pip install "isthmus\[dashboard\]"'), page_beside(tmp_path, print):
+    with pytest.raises(UserError, match=r"uvicorn: pip install '.\[dashboard\]'"), page_beside(tmp_path, print):
         pass

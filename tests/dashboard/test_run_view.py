@@ -42,6 +42,17 @@ def test_the_moment_before_a_loss_shows_the_device_at_work(recorded: Path) -> No
     assert set(_devices(now).values()) == {"done", "lost"}
 
 
+def test_stages_have_the_modules_that_tables_have(recorded: Path) -> None:
+    run = WatchedRun(recorded)
+    bare: Any = state_at(run)
+    first = bare["stages"][0]["first_op"]
+    ops = [{"name": first, "kind": "call", "module": "blocks.0.norm", "outputs": []}]
+    (recorded / "graph.json").write_text(json.dumps({"name": "gpt", "ops": ops}))
+    named: Any = state_at(WatchedRun(recorded))
+    assert named["stages"][0]["first_op"] == "blocks.0.norm"
+    assert named["stages"][0]["last_op"] == bare["stages"][0]["last_op"]
+
+
 def test_a_run_at_once(recorded: Path) -> None:
     shown: Any = overview(WatchedRun(recorded))
     assert (shown["state"], shown["federated"], shown["unread"]) == ("done", False, 0)

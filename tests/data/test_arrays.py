@@ -1,8 +1,11 @@
+import zipfile
+
 import numpy as np
 import pytest
 import torch
 
 from isthmus.data import ColumnSpec, Dataset, DataSpec, Split, load_dataset
+from isthmus.data import arrays as arrays_module
 from isthmus.errors import UserError
 
 
@@ -110,3 +113,53 @@ def test_bad_digit_options(options, message):
     with pytest.raises(UserError) as caught:
         load("digits", **options)
     assert message in str(caught.value)
+
+
+def claiming(shape: str) -> bytes:
+    """A file of numpy's whose header claims this shape of float64, and that ends after eight bytes."""
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(8)
+
+
+def test_a_header_that_claims_more_than_there_is_is_named_and_costs_no_memory(tmp_path):
+    for name, stored, said in (
+        ("x.npy", claiming("(1000000000000,)"), "its header claims 8000000000000 bytes, there are 8"),
+        ("x.npy", claiming("(3, 99)"), "its header claims 2376 bytes, there are 8"),
+        ("x.npy", claiming("(" * 900 + "1" + ")" * 900), "Cannot parse header|claims|too many|nested"),
+        ("x.npy", b"text", "magic string"),
+    ):
+        with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+            archive.writestr(name, stored)
+        with pytest.raises(UserError, match=rf"cannot read {tmp_path}/a.npz: .*({said})"):
+            load("npz", path=str(tmp_path / "a.npz"))
+
+
+def test_an_archive_that_claims_more_than_it_can_hold_is_refused(tmp_path):
+    path = tmp_path / "a.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", claiming("(1,)"))
+    written = path.read_bytes()
+    at = written.rindex(b"PK\x01\x02") + 24  # the size of the content, in the archive's directory
+    path.write_bytes(written[:at] + (1 << 31).to_bytes(4, "little") + written[at + 4 :])
+    with pytest.raises(UserError, match=r"a\.npz: x\.npy claims 2147483648 bytes, which \d+ cannot hold"):
+        load("npz", path=str(path))
+
+
+def test_an_archive_whose_arrays_need_more_memory_than_there_is_is_named(tmp_path, monkeypatch):
+    np.savez(tmp_path / "a.npz", x=np.arange(4))
+
+    def too_much(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(arrays_module, "read_npy", too_much)
+    with pytest.raises(UserError, match=r"cannot read .*a\.npz: there is not enough memory for its arrays"):
+        load("npz", path=str(tmp_path / "a.npz"))
+
+
+def test_arrays_of_every_order_and_dimension_are_as_numpy_reads_them(tmp_path):
+    drawn = np.random.default_rng(0).normal(size=(4, 3, 2))
+    given = {"a": drawn, "b": np.asfortranarray(drawn), "c": drawn[:, 0, 0], "d": np.arange(4, dtype=">i2")}
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "a.npz", **given)
+        found = everything(load("npz", path=str(tmp_path / "a.npz"), holdout=0))
+        assert {name: column.tolist() for name, column in found.items()} == {n: v.tolist() for n, v in given.items()}

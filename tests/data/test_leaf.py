@@ -58,6 +58,42 @@ def test_a_client_is_a_writer(divided: dict[str, dict[str, object]], tmp_path: P
     assert torch.equal(both["pixel_values"], torch.cat([pixels(divided[n]) for n in ("f10_9", "f00_1")]))
 
 
+def test_a_writer_in_two_files_is_one_client(tmp_path: Path) -> None:
+    first = write(tmp_path / "train" / "a.json", {"w": 3, "v": 2})
+    second = write(tmp_path / "train" / "b.json", {"u": 1, "w": 4})
+    write(tmp_path / "test" / "a.json", {"w": 1})
+    clients = LeafClients(LeafOptions(path=str(tmp_path), side=SIDE))
+    assert clients.sizes.tolist() == [7, 2, 1]
+    found = clients.load(0)
+    assert torch.equal(found["pixel_values"], torch.cat([pixels(first["w"]), pixels(second["w"])]))
+    assert found["labels"].tolist() == [*first["w"]["y"], *second["w"]["y"]]
+    data = load(KIND, tmp_path, side=SIDE)
+    assert everything(data)["labels"].tolist() == [
+        label for number in range(3) for label in clients.load(number)["labels"].tolist()
+    ]
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed twice", "listed once"])
+def test_a_key_twice_in_one_file_loses_no_sample(listed: bool, tmp_path: Path) -> None:
+    """JSON's readers keep the last one only."""
+    parts = [writer(name, count) for name, count in (("first", 2), ("v", 3), ("last", 4))]
+    entries = ", ".join(f"{name}: {json.dumps(part)}" for name, part in zip(('"w"', '"v"', '"w"'), parts, strict=True))
+    users, counts = (["w", "v", "w"], [2, 3, 4]) if listed else (["w", "v"], [6, 3])
+    tables = {"users": users, "num_samples": counts}
+    (tmp_path / "a.json").write_text(f'{json.dumps(tables)[:-1]}, "user_data": {{{entries}}}}}')
+    clients = LeafClients(LeafOptions(path=str(tmp_path), side=SIDE, holdout=0))
+    assert clients.sizes.tolist() == [6, 3]
+    assert clients.load(0)["labels"].tolist() == [*parts[0]["y"], *parts[2]["y"]]
+    assert clients.load(1)["labels"].tolist() == parts[1]["y"]
+
+
+def test_names_of_writers_may_hold_any_letters(tmp_path: Path) -> None:
+    names = ['a "b" {c}', "d, é: \\", "}"]
+    data = write(tmp_path / "a.json", dict.fromkeys(names, 2))
+    clients = LeafClients(LeafOptions(path=str(tmp_path), side=SIDE, holdout=0))
+    assert [clients.load(number)["labels"].tolist() for number in range(3)] == [data[name]["y"] for name in names]
+
+
 def test_all_samples_are_a_data_set(divided: dict[str, dict[str, object]], tmp_path: Path) -> None:
     data = load(KIND, tmp_path, side=SIDE)
     found = everything(data)
@@ -95,7 +131,7 @@ def test_other_fractions_than_of_255_are_kept(tmp_path: Path) -> None:
         (lambda d: d["user_data"]["w"]["y"].__setitem__(0, 62), r"got labels of \d+ to 62, expected 0 to 61"),
         (lambda d: d["user_data"]["w"]["x"][1].__setitem__(0, 5.0), "user 'w': got pixels of .* to 5, expected 0 to 1"),
         (lambda d: d["user_data"]["w"]["x"][1].__setitem__(0, -1), "user 'w': got pixels of -1 to .*, expected 0 to 1"),
-        (lambda d: d["user_data"]["w"]["x"].__setitem__(0, "a text"), "user 'w' cannot be read"),
+        (lambda d: d["user_data"]["w"]["x"].__setitem__(0, "a text"), "user 'w': cannot be read"),
     ],
 )
 def test_files_that_are_not_leafs(change, message: str, tmp_path: Path) -> None:

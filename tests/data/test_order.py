@@ -91,4 +91,4 @@ def test_order_and_size_need_no_torch(tmp_path):
     )
     size, error = done.stdout.splitlines()
     assert size == "23 64 (1,)"  # 95 bytes are left of 100, and each window shares a byte with the next
-    assert 'pip install "isthmus[train]"' in error
+    assert "pip install '.[train]'" in error

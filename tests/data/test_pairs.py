@@ -129,7 +129,7 @@ def test_bad_sources(tmp_path):
     with pytest.raises(UserError, match="holds no pairs"):
         load(path=write(tmp_path / "empty.jsonl", []))
     (tmp_path / "bad.jsonl").write_text('{"premise"\n')
-    with pytest.raises(UserError, match="line 1: Input data was truncated"):
+    with pytest.raises(UserError, match="line 1: cannot be read: Input data was truncated"):
         load(path=str(tmp_path / "bad.jsonl"))
     with pytest.raises(UserError, match="1 cannot be divided"):
         load(path=write(tmp_path / "one.jsonl", ROWS[:1]))

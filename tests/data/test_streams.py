@@ -7,6 +7,7 @@ import json
 import shutil
 import tarfile
 import threading
+from collections.abc import Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -376,8 +377,12 @@ def test_what_is_damaged_names_its_place(tmp_path: Path) -> None:
         parquet.write_table(arrow.table({"a": values}), tmp_path / f"{name}.parquet")
     with pytest.raises(UserError, match="rows differ in shape"):
         stream_of(str(tmp_path / "ragged.parquet"), holdout=0.0).batch([0], ["a"])
-    with pytest.raises(UserError, match="a row holds no number"):
+    with pytest.raises(UserError, match=r"absent\.parquet column 'a', row 2: got null"):
         stream_of(str(tmp_path / "absent.parquet"), holdout=0.0).batch([0], ["a"])
+    parquet.write_table(arrow.table({"text": ["a", "b", None]}), tmp_path / "texts.parquet", row_group_size=2)
+    with pytest.raises(UserError, match=r"texts\.parquet column 'text', row 3: got null, expected texts"):
+        texts = stream_of(str(tmp_path / "texts.parquet"), text="text", sequence_length=1, holdout=0.0)
+        texts.batch(range(len(texts)), ["input_ids"])
 
 
 def test_a_url_is_fetched_for_nobody_else_unless_the_owner_names_the_kind(
@@ -415,3 +420,101 @@ def test_a_block_without_text_is_named(tmp_path: Path) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(StepError, match="block 0 holds no text"):
         stream_of(str(tmp_path / "a.parquet"), text="text", tokenizer=str(tmp_path), holdout=0.0)
+
+
+def write_members(path: Path, members: Sequence[tuple[str, bytes]]) -> str:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return str(path)
+
+
+def test_tar_shards_are_read_as_webdataset_and_datasets_read_them(tmp_path: Path) -> None:
+    """`datasets` is asked; what webdataset 1.0.2 gives is the same, and written down here."""
+    members: list[tuple[str, bytes]] = []
+    for row, written in enumerate([b"007", b"-3\n", b" +12 ", b"0"]):
+        members += [(f"a.b/{row:02d}.CLS", written), (f"a.b/{row:02d}.pair.json", b"[%d, 1.5]" % row)]
+    path = write_members(tmp_path / "a.tar", members)
+    data = stream_of(path, columns={"label": "cls", "pair": "pair.json"}, holdout=0.0)
+    found = data.batch(range(4), ["label", "pair"])
+    assert found["label"].tolist() == [7, -3, 12, 0] and found["pair"].tolist() == [[row, 1.5] for row in range(4)]
+    tar = pytest.importorskip("datasets.packaged_modules.webdataset.webdataset").WebDataset
+    pairs = [(name.replace("CLS", "cls"), io.BytesIO(content)) for name, content in members]
+    theirs = list(tar._get_pipeline_from_tar(path, iter(pairs)))
+    assert [one["cls"] for one in theirs] == found["label"].tolist()
+    assert [one["pair.json"] for one in theirs] == found["pair"].tolist()
+
+
+def test_one_name_twice_in_a_sample_is_refused(tmp_path: Path) -> None:
+    """As webdataset and datasets refuse it; after another sample the name is a new one, as there."""
+    path = write_members(tmp_path / "a.tar", [("0.cls", b"1"), ("0.txt", b"a"), ("0.cls", b"2")])
+    with pytest.raises(UserError, match=r"a\.tar: member 0\.cls: sample '0' has 'cls' twice, expected each name once"):
+        stream_of(path, columns={"a": "cls"}, holdout=0.0)
+    apart = write_members(tmp_path / "b.tar", [("0.cls", b"1"), ("1.cls", b"2"), ("0.cls", b"3")])
+    assert stream_of(apart, columns={"a": "cls"}, holdout=0.0).batch(range(3), ["a"])["a"].tolist() == [1, 2, 3]
+
+
+def test_members_that_are_part_of_no_sample_are_named(tmp_path: Path) -> None:
+    others = ["README", ".hidden.cls", "__odd.cls", "part/LICENSE", "__meta__/a.cls", "__info__"]
+    path = write_members(tmp_path / "a.tar", [*[(name, b"1") for name in others], ("0.cls", b"5")])
+    words = r"a\.tar: 4 members are part of no sample .*: README, \.hidden\.cls, __odd\.cls, \.\.\."
+    with pytest.warns(UserWarning, match=words):
+        data = stream_of(path, columns={"a": "cls"}, holdout=0.0)
+    assert data.batch([0], ["a"])["a"].tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("0.cls", b"1.5", r"column 'cls' \(sample 0\): invalid literal for int"),
+        (
+            "0.json",
+            b"18446744073709551615",
+            r"column 'json': got 18446744073709551615, expected whole",
+        ),
+        ("0.json", b"[1, null]", r"column 'json' \(sample 0\): got object, expected numbers"),
+    ],
+)
+def test_numbers_of_a_tar_that_are_none_are_refused(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    path = write_members(tmp_path / "a.tar", [(name, content)])
+    with pytest.raises(UserError, match=words):
+        stream_of(path, holdout=0.0).batch([0], [name[2:]])
+
+
+def unlike(count: int, *, seed: int = 0) -> list[str]:
+    return [f"{text} {number}" for number, text in enumerate(texts(count, seed))]
+
+
+@pytest.mark.parametrize("first", ["repeats", "all", "few"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_a_block_has_the_windows_of_its_text_however_it_is_stored(first: str, dictionary: bool, tmp_path: Path) -> None:
+    """A dictionary holds texts that repeat once; what an epoch takes of a block follows from how much text it is."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    blocks = {"repeats": unlike(7) * 60, "all": unlike(420, seed=1), "few": [*unlike(400, seed=2), *["sea"] * 20]}
+    order = [first, *(name for name in blocks if name != first)]
+    table = arrow.table({"other": list(range(1260)), "text": [text for name in order for text in blocks[name]]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=420, use_dictionary=dictionary)
+    data = stream_of(str(tmp_path / "a.parquet"), text="text", sequence_length=8, holdout=0.0)
+    for block, name in zip(data._blocks, order, strict=True):
+        expected = sum(len(text) + 1 for text in blocks[name]) / 8
+        assert block.samples == pytest.approx(expected, rel=0.06), name
+    assert data._blocks[0].samples == sum(len(text) + 1 for text in blocks[first]) // 8
+
+
+def test_texts_of_a_dictionary_that_grew_too_large_count_too(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    found = unlike(900)
+    path = tmp_path / "a.parquet"
+    table = arrow.table({"text": [*["a text that comes again"] * 900, *found]})
+    parquet.write_table(table, path, row_group_size=900, dictionary_pagesize_limit=20_000, write_batch_size=100)
+    data = stream_of(str(path), text="text", sequence_length=8, holdout=0.0)
+    assert data._blocks[1].samples == pytest.approx(sum(len(text) + 1 for text in found) / 8, rel=0.04)
+
+
+def test_texts_of_a_tar_that_are_no_utf8_are_refused_for_a_tokenizer(tmp_path: Path, tokenizer_dir: Path) -> None:
+    path = write_members(tmp_path / "a.tar", [("0.txt", b"the cat"), ("1.txt", "the caf\xe9 sat".encode("latin1"))])
+    words = r"a\.tar column 'txt', block 0, text 2: byte 0xe9 before b' sat.n' is no UTF-8, expected text in UTF-8"
+    with pytest.raises(UserError, match=words):
+        stream_of(path, text="txt", tokenizer=str(tokenizer_dir), sequence_length=2, holdout=0.0)

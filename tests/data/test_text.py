@@ -1,10 +1,12 @@
+import gzip
 from pathlib import Path
 
 import pytest
 import torch
 
 from isthmus.data import ColumnSpec, Dataset, DataSpec, Split, load_dataset
-from isthmus.data.text import _stdlib_files
+from isthmus.data.clients import TextClients
+from isthmus.data.text import TextOptions, _stdlib_files, load_text
 from isthmus.errors import UserError
 
 
@@ -179,3 +181,49 @@ def test_malformed_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("not json")
     with pytest.raises(UserError, match="tokenizer: cannot read"):
         load(files=str(tmp_path / "a"), tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["the caf\xe9 sat", "\xe9t\xe9 " * 9])
+@pytest.mark.parametrize("kind", ["text", "clients"])
+def test_text_in_another_encoding_is_refused_for_a_tokenizer(
+    text: str, kind: str, tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    """It would train on replacement characters."""
+    (tmp_path / "a").write_bytes(text.encode("latin1"))
+    (tmp_path / "b").write_bytes(b"the cat sat " * 9)
+    at = text.index("\xe9") + 1
+    words = rf"text option 'files': .*a: byte {at}, 0xe9, is no UTF-8, expected text in UTF-8, or tokenizer 'bytes'"
+    options = TextOptions(files=str(tmp_path / "[ab]"), tokenizer=str(tokenizer_dir), sequence_length=2, holdout=0)
+    with pytest.raises(UserError, match=words):
+        TextClients(options) if kind == "clients" else len(load_text(options, "train"))
+
+
+CODED = {"gzip": gzip.compress(b"the cat sat" * 9), "UTF-16": ("the cat sat" * 9).encode("utf-16")}
+
+
+@pytest.mark.parametrize("kind", [*CODED, "UTF-16 or UTF-32"])
+def test_what_looks_like_no_text_is_named(kind: str, tmp_path: Path, tokenizer_dir: Path) -> None:
+    content = CODED.get(kind, ("the cat sat" * 9).encode("utf-16-be"))
+    (tmp_path / "a").write_bytes(content)
+    with pytest.warns(UserWarning, match=f"a begins as {kind} does, and is taken as it is"):
+        data = load(files=str(tmp_path / "a"), sequence_length=3, holdout=0)
+        assert text_of(data) == content[: len(data) * 3 + 1]
+    if kind in CODED:
+        with pytest.raises(UserError, match=rf"is no UTF-8 \(it begins as {kind} does\)"):
+            len(load(files=str(tmp_path / "a"), tokenizer=str(tokenizer_dir), sequence_length=3, holdout=0))
+
+
+@pytest.mark.parametrize("holdout", [0.3, 0.31, 0.32, 0.33])
+def test_a_character_that_a_cut_parts_is_left_out(holdout: float, tmp_path: Path, tokenizer_dir: Path) -> None:
+    """Of a split by bytes, and of `max_bytes`."""
+    (tmp_path / "a").write_text("cat \U0001f408 " * 20)
+    for most in (None, 50, 51, 52, 53):
+        options: dict[str, object] = {"files": str(tmp_path / "a"), "holdout": holdout, "max_bytes": most}
+        for split in ("train", "heldout"):
+            whole = load(split, **options, sequence_length=1)
+            raw = text_of(whole)
+            data = load(split, **options, tokenizer=str(tokenizer_dir), sequence_length=1)
+            tokens = data.batch(range(len(data)), ["input_ids", "labels"])
+            found = [*tokens["input_ids"].flatten().tolist(), int(tokens["labels"][-1, 0])]
+            expected = raw.decode(errors="ignore").split()
+            assert found == [5 if word == "cat" else 1 for word in expected]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -44,7 +45,8 @@ def read(spec: DataSpec) -> int:
     told = assignment("d0")
     columns = msgspec.structs.replace(told.train, columns=("labels",))
     given = msgspec.structs.replace(told, data=spec, train=columns, evaluates=False)
-    return len(stage_data(given, ONE_OWNER, foreign=True)["train"])
+    with mock.patch("isthmus.runtime.device.stage_data._check_holding"):  # how many samples there are is not asked here
+        return len(stage_data(given, ONE_OWNER, foreign=True)["train"])
 
 
 def linked(folder: Path, name: str, to: str) -> None:

@@ -135,11 +135,13 @@ class _Engine:
 
 def test_a_stage_adds_amounts_before_the_step_and_its_state_is_still_that_of_whole_steps() -> None:
     engine, read = _Engine(), list[tuple[int, dict[str, list[float]]]]()
-    operators = [SimpleNamespace(target=name, name=f"op_{name}") for name in "ab"]
+    spec = SimpleNamespace(shape_at=lambda _: (2,))
+    operators = [SimpleNamespace(target=name, name=f"op_{name}", outputs=(spec,)) for name in "ab"]
     train = SimpleNamespace(variables=lambda: operators, shared_from={})
     exchanges = StageExchanges(
         cast(Engine, engine),
         cast(StageGraph, train),
+        8,
         lambda item, weights: read.append((item, {name: value.tolist() for name, value in weights.items()})),
     )
     order = OpenItem(item=Item(index=3, kind="train", step=2), epoch=0)

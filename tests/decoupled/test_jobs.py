@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import isthmus
-from isthmus.api.decoupled import overruns, step_times
-from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.decoupled import _Watch, overruns, replica_plans, step_times
+from isthmus.api.decoupled_simulation import plan_replicas, simulate_decoupled
+from isthmus.api.folder import RunFolder
 from isthmus.api.job_queue import submit_job
+from isthmus.api.observer import Silent
+from isthmus.api.run_session import RunSession
 from isthmus.api.terminal import logged
+from isthmus.callbacks import Callbacks
 from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
-from isthmus.data import load_dataset
-from isthmus.errors import UserError
+from isthmus.data import DataSpec, load_dataset
+from isthmus.errors import Diverged, UserError
 from isthmus.fleet import resolve_fleet
-from isthmus.job import Job, RuntimeConfig, fleet_of, prepare
-from isthmus.models import build_model
+from isthmus.job import Job, RuntimeConfig, TrainingConfig, fleet_of, prepare
+from isthmus.models import ModelSpec, build_model
+from isthmus.models.registry import give_model
+from isthmus.protocol.decoupled_events import FinishMerges
+from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.record import merges_file, replay
 from isthmus.runtime.decoupled.run import check_decoupled
-from isthmus.runtime.decoupled.trainer import heldout_loss
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated
 from isthmus.simulator import Fault
+from isthmus.training.checkpoint import latest_checkpoint, read_manifest
 from isthmus.training.decoupled import fragments_of
+from tests.runtime.commands import isthmus as isthmus_command
+from tests.runtime.commands import refused
 
 from .small import job_of
 
@@ -74,9 +87,48 @@ def test_a_job_leaves_the_merged_model_and_a_record_that_gives_its_bits(job: Job
     merges = [line.merge for line in merges_file(run.path).lines()]
     names = resolve_fleet(job.fleet).names
     heldout = load_dataset(job.data, "heldout")
-    assert run.heldout[-1].loss == heldout_loss(module, heldout, 64, job.training.batch_size)
+    assert run.heldout[-1].loss == evaluated(module, heldout, 64, job.training.batch_size)[0]
     again, expected = build_model(job.model), replay(job, load_dataset(job.data, "train"), names, merges)
     expected.fill(fragments_of(again, 2))
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+
+
+class Masked(nn.Module):
+    """A mean of its own, over labels of which some are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        kept, labels = (labels.flatten() >= 0).float(), labels.flatten()
+        each = nn.functional.cross_entropy(self.head(self.embed(x)).flatten(0, 1), labels, reduction="none")
+        return (each * kept).sum() / kept.sum()
+
+
+def test_a_replica_has_one_micro_batch_where_a_mean_is_the_models_own(job: Job, tmp_path: Path) -> None:
+    x = torch.arange(40).reshape(8, 5) % 8
+    labels = torch.full((8, 5), -100)
+    labels[:, :1], labels[2, :4], labels[5] = x[:, :1] % 3, 2, 1
+    np.savez(tmp_path / "data.npz", x=x.numpy(), labels=labels.numpy())
+    training = TrainingConfig(steps=2, batch_size=8, shuffle=False)
+    data = DataSpec(kind="npz", options={"path": str(tmp_path / "data.npz"), "holdout": 0.0})
+    job = msgspec.structs.replace(job, model=ModelSpec(name=give_model(Masked())), data=data, training=training)
+    with pytest.warns(UserWarning, match="by default that is 2 here, not 8"):
+        prepared = prepare(job, least=2)
+    assert [plan.micro_batches for plan in replica_plans(prepared, fleet_of(job)).values()] == [1, 1]
+    samples = load_dataset(data, "train")
+    for number, share in enumerate((slice(0, 4), slice(4, 8))):
+        trainer = ReplicaTrainer(prepared.job, samples, number, 2)
+        expected = build_model(job.model)(x=x[share], labels=labels[share])
+        assert trainer.step(0) == pytest.approx(expected.item(), rel=1e-6)
+    with pytest.warns(UserWarning, match="by default that is 2 here, not 8"):
+        run = isthmus.train(job, observer=logged(io.StringIO()))
+    assert RunFolder(run.path).job() == prepared.job
+    module, again = build_model(job.model), build_model(job.model)
+    run.load(module)
+    merges = [line.merge for line in merges_file(run.path).lines()]
+    replay(prepared.job, samples, fleet_of(job).names, merges).fill(fragments_of(again, 2))
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
 
 
@@ -98,8 +150,8 @@ def test_a_host_that_cannot_keep_up_is_named_but_not_a_device_that_was_stopped()
     step_s = {"a-0": 0.1, "b-0": 0.2, "c-0": 0.1}
     ended_s = {"a-0": [0.3, 0.6, 0.9, 1.0], "b-0": [0.2, 0.4, 9.4, 9.6], "c-0": [0.1]}
     assert overruns(ended_s, step_s) == [
-        "warning: this host could not keep up with emulated device a-0: half of its steps took 300 ms or more, "
-        "not 100 ms; use slower devices or fewer of them"
+        "warning: this computer is too slow to emulate a-0: half of its steps took 300 ms or more, "
+        "not 100 ms; use fewer or slower devices"
     ]
 
 
@@ -130,8 +182,20 @@ def test_a_step_takes_what_a_plan_of_one_device_predicts_for_as_many_samples(job
     assert step_times(prepare(job), fleet) == expected
 
 
+def test_each_replica_is_planned(job: Job, tmp_path: Path) -> None:
+    planned = plan_replicas(job)
+    step_s = {name: plan.predicted.step_s for name, plan in planned.plans.items()}
+    assert step_s == step_times(prepare(job), resolve_fleet(job.fleet))
+    assert {name: plan.used for name, plan in planned.plans.items()} == {name: (name,) for name in step_s}
+    example = Path(__file__).parents[2] / "examples" / "decoupled.toml"
+    shown = isthmus_command("plan", example)
+    assert shown.code == 0 and "Replica cloud-0\n" in shown.out and "merged once in 8 batches" in shown.out
+    assert "Not used" not in shown.out
+    refused(isthmus_command("plan", example, "--compare", "all"), 2, "--compare", "each replica")
+
+
 def test_nothing_is_to_be_planned(job: Job) -> None:
-    with pytest.raises(UserError, match="expected another for a plan"):
+    with pytest.raises(UserError, match="expected another for one plan"):
         prepare(job).problem(resolve_fleet(job.fleet))
 
 
@@ -171,3 +235,22 @@ def test_pipelines_on_devices_that_join_are_refused_before_anything_begins(job: 
 def test_settings_of_another_mode_are_refused() -> None:
     with pytest.raises(ValueError, match="decoupled: got a table with mode 'outer', expected mode 'decoupled'"):
         msgspec.convert({"mode": "outer", "period": 5, "decoupled": {"quorum": 3}}, SyncPolicy)
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_merged_model_that_is_not_finite_is_saved_as_such_and_ends_the_run_as_diverged(
+    spoilt: bool, tmp_path: Path
+) -> None:
+    job = job_of()
+    run = MergedRun(job, 2)
+    run.model.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # a constant of the model's own decides nothing
+    if spoilt:
+        run.merged.known[0][3] = math.nan
+        run.fill()
+    folder = RunFolder(tmp_path)
+    watch = _Watch(job, run, RunSession(folder, Callbacks(()), None), Silent())  # type: ignore[arg-type]
+    sizes = dict.fromkeys(("sent_bytes", "received_bytes", "plain_bytes", "whole_bytes"), 1)
+    outcome = DecoupledOutcome(finish=FinishMerges("done"), samples=16, merges=1, late=0, seconds=1.0, **sizes)
+    with pytest.raises(Diverged, match="not finite") if spoilt else contextlib.nullcontext():
+        watch.end(outcome, {})
+    assert read_manifest(latest_checkpoint(folder.checkpoints)).finite is not spoilt

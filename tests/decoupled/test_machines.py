@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
 import pytest
+import torch
 
 from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplicas
-from isthmus.errors import UserError
+from isthmus.cost import Decoupled
+from isthmus.errors import PeerError, UserError
+from isthmus.plans import OuterOptimizer
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
@@ -34,12 +39,15 @@ from isthmus.protocol.decoupled_events import (
     StepEnded,
     StepsMade,
     Train,
+    VersionTaken,
 )
+from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import Halt
 from isthmus.simulator import Fault
+from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 
 from .small import NAMES, SIZES, STEP_S, replicas, rules
 
@@ -394,3 +402,126 @@ def test_between_merges_a_replica_counts_on_what_all_have_trained_on(step_s: tup
 def test_a_fault_of_a_link_is_refused() -> None:
     with pytest.raises(UserError, match="got a fault of kind 'link'"):
         simulated(Fault(kind="link", device="a", other="b", time_s=1))
+
+
+def refused(host: Host, name: str, body: StepsMade | Contributed) -> str:
+    with pytest.raises(PeerError) as caught:
+        host.machine.check(name, body)
+    return str(caught.value)
+
+
+def test_figures_are_bounded_by_what_a_replica_can_have_done() -> None:
+    host = Host()
+    host.machine.rules = msgspec.structs.replace(host.machine.rules, step_samples=32)
+    host.join("a", "b")
+    assert "at most 1" in refused(host, "a", StepsMade(steps=10**15, samples=32))
+    assert "at most 32" in refused(host, "a", StepsMade(steps=1, samples=33))
+    host.at(1.0)
+    host.step("a")
+    host.step("b")
+    assert "expected at most 2" in refused(host, "a", StepsMade(steps=3, samples=32))
+    assert "expected at least 2" in refused(host, "a", StepsMade(steps=1, samples=32))
+
+    def given(**changed: object) -> Contributed:
+        fields = {"merge": 1, "fragments": (0,), "steps": 1, "samples": (32,)}
+        return Contributed(**(fields | changed))  # pyright: ignore[reportArgumentType]
+
+    assert "of 33 samples, expected at most 32" in refused(host, "a", given(samples=(33,)))
+    assert "merge 2, expected at most 1" in refused(host, "a", given(merge=2))
+    assert "expected some of 1" in refused(host, "a", given(fragments=(0, 0), samples=(32, 32)))
+    host.machine.check("a", given())
+    host.give("a", 1)
+    host.give("b", 1)
+    assert "it is merged already" in refused(host, "a", given())
+
+
+def test_versions_that_a_replica_names_are_of_the_run() -> None:
+    host = Host()
+    announced(host)
+
+    def given(*taken: VersionTaken, before: int = 0) -> Contributed:
+        return Contributed(merge=1, fragments=(0,), steps=1, samples=(32,), taken=taken, taken_before=before)
+
+    host.machine.check("a", given(VersionTaken(0, 0, 0), before=2))
+    for taken in (VersionTaken(1, 0, 0), VersionTaken(0, 2, 0), VersionTaken(0, 0, 2)):
+        assert "expected one of 1 fragments, at most version 1 and 1 steps" in refused(host, "a", given(taken))
+    assert "took 4 versions, expected at most 3" in refused(host, "a", given(VersionTaken(0, 0, 0), before=3))
+
+
+def test_one_that_began_anew_gives_what_it_makes_since() -> None:
+    host = Host()
+    announced(host)
+    host.step("a")
+    host.give("a", 1)
+    host.give("b", 1)
+    host.lose("a")
+    host.join("a")
+    host.steps["a"] = 0
+    host.step("a")
+    host.machine.check("a", Contributed(merge=1, fragments=(0,), steps=1, samples=(32,)))
+
+
+def test_one_that_was_away_may_have_trained_on_at_no_more_than_eight_times_the_fastest_pace() -> None:
+    host = Host(samples=None)
+    host.join("a")
+    for second in (1.0, 2.0):
+        host.at(second)
+        host.step("a")
+    host.lose("a")
+    host.at(12.0)
+    host.join("a")
+    host.machine.check("a", StepsMade(steps=12, samples=32))
+    assert "expected at most 83" in refused(host, "a", StepsMade(steps=84, samples=32))
+
+
+def grown(weights: float, merges: Sequence[Mapping[str, tuple[float, int]]]) -> list[dict[str, float]]:
+    """Whose changes are not merged, by merge: all changes point the same way, so that sizes add up."""
+    growth, found = FragmentGrowth(weights), list[dict[str, float]]()
+    for changes in merges:
+        found.append(growth.unlike_others(weights, changes))
+        kept = {name: change for name, change in changes.items() if name not in found[-1]}
+        total = sum(samples for _, samples in kept.values())
+        weights += sum(size * samples for size, samples in kept.values()) / max(1, total)
+    return found
+
+
+def test_changes_that_together_make_the_weights_too_large_name_whose_they_are() -> None:
+    honest = {"a": (0.02, 32), "b": (0.04, 64)}
+    merges = grown(0.5, [honest, *[honest | {"c": (3.0, 32)}] * 20])
+    (left_out,) = [number for number, found in enumerate(merges) if found and "c" in found][:1]
+    one_merge = (0.02 * 32 + 0.04 * 64 + 3.0 * 32) / 128  # beyond 10 in the 13th: 0.535 + 12 x 0.775 = 9.84
+    assert left_out == 1 + math.ceil((10 - 0.535) / one_merge) - 1 == 13
+    assert merges[left_out] == {"c": pytest.approx((3.0 / 32) / (0.02 / 32))}
+    assert not any(merges[:left_out])
+    assert grown(0.5, [honest | {"c": (99.0, 32)}]) == [{"c": pytest.approx(99.0 / 0.02)}], (
+        "at once, where one is enough"
+    )
+    two = grown(0.5, [honest | {"c": (99.0, 32), "d": (50.0, 32)}])
+    assert two == [{"c": pytest.approx(99.0 / 0.02), "d": pytest.approx(50.0 / 0.02)}]
+
+
+@pytest.mark.parametrize("first", [0.0, 20.0])
+def test_weights_that_all_make_large_are_nobodys_fault(first: float) -> None:
+    """Of a model that needs large weights, or a rate at which all diverge. A fast replica moves further in a merge."""
+    all_alike = [{"slow": (5.0 * factor, 4), "fast": (40.0 * factor, 32)} for factor in (1, 2, 40)] * 10
+    assert not any(grown(first, all_alike))
+    assert not any(grown(first, [{"alone": (99.0, 4)}] * 10))
+    assert not any(grown(10 * first, [{"a": (first, 4), "b": (9.9 * first, 4)}])), "weights begin large"
+
+
+def test_one_that_moves_where_others_do_not_is_named() -> None:
+    """As where the learning rate begins at 0."""
+    still = {"a": (0.0, 4), "b": (0.0, 4)}
+    assert grown(1.0, [{**still, "wrong": (50.0, 4)}]) == [{"wrong": math.inf}]
+    assert grown(1.0, [still]) == [{}]
+
+
+def test_a_change_that_no_replica_can_have_made_is_not_merged() -> None:
+    plain = Decoupled(codec="none")
+    merged = MergedFragments([torch.ones(4)], OuterOptimizer(rate=0.7, momentum=0.9), change_codec(plain))
+    for value in (3e38, -101.0):
+        payload = delta_codec(plain).encode(torch.full((4,), value), "fragment 0")
+        with pytest.raises(PeerError, match=r"fragment 0 has a root mean square of .*, above 100"):
+            merged.unpacked(0, payload, delta_codec(plain))
+    payload = delta_codec(plain).encode(torch.full((4,), 99.0), "fragment 0")
+    assert merged.unpacked(0, payload, delta_codec(plain)) is not None

@@ -35,6 +35,8 @@ from isthmus.simulator import Fault
 from .small import LINK, SIZES, job_of, replicas, rules
 
 long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+ENDLESS = 100_000
+"""Steps of a run that a test stops."""
 FLEET = Fleet(
     name="four",
     devices=tuple(
@@ -49,22 +51,30 @@ def pipeline_job(steps: int = 12) -> Job:
     """Three devices that are a pipeline, and one alone."""
     job = job_of(replicas="regions")
     training = msgspec.structs.replace(job.training, steps=steps, clip_norm=1.0)
-    runtime = msgspec.structs.replace(job.runtime, emulate=False, snapshot_every=1)
+    runtime = msgspec.structs.replace(job.runtime, emulate=False, snapshot_every=1, timeout="600 s")
     return msgspec.structs.replace(job, planner="even", training=training, runtime=runtime)
 
 
 def run_of(
-    job: Job, folder: Path, stepped: Callable[[Counter[str]], None] = lambda steps: None
+    job: Job,
+    folder: Path,
+    enough: Callable[[], bool] = lambda: True,
+    stepped: Callable[[Counter[str]], None] = lambda steps: None,
 ) -> tuple[list[MergeChanges], list[str], DecoupledRun]:
-    """A real run: its merges, and what was noted. The device alone is stopped while it is ahead of the pipeline."""
-    merges, notes, steps = list[MergeChanges](), list[str](), Counter[str]()
+    """A real run: its merges, and what was noted. It ends once merges took of both replicas and there is enough, not
+    after so many samples: one replica alone may make them all before the other has started. The device alone is stopped
+    while it is ahead of the pipeline."""
+    merges, notes, steps, stop = list[MergeChanges](), list[str](), Counter[str](), Stop()
     with DecoupledRun(job, FLEET, folder, plan_again) as run:
         alone = run.processes.pids()["d"]
 
         def made(name: str, made: StepsMade, samples: int, seconds: float) -> None:
             steps[name] += 1
-            os.kill(alone, signal.SIGSTOP if steps["d"] > steps["x"] + 3 else signal.SIGCONT)
             stepped(steps)
+            if contributors(merges) == {"x", "d"} and enough():
+                stop.request()
+            waits = steps["d"] > steps["x"] + 3 and not stop.requested
+            os.kill(alone, signal.SIGSTOP if waits else signal.SIGCONT)
 
         prepared = prepare(job)
         plans = replica_plans(prepared, FLEET)
@@ -74,10 +84,13 @@ def run_of(
             merged=lambda merge, _: merges.append(merge),
             note=notes.append,
         )
-        outcome = run.run({}, watch, Stop())
-        os.kill(alone, signal.SIGCONT)
-    assert outcome.finish.outcome == "done"
+        outcome = run.run({}, watch, stop)
+    assert outcome.finish.outcome == "interrupted"
     return merges, notes, run
+
+
+def contributors(merges: list[MergeChanges]) -> set[str]:
+    return {c.replica for merge in merges for fragment in merge.fragments for c in fragment.contributions}
 
 
 def bits_as_replayed(job: Job, merges: list[MergeChanges], run: DecoupledRun) -> bool:
@@ -86,16 +99,15 @@ def bits_as_replayed(job: Job, merges: list[MergeChanges], run: DecoupledRun) ->
 
 
 def test_a_pipeline_gives_the_bits_of_one_process(tmp_path: Path) -> None:
-    job = pipeline_job()
+    job = pipeline_job(ENDLESS)
     merges, _, run = run_of(job, tmp_path)
-    contributed = {c.replica for merge in merges for fragment in merge.fragments for c in fragment.contributions}
-    assert contributed == {"x", "d"}
+    assert contributors(merges) == {"x", "d"}
     assert bits_as_replayed(job, merges, run)
 
 
 @long
 def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path) -> None:
-    job, counts, at_loss = pipeline_job(60), Counter[str](), Counter[str]()
+    job, counts, at_loss = pipeline_job(ENDLESS), Counter[str](), Counter[str]()
 
     def stepped(steps: Counter[str]) -> None:
         counts.update(steps - counts)
@@ -103,11 +115,14 @@ def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path) -> None:
             at_loss.update(steps)
             os.kill(_pid_of("b"), signal.SIGKILL)
 
-    merges, notes, run = run_of(job, tmp_path, stepped)
+    def enough() -> bool:
+        """Both went on after the loss."""
+        return bool(at_loss) and min(counts[name] - at_loss[name] for name in ("x", "d")) > 10
+
+    merges, notes, run = run_of(job, tmp_path, enough, stepped)
     plans = [note for note in notes if note.startswith("x: a pipeline over")]
     assert "over a, b, c" in plans[0]
     assert "b" not in plans[1].removeprefix("x: a pipeline over").partition(":")[0]
-    assert min((counts - at_loss).values()) > 10
     assert bits_as_replayed(job, merges, run)
 
 

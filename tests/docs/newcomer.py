@@ -1,11 +1,9 @@
-"""A machine as a newcomer has it: PyTorch and the other libraries are there, Isthmus is a wheel, no checkout is in
-reach."""
+"""A machine as a newcomer has it: PyTorch and the other libraries are there; pip installs Isthmus from a checkout."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
@@ -17,22 +15,21 @@ ROOT = Path(__file__).parents[2]
 
 
 def make_machine(folder: Path) -> dict[str, str]:
-    """The environment of a shell there. pip finds Isthmus in a folder with its wheel, and asks no index."""
-    wheels, home = folder / "wheels", folder / "venv"
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(wheels)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    """The environment of a shell there. pip asks no index: what builds a wheel is there too."""
+    home = folder / "venv"
     venv.EnvBuilder(symlinks=True).create(home)
     _link_libraries(home)
-    pip = home / "bin" / "pip"
-    pip.write_text(f'#!/bin/sh\nexec {home}/bin/python -m pip "$@"\n')
-    pip.chmod(0o755)
+    for name, module in (("pip", "pip"), ("torchrun", "torch.distributed.run")):
+        script = home / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec {home}/bin/python -m {module} "$@"\n')
+        script.chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return {
         **kept,
         "PATH": f"{home}/bin:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(wheels),
+        "PIP_NO_BUILD_ISOLATION": "false",  # as pip reads it, that is no isolation
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
 

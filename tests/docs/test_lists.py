@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.federated.algorithms import algorithm_names
+from isthmus.federated.robust import Aggregation
 from isthmus.planners import planner_names
 from isthmus.plans.packing import CODECS
 
@@ -17,6 +19,7 @@ LISTS = {
     "planners.md": [*planner_names(), *ratio_planner_names()],
     "compression.md": [*CODECS, *ratio_planner_names()],
     "federated.md": algorithm_names(),
+    "correctness.md": [*algorithm_names(), *get_args(get_type_hints(Aggregation)["rule"])],
 }
 
 

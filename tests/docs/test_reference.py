@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from isthmus.cli.app import commands
 from isthmus.errors import UserError
 from isthmus.option_docs import option_docs, type_text
 from isthmus.report.settings_reference import KINDS, described, summaries, tables_by_file, tables_of
@@ -45,6 +46,11 @@ def test_every_option_of_what_is_built_in_says_what_it_means(kind: str) -> None:
     found = {name: describe(name) for name in ours}
     assert all(summary for summary, _ in found.values())
     assert [(name, o.key) for name, (_, options) in found.items() for o in options if not o.meaning] == []
+
+
+def test_every_argument_and_option_of_a_command_says_what_it_means() -> None:
+    parameters = {name: [p for p in command.params if p.name != "help"] for name, command in commands().items()}
+    assert [(name, p.name) for name, found in parameters.items() for p in found if not p.help] == []
 
 
 def test_a_name_is_described_whatever_it_is_of() -> None:

@@ -126,7 +126,7 @@ class Simulated:
                 plan_s=0.7,
                 process_s=0.2,
                 stage_s=0.05,
-                control_bytes_per_s=60_000.0,
+                control_s_per_byte=dict.fromkeys(fleet.names, 1 / 60_000),
                 timeout_s=schedule.timeout_s,
                 start_s=2 * schedule.timeout_s,
             ),

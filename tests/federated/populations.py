@@ -21,7 +21,8 @@ from isthmus.federated import (
     TrainingTask,
     load_algorithm,
 )
-from isthmus.federated.algorithms import Values
+from isthmus.federated.admission import AdmissionRules, bounded
+from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
@@ -42,6 +43,7 @@ from isthmus.protocol.federated_throughput import ThroughputModel
 from tests.federated.twins import BATCH, EPOCHS, ETA, SEED
 
 CLIENTS, PER_ROUND = 9, 5
+ANY = AdmissionRules()
 LOCAL = LocalConfig(epochs=EPOCHS, batch_size=BATCH, learning_rate=ETA)
 
 
@@ -107,19 +109,32 @@ class Run:
         buffer: Buffer | None = None,
         kept: Values | None = None,
         accelerator: Accelerator = HOST,
+        data: ListedData | None = None,
+        model: Callable[[], nn.Module] = module,
+        local: LocalConfig = LOCAL,
+        around: Callable[[Algorithm], Algorithm] = lambda algorithm: algorithm,
+        bounds: AdmissionRules = ANY,
+        drawn: Callable[[int], np.ndarray] | None = None,
         **rules: object,
     ) -> None:
-        data = population(per_size=clients_per_size)
-        algorithm = load_algorithm(AlgorithmSpec(name=name, options=options))
-        work = TrainingTask(algorithm=algorithm, local=LOCAL, seed=SEED)
-        resident = Resident(module())
+        data = data or population(per_size=clients_per_size)
+        algorithm = around(load_algorithm(AlgorithmSpec(name=name, options=options)))
+        work = TrainingTask(algorithm=algorithm, local=local, seed=SEED, rounds=rounds)
+        resident = Resident(model())
         first = algorithm.init_client(resident.vector())
         stores = [
             None if first is None else StateStore(folder, StateForm(first), part=(k, executors))
             for k in range(executors)
         ]
         self.sites = {
-            f"e{k}": ClientTrainer(work, module(), data, store, accelerator=accelerator)
+            f"e{k}": ClientTrainer(
+                work,
+                model(),
+                data,
+                store,
+                accelerator=accelerator,
+                admit=lambda update: bounded(update, bounds, algorithm.change),
+            )
             for k, store in enumerate(stores)
         }
         late = 0 if buffer is None else max(10, rounds)
@@ -129,9 +144,9 @@ class Run:
         self.records: list[RoundRecord] = []
         self.machine = FederatedCoordinator(
             self.sites,
-            RoundRules(rounds=rounds, passes=len(algorithm.passes), needed=PER_ROUND, **rules),
+            RoundRules(rounds=rounds, passes=len(algorithm.passes), **{"needed": PER_ROUND, **rules}),
             data.sizes,
-            lambda r: members(r, data.sizes) if buffer is None else np.array(list(buffer.round(r))),
+            drawn or (lambda r: members(r, data.sizes) if buffer is None else np.array(list(buffer.round(r)))),
             ThroughputModel(executors, window_rounds=5),
             states=None if first is None else np.full(len(data.clients), -1, dtype=np.int32),
             late=lambda r: {} if buffer is None else buffer.round(r),

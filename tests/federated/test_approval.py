@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from isthmus import api
 from isthmus.api.make_plan import plan_for
 from isthmus.data import DataSpec
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.approval import described, digest_of, refusal
 from isthmus.federated.local import LocalConfig
@@ -54,6 +55,11 @@ ASKED = TaskSpec(
         (Approval(max_rounds=20), {"rounds": 21}, "approval.max_rounds: this site allows 20, .* 21"),
         (Approval(min_sites=2), {"sites": ("north",)}, "approval.min_sites: this site wants 2, the run has 1"),
         (Approval(sites=("north", "south")), {"sites": ("north", "east")}, "approval.sites: east takes part"),
+        (
+            Approval(sites=("north", f"south:{'1' * 32}")),
+            {"sites": ("north", "east")},
+            "approval.sites: east takes part",
+        ),
     ],
 )
 def test_a_rule_refuses_what_it_is_for_and_nothing_else(
@@ -114,10 +120,10 @@ def test_nothing_leaves_after_a_yes_was_taken_back(tmp_path: Path) -> None:
     site_log, request = SiteLog(tmp_path), digest_of(ASKED)
     site_log.note("asked", ASKED.job, ASKED.run, described(ASKED), request=request)
     api.site.answer(tmp_path, yes=True)
-    runner._note_sent(ASKED, PhaseId(0), "the update", 800, ())
+    runner._note_sent(ASKED, PhaseId(0), "the update", 800, None)
     api.site.answer(tmp_path, yes=False)
     with pytest.raises(UserError, match="owner said no to the run of clinics"):
-        runner._note_sent(ASKED, PhaseId(1), "the update", 800, ())
+        runner._note_sent(ASKED, PhaseId(1), "the update", 800, None)
     assert [line.event for line in site_log.lines()] == ["asked", "allowed", "sent", "refused"]
 
 
@@ -132,8 +138,9 @@ class Coordinator:
         return self._opened, []
 
 
-def test_a_site_leaves_a_coordinator_that_opens_more_rounds_than_it_asked_for() -> None:
-    beyond: Any = Coordinator(ASKED.rounds)
+@pytest.mark.parametrize("round_", [-8, 20])
+def test_a_site_hangs_up_on_a_coordinator_that_opens_a_round_that_the_run_has_not(round_: int) -> None:
+    beyond: Any = Coordinator(round_)
     link = SiteLink(
         name="north",
         run=ASKED.run,
@@ -141,10 +148,10 @@ def test_a_site_leaves_a_coordinator_that_opens_more_rounds_than_it_asked_for() 
         sender=MessageSender(beyond, on_error=lambda _: None),
         timeout_s=1.0,
         log=lambda _: None,
-        rounds=ASKED.rounds,
+        check=partial(ASKED.check_order, passes=1, samples=8),
     )
     site: Any = None
-    with pytest.raises(UserError, match="opened round 21 of a run of 20: this site leaves"):
+    with pytest.raises(PeerError, match=f"coordinator: asked for round {round_ + 1} of the run, expected 1 to 20"):
         SiteExecutor(site, link).run()
 
 

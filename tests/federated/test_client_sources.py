@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from isthmus.api.serve import address_of
 from isthmus.data import DataSpec, load_dataset
+from isthmus.data.availability import read_availability
 from isthmus.data.clients import TextClients, share_out
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
 from isthmus.errors import UserError
+from isthmus.federated.history import RoundHistory
 from isthmus.federated.job import client_data, load_federated_job
 from isthmus.federated.privacy import Guarantee
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
+from isthmus.overrides import overridden
+from isthmus.scaffold import check_count
 from tests.federated.sites import model, write_job
 from tests.runtime.commands import edited, isthmus, refused
 
@@ -194,6 +199,23 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
             [("[execution]", '[aggregation]\nrule = "krum"\n[execution]')],
             ["participation.minimum: got 1", "5 for krum"],
         ),
+        (
+            [
+                (
+                    "[execution]",
+                    '[participation]\nfraction = 1.0\nminimum = 3\n[aggregation]\nrule = "trimmed_mean"\n[execution]',
+                )
+            ],
+            ["participation.minimum: got 3", "at least 10 for trimmed_mean with trim = 0.1"],
+        ),
+        (
+            [("[execution]", '[aggregation]\nrule = "median"\n[execution]'), ('"fedavg"', '"scaffold"')],
+            ["aggregation.rule: got 'median' with scaffold, whose server adds up what clients keep"],
+        ),
+        (
+            [("[execution]", "[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[execution]"), ('"fedavg"', '"fednova"')],
+            ["privacy: fednova returns the single number 'steps'"],
+        ),
         ([("[execution]", '[aggregation]\nrule = "mean"\n[execution]')], ["aggregation.rule", "'mean'"]),
         (
             [
@@ -247,6 +269,36 @@ def test_rounds_without_enough_available_clients_are_said_at_the_start(tmp_path:
     )
 
 
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        (f"{'9' * 5000}, 0, 1", "line 2: client: got '9999.*', expected a number below 3"),
+        (f"0, 0, {'9' * 5000}", "line 2: to: got '9999.*', expected a finite number of seconds"),
+        ("0, nan, 1", "line 2: from: got 'nan', expected a finite number of seconds"),
+        ("0, 0, inf", "line 2: to: got 'inf', expected a finite number of seconds"),
+        (f"0, 0, {'9' * 200_000}", "cannot be read: field larger than field limit"),
+    ],
+    ids=["client", "to", "nan", "inf", "field"],
+)
+def test_a_number_that_is_none_names_its_file_line_and_field(tmp_path: Path, row: str, said: str) -> None:
+    path = tmp_path / "when.csv"
+    path.write_text(f"client, from, to\n{row}\n")
+    with pytest.raises(UserError, match=rf"participation.availability: .*when.csv: {said}") as caught:
+        read_availability(path, 3, 1.0)
+    assert len(str(caught.value)) < 300 + len(str(path))
+
+
+def test_a_number_of_thousands_of_digits_is_no_number_of_anything() -> None:
+    """Python's int refuses it by a ValueError."""
+    many = "9" * 5000
+    with pytest.raises(UserError, match=r"expected a key of a table, or the number of one of 1"):
+        overridden({"optimizer": [{"lr": 1.0}]}, {f"optimizer.{many}.lr": 2.0})
+    with pytest.raises(UserError, match="expected a whole number from 1"):
+        check_count(many)
+    with pytest.raises(UserError, match=r"port: got .*, expected a number up to 65535"):
+        address_of(f"host:{many}", 1)
+
+
 PRIVATE = ("[execution]", "[privacy]\nclip = 0.5\nnoise_multiplier = 1.0\n[execution]")
 
 
@@ -255,18 +307,18 @@ def test_privacy_without_its_library_is_said_before_anything_runs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     job = edited(write_job(tmp_path, ("a", "b", "c")), PRIVATE)
-    refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run"), 2, 'pip install "isthmus[privacy]"')
+    refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run"), 2, "pip install '.[privacy]'")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def promised(privacy: object, rounds: int, passes: int, probability: float | None) -> Guarantee:
+    def promised(privacy: object, rounds: int, passes: int, probability: float | None, unsampled: int) -> Guarantee:
         asked.append((rounds, passes, probability))
         return Guarantee(epsilon=3.5, delta=1e-5, rounds=rounds, sampling_probability=probability)
 
-    monkeypatch.setattr("isthmus.federated.job.guarantee", promised)
+    monkeypatch.setattr("isthmus.federated.accounting.guarantee", promised)
     job = edited(write_job(tmp_path, ("a", "b", "c")), PRIVATE)
     models = []
     for name in ("one", "two"):
@@ -290,3 +342,67 @@ def test_states_of_another_run_are_refused(tmp_path: Path) -> None:
         store.read([1], [1 << 20])
     with pytest.raises(UserError, match="place 0 does not hold client 2's: the folder is of another run"):
         store.read([2], [place])
+
+
+# Clients of one sample
+
+
+BATCH_NORM = """
+from torch import nn
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, pixel_values, labels):
+        logits = self.head(self.norm(pixel_values))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+"""
+
+
+def normed_job(folder: Path, monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...], **local: object) -> Path:
+    """Clients with so many samples, and a model that cannot train on one."""
+    (folder / "normed_model.py").write_text(BATCH_NORM)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(folder)
+    job = write_job(folder, ("a",), rounds=3)
+    rows = sum(counts)
+    draws = np.random.default_rng(0)
+    values = draws.standard_normal((rows, 6)).astype(np.float32)
+    np.savez(
+        folder / "all.npz",
+        pixel_values=values,
+        labels=np.arange(rows) % 3,
+        client=np.repeat(range(len(counts)), counts),
+    )
+    job.write_text(job.read_text().partition("[deployment]")[0])
+    model_ = 'name = "mlp"\noptions = { features = 6, width = 5, layers = 1, classes = 3 }'
+    tables = "\n".join(f"{key} = {str(value).lower()}" for key, value in local.items())
+    return edited(job, (model_, 'name = "normed_model:Normed"'), ("batch_size = 4", f"batch_size = 4\n{tables}"))
+
+
+@pytest.mark.parametrize(
+    ("counts", "local", "words"),
+    [
+        ((8, 1), {"drop_last": True}, "it has one sample: participation.min_samples = 2 leaves such clients out"),
+        ((8, 5), {}, "its last batch is one sample: local.drop_last = true leaves it out"),
+    ],
+)
+def test_a_client_that_batch_norm_cannot_train_on_is_told_what_helps(
+    counts: tuple[int, ...], local: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = normed_job(tmp_path, monkeypatch, counts, **local)
+    refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run"), 2, f"client 1 ({words})")
+
+
+def test_clients_with_too_few_samples_take_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = normed_job(tmp_path, monkeypatch, (8, 1, 7), drop_last=True)
+    edited(job, ("[execution]", "[participation]\nfraction = 1.0\nmin_samples = 2\n[execution]"))
+    done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run")
+    assert done.code == 0, done.err
+    lines = RoundHistory.of(tmp_path / "run").lines()
+    assert [sorted(t.client for timed in line.record.trained.values() for t in timed) for line in lines] == [[0, 2]] * 3
+    edited(job, ("min_samples = 2", "min_samples = 9"))
+    words = "participation.min_samples: got 9, and 0 of 3 clients have as many, expected at least 1"
+    refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "other"), 2, words)

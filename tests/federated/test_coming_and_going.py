@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from isthmus.protocol.failures import CLOSED, EXIT_S
+from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
     CommitRound,
     CoordinatorInstruction,
     DismissExecutor,
+    ExecutorConnected,
+    ExecutorDisconnected,
     ExecutorLost,
     FinishRounds,
     IgnoreSums,
@@ -28,9 +32,12 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
     UpdateRefused,
 )
+from isthmus.protocol.federated_participation import Participation
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, Waiting
+from isthmus.protocol.federated_run import FederatedRunMachine
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_events import Note
 
 SITES = ("a", "b", "c")
 
@@ -66,7 +73,7 @@ class Sites:
         self, name: str, phase: PhaseId, *, good: bool = True, seconds: float = 1.0
     ) -> list[CoordinatorInstruction]:
         client = SITES.index(name)
-        timed = (ClientTime(client, 10, seconds),) if good else ()
+        timed = (ClientTime(client, int(self.sizes[client]), seconds),) if good else ()
         refused = () if good else (RefusedUpdate(client, "bad", client < self.diverged),)
         return self.machine.handle(FromDevice(name, SumsSent(phase=phase, timed=timed, refused=refused)))
 
@@ -164,6 +171,52 @@ def test_what_is_waited_for_and_until_when() -> None:
     assert sites.machine.waiting == Waiting(3, 5.0, goes_on=True)
 
 
+def test_a_first_round_that_waits_without_an_end_says_what_begins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.protocol.deadlines.FIRST_S", 0.1)
+    run = FederatedRunMachine(Sites().machine, timeout_s=60.0, exit_grace_s=0.0)
+    run.handle(Tick(now_s=0.0))
+    for name in ("a", "b"):
+        run.handle(ExecutorConnected(executor=name))
+        run.handle(FromDevice(name, ExecutorJoined(samples=10)))
+    notes = [i.text for now_s in (1.0, 100.0) for i in run.handle(Tick(now_s=now_s)) if isinstance(i, Note)]
+    assert any("2 of 3 sites are here; the round begins with 3; for fewer, set deployment.start" in n for n in notes), (
+        notes
+    )
+
+
+def test_sites_that_all_left_are_said_in_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one's reason was told when it left."""
+    monkeypatch.setattr("isthmus.protocol.deadlines.FIRST_S", 0.1)
+    run = FederatedRunMachine(Sites().machine, timeout_s=60.0, exit_grace_s=0.0)
+    run.handle(Tick(now_s=0.0))
+    for name in SITES:
+        run.handle(ExecutorConnected(executor=name))
+        run.handle(FromDevice(name, ExecutorJoined(samples=10)))
+    out = [i for name in SITES for i in run.handle(ExecutorDisconnected(executor=name))]
+    assert {Note(f"site {name} was lost: {CLOSED}") for name in SITES} <= {i for i in out if isinstance(i, Note)}
+    notes = [i.text for now_s in (1.0, 700.0, 800.0) for i in run.handle(Tick(now_s=now_s)) if isinstance(i, Note)]
+    waits = [text for text in notes if text.startswith("waiting")]
+    assert waits and all(text.startswith("waiting for sites that left: all 3 for ") for text in waits), notes
+    assert all(len(text) < 120 and CLOSED not in text for text in waits)
+
+
+@pytest.mark.parametrize(("ended_s", "cause"), [(3.0, "its process was killed by SIGKILL"), (None, CLOSED)])
+def test_how_a_process_ended_is_waited_for_where_only_its_connection_closed(ended_s: float | None, cause: str) -> None:
+    """On a machine that is busy the exit is heard of later; a process that runs on is lost in the end."""
+    run = FederatedRunMachine(Sites().machine, timeout_s=60.0)
+    run.handle(Tick(now_s=0.0))
+    run.handle(ExecutorConnected(executor="a"))
+    run.handle(FromDevice("a", ExecutorJoined(samples=10)))
+    out = run.handle(ExecutorDisconnected(executor="a"))
+    for now_s in (1.0, 2.0, 3.0, EXIT_S):
+        assert not any(isinstance(i, Note) and "was lost" in i.text for i in out)
+        killed = {} if ended_s is None or now_s < ended_s else {"a": "its process was killed by SIGKILL"}
+        out = run.handle(Tick(now_s=now_s, ended=killed))
+        if now_s == ended_s:
+            break
+    assert Note(f"site a was lost: {cause}") in out
+
+
 def test_too_few_for_too_long_ends_the_run() -> None:
     sites = Sites(minimum=2, deadline_s=60.0)
     sites.join(*SITES)
@@ -229,6 +282,79 @@ def test_over_selection_closes_when_enough_are_in() -> None:
     out = sites.update("b", PhaseId(0))
     (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert (commit.record.closed_by, commit.record.missing) == ("quorum", (2,))
+
+
+@pytest.mark.parametrize(
+    ("quorum", "needed", "enough"),
+    [(0.5, 5, 3), (0.67, 3, 3), (0.6, 3, 2), (0.1, 30, 3), (0.07, 100, 7), (0.29, 100, 29), (1.0, 7, 7), (1e-6, 4, 1)],
+)
+def test_a_quorum_is_the_smallest_number_that_is_such_a_share(quorum: float, needed: int, enough: int) -> None:
+    assert RoundRules(rounds=1, quorum=quorum).enough(needed) == enough
+    rules = Participation(clients=needed, quorum=quorum, staleness=1)
+    assert rules.expected(200) == Buffer(rules, np.full(200, 5), 0).size == enough
+
+
+def test_a_quorum_is_a_share_of_the_clients_needed_whoever_is_behind() -> None:
+    sites = Sites(quorum=0.6)
+    sites.join(*SITES)
+    for round_ in range(5):
+        assert sites.update("a", PhaseId(round_)) == [MergeSums("a", PhaseId(round_))]
+        assert committed(sites.update("b", PhaseId(round_))) == {"a": [0], "b": [1]}
+
+
+def test_a_quorum_is_a_share_of_the_clients_needed_whoever_is_away() -> None:
+    sites = Sites(quorum=0.6, start=2)
+    sites.join("a", "b")
+    assert sites.update("a", PhaseId(0)) == [MergeSums("a", PhaseId(0))]
+    assert committed(sites.update("b", PhaseId(0))) == {"a": [0], "b": [1]}
+
+
+def test_a_second_pass_takes_no_share_of_the_first_ones_share() -> None:
+    sites = Sites(quorum=0.6, passes=2)
+    sites.join(*SITES)
+    sites.update("a", PhaseId(0))
+    assert asked(sites.update("b", PhaseId(0))).keys() == {"a", "b"}
+    assert sites.update("a", PhaseId(0, 0, 1)) == [MergeSums("a", PhaseId(0, 0, 1))]
+    assert committed(sites.update("b", PhaseId(0, 0, 1))) == {"a": [0], "b": [1]}
+
+
+def test_a_quorum_of_a_poisson_draw_is_of_those_drawn() -> None:
+    sites = Sites(quorum=0.6, poisson=True, needed=1000)
+    sites.join(*SITES)
+    assert sites.update("a", PhaseId(0)) == [MergeSums("a", PhaseId(0))]
+    assert committed(sites.update("b", PhaseId(0))) == {"a": [0], "b": [1]}
+
+
+def test_who_cannot_come_is_not_waited_for() -> None:
+    """Three of three are needed, and one is still in a round that its deadline closed."""
+    sites = Sites(quorum=0.67, deadline_s=10.0)
+    sites.join(*SITES)
+    sites.update("a", PhaseId(0))
+    assert sites.update("b", PhaseId(0)) == [MergeSums("b", PhaseId(0))]
+    assert record(sites.tick(10.0)).closed_by == "deadline"
+    assert sites.update("a", PhaseId(1)) == [MergeSums("a", PhaseId(1))]
+    out = sites.update("b", PhaseId(1))
+    assert committed(out) == {"a": [0], "b": [1]} and record(out).closed_by == "behind"
+
+
+@pytest.mark.parametrize(
+    ("outstanding", "done", "enough", "behind", "why"),
+    [
+        (0, 3, 3, 0, "all"),
+        (0, 2, 2, 0, "all"),  # one is away, and was not asked
+        (1, 2, 2, 1, "quorum"),
+        (3, 1, 3, 3, "behind"),
+        (1, 2, 3, 1, "behind"),
+        (1, 0, 3, 1, None),
+        (2, 1, 3, 1, None),
+    ],
+)
+def test_a_round_below_its_quorum_is_not_recorded_as_one_of_all(
+    outstanding: int, done: int, enough: int, behind: int, why: str | None
+) -> None:
+    rules = RoundRules(rounds=1, quorum=0.67, needed=3, deadline_s=10.0)
+    assert rules.why_over(outstanding, done, enough, 1.0, behind) == why
+    assert rules.why_over(outstanding, done, enough, 10.0, behind) == (why or "deadline")
 
 
 # Late updates that count (FedBuff)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from isthmus.api.make_plan import plan_for
+from isthmus.data.dataset import ColumnSpec
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.client_trainer import TrainingTask
 from isthmus.federated.history import RoundHistory, RoundLine
@@ -55,8 +56,15 @@ RETURNS = {
     "a": "update",
     "b": 'ClientUpdate(values={"delta": update.values["delta"] * float("nan")})',
     "c": 'ClientUpdate(values={"delta": update.values["delta"][:3]})',
-    "d": "update",
+    "d": "held(update)",
 }
+HELD = """
+def held(update):
+    "The eighth round ends when the site that was lost is back."
+    while len(list(Path().glob("trained-*"))) == 8 and not Path("../back").exists():
+        time.sleep(0.05)
+    return update
+"""
 
 
 def lines(run: Path) -> list[RoundLine]:
@@ -106,8 +114,11 @@ class Listed:
     fingerprint = "listed"
 
     def __init__(self, client: int) -> None:
-        self.columns = {"pixel_values": None, "labels": None}
         self._samples = {name: torch.from_numpy(column) for name, column in samples(client).items()}
+        self.columns = {
+            name: ColumnSpec(shape=tuple(column.shape[1:]), dtype=str(column.dtype).removeprefix("torch."))
+            for name, column in self._samples.items()
+        }
 
     def __len__(self) -> int:
         return len(self._samples["labels"])
@@ -124,7 +135,7 @@ def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatc
         home = tmp_path / f"at-{name}"
         home.mkdir()
         slow = ALGORITHM.format(sleep_s=0.3 if name == "d" else 0.03, returns=returns)
-        (home / "mine_algorithm.py").write_text(slow)
+        (home / "mine_algorithm.py").write_text(slow + HELD)
     port = free_port()
     write_tickets(tmp_path, NAMES, port)
     # All are forked before this process has threads; the second `a` waits until it is told.
@@ -132,9 +143,11 @@ def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatc
         Forked({name: attend(tmp_path, name) for name in NAMES}, tmp_path / "logs") as sites,
         Forked({"a": attend(tmp_path, "a", joined=True)}, tmp_path / "again") as again,
     ):
-        (tmp_path / "mine_algorithm.py").write_text(ALGORITHM.format(sleep_s=0, returns="update"))
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.syspath_prepend(str(tmp_path))
+        # Not beside the sites' files, where sites would look for it first.
+        (home := tmp_path / "at-coordinator").mkdir()
+        (home / "mine_algorithm.py").write_text(ALGORITHM.format(sleep_s=0, returns="update"))
+        monkeypatch.chdir(home)
+        monkeypatch.syspath_prepend(str(home))
         said: list[str] = []
         fleet = Fleet(tmp_path / "fleet", port=port)
         site_run = SiteRun(load_federated_job(job_file), run, resume=False)
@@ -145,6 +158,8 @@ def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatc
         os.kill(sites.pids()["a"], signal.SIGKILL)
         soon(lambda: len(lines(run)) == 4, 30)
         again.begin("")
+        soon(lambda: sum(line.startswith("site a takes part") for line in said) == 2, 60)
+        (tmp_path / "back").touch()
         running.join(60)
         assert not running.is_alive(), said
         for pid in [*sites.pids().values(), *again.pids().values()]:
@@ -174,6 +189,7 @@ def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_pat
         write_job(tmp_path, names, "scaffold", rounds=6),
         ("[local]\nepochs = 2", "[local]\nepochs = 60"),
         ('wait = "0.5 s"', 'wait = "30 s"'),  # else whoever comes back first would go on alone
+        ("[execution]", "[admission]\nmax_norm = 0.5\nclip = true\n[execution]"),
     )
     port = free_port()
     state = write_tickets(tmp_path, names, port)

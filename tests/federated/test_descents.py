@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from isthmus.data import ColumnSpec
+from isthmus.federated.evaluation import Evaluator
+from isthmus.federated.job import load_federated_job
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
+from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.resident import Resident, pieces_of
 from isthmus.federated.stacked import Stacked, StackedLocal
+from isthmus.runtime.federated.own_means import own_mean_of
+from isthmus.runtime.federated.run import FederatedRun
+from tests.federated.test_run_folders import JOB
 
 
 class Wide(nn.Module):
@@ -40,9 +50,12 @@ def locals_of(config: LocalConfig) -> tuple[Resident, list[PlainLocal], StackedL
     resident = Resident(Wide().double())
     workspace = Workspace(resident)
     rows = samples()
+    steps = StepsByRound(config, 1).at(0)
     each = [{name: column[c * SAMPLES :][:SAMPLES] for name, column in rows.items()} for c in range(CLIENTS)]
-    plain = [PlainLocal(resident, workspace, config, d, seed=1, round_=2, client=c) for c, d in enumerate(each)]
-    stacked = StackedLocal(Stacked(resident), config, rows, seed=1, round_=2, clients=range(CLIENTS))
+    plain = [
+        PlainLocal(resident, workspace, config, d, steps=steps, seed=1, round_=2, client=c) for c, d in enumerate(each)
+    ]
+    stacked = StackedLocal(Stacked(resident), config, rows, steps=steps, seed=1, round_=2, clients=range(CLIENTS))
     return resident, plain, stacked
 
 
@@ -74,7 +87,7 @@ def test_a_last_batch_that_is_smaller_is_left_out_unless_it_is_the_only_one(batc
     assert [batch["labels"].shape[1] for batch in stacked.batches()] == sizes
     assert plain[0].steps == stacked.steps == len(sizes)
     model = resident.vector()
-    expected = resident.gradient(model, {name: column[: sum(sizes)] for name, column in samples().items()}).clone()
+    expected = resident.gradient(model, {name: column[:SAMPLES] for name, column in samples().items()}).clone()
     assert torch.allclose(plain[0].full_gradient(model), expected, rtol=1e-9, atol=1e-15)
     assert torch.allclose(stacked.full_gradient(stacked.start(model))[0], expected, rtol=1e-9, atol=1e-15)
 
@@ -97,3 +110,81 @@ def test_a_batch_cut_into_micro_batches_has_the_sum_of_their_gradients() -> None
         ]
         assert torch.allclose(resident.gradient(weights, batch), torch.cat(flat), rtol=1e-12, atol=0)
     assert [pieces_of(n, 4) for n in (1, 3, 4, 6, 7, 20)] == [1, 3, 4, 3, 1, 4]
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(x))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_labels_that_are_left_out_do_not_count_and_none_at_all_change_nothing() -> None:
+    resident = Resident(Tagger().double())
+    resident.uneven = True
+    weights = resident.vector()
+    x = torch.arange(20).reshape(4, 5) % 8
+    uneven = torch.full((4, 5), -100)
+    uneven[1, 0], uneven[2, :4], uneven[3] = 1, 2, 0
+    nothing = torch.full((4, 5), -100)
+    both = {"x": x.repeat(2, 1, 1), "labels": torch.stack([uneven, nothing])}
+    stacked = Stacked(resident).gradient(weights.repeat(2, 1), both)
+    resident.bind(weights)
+    loss = resident.module(x=x, labels=uneven)["loss"]
+    expected = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(resident.module.parameters()))])
+    for count in (1, 2, 4):
+        resident.micro_batches = count
+        found = resident.gradient(weights, {"x": x, "labels": uneven})
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-15)
+        assert not resident.gradient(weights, {"x": x, "labels": nothing}).any()
+    assert torch.allclose(stacked, torch.stack([expected, torch.zeros_like(expected)]), rtol=1e-9, atol=1e-15)
+    evaluated = Evaluator(resident, {"x": x, "labels": uneven}).evaluate(weights)
+    assert evaluated.loss == pytest.approx(loss.item(), rel=1e-9)
+
+
+class OwnMean(Tagger):
+    """A sum over the sum of a mask."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits, kept = self.head(self.embed(x)).flatten(0, 1), (labels.flatten() >= 0).float()
+        each = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        return {"loss": (each * kept).sum() / kept.sum()}
+
+
+class Looks(Tagger):
+    """Has no graph."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(x, labels) if bool(x.sum() > 0) else {}
+
+
+def test_what_micro_batches_make_of_a_loss_is_said_before_the_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {name: ColumnSpec(dtype="int64", shape=(5,)) for name in ("x", "labels")}
+
+    def said(build: Callable[[], nn.Module], micro_batches: int = 2) -> str:
+        return own_mean_of(build, columns, LocalConfig(batch_size=4, micro_batches=micro_batches))
+
+    assert said(Tagger) == said(OwnMean, 1) == ""
+    words = "a mean of its own: with 2 micro-batches a step's loss is the mean of theirs"
+    assert words in said(OwnMean) and said(OwnMean).endswith("or set local.micro_batches = 1")
+    assert said(Looks).startswith(
+        "local.micro_batches: got 2, and whether the model's loss is the same with each number"
+    )
+
+    file = tmp_path / "job.toml"
+    file.write_text(
+        JOB.format(folder=tmp_path).replace("[participation]", "[local]\nmicro_batches = 4\n[participation]")
+    )
+    asked: list[tuple[set[str], int]] = []
+    monkeypatch.setattr(
+        "isthmus.runtime.federated.run.own_mean_of",
+        lambda build, columns, local: asked.append((set(columns), local.micro_batches)) or "it is another",
+    )
+    with pytest.warns(UserWarning, match="it is another"):
+        FederatedRun(load_federated_job(file), tmp_path / "run", resume=False)
+    assert asked == [({"pixel_values", "labels"}, 4)]

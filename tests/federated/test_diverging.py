@@ -7,18 +7,23 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from torch import nn
 
 from isthmus.errors import Diverged, DivergedUpdate, PeerError
 from isthmus.federated import ClientUpdate
 from isthmus.federated.admission import AdmissionRules, bounded, refusal_of
+from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.partial import PartialSum
 from isthmus.protocol.federated_events import FinishRounds
 from isthmus.runtime.federated.host import ended
 from isthmus.runtime.processes.forked import Forked
+from tests.federated.populations import LOCAL, Run
 from tests.federated.sites import attend, free_port, listens, write_job, write_tickets
 from tests.federated.test_run_folders import JOB
+from tests.federated.twins import ETA
 from tests.fleet_service.parties import soon
 from tests.runtime.commands import edited, isthmus, refused
 
@@ -48,6 +53,65 @@ def test_it_is_known_why_an_update_is_refused(numbers: list[float], rules: Admis
         partial.fold(3, bounded(ClientUpdate(values={"delta": torch.tensor(numbers)}), rules), 2)
     assert isinstance(found.value, DivergedUpdate) == diverged
     assert refusal_of(3, found.value).diverged == diverged
+
+
+class Scaled(nn.Module):
+    """A quadratic whose gradients are of size `scale`."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.weight = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.scale * (self.weight - pixel_values).square().sum(1).mean() / 2
+
+
+def moved(name: str, scale: float, folder: Path) -> tuple[Run, float]:
+    """The largest weight after a round."""
+    run = Run(name, {}, folder, rounds=1, model=lambda: Scaled(scale))
+    run.run()
+    return run, float(run.server.values["model"].abs().max())
+
+
+@pytest.mark.parametrize("name", ["scaffold", "mime", "fedavg"])
+def test_large_gradients_do_not_diverge(name: str, tmp_path: Path) -> None:
+    """1e6 times as large a loss at a millionth of the rate: the same change."""
+    plain, large = moved(name, 1.0, tmp_path / "a"), Run(name, {}, tmp_path / "b", rounds=1, model=lambda: Scaled(1e6))
+    for site in large.sites.values():
+        small = msgspec.structs.replace(LOCAL, learning_rate=ETA / 1e6)
+        site._work, site._steps = msgspec.structs.replace(site._work, local=small), StepsByRound(small, 1)
+    assert large.run().outcome == "done"
+    assert torch.allclose(large.server.values["model"], plain[0].server.values["model"], rtol=1e-9, atol=1e-9)
+    assert not large.server.notices
+
+
+def test_gradients_that_have_no_room_say_so(tmp_path: Path) -> None:
+    run = Run("scaffold", {}, tmp_path, rounds=1, model=lambda: Scaled(1e12))
+    for site in run.sites.values():
+        site._work = msgspec.structs.replace(site._work, local=msgspec.structs.replace(LOCAL, learning_rate=1e-13))
+    finish = run.run()
+    assert (
+        finish.outcome == "diverged" and "the range of the exact sum: scale the loss or the data down" in finish.reason
+    )
+
+
+def test_changes_below_the_unit_of_the_exact_sum_are_logged_once(tmp_path: Path) -> None:
+    said = []
+    for scale in (1e-13, 1e-8, 1e-6):
+        run, largest = moved("fedavg", scale, tmp_path / str(scale))
+        said.append(run.server.notices)
+        assert (largest == 0) == (scale == 1e-13)
+    assert [len(notices) for notices in said] == [1, 1, 0]
+    assert "round 1: 'delta' of all clients is within" in said[0][0] and "in units of 1.5e-11" in said[0][0]
+
+
+@pytest.mark.parametrize("more", ['"sp"', '"ours"\nexecutors = 2'])
+def test_who_runs_it_reads_that_changes_are_lost(more: str, tmp_path: Path) -> None:
+    text = JOB.format(folder=tmp_path).replace('"sp"', more)
+    (tmp_path / "job.toml").write_text(f"{text}\n[local]\nlearning_rate = 1e-13\n")
+    done = isthmus("train", tmp_path / "job.toml")
+    assert done.code == 0 and (done.out + done.err).count("exact sums count in units of 1.5e-11") == 1
 
 
 def test_how_a_run_ends_is_raised() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.resident import Resident
+from isthmus.graph.metrics import Metrics
 
 TOKENS = torch.tensor([[0, 1, 2, 0], [2, 2, 0, 1]])
 
@@ -33,11 +34,14 @@ class Says(nn.Module):
         ({"input_ids": TOKENS, "labels": (TOKENS + 1) % 3}, 1.0),
         ({"input_ids": TOKENS, "labels": torch.tensor([[1, -100, -100, 0], [0, 0, -100, 2]])}, 4 / 5),
         ({"scores": torch.eye(3), "labels": torch.tensor([0, 1, 1])}, 2 / 3),
-        ({"scores": torch.ones(3, 1), "labels": torch.zeros(3)}, None),  # a regression
-        ({"scores": torch.ones(2, 3, 4, 5), "labels": torch.zeros(2, 4, 5, dtype=torch.int64)}, None),
+        ({"scores": torch.eye(3).T[None], "labels": torch.tensor([[0, 1, 1]])}, 2 / 3),
+        ({"scores": torch.ones(2, 3, 4, 5), "labels": torch.zeros(2, 4, 5, dtype=torch.int64)}, 1.0),  # classes second
+        ({"scores": torch.eye(3), "labels": torch.full((3,), -100)}, None),
     ],
 )
 def test_accuracy_is_of_labels_that_are_classes(columns: dict[str, Tensor], accuracy: float | None) -> None:
     resident = Resident(Says())
-    found = Evaluator(resident, columns).evaluate(resident.vector()).accuracy
+    evaluator = Evaluator(resident, columns, metrics=Metrics(["accuracy"]))
+    evaluator.check()
+    found = evaluator.evaluate(resident.vector()).metrics["accuracy"]
     assert found == (None if accuracy is None else pytest.approx(accuracy))

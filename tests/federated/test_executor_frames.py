@@ -11,7 +11,11 @@ import torch
 
 from isthmus.errors import PeerError
 from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.partial import AggregationWeights
+from isthmus.federated.robust import Aggregation
+from isthmus.federated.task_spec import TaskSpec
+from isthmus.models import ModelSpec
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
@@ -31,7 +35,7 @@ from isthmus.runtime.messages.federated import FromExecutor, SiteValues, SummedV
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.run import Heartbeat, ToCoordinator
 from isthmus.training.layout import TensorHeader
-from tests.federated.populations import Run
+from tests.federated.populations import LOCAL, Run
 
 PHASE = PhaseId(0)
 HEADER = TensorHeader(name="delta", dtype="float32", shape=(1,), stride=(1,))
@@ -45,13 +49,24 @@ def summing(folder: Path) -> SumsReceiver:
 
 
 def of_sites(folder: Path) -> SiteUpdateReceiver:
-    def no_task(client: int) -> object:
-        raise AssertionError(f"client {client} is not asked for anything")
+    def task_spec(client: int) -> TaskSpec:
+        spec = AlgorithmSpec()
+        model, aggregation = ModelSpec(name="mlp"), Aggregation(most_samples=10)
+        return TaskSpec(
+            job="j",
+            run="0" * 32,
+            algorithm=spec,
+            model=model,
+            local=LOCAL,
+            seed=0,
+            client=client,
+            aggregation=aggregation,
+        )
 
     return SiteUpdateReceiver(
         Run("fedavg", {}, folder).server,
         {"oslo": 4},
-        no_task,  # type: ignore[arg-type]
+        task_spec,
         AdmissionRules(),
         "r",
         lambda _: None,
@@ -101,7 +116,9 @@ def test_a_process_has_no_samples_of_its_own(tmp_path: Path) -> None:
     ("report", "words"),
     [
         (ExecutorJoined(), "joined without its number of samples"),
+        (ExecutorJoined(samples=10), "joined again, with 10 samples"),
         (TasksReturned(phase=PHASE, tasks=(ClientTask(4, 10),)), "gave back clients"),
+        (SumsSent(phase=PHASE, timed=(ClientTime(4, 10, 0.5, state=7),)), "with state 7, expected -1"),
         (SUMS, "not of client 4 with 10 samples"),
         (SumsSent(phase=PHASE, timed=(ClientTime(5, 10, 0.5),)), "not of client 4"),
         (SumsSent(phase=PHASE, timed=(ClientTime(4, 11, 0.5),)), "not of client 4 with 10 samples"),
@@ -114,6 +131,8 @@ def test_a_site_reports_on_its_own_client_only(report: SumsSent, words: str, tmp
     with pytest.raises(PeerError, match="sent ExecutorDrained before it had joined"):
         receiver.on_report("oslo", ExecutorDrained(phase=PHASE), None, {})
     joined = ExecutorJoined(samples=10)
+    with pytest.raises(PeerError, match=r"joined with 11 samples, expected 10: aggregation\.most_samples"):
+        receiver.on_report("oslo", ExecutorJoined(samples=11), None, {})
     assert receiver.on_report("oslo", joined, None, {}) is joined
     update = SumsSent(phase=PHASE, timed=(OWN,))
     assert receiver.on_report("oslo", update, SiteValues(), {"delta": torch.zeros(1)}) is update

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -151,6 +152,10 @@ def clients_of(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
     return {name: [t.client for t in body.tasks] for name, body in openings(out).items()}
 
 
+def task_of(client: int) -> ClientTask:
+    return ClientTask(client, int(SIZES[client]))
+
+
 def summed(
     name: str, *clients: int, phase: PhaseId = TURN, states: Mapping[int, int] | None = None
 ) -> FromDevice[SumsSent]:
@@ -193,7 +198,7 @@ def test_a_round_of_two_passes_tells_of_both() -> None:
     dealt = start(machine)
     bad, *good = dealt["e0"]
     refused = (RefusedUpdate(bad, "not finite"),)
-    timed = tuple(ClientTime(c, 1, 2.0) for c in good)
+    timed = tuple(ClientTime(c, int(SIZES[c]), 2.0) for c in good)
     machine.handle(FromDevice("e0", SumsSent(phase=TURN, timed=timed, refused=refused)))
     again = clients_of(machine.handle(summed("e1", *dealt["e1"])))
     lost = again["e1"].pop()
@@ -248,7 +253,7 @@ def test_an_idle_executor_takes_what_another_has_not_begun() -> None:
     (asked,) = machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
     assert isinstance(asked, Notify)
     assert (asked.executor, type(asked.body)) == ("e1", TasksRecalled)
-    given = (ClientTask(dealt["e1"][-1], 10),)
+    given = (task_of(dealt["e1"][-1]),)
     (granted,) = machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=given)))
     assert granted == Notify("e0", TasksGranted(phase=TURN, tasks=given, holds=True))
     # The one that e1 has left it must have begun: nobody is asked any more.
@@ -298,10 +303,32 @@ def test_what_a_victim_gives_back_for_a_lost_thief_is_not_lost() -> None:
     dealt = start(machine)
     machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
     machine.handle(ExecutorLost(executor="e0", reason="killed"))
-    last = dealt["e1"][-1]
-    machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=(ClientTask(last, 10),))))
+    last = task_of(dealt["e1"][-1])
+    machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=(last,))))
     out = machine.handle(FromDevice("e1", ExecutorDrained(phase=TURN)))
-    assert out == [Notify("e1", TasksGranted(phase=TURN, tasks=(ClientTask(last, 10),), holds=True))]
+    assert out == [Notify("e1", TasksGranted(phase=TURN, tasks=(last,), holds=True))]
+
+
+@pytest.mark.parametrize("lie", ["samples", "state", "another's", "twice", "unasked"])
+def test_only_what_was_given_and_asked_for_is_given_back(lie: str) -> None:
+    """What is wrong with one task takes none of the others from those that are trained."""
+    machine = coordinator(steals=True)
+    dealt = start(machine)
+    if lie != "unasked":
+        machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
+    good, last = map(task_of, dealt["e1"])
+    other = task_of(dealt["e0"][0])
+    wrong = {
+        "samples": msgspec.structs.replace(last, samples=10**6),
+        "state": msgspec.structs.replace(last, state=3),
+        "another's": other,
+        "twice": good,
+    }
+    tasks = (good, wrong.get(lie, last))
+    dismissed, *out = machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=tasks)))
+    assert dismissed == DismissExecutor("e1", "gave back clients that it was not given")
+    granted = [task for i in out if isinstance(i, Notify) and isinstance(i.body, TasksGranted) for task in i.body.tasks]
+    assert sorted(task.client for task in granted) == sorted(dealt["e1"])
 
 
 def test_one_at_a_time() -> None:
@@ -394,7 +421,7 @@ def test_a_refused_client_is_not_missing() -> None:
     machine.handle(summed("e0", *dealt["e0"]))
     bad, *good = dealt["e1"]
     refused = (RefusedUpdate(bad, "not finite"),)
-    timed = tuple(ClientTime(c, 1, 1.0) for c in good)
+    timed = tuple(ClientTime(c, int(SIZES[c]), 1.0) for c in good)
     out = machine.handle(FromDevice("e1", SumsSent(phase=TURN, timed=timed, refused=refused)))
     (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert commit.record.refused == refused
@@ -440,7 +467,7 @@ def test_executors_with_a_client_of_their_own_train_only_that() -> None:
     assert commit.record.missing == (0,)
 
 
-def test_a_schedule_that_was_made_by_sizes_says_nothing_of_seconds() -> None:
+def test_a_schedule_that_wasmade_by_sizes_says_nothing_of_seconds() -> None:
     throughput = ThroughputModel(1, window_rounds=5)
     sizes, everybody = np.array([4, 3, 2, 1]), np.arange(4)
     scheduler = ClientScheduler(["e0"], RoundRules(rounds=3), sizes, throughput, None, {})

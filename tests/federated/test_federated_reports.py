@@ -8,12 +8,15 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from isthmus.federated.evaluation import ClientAccuracies, Evaluation
+from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
 from isthmus.report.federated_pictures import draw_round_timeline, draw_rounds, draw_throughput
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
+
+EACH = {str(client): 0.5 for client in range(5)}
+CLIENTS = {"accuracy": ClientFigures(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2, each=EACH)}
 
 
 def line(round_: int, *, accuracy: float | None = 0.5) -> RoundLine:
@@ -26,8 +29,9 @@ def line(round_: int, *, accuracy: float | None = 0.5) -> RoundLine:
         predicted_s=3.0,
         stolen=1,
     )
-    clients = ClientAccuracies(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2)
-    evaluation = Evaluation(loss=1.25, accuracy=accuracy, clients=clients) if accuracy is not None else None
+    evaluation = (
+        Evaluation(loss=1.25, metrics={"accuracy": accuracy}, clients=CLIENTS) if accuracy is not None else None
+    )
     return RoundLine(record=record, seconds=4.0, sent_bytes=1000, received_bytes=2000, evaluation=evaluation)
 
 
@@ -69,9 +73,9 @@ def test_an_executor_whose_sums_did_not_come_keeps_its_place_and_all_passes_coun
 
 def test_a_narrow_table_leaves_columns_out_before_it_cuts_numbers() -> None:
     text = shown(line(0), terminal=True, width=80)
-    for whole in ("clients", "accuracy", "makespan", "1.2500", "50.0%", "2.93 KiB", "75% 38%", "closed"):
+    for whole in ("clients", "accuracy", "executor", "1.2500", "50.0%", "2.93 KiB", "75% 38%", "ended"):
         assert whole in text, text
-    assert "stolen" not in text
+    assert "assigned" not in text
 
 
 def test_plain_lines_come_now_and_then() -> None:
@@ -79,7 +83,7 @@ def test_plain_lines_come_now_and_then() -> None:
     lines = text.strip().splitlines()
     assert "\x1b" not in text
     assert 5 <= len(lines) <= 12
-    assert lines[0].startswith("round 1/20, 3 clients")
+    assert lines[0].startswith("round 1/20, 3 of 4 clients")
     assert "1 refused" in lines[0]
     assert lines[-1].startswith("round 20/20")
 
@@ -96,8 +100,7 @@ def test_pictures_are_drawn_where_there_is_something_to_draw(tmp_path: Path) -> 
     assert draw_throughput([line(0)], tmp_path / "p.png")
     draw_round_timeline(line(0), tmp_path / "r.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "p.png", "r.png"))
-    clients = ClientAccuracies(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2)
-    alone = Evaluation(loss=None, accuracy=None, clients=clients)
+    alone = Evaluation(loss=None, clients=CLIENTS)
     lines = [msgspec.structs.replace(line(number), evaluation=alone) for number in range(2)]
     assert draw_rounds(lines, tmp_path / "c.png") and (tmp_path / "c.png").is_file()
     assert not draw_rounds([line(0, accuracy=None)], tmp_path / "none.png")

@@ -88,7 +88,7 @@ def test_every_scheme_gives_the_same_bits(scheme: str, reference: bytes, tmp_pat
     assert [line.record.round for line in lines] == [0, 1, 2, 3]
     assert all(line.clients == 6 for line in lines)
     assert lines[-1].evaluation is not None
-    assert (run / "accuracy.png").is_file()
+    assert (run / "metrics.png").is_file()
     assert (run / "round.png").is_file()
     expected = {"ours": 2, "parrot": 2, "fa": 2, "sd": 6, "rw": 12}[scheme]
     assert len(list((run / "logs").iterdir())) == expected
@@ -154,7 +154,7 @@ def test_interrupted_and_resumed(reference: bytes, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "resume with --resume" in err
+    assert "to go on: isthmus train" in err
     done(isthmus("train", write(tmp_path), "--run", run, "--resume"))
     assert model(run) == reference
 
@@ -256,7 +256,10 @@ def test_bytes_and_trips_are_those_of_the_complexity_table(
         ([("rounds = 4", "rounds = 4\noptions = { server_lr = 1 }")], ["server_lr", "did you mean"]),
         ([("executors = 2", 'scheme = "our"')], ["unknown scheme 'our'", "did you mean 'ours'"]),
         ([("executors = 2", "executors = 2\nslow_down = [1.0]")], ["execution.slow_down: got 1, expected 2"]),
-        ([("clients = 6", "clients = 6\nfraction = 0.5")], ["got both or none of clients and fraction"]),
+        (
+            [("clients = 6", "clients = 6\nfraction = 0.5")],
+            ["got both of clients and fraction, expected one of them: leave one out, or set participation.fraction"],
+        ),
         ([("features = 64", "features = 63")], ["'features'"]),
     ],
 )

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import DivergedUpdate, PeerError, UserError
 from isthmus.federated import ClientUpdate, parallel_for
-from isthmus.federated.fixed_point import FixedSum, scale_exponent
+from isthmus.federated.fixed_point import DeviceSum, FixedSum, scale_exponent
 from isthmus.federated.parallel_for import parallel_chunks
 from isthmus.federated.partial import AggregationWeights, PartialSum
 
@@ -217,7 +217,7 @@ GOOD = {"n": torch.ones(1, dtype=torch.int64), "3/a": torch.ones(2)}
         (GOOD, AggregationWeights(clients=2, total=ONE, each={3: ONE}), "sums of 2 clients, expected 1"),
         (GOOD, AggregationWeights(clients=1, total=-1, each={3: -1}), "weight of -"),
         (GOOD, AggregationWeights(clients=1, total=11 * ONE, each={3: 11 * ONE}), "weight of 11, expected 0 to 10"),
-        (GOOD, AggregationWeights(clients=1, total=ONE, each={4: ONE}), "weights that are not"),
+        (GOOD, AggregationWeights(clients=1, total=ONE, each={4: ONE}), "expected those of its clients"),
     ],
 )
 def test_sums_that_do_not_fit_are_refused_and_leave_nothing(
@@ -232,3 +232,44 @@ def test_sums_that_do_not_fit_are_refused_and_leave_nothing(
     after = partial.tensors()
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
     partial.check(GOOD, {3}, AggregationWeights(clients=1, total=ONE, each={3: ONE}))
+
+
+LARGE = st.floats(-6e7, 6e7) | st.floats(-1e-3, 1e-3)
+
+
+@given(summands=st.lists(st.lists(LARGE, min_size=3, max_size=3), min_size=1, max_size=9), weight=st.integers(1, 500))
+def test_large_numbers_are_added_to_the_same_bits_in_any_way(summands: list[list[float]], weight: int) -> None:
+    """Above 2^15 a double has no room for the magic number; a number's bits do not depend on its neighbours."""
+    exponent = scale_exponent(weight * len(summands))
+    scale = weight * 2.0 ** (36 - exponent)
+    expected = [sum(round(row[column] * scale) for row in summands) for column in range(3)]
+    ways = [FixedSum(3, exponent) for _ in range(3)]
+    for row in summands:
+        ways[0].add(torch.tensor(row, dtype=torch.float64), weight)
+    ways[1].add_rows(torch.tensor(summands, dtype=torch.float64), weight)
+    device = DeviceSum(3, exponent, torch.device("cpu"), lambda value: value)
+    device.add_rows(torch.tensor(summands, dtype=torch.float64), weight)
+    for column in range(3):
+        part = FixedSum(1, exponent)
+        for row in summands:
+            part.add(torch.tensor(row[column : column + 1], dtype=torch.float64), weight)
+        assert part.total.tolist() == expected[column : column + 1]
+    assert ways[0].total.tolist() == ways[1].total.tolist() == device.total.tolist() == expected
+    ways[0].add(torch.tensor(summands[0], dtype=torch.float64), -weight)
+    ways[2].add(torch.zeros(3))
+    for row in summands[1:]:
+        ways[2].add(torch.tensor(row, dtype=torch.float64), weight)
+    assert torch.equal(ways[0].total, ways[2].total)
+
+
+def test_what_has_no_room_is_refused_with_the_range() -> None:
+    total = FixedSum(2, 3)
+    total.add(torch.tensor([1.0, 1.0]))
+    with pytest.raises(PeerError, match=r"a sum of 5.4e\+08 has no room in 64 bits"):
+        for _ in range(2):
+            total.add(torch.tensor([2.7e8, 5.0], dtype=torch.float64))
+    assert total.total.tolist() == [270_000_001 * 2**33, 6 * 2**33], "the second is taken back"
+    with pytest.raises(
+        DivergedUpdate, match=r"got 1e\+09, expected numbers within 2.68e\+08, the range of the exact sum"
+    ):
+        total.add(torch.tensor([0.0, 1e9]), 2.0)

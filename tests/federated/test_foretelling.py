@@ -56,8 +56,8 @@ def deployed(folder: Path) -> Path:
     ("options", "closed_by", "missing", "late"),
     [
         ((), {"all": 6}, 0, 0),
-        (("--slow", "east@0s:1e9"), {"deadline": 1, "all": 5}, 6, 0),
-        (("--slow", "east@0s:1e9", "--set", "participation.quorum=0.6"), {"quorum": 6}, None, 0),
+        (("--slow", "east@0s:1e9"), {"deadline": 1, "behind": 5}, 6, 0),
+        (("--slow", "east@0s:1e9", "--set", "participation.quorum=0.6"), {"quorum": 6}, 6, 0),
         (("--fault", "south@0s"), {"all": 6}, 1, 0),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated import (
     Algorithm,
     ClientTrainer,
@@ -24,6 +26,9 @@ from isthmus.federated import (
     TrainingTask,
     Values,
 )
+from isthmus.federated.admission import AdmissionRules, bounded
+from isthmus.federated.algorithms.scaffold import Scaffold
+from isthmus.federated.resident import Resident
 from isthmus.federated.site import Site, SiteStates
 from isthmus.federated.states import LARGE_BYTES, StateLost
 from isthmus.protocol.federated_messages import (
@@ -193,7 +198,8 @@ def test_a_sites_damaged_state_is_not_used(damage: str, may_forget: bool, tmp_pa
         case _:
             path.write_bytes((tmp_path / "round-000000.safetensors").read_bytes())
     if not may_forget:
-        with pytest.raises(UserError, match=rf"state {path}: .*; the algorithm cannot go on without it"):
+        error, who = (PeerError, "coordinator: .*") if damage == "gone" else (UserError, "")
+        with pytest.raises(error, match=rf"{who}state {path}: .*; the algorithm cannot go on without it"):
             trained(site, 2, {0: 1})
         return
     assert trained(site, 2, {0: 1})[0].renewed
@@ -227,3 +233,50 @@ def test_a_commit_under_another_rounds_name_does_not_count(tmp_path: Path) -> No
     path.rename(tmp_path / "round-000007.safetensors")
     with pytest.raises(UserError, match="not as it was saved"):
         commits.newest()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sites_state_follows_the_clipped_update_that_it_sends(masked: bool, tmp_path: Path) -> None:
+    """SCAFFOLD's control variate moves by what the coordinator adds up, which clips what is clipped no further."""
+    algorithm, rules = Scaffold(), AdmissionRules(max_norm=0.1, clip=True)
+    model = Resident(module()).vector()
+    clip = partial(bounded, rules=rules, change_of=algorithm.change)
+    states = SiteStates(tmp_path, StateForm({"control": torch.zeros_like(model)}))
+    site = Site(work(algorithm), module(), population(), states, clip=clip, masked=masked)
+    site.open(opening(0), {"model": model, "control": torch.zeros_like(model)})
+    ((timed,), refused) = site.train([ClientTask(0, SAMPLES[0], NONE)])
+    assert not refused and site.update is not None
+    sent = site.update.values
+    assert math.sqrt(sum(float(v.norm()) ** 2 for v in sent.values())) == pytest.approx(0.1)
+    assert clip(site.update) is site.update
+    assert torch.equal(states.read([0], [timed.state])["control"][0], sent["control_delta"])
+
+
+class Stubborn(Scaffold, frozen=True):
+    """Keeps what it returned, whatever was counted of it."""
+
+    free: bool = False
+
+    @property
+    def state_can_be_lost(self) -> bool:
+        return self.free
+
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        update = super().client(local, broadcast, state)
+        return ClientUpdate(values=update.values, state=update.kept(update.values))
+
+
+def test_a_state_that_does_not_follow_clipped_values_is_refused(tmp_path: Path) -> None:
+    model = Resident(module()).vector()
+    form = StateForm({"control": torch.zeros_like(model)})
+    clip = partial(bounded, rules=AdmissionRules(max_norm=0.1, clip=True))
+    for free in (True, False):
+        site = ClientTrainer(
+            work(Stubborn(free=free)), module(), population(), StateStore(tmp_path / f"{free}", form), admit=clip
+        )
+        site.open(opening(0), {"model": model, "control": torch.zeros_like(model)})
+        if free:
+            site.train([ClientTask(0, SAMPLES[0], NONE)])
+            continue
+        with pytest.raises(UserError, match=r"values were clipped, and its state .* expected a function"):
+            site.train([ClientTask(0, SAMPLES[0], NONE)])

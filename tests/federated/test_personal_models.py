@@ -60,7 +60,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "heads", raising=False)
     (tmp_path / "heads.py").write_text(HEADS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    text = JOB.format(folder=tmp_path).replace('scheme = "iid"', 'scheme = "dirichlet"\nalpha = 0.05')
+    text = 'metrics = ["accuracy"]\n' + JOB.format(folder=tmp_path)
+    text = text.replace('scheme = "iid"', 'scheme = "dirichlet"\nalpha = 0.05')
     text = text.replace("evaluate_every = 0", "evaluate_every = 2").replace("rounds = 3", "rounds = 6")
     (tmp_path / "job.toml").write_text(text.replace("clients = 3", "clients = 5") + "\n[local]\nepochs = 5\n")
     return tmp_path / "job.toml"
@@ -74,7 +75,7 @@ def accuracies(job: Path, algorithm: str, *more: str) -> tuple[list[float], str]
     assert done.code == 0, done.err
     found = [line.evaluation for line in RoundHistory.of(run).lines() if line.evaluation is not None]
     assert [e.loss is None for e in found] == [algorithm == "Heads"] * 3
-    return [e.clients.mean for e in found if e.clients is not None], done.out
+    return [e.clients["accuracy"].mean for e in found], done.out
 
 
 def test_each_is_evaluated_with_its_own_head(job: Path) -> None:
@@ -121,11 +122,11 @@ def test_a_lost_state_of_a_client_that_does_not_train_is_no_end_where_the_algori
     for client in set(range(5)) - trained:
         assert f"client {client} is evaluated with a new one" in " ".join(done.err.split())
     assert (last := RoundHistory.of(run).lines()[-1].evaluation) is not None
-    assert last.clients is not None and last.clients.clients == 5
+    assert last.clients["accuracy"].clients == 5
 
 
 def test_the_accuracies_of_clients_alone_are_drawn(job: Path) -> None:
     job.write_text(job.read_text().replace('"fedavg"', '"heads:Heads"').replace("rounds = 6", "rounds = 2"))
     run = job.parent / "run"
     assert isthmus("train", job, "--run", run, draws=True).code == 0
-    assert (run / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "metrics.png").read_bytes().startswith(b"\x89PNG")

@@ -6,14 +6,14 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isthmus.api.make_plan import plan_for
 from isthmus.data import DataSpec, load_dataset
@@ -23,6 +23,7 @@ from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
 from isthmus.federated.history import RoundHistory
 from isthmus.federated.job import load_federated_job
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
+from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.pipeline import PipelineConfig, check_descends, segments
 from isthmus.federated.resident import Resident
 from isthmus.federated.site import OwnData
@@ -73,17 +74,30 @@ def pipeline(
     config = PipelineConfig(fleet=str(folder / "three.toml"), planner="even")
     dataset = load_dataset(data, "train")
     samples = DataDescription(columns=dict(dataset.columns), train=len(dataset))
-    plans = PipelinePlans(config, model, data, samples, local, plan_for)
+    plans = PipelinePlans(config, model, data, samples, local, StepsByRound(local, 1), plan_for)
     return SitePipeline(config, plans, resident, folder, (said if said is not None else []).append), resident
 
 
-def alone(model: ModelSpec, data: DataSpec, local: LocalConfig) -> tuple[Tensor, Tensor]:
-    """The change and the running means of one process."""
+def alone(
+    model: ModelSpec, data: DataSpec, local: LocalConfig, buffers: Mapping[str, Tensor] = {}
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The change and the buffers of one process, which began with these `buffers`."""
     torch.manual_seed(1)
     resident = Resident(build_model(model))
     resident.micro_batches = local.micro_batches
+    resident.set_buffers(buffers)
+    resident.uneven = data.kind == "npz"  # which says nothing of its labels
     columns = OwnData(load_dataset(data, "train")).of_round(*KEY[:2]).load(0)
-    plain = PlainLocal(resident, Workspace(resident), local, columns, seed=KEY[0], round_=KEY[1], client=KEY[2])
+    plain = PlainLocal(
+        resident,
+        Workspace(resident),
+        local,
+        columns,
+        steps=StepsByRound(local, 1).at(0),
+        seed=KEY[0],
+        round_=KEY[1],
+        client=KEY[2],
+    )
     return plain.descend(resident.vector()).clone(), resident.buffers()
 
 
@@ -98,6 +112,34 @@ def test_a_pipelines_descent_is_that_of_one_process(batch_size: int, tmp_path: P
     assert torch.equal(begun, rebuilt()), "the weights that were given are not changed"
     assert "here-0, here-1, here-2" in said[0]
     assert change.norm() > 0.01
+
+
+class Counted(nn.Module):
+    """Batch norm, which counts its batches, behind a first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.last(self.norm(self.first(pixel_values)).relu()), labels)
+
+
+def test_a_pipelines_descent_begins_with_the_servers_buffers_and_counts_on(tmp_path: Path) -> None:
+    """Whole numbers too, and again for the next client."""
+    local, data = LocalConfig(batch_size=27), noise(tmp_path)
+    model = ModelSpec(name=f"{__name__}:Counted")
+    made, resident = pipeline(tmp_path, model, data, local)
+    begun = {**resident.buffers(), "norm.num_batches_tracked": torch.tensor(40)}
+    change, expected = alone(model, data, local, begun)
+    assert int(expected["norm.num_batches_tracked"]) == 42
+    first = resident.vector()
+    for _ in range(2):
+        resident.set_buffers(begun)
+        assert torch.equal(made.descend(first, KEY), change)
+        found = resident.buffers()
+        assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
 
 
 def rebuilt() -> Tensor:
@@ -131,7 +173,7 @@ def test_algorithms_that_only_descend_are_not(name: str) -> None:
     [
         ('timeout = "0 s"', "pipeline.timeout: got '0 s', expected at least 1 s"),
         ('timeout = "soon"', "pipeline.timeout: "),
-        ('plan = "nowhere.json"', "pipeline.plan: got 'nowhere.json', expected a plan file"),
+        ('plan = "nowhere.json"', "nowhere.json', expected a plan file"),
         ('device = { there = "cpu" }', "unknown device in pipeline.device 'there'"),
     ],
 )

@@ -93,7 +93,7 @@ THOROUGH = bool(os.environ.get("ISTHMUS_FAULTS"))
 SLOW = pytest.mark.skipif(not THOROUGH, reason="takes long: ISTHMUS_FAULTS=1")
 STEPS: tuple[Step, ...] = ("keys", "shares", "update", "reveal")
 SERVERS = {
-    name: Server(load_algorithm(AlgorithmSpec(name=name)), torch.randn(9), torch.zeros(2), 200)
+    name: Server(load_algorithm(AlgorithmSpec(name=name)), torch.randn(9), {"mean": torch.zeros(2)}, 200)
     for name in algorithm_names()
 }
 PASSES = [(name, number) for name, server in sorted(SERVERS.items()) for number in range(len(server.forms))]
@@ -295,7 +295,8 @@ def site_at_the_end(share: float = 0.5, fewest: int = 2) -> SecureSiteMachine:
 def test_a_site_reveals_once_and_of_each_site_one_share() -> None:
     machine = site_at_the_end()
     asked = UnmaskAsked(phase=PHASE, summed=("a", "b", "c"), dropped=("d", "e"))
-    assert RevealShares(PHASE, ("a", "b", "c"), ("d", "e")) in machine.handle(asked)
+    shares = RevealShares(PHASE, ("a", "b", "c"), ("d", "e"), parties=("a", "b", "c"))
+    assert shares in machine.handle(asked)
     other = UnmaskAsked(phase=PHASE, summed=("a", "d", "e"), dropped=("b", "c"))
     assert machine.handle(other) == []
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from isthmus.errors import PeerError
 from isthmus.federated.job import load_federated_job
@@ -21,6 +22,7 @@ from isthmus.protocol.secure_messages import KeysSent, SharesRevealed, SharesSen
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.forked import Forked
+from tests.federated import sites
 from tests.federated.sites import attend, free_port, model, write_job, write_tickets
 from tests.federated.test_deployment import by_site, lines, recomputed
 from tests.fleet_service.parties import Fleet
@@ -37,6 +39,8 @@ secure = true
 most_samples = 64
 
 [execution]"""
+MLP = 'name = "mlp"\noptions = {} features = 6, width = 5, layers = 1, classes = 3 {}'
+STATEFUL = 'name = "tests.federated.test_buffers:Stateful"'
 ALGORITHM = """
 import os, signal
 from pathlib import Path
@@ -106,13 +110,19 @@ def run_over_sites(
 def test_masked_updates_give_the_bits_of_a_simulation_without_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two values a client, one of them with the clients' states."""
-    job_file, said = served(tmp_path, "scaffold", monkeypatch, rounds=3)
+    """Of two values a client, one of them with the clients' states, both clipped, and of a model with all kinds of
+    buffers."""
+    monkeypatch.setattr(sites, "JOB", sites.JOB.replace(MLP.format("{{", "}}"), STATEFUL))
+    monkeypatch.setattr(sites, "SITE", sites.SITE.replace(MLP.format("{{", "}}"), STATEFUL))
+    tables = "[admission]\nmax_norm = 0.5\nclip = true\n"
+    job_file, said = served(tmp_path, "scaffold", monkeypatch, rounds=3, tables=tables)
     history = lines(tmp_path / "run")
     assert [sorted(by_site(line)) for line in history] == [list(NAMES)] * 3, said
     alone = isthmus("train", job_file, "--scheme", "sp", "--run", tmp_path / "alone")
     assert alone.code == 0, alone.err
-    assert torch.equal(model(tmp_path / "run"), model(tmp_path / "alone"))
+    here, there = (load_file(tmp_path / run / "rounds" / "round-000002.safetensors") for run in ("run", "alone"))
+    changed = {f"server/buffers/{n}" for n in ("norm.running_mean", "norm.num_batches_tracked", "size")}
+    assert here.keys() > changed and all(torch.equal(here[n], there[n]) for n in {*changed, "server/model"})
 
 
 def test_a_site_that_is_lost_while_it_trains_takes_its_masks_with_it(

@@ -62,7 +62,7 @@ class Table(Mine, frozen=True):
 
 
 def test_a_combined_value_has_the_shape_that_clients_gave_it() -> None:
-    server = Server(Table(), MODEL, torch.empty(0), 1)
+    server = Server(Table(), MODEL, {}, 1)
     server.open(PhaseSetup(phase=PhaseId(0), clients=1, samples=1))
     server.fold(0, ClientUpdate(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)}), 1)
     server.absorb()
@@ -105,7 +105,7 @@ class Counts(Mine, frozen=True):
     ],
 )
 def test_a_server_that_fails(algorithm: Algorithm, words: str) -> None:
-    server = Server(algorithm, MODEL, torch.empty(0), 1)
+    server = Server(algorithm, MODEL, {}, 1)
     server.open(PhaseSetup(phase=PhaseId(0), clients=1, samples=1))
     server.fold(0, ClientUpdate(values={"delta": MODEL}), 1)
     with pytest.raises(UserError, match=words):
@@ -212,11 +212,11 @@ class ListsState(Mine, frozen=True):
 
 
 def test_a_first_state_is_made_of_the_model() -> None:
-    assert Server(Reshapes(), MODEL, torch.empty(0), 1).keeps
+    assert Server(Reshapes(), MODEL, {}, 1).keeps
     with pytest.raises(UserError, match="init_client gives list, expected a dict of tensors"):
-        Server(ListsState(), MODEL, torch.empty(0), 1)
+        Server(ListsState(), MODEL, {}, 1)
     with pytest.raises(UserError, match="broadcast gives no 'model'"):
-        Server(TellsNoModel(), MODEL, torch.empty(0), 1).broadcast()
+        Server(TellsNoModel(), MODEL, {}, 1).broadcast()
 
 
 class CountsOnce(Mine, frozen=True):
@@ -287,7 +287,7 @@ def test_an_algorithm_that_draws_trains_one_by_one() -> None:
         TrainingTask(algorithm=NoisyRows(), local=LOCAL, seed=0), module(), population(per_size=2), None
     )
     site.open(PhaseSetup(phase=PhaseId(0), clients=2, samples=6), {"model": site.resident.vector()})
-    with pytest.raises(UserError, match="together: got more than 1 for an algorithm that draws random numbers"):
+    with pytest.raises(UserError, match="clients_per_vmap: got more than 1 for an algorithm that draws random numbers"):
         site.train([ClientTask(0, 3), ClientTask(1, 3)])
 
 

@@ -101,6 +101,8 @@ def test_a_trace_is_read_from_beside_the_fleet_with_its_columns_in_any_order(tmp
         ("time,latency,bandwidth\n0,1\n", ["row 1", "2 cells"]),
         ("time,latency,bandwidth\n0,1,fast\n", ["row 1", "bandwidth", "fast"]),
         ("time,latency,bandwidth\n", ["at least one"]),
+        (f"time,latency,bandwidth\n0,{'9' * 5000},1\n", ["row 1", "latency", "finite"]),
+        (f"time,latency,bandwidth\n0,1,{'9' * 200_000}\n", ["cannot read", "field larger"]),
     ],
 )
 def test_a_bad_trace_is_named(tmp_path: Path, csv: str, words: list[str]):

@@ -192,5 +192,5 @@ def test_what_stands_in_a_machines_way_is_named(tmp_path: Path, monkeypatch: pyt
     with socket.create_server(("127.0.0.1", 0)) as taken:
         findings = examine_machine({"keys": tmp_path / "file" / "device"}, taken.getsockname()[1])
     broken = {finding.hop: finding.remedy for finding in findings if not finding.good}
-    assert broken.keys() == {"safetensors", "folder"} and 'pip install "isthmus[train]"' in broken["safetensors"]
+    assert broken.keys() == {"safetensors", "folder"} and "pip install '.[train]'" in broken["safetensors"]
     assert any("in use" in finding.detail and "--port" in finding.detail for finding in findings)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.api import join as device
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.memory import machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
@@ -46,7 +46,14 @@ def test_all_devices_of_a_machine_join_or_none(fleet: Fleet, tmp_path: Path) -> 
 def test_they_live_together_and_one_that_is_lost_is_only_that_one(fleet: Fleet, tmp_path: Path) -> None:
     desk, said = folders(tmp_path, "desk/0", "desk/1"), list[str]()
     agents = {
-        name: Agent(desk[name], joined, ProcessPlace(hardware=f"chip ({name})"), timeout_s=5.0, log=said.append)
+        name: Agent(
+            desk[name],
+            joined,
+            ProcessPlace(hardware=f"chip ({name})"),
+            timeout_s=5.0,
+            log=said.append,
+            retries_s=(0.2,),  # on a busy machine several attempts fail: their waits would add up to minutes
+        )
         for name, joined in join_fleet(fleet.ticket(), desk, 5.0).items()
     }
     ended: list[Exception | None] = []
@@ -67,6 +74,25 @@ def test_they_live_together_and_one_that_is_lost_is_only_that_one(fleet: Fleet, 
         fleet.state.roster.revoke("desk/0", 0.0)
         soon(lambda: ended)
     assert isinstance(ended[0], Dismissal), "all are lost: that is the command's own end"
+
+
+def test_a_device_that_ends_by_an_error_of_ours_is_told_of() -> None:
+    """Its thread ended without a word, and the command went on without it."""
+
+    class Member:
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def run(self) -> None:
+            raise self.error
+
+        def stop(self) -> None: ...
+
+    said: list[str] = []
+    members = {"desk/0": Member(KeyError("x")), "desk/1": Member(PeerError("gone"))}
+    with pytest.raises(IsthmusError):
+        run_group(members, said.append)
+    assert said[0] in ("desk/0: KeyError: 'x'; the other devices go on", "desk/1: gone; the other devices go on")
 
 
 @pytest.mark.parametrize("name", ["desk/0", "desk/12", "desk/cpu", "a b/3"])

@@ -48,7 +48,7 @@ def _computes(asked: MeasureSpeed, *_: object) -> MeasuredSpeed:
 def test_a_probed_fleet(two: Fleet) -> None:
     with (
         mock.patch.object(agents, "compute_speed", _computes),
-        mock.patch.object(device_probe, "SIZES_BYTES", (1 << 8, 1 << 16, 1 << 20)),
+        mock.patch.object(device_probe, "SIZES_BYTES", (1 << 8, 1 << 17, 1 << 20)),
     ):
         found = probe_fleet(two.service, ["desk", "laptop"], lambda _: None)
     devices = parse_fleet(dump_fleet(found), "probed").devices

@@ -217,6 +217,26 @@ def _waits(fleet: Fleet, device: ReachableDevice, before: int) -> SocketChannel:
     return channel
 
 
+def test_a_request_that_is_refused_leaves_nothing_at_the_relay(fleet: Fleet, tmp_path: Path) -> None:
+    """Each for a run of its own: beyond the most that may wait, or with an id that is none."""
+    with _devices(fleet, tmp_path) as (_, far):
+        far.standby.close()
+        soon(lambda: not fleet.service.waiting_at_relay(RUN, far.identity.id))
+        asked = [*(f"run {n}" for n in range(relay.MOST_WAITING + 4)), *(f"{n}" * 65 for n in range(3))]
+        channels = [far.dialer.coordinator_channel()[0] for _ in asked]
+        for n, (run, channel) in enumerate(zip(asked, channels, strict=True)):
+            channel.send(RelayWait(run=run))
+            if n < relay.MOST_WAITING:
+                soon(lambda waited=run: fleet.service.waiting_at_relay(waited, far.identity.id) == 1)
+            else:
+                with contextlib.suppress(PeerError):  # as TCP says it
+                    assert channel.receive(idle_s=5) is None, "it waits"
+        kept = fleet.service._relay._waiting_devices  # pyright: ignore[reportPrivateUsage]
+        assert {run for run, id in kept if id == far.identity.id} == set(asked[: relay.MOST_WAITING])
+        for channel in channels:
+            channel.close()
+
+
 def test_the_newest_connection_of_a_device_is_taken_that_is_not_closed(fleet: Fleet, tmp_path: Path) -> None:
     """A device whose address has changed waits again, long before the coordinator misses its old connection."""
     with _devices(fleet, tmp_path) as (near, far):

@@ -114,7 +114,7 @@ def test_a_device_for_which_a_standing_call_is_not_meant_is_told_so(fleet: Fleet
         with fleet.service.long_lived_run(call, acceptor), in_background(agent.run, agent.stop):
             soon(lambda: any(line.endswith("and waits: the run is for north, south") for line in said))
     assert "early waits: the run is for north, south" in fleet.said
-    assert "desk is here, and waits: the run is for north, south" in fleet.said
+    soon(lambda: "desk is here, and waits: the run is for north, south" in fleet.said)  # written after desk is told
 
 
 def test_a_certificate_is_renewed_on_the_same_connection(fleet: Fleet, tmp_path: Path) -> None:

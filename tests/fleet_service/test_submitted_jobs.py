@@ -124,6 +124,29 @@ def test_ctrl_c_is_not_lost_on_a_job_that_fails_meanwhile(fleet: Fleet, tmp_path
     assert _states(queue) == ["failed", "queued"]
 
 
+def test_a_job_that_is_stopping_is_resumed_once_it_has_stopped(tmp_path: Path) -> None:
+    """Not the one that was stopped before it."""
+    queue = JobQueue(tmp_path)
+    for name in ("old", "new"):
+        queue.submit(name, "pipeline", b"", tmp_path)
+    queue.stop(1)
+    assert queue.begin() is not None
+    with pytest.raises(UserError, match="job 2: is running"):
+        queue.resume(2)
+    queue.stop(2)
+    found = queue.stopping()
+    assert found is not None and found.number == 2
+    queue.resume(found.number)
+    assert queue.is_unwanted(2) and queue.stopping() is None
+    queue.end(2, "stopped")
+    assert _states(queue) == ["stopped", "queued"]
+    assert queue.begin() is not None and not queue.is_unwanted(2)
+    queue.stop(2)
+    queue.end(2, "stopped")
+    assert _states(queue) == ["stopped", "stopped"]
+    queue.close()
+
+
 def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path) -> None:
     queue = _submitted(fleet, tmp_path, "first", "second")
     state = ("--state", fleet.state.folder)
@@ -254,12 +277,18 @@ def _no_secret_is_in_the_open(tickets: _Tickets, run: Path, coordinator: int) ->
 
 
 def test_nothing_else_listens() -> None:
-    """Every listener is made in one place; the lab's are in namespaces of their own, and devices that connect to each
-    other at the same time listen for those seconds at ports that they have."""
+    """Every listener is made in one place, and the queue of HTTP's is set anew in another. The lab's are in namespaces
+    of their own, and devices that connect to each other at the same time listen for those seconds at ports that they
+    have."""
     source = Path(isthmus_package.__file__).parent
     words = re.compile(r"create_server\(|\.listen\(|HTTPServer|start_server\(|TCPStore\(")
     found = {str(path.relative_to(source)) for path in source.rglob("*.py") if words.search(path.read_text())}
-    assert found == {"listening.py", "runtime/lab/probe.py", "runtime/transport/simultaneous_open.py"}
+    assert found == {
+        "listening.py",
+        "private_http.py",
+        "runtime/lab/probe.py",
+        "runtime/transport/simultaneous_open.py",
+    }
 
 
 def _at_work(home: Path) -> int:
@@ -291,9 +320,7 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
         _doors_are_shut(process.pid)
         _no_secret_is_in_the_open(tickets, run.parent, process.pid)
         assert isthmus("stop", "--state", home).code == 0
-        assert (
-            "interrupted: resume with `isthmus resume 1`" in isthmus("logs", "--state", home, "--follow", "--all").out
-        )
+        assert "to go on: isthmus resume 1" in isthmus("logs", "--state", home, "--follow", "--all").out
         (stopped,) = JobQueue(home).jobs()
         assert stopped.state == "stopped" and any((Path(stopped.folder) / "checkpoints").iterdir())
         devices.stop()

@@ -8,55 +8,21 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
 
 from isthmus.api.generation import ModelService, Piece
-from isthmus.data.tokenizer import ByteTokenizer
 from isthmus.endpoint.server import _until_ended, application  # pyright: ignore[reportPrivateUsage]
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import PeerError
 from isthmus.protocol.generation import Sampling
 
+from .parrot import Parrot
+
+DEEP = b"[" * 100_000
 ANYIO_THREADS = 40
 """That Starlette would have."""
-
-
-class Parrot:
-    """Answers with the prompt, over and over."""
-
-    name, context, ends = "parrot", 64, (0,)
-
-    def __init__(self) -> None:
-        self.asked: list[Sampling] = []
-        self.cancelled = 0
-
-    def tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        found = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
-        if len(found) >= self.context:
-            raise UserError(f"prompt: got {len(found)} tokens")
-        return found
-
-    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        return self.tokens(ByteTokenizer().chat(messages)) if len(messages) > 1 else self.tokens(messages[0]["content"])
-
-    async def pieces(self, tokens: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece]:
-        self.asked.append(sampling)
-        if tokens[0] == ord("!"):
-            raise PeerError("no device is left")
-        if tokens[0] == ord("?"):
-            raise UserError("temperature: got 1e-40, which is too small for these logits")
-        try:
-            for number in range(sampling.max_tokens):
-                await asyncio.sleep(0)
-                token = tokens[number % len(tokens)]
-                last = number == sampling.max_tokens - 1 or token in self.ends
-                yield Piece(token, "" if token in self.ends else chr(token), last)
-                if last:
-                    return
-        except (GeneratorExit, asyncio.CancelledError):
-            self.cancelled += 1
-            raise
 
 
 class Stuck(Parrot):
@@ -106,8 +72,6 @@ def test_several_prompts_and_tokens(parrot: Parrot) -> None:
     answer = client_of(parrot).post("/v1/completions", json=asked).json()
     assert [choice["text"] for choice in answer["choices"]] == ["aba", "ccc"]
     assert parrot.asked[0] == Sampling(max_tokens=3, temperature=1.0, top_p=0.5, top_k=7, seed=9)
-    echoed = client_of(parrot).post("/v1/completions", json={"prompt": "ab", "max_tokens": 2, "echo": True}).json()
-    assert echoed["choices"][0]["text"] == "abab"
 
 
 def _events(text: str) -> list[Any]:
@@ -123,6 +87,15 @@ def test_a_stream(parrot: Parrot) -> None:
     choices = [event["choices"][0] for event in _events(answer.text)]
     assert [choice["text"] for choice in choices] == ["a", "b", "c", "a"]
     assert [choice["finish_reason"] for choice in choices] == [None, None, None, "length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["ab", [97, 98], ["ab"], [[97, 98]]])
+def test_an_echo_is_the_prompt_as_text_whatever_it_was_given_as(parrot: Parrot, prompt: object, stream: bool) -> None:
+    asked = {"prompt": prompt, "max_tokens": 3, "echo": True, "stream": stream}
+    answer = client_of(parrot).post("/v1/completions", json=asked)
+    choices = [event["choices"][0] for event in _events(answer.text)] if stream else answer.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "ababa"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,14 +117,80 @@ def test_a_chat(parrot: Parrot) -> None:
     answer = client_of(parrot).post("/v1/chat/completions", json=asked).json()
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "heyh"}
-    streamed = client_of(parrot).post("/v1/chat/completions", json={**asked, "stream": True})
-    assert "".join(event["choices"][0]["delta"]["content"] for event in _events(streamed.text)) == "heyh"
+    streamed = _events(client_of(parrot).post("/v1/chat/completions", json={**asked, "stream": True}).text)
+    assert [event["choices"][0]["delta"] for event in streamed] == [
+        {"role": "assistant", "content": "h"},
+        {"content": "e"},
+        {"content": "y"},
+        {"content": "h"},
+    ]
+    assert not any("usage" in event for event in streamed)
     without = client_of(parrot).post("/v1/chat/completions", json={"messages": asked["messages"]}).json()
     assert without["usage"]["total_tokens"] == parrot.context
 
 
+def test_what_clients_send_as_messages(parrot: Parrot) -> None:
+    """openai, litellm and langchain send texts in parts, and null for an assistant that called tools."""
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "y"}]
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+    messages: list[dict[str, object]] = [
+        {"role": "system", "content": parts},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call], "function_call": None},
+        {"role": "tool", "content": "12:00", "tool_call_id": "1"},
+        {"role": "assistant"},
+        {"role": "user", "content": "hey", "name": "me"},
+    ]
+    answer = client_of(parrot).post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3})
+    assert answer.json()["choices"][0]["message"]["content"] == "hey"
+    call["function"] = {"name": "now", "arguments": {"zone": "UTC"}}  # as templates read it
+    assert parrot.talks == [
+        [
+            {"role": "system", "content": "hey"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "12:00", "tool_call_id": "1"},
+            {"role": "assistant", "content": ""},
+            {"role": "user", "content": "hey", "name": "me"},
+        ]
+    ]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_ends_with_its_usage_where_that_is_asked_for(parrot: Parrot, chat: bool) -> None:
+    given = {"messages": [{"role": "user", "content": "abc"}]} if chat else {"prompt": ["abc", "de"]}
+    asked = {**given, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    *events, last = _events(client_of(parrot).post(path, json=asked).text)
+    made, prompt = (4, 3) if chat else (8, 5)
+    assert len(events) == made and all(event["usage"] is None for event in events)
+    usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    assert (last["choices"], last["usage"], last["object"]) == ([], usage, events[0]["object"])
+
+
+def test_who_asks_for_its_health_needs_no_key(parrot: Parrot) -> None:
+    guarded = client_of(parrot, "model.example", key="secret")
+    assert (guarded.get("/health").status_code, guarded.get("/health").json()) == (200, {"status": "ok"})
+    assert guarded.get("/health/").status_code == guarded.get("/v1/models").status_code == 401
+    assert guarded.post("/health").status_code == 405
+
+
 def test_models(parrot: Parrot) -> None:
     assert [model["id"] for model in client_of(parrot).get("/v1/models").json()["data"]] == ["parrot"]
+
+
+@pytest.mark.parametrize("name", ["parrot", "birds:Parrot", "birds.of/paradise:Parrot"])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_a_model_by_its_name(parrot: Parrot, name: str, quoted: bool) -> None:
+    parrot.name = name
+    answer = client_of(parrot).get(f"/v1/models/{quote(name, safe='') if quoted else name}")
+    assert (answer.status_code, answer.json()["id"], answer.json()["object"]) == (200, name, "model")
+
+
+def test_what_is_not_there_is_said_as_clients_read_it(parrot: Parrot) -> None:
+    answer = client_of(parrot).get("/v1/models/eagle:Bald")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "model: got 'eagle:Bald', there is 'parrot'"
+    assert client_of(parrot).get("/v1/embeddings").json()["error"]["message"] == "Not Found"
+    assert client_of(parrot).get("/v1/completions").status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -166,7 +205,30 @@ def test_models(parrot: Parrot) -> None:
         ("completions", {"prompt": "a", "n": 2}, "n: got 2, expected 1"),
         ("completions", {"prompt": "a", "logprobs": 3}, "logprobs: is not supported"),
         ("completions", {"prompt": "a", "logprobs": 0}, "logprobs: is not supported"),
-        ("completions", {"prompt": "a", "echo": True, "stream": True}, "echo"),
+        ("completions", {"prompt": "a", "tools": [{"type": "function"}]}, "tools: is not supported"),
+        ("completions", {"prompt": "a", "tool_choice": "required"}, "tool_choice: is not supported"),
+        (
+            "completions",
+            {"prompt": "a", "response_format": {"type": "json_object"}},
+            "response_format: got {'type': 'json_object'}, expected {'type': 'text'}",
+        ),
+        ("completions", {"prompt": "a", "stop": ["x"] * 65}, "stop: got 65 strings"),
+        (
+            "completions",
+            {"prompt": "a", "stop": "x" * 1025},
+            "strings of up to 1025 characters, expected at most 64",
+        ),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content: got null of the role 'user'"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+            "messages[0].content[1]: got a part of type 'image_url', expected 'text'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
+            "messages[0].tool_calls: arguments",
+        ),
         ("completions", {"prompt": "a" * 64}, "got 64 tokens"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 2}, "no chat template"),
     ],
@@ -195,6 +257,67 @@ def test_fields_may_be_null(parrot: Parrot) -> None:
     nothing = dict.fromkeys(("max_tokens", "stream", "echo", "seed", "stop", "n"))
     answer = client_of(parrot).post("/v1/completions", json={"prompt": "ab", **nothing}).json()
     assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_half_of_a_surrogate_pair_is_said_to_be_one(parrot: Parrot) -> None:
+    for half in (r"\ud800", r"\udfff", r"\ud83d\ud83d\ude00"):
+        answer = client_of(parrot).post("/v1/completions", content=b'{"prompt": "a%s"}' % half.encode())
+        said = f"request: got {half[:6]} alone, half of a surrogate pair: expected whole characters"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+    whole = client_of(parrot).post("/v1/completions", content=rb'{"prompt": "\ud83d\ude00", "max_tokens": 1}')
+    assert whole.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"prompt": ' + b"[" * 100_000, b'{"user": "\xff"}', b"", b"9" * 9000]
+)
+def test_a_request_that_is_no_document_is_refused(parrot: Parrot, body: bytes) -> None:
+    for path in ("completions", "chat/completions"):
+        answer = client_of(parrot).post(f"/v1/{path}", content=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("request: cannot be read: ")
+
+
+@pytest.mark.parametrize("asked", [{"prompt": "ab"}, {"messages": [{"role": "user", "content": "a"}]}])
+def test_long_prompts_stop_no_stream(parrot: Parrot, asked: dict[str, object]) -> None:
+    """Tokenizing and templates are not for the thread that gives all streams their tokens."""
+    at_work = set[str]()
+
+    def tokens(_: object) -> tuple[int, ...]:
+        at_work.add("loop" if _is_loop() else "thread")
+        return (97,)
+
+    parrot.tokens = parrot.chat_tokens = tokens
+    path = "completions" if "prompt" in asked else "chat/completions"
+    assert client_of(parrot).post(f"/v1/{path}", json={**asked, "max_tokens": 1}).status_code == 200
+    assert at_work == {"thread"}
+
+
+def _is_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_error(parrot: Parrot) -> None:
+    scope: dict[str, object] = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"host", b"127.0.0.1:7435")]
+    said: list[dict[str, object]] = [
+        {"type": "http.request", "body": b'{"prompt"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    statuses: list[object] = []
+
+    async def receive() -> dict[str, object]:
+        return said.pop(0)
+
+    async def send(message: Mapping[str, object]) -> None:
+        statuses.append(message.get("status"))
+
+    app = cast("Any", application(cast("ModelService", parrot), port=7435))
+    asyncio.run(app(scope, receive, send))
+    assert statuses[0] == 503 and not parrot.asked
 
 
 def test_a_client_that_hangs_up_cancels_its_request(parrot: Parrot) -> None:

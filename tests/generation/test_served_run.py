@@ -21,7 +21,7 @@ from isthmus.api import generation
 from isthmus.api.generation import ModelService, Piece, ServingChoices, generate, prompts_of, sampling_of, served_run
 from isthmus.api.serve import Serving
 from isthmus.data.tokenizer import ByteTokenizer
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.graph import Affine, Op, OpGraph, Ref, TensorSpec
 from isthmus.graph.captured import Captured
 from isthmus.graph.serving import ATTENTION, POSITIONS, check_attention
@@ -55,6 +55,7 @@ def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tm
     notes: list[str] = []
     with served_run(folder, ServingChoices(at_once=2), notes.append) as service:
         assert service.statistics.chain.devices == ("d0", "d1", "d2")
+        assert service.name == folder.name
         for how, row in zip(SAMPLINGS, expected, strict=True):
             assert [answer.tokens for answer in generate(service, PROMPTS, how).answers] == row
         halfway = threading.Barrier(2, action=lambda: os.kill(pid_of("d1"), signal.SIGKILL))
@@ -79,7 +80,7 @@ def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tm
         next(stream)
         stream.close()  # the place of a cancelled request is free again
         assert [answer.tokens for answer in generate(service, PROMPTS[:2], SAMPLINGS[0]).answers] == expected[0][:2]
-    assert any(note.startswith("lost d1: its ") for note in notes)
+    assert any(note.startswith("lost d1: its process was killed by SIGKILL") for note in notes), notes
 
 
 def test_devices_that_joined_generate_and_are_replaced(tmp_path: Path) -> None:
@@ -224,6 +225,19 @@ def test_logits_that_a_temperature_makes_infinite_are_refused() -> None:
     chooser = TokenChooser(Sampling(temperature=1e-40), 0, 8)
     with pytest.raises(UserError, match="temperature: got 1e-40"):
         chooser.choose(torch.arange(8.0).unsqueeze(0))
+
+
+def test_a_token_whose_logit_is_minus_infinity_is_never_chosen() -> None:
+    """As the rows that pad a vocabulary. NaN, infinity, and no token at all are the end."""
+    logits = torch.tensor([[0.5, -torch.inf, 0.7, -torch.inf]])
+    assert TokenChooser(Sampling(max_tokens=1), 0, 4).choose(logits) == (2, True)
+    chooser = TokenChooser(Sampling(temperature=1.0, max_tokens=60, seed=1), 0, 4)
+    assert {chooser.choose(logits)[0] for _ in range(50)} == {0, 2}
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(Diverged, match="logits are not finite"):
+            chooser.choose(torch.tensor([[0.5, bad]]))
+    with pytest.raises(Diverged, match="logits are not finite"):
+        chooser.choose(torch.full((1, 4), -torch.inf))
 
 
 @pytest.fixture

@@ -282,8 +282,8 @@ class Listed(nn.Module):
         return F.cross_entropy(self.head(x * self.scales[0]), y)
 
 
-def test_a_tensor_in_a_list_has_no_name():
-    assert "or one kept in a list or dict: use .detach(), or make it a buffer" in message(Listed)
+def test_a_tensor_in_a_list_is_named():
+    assert "forward uses tensor self.scales[0] of module 'Listed': make it a buffer (register_b" in message(Listed)
 
 
 class Takes(nn.Module):

@@ -52,7 +52,7 @@ def test_json_round_trip():
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b'{"name": "x"}', b'{"name": 3}'])
 def test_a_document_that_is_none(text: bytes):
-    with pytest.raises(UserError, match="operator graph: not a valid document"):
+    with pytest.raises(UserError, match="operator graph: cannot be read"):
         decode(text)
 
 

@@ -33,8 +33,11 @@ def test_manifests_of_kubernetes(tmp_path: Path) -> None:
         check_manifest(manifest)
 
 
-def test_a_task_of_skypilot(tmp_path: Path) -> None:
-    check_task(yaml.safe_load(_shown(tmp_path, "skypilot", "accelerators=A100:8")))
+def test_tasks_of_skypilot(tmp_path: Path) -> None:
+    tasks = list(yaml.safe_load_all(_shown(tmp_path, "skypilot", "accelerators=A100:8")))
+    assert len(tasks) == 2
+    for task in tasks:
+        check_task(task)
 
 
 def test_what_cannot_be_shown(tmp_path: Path) -> None:

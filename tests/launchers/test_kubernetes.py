@@ -202,6 +202,9 @@ def test_what_is_missing_is_said_in_one_line(
     server.refuse["GET", JOBSETS] = 404
     with pytest.raises(UserError, match=r"404 .*: install JobSet: kubectl apply --server-side -f https://"):
         _launcher().check()
+    server.refuse["GET", JOBSETS] = 401
+    with pytest.raises(UserError, match=r"401 .*: the cluster does not know this context's credentials: log in again"):
+        _launcher().check()
     server.refuse["GET", JOBSETS] = 403
     with pytest.raises(UserError, match=r"refused jobsets: 403 .*: ask for a role with jobsets"):
         _launcher().check()
@@ -212,10 +215,10 @@ def test_what_is_missing_is_said_in_one_line(
     with pytest.raises(UserError, match=r"up --on kubernetes: the API server at 127.0.0.1 does not answer .*start the"):
         _launcher().check()
     monkeypatch.setitem(sys.modules, "kubernetes", SimpleNamespace(__version__="27.2.0"))
-    with pytest.raises(UserError, match=r'needs kubernetes 28, got 27.2.0: pip install -U "isthmus\[kubernetes\]"'):
+    with pytest.raises(UserError, match=r"needs kubernetes 28, got 27.2.0: pip install '.\[kubernetes\]'"):
         _launcher().check()
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(UserError, match=r'up --on kubernetes needs kubernetes: pip install "isthmus\[kubernetes\]"'):
+    with pytest.raises(UserError, match=r"up --on kubernetes needs kubernetes: pip install '.\[kubernetes\]'"):
         _launcher().check()
 
 

@@ -5,6 +5,7 @@ In `make test` executors that are actors are tried on it too: a cluster takes lo
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -28,7 +29,7 @@ from tests.runtime.commands import COMMAND, edited, write_job
 
 from .agents import kill_agent, processes_with
 
-ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "isthmus[ray]"')
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from .ray_cluster import RayCluster  # noqa: E402
 from .test_contract import Case, check_engine  # noqa: E402
@@ -205,10 +206,46 @@ def test_a_cluster_that_is_not_there(
         open_launcher("ray", {"address": address}).check()
 
 
+TOKEN = "0123456789abcdef0123456789abcdef0123"
+CHECK = """
+import sys
+from isthmus.errors import UserError
+from isthmus.runtime.launchers.registry import open_launcher
+try:
+    open_launcher("ray", {"address": sys.argv[1]}).check()
+except UserError as e:
+    print(e)
+else:
+    print("connected")
+"""
+WITH_A_TOKEN = """
+import json, os, subprocess, sys
+from tests.launchers.ray_cluster import RayCluster
+with RayCluster(1) as cluster:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    words = [sys.executable, "-c", sys.argv[1], cluster.address]
+    for given in json.loads(sys.argv[2]):
+        print(subprocess.run(words, env=plain | given, capture_output=True, text=True).stdout.splitlines()[-1])
+"""
+
+
+def test_a_cluster_that_wants_a_token_says_so() -> None:
+    """Ray reads once in a process how it authenticates. Ray itself tries for 20 s and says "Failed to connect"."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    given = json.dumps([{}, token | {"RAY_AUTH_TOKEN": TOKEN[::-1]}, token])
+    words = [sys.executable, "-c", WITH_A_TOKEN, CHECK, given]
+    done = subprocess.run(words, env={**os.environ, **token}, capture_output=True, text=True)
+    without, another, with_it = done.stdout.splitlines()
+    said = (
+        r"--on ray: the cluster at \S+ wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what `ray get-"
+    )
+    assert re.match(said, without) and re.match(said, another) and with_it == "connected"
+
+
 def test_a_ray_that_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "__version__", "2.9.3")
     with pytest.raises(UserError, match=r"Ray 2\.9\.3 is too old, expected 2\.60 or newer: pip install"):
         open_launcher("ray", {}).check()
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r'--on ray needs ray: pip install "isthmus\[ray\]"'):
+    with pytest.raises(UserError, match=r"--on ray needs ray: pip install '.\[ray\]'"):
         open_launcher("ray", {}).check()

@@ -21,7 +21,7 @@ from isthmus.units import format_size
 from tests.federated.test_federated_runs import model, write
 from tests.fleet_service.parties import soon
 
-ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "isthmus[ray]"')
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
 from .ray_cluster import RayCluster  # noqa: E402
 
@@ -182,5 +182,5 @@ def test_a_ray_that_is_missing_or_too_old(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UserError, match=r"execution\.engine: Ray 2\.9\.3 is too old, expected 2\.60 or newer"):
         Trained(tmp_path, ON_RAY)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r'execution\.engine needs ray: pip install "isthmus\[ray\]"'):
+    with pytest.raises(UserError, match=r"execution\.engine needs ray: pip install '.\[ray\]'"):
         Trained(tmp_path, ON_RAY)

@@ -1,4 +1,4 @@
-"""SkyPilot: the task by SkyPilot's own schema, and a job's life with a stand-in for its command."""
+"""SkyPilot: tasks by SkyPilot's own schema, and the life of their jobs with a stand-in for its command."""
 
 from __future__ import annotations
 
@@ -28,24 +28,22 @@ if sys.argv[1] == "--version":
 elif sys.argv[1] == "api":
     print({server!r})
 elif sys.argv[1] == "down":
-    (here / "down").touch()
     sys.exit({down})
 elif sys.argv[1] == "launch":
-    secrets = dict(line.split("=", 1) for line in open(sys.argv[sys.argv.index("--secret-file") + 1]).read().split())
+    cluster, file = (sys.argv[sys.argv.index(name) + 1] for name in ("--cluster", "--secret-file"))
+    secrets = dict(line.split("=", 1) for line in open(file).read().split())
     task = yaml.safe_load(open(sys.argv[-1]))
-    assert secrets.keys() == task["secrets"].keys()
+    assert secrets.keys() == task["secrets"].keys() and task["num_nodes"] == 1
     print("\\x1b[1mLaunching\\x1b[0m on a cloud", flush=True)
-    for rank in range(task["num_nodes"]):
-        home = here / str(rank)
-        home.mkdir()
-        env = {{**os.environ, **secrets, "HOME": str(home), "SKYPILOT_NODE_RANK": str(rank)}}
-        done = subprocess.run(["bash", "-c", task["run"]], env=env, capture_output=True, text=True)
-        node = f"worker{{rank}}, rank={{rank}}, pid=7, ip=10.0.0.2" if rank else "head, rank=0, pid=7"
-        for line in done.stdout.splitlines():
-            print(f"\\x1b[36m({{node}})\\x1b[0m {{line}}", flush=True)
-    while not (here / "end").exists():
+    home = here / cluster
+    home.mkdir()
+    env = {{**os.environ, **secrets, "HOME": str(home), "SKYPILOT_NODE_RANK": "0"}}
+    done = subprocess.run(["bash", "-c", task["run"]], env=env, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        print(f"\\x1b[36m(isthmus, pid=7)\\x1b[0m {{line}}", flush=True)
+    while not (home / "end").exists():
         time.sleep(0.05)
-    sys.exit(int((here / "end").read_text()))
+    sys.exit(int((home / "end").read_text()))
 """
 
 
@@ -85,12 +83,17 @@ EVERY_OPTION = {
 @pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
 def test_the_task_is_as_its_schema_demands(options: dict[str, object]) -> None:
     shown = _launcher(**options).render(_specs("desk", "rack/1"), Path())
-    task = yaml.safe_load(shown)
-    check_task(task)
-    assert (task["num_nodes"], set(task["secrets"].values())) == (2, {None}) and "isthmus1-" not in shown
-    assert {key: task["resources"][key] for key in options if key != "workdir"} == {
-        key: value for key, value in options.items() if key != "workdir"
-    }
+    assert "isthmus1-" not in shown
+    tasks = list(yaml.safe_load_all(shown))
+    assert len(tasks) == 2, "SkyPilot ends all nodes of a task where one is lost: each agent has its own"
+    for task, name in zip(tasks, ("desk", "rack/1"), strict=True):
+        check_task(task)
+        assert (task["num_nodes"], task["secrets"]) == (1, {"ISTHMUS_TICKET": None}) and f"--name {name} " in task[
+            "run"
+        ]
+        assert {key: task["resources"][key] for key in options if key != "workdir"} == {
+            key: value for key, value in options.items() if key != "workdir"
+        }
 
 
 @pytest.mark.parametrize(
@@ -102,36 +105,73 @@ def test_the_schema_refuses_what_is_wrong(wrong: dict[str, Any]) -> None:
         check_task(task | wrong)
 
 
-def test_a_job_from_launch_to_down(programs: StandIns, tmp_path: Path) -> None:
-    words = tmp_path / "words"
-    words.write_text('#!/bin/sh\necho "$@"\nenv | grep -c ISTHMUS_TICKET\ncat\n')
-    words.chmod(0o755)
-    launcher, said = _launcher(python=str(words)), list[tuple[str, str]]()
+@pytest.fixture
+def words(tmp_path: Path) -> str:
+    """In place of the agent: it prints how it was called, whether it sees a secret, and its input."""
+    path = tmp_path / "words"
+    path.write_text('#!/bin/sh\necho "$@"\nenv | grep -c ISTHMUS_TICKET\ncat\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def _launched(programs: StandIns) -> list[str]:
+    """Clusters in the order of their launches."""
+    return [call[3] for call in programs.calls("sky") if call[0] == "launch"]
+
+
+def test_a_job_from_launch_to_down(programs: StandIns, tmp_path: Path, words: str) -> None:
+    launcher, said = _launcher(python=words), list[tuple[str, str]]()
     launcher.check()
     launcher.start(_specs("desk", "rack/1"), tmp_path, lambda name, line: said.append((name, line)))
-    file, tickets = tmp_path / "skypilot" / "task.yaml", tmp_path / "skypilot" / "tickets.env"
-    assert "isthmus1-" not in file.read_text()
-    soon(lambda: len(said) == 7)
-    assert said[0] == ("skypilot", "Launching on a cloud")
-    assert [name for name, _ in said[1:]] == ["desk"] * 3 + ["rack/1"] * 3
-    assert said[1][1].startswith("-m isthmus join --name desk --state ") and said[1][1].endswith(" --relayed")
-    assert [line for _, line in said[2:4]] == ["0", "isthmus1-desk"], "no secret in the environment, one on the input"
-    assert said[6] == ("rack/1", "isthmus1-rack/1")
+    folder = tmp_path / "skypilot"
+    soon(lambda: len(said) == 8)
+    for name in ("desk", "rack/1"):
+        lines = [line for who, line in said if who == name]
+        assert lines[0] == "Launching on a cloud"
+        assert lines[1].startswith(f"-m isthmus join --name {name} --state ") and lines[1].endswith(" --relayed")
+        assert lines[2:] == ["0", f"isthmus1-{name}"], "no secret in the environment, one on the input"
     assert launcher.states() == {"desk": AgentState.RUNNING, "rack/1": AgentState.RUNNING}
-    assert not tickets.exists() and (tmp_path / "1" / ".isthmus-up" / "ticket").read_text() == "isthmus1-rack/1\n"
-    assert stat.S_IMODE((tmp_path / "1" / ".isthmus-up" / "ticket").stat().st_mode) == 0o600
+    one, two = sorted(_launched(programs))
+    assert {path.name for path in folder.iterdir()} == {f"{one}.yaml", f"{two}.yaml"}, "tickets go once jobs have them"
+    assert "isthmus1-" not in (folder / f"{one}.yaml").read_text()
+    ticket = tmp_path / two / ".isthmus-up" / "ticket"
+    assert (ticket.read_text(), stat.S_IMODE(ticket.stat().st_mode)) == ("isthmus1-rack/1\n", 0o600)
 
-    (tmp_path / "end").write_text("100")
-    soon(lambda: set(launcher.states().values()) == {AgentState.LOST})
-    with pytest.raises(PeerError, match="skypilot: desk cannot be started again alone"):
-        launcher.restart(_specs("desk")[0])
+    (tmp_path / one / "end").write_text("0")
+    soon(lambda: launcher.states() == {"desk": AgentState.ENDED, "rack/1": AgentState.RUNNING})
     launcher.stop()
     launcher.stop()
-    cluster = programs.calls("sky")[2][3]
-    launched = ["launch", "--yes", "--cluster", cluster, "--secret-file", str(tickets), str(file)]
-    expected = [["--version"], ["api", "info", "--output", "json"], launched, ["down", "--yes", cluster]]
-    assert programs.calls("sky") == expected
-    assert (tmp_path / "down").exists() and not (tmp_path / "skypilot").exists()
+    calls = programs.calls("sky")
+    assert calls[:2] == [["--version"], ["api", "info", "--output", "json"]]
+    assert calls[-1] == ["down", "--yes", f"{one.rpartition('-')[0]}-*"], "whatever clusters there are"
+    launch = [
+        "launch",
+        "--yes",
+        "--cluster",
+        one,
+        "--secret-file",
+        str(folder / f"{one}.env"),
+        str(folder / f"{one}.yaml"),
+    ]
+    assert launch in calls and len(calls) == 5 and not folder.exists()
+
+
+def test_one_lost_machine_is_one_lost_agent(programs: StandIns, tmp_path: Path, words: str) -> None:
+    launcher, said = _launcher(python=words), list[tuple[str, str]]()
+    launcher.start(_specs("desk", "rack"), tmp_path, lambda name, line: said.append((name, line)))
+    soon(lambda: set(launcher.states().values()) == {AgentState.RUNNING})
+    lost = next(
+        path.parent for path in tmp_path.glob("*/.isthmus-up") if (path / "ticket").read_text() == "isthmus1-desk\n"
+    )
+    (lost / "end").write_text("100")
+    soon(lambda: launcher.states() == {"desk": AgentState.LOST, "rack": AgentState.RUNNING})
+    assert launcher.restarts
+    launcher.restart(AgentSpec(name="desk", ticket="isthmus1-again"))
+    soon(lambda: launcher.states() == {"desk": AgentState.RUNNING, "rack": AgentState.RUNNING})
+    soon(lambda: ("desk", "isthmus1-again") in said)
+    assert ["down", "--yes", "--async", lost.name] in programs.calls("sky"), "it is given back"
+    assert len(set(_launched(programs))) == 3, "it has a machine of its own"
+    launcher.stop()
 
 
 def test_a_launch_is_ended_before_it_has_machines(programs: StandIns, tmp_path: Path) -> None:
@@ -140,7 +180,7 @@ def test_a_launch_is_ended_before_it_has_machines(programs: StandIns, tmp_path: 
     soon(lambda: said)
     assert launcher.states() == {"desk": AgentState.STARTING}
     programs.write("sky", _sky(tmp_path, down=1))
-    with pytest.raises(PeerError, match=r"the machines may still run \(exit code 1\): sky down isthmus-"):
+    with pytest.raises(PeerError, match=r"the machines may still run \(exit code 1\): sky down 'isthmus-\w+-\*'"):
         launcher.stop()
     programs.write("sky", _sky(tmp_path))
     launcher.stop()
@@ -155,6 +195,10 @@ def test_what_is_missing_is_said_in_one_line(
         _launcher().check()
     programs.write("sky", _sky(tmp_path, server="No SkyPilot API server is connected"))
     with pytest.raises(UserError, match="SkyPilot's API server does not answer: sky api start"):
+        _launcher().check()
+    signed_out = "Authentication failed. Run: sky api login -e https://sky.example.org"
+    programs.write("sky", _sky(tmp_path, server=signed_out))
+    with pytest.raises(UserError, match=r"API server wants you to log in \(Authentication failed.*\): sky api login"):
         _launcher().check()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r'needs SkyPilot, got no sky here: pip install "skypilot\[aws\]"'):

@@ -155,15 +155,18 @@ def test_what_is_missing_is_said_in_one_line(programs: StandIns, monkeypatch: py
     programs.say("sinfo", error="slurm_load_partitions: Unable to contact slurm controller\n", code=1)
     with pytest.raises(UserError, match=r"does not answer \(.*Unable to contact.*\): start slurmctld"):
         _launcher().check()
+    programs.say("sinfo", error="slurm_load_partitions: Protocol authentication error\n", code=1)
+    with pytest.raises(UserError, match=r"does not know who asks \(.*authentication error\): start munged, with the"):
+        _launcher().check()
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(UserError, match="up --on slurm needs Slurm, got no sbatch here: start it on a login node"):
         _launcher().check()
     _launcher(cluster="local").check()
     monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(__version__="1.4.6"))
-    with pytest.raises(UserError, match=r'needs submitit 1.5, got 1.4.6: pip install -U "isthmus\[slurm\]"'):
+    with pytest.raises(UserError, match=r"needs submitit 1.5, got 1.4.6: pip install '.\[slurm\]'"):
         _launcher().check()
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(UserError, match=r'up --on slurm needs submitit: pip install "isthmus\[slurm\]"'):
+    with pytest.raises(UserError, match=r"up --on slurm needs submitit: pip install '.\[slurm\]'"):
         _launcher().check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -14,8 +15,10 @@ import pytest
 
 import isthmus
 from isthmus.api.up_choices import UpChoices, agent_names, agent_specs, check_not_public, numbered_names
+from isthmus.cli.cluster_commands import up
 from isthmus.errors import UserError
 from isthmus.fleet import load_fleet
+from isthmus.runtime.launchers import ray_connection, registry
 from tests.fleet_service.parties import soon
 
 from .agents import kill_agent, processes_with
@@ -177,3 +180,23 @@ def test_no_public_address_is_taken_by_default(address: str, refused: bool) -> N
             check_not_public(address)
     else:
         check_not_public(address)
+
+
+def test_the_help_names_every_engine() -> None:
+    said = inspect.signature(up, eval_str=True).parameters["on"].annotation.__metadata__[0].help
+    for name in registry._OURS:
+        assert name in said, name
+
+
+@pytest.mark.parametrize("mode", ["", "token"])
+def test_a_ray_cluster_that_lets_nobody_in_says_how_to_give_a_token(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+
+    def init(*_: object, **__: object) -> None:
+        raise ConnectionError("no answer")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(UserError, match="cannot be used: no answer") as refused:
+        ray_connection._connect(ray, "192.0.2.1:6379", ray_connection.LAUNCHER)
+    assert ("RAY_AUTH_TOKEN_PATH" in str(refused.value)) is (mode != "token")

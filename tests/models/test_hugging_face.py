@@ -138,6 +138,7 @@ def test_gpt2_xl_has_its_real_sizes():
         ("hf", {"path": "x", "task": "translation"}, "hf option 'task': 'translation': expected one of: causal-lm"),
         ("hf", {"path": "x", "task": "causal"}, "hf option 'task': 'causal': did you mean 'causal-lm'?"),
         ("hf", {"path": "./no/such/place", "task": "causal-lm"}, "no directory ./no/such/place"),
+        ("hf", {"path": "no/such/place", "task": "causal-lm"}, "and it is no id of the hub"),
     ],
 )
 def test_bad_options_say_what_is_wrong(name, options, message):
@@ -145,6 +146,14 @@ def test_bad_options_say_what_is_wrong(name, options, message):
         build(name, **options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_slip_in_a_folders_name_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("isthmus.models.hugging_face._transformers", lambda: pytest.fail("it was looked for"))
+    with pytest.raises(UserError, match=r"no directory models/tinny in .*: did you mean 'models/tiny'\?"):
+        build("hf", path="models/tinny", task="causal-lm")
 
 
 def test_aliases_of_config_fields_are_options_too():
@@ -194,15 +203,23 @@ def test_pretrained_under_fake_tensors_reads_no_weights(saved):
 
 def test_pretrained_as_classifier_gets_a_new_head(saved):
     _, directory = saved
-    module = build(
-        "hf",
-        path=str(directory),
-        task="sequence-classification",
-        config={"num_labels": 3, "pad_token_id": 0},
-    )
+    with pytest.warns(
+        UserWarning, match=r"as sequence-classification has no score\.weight \(1 such\): drawn at random"
+    ):
+        module = build(
+            "hf",
+            path=str(directory),
+            task="sequence-classification",
+            config={"num_labels": 3, "pad_token_id": 0},
+        )
     assert module.config.problem_type == "single_label_classification" and module.score.weight.shape == (3, 16)
     with pytest.raises(UserError, match="unknown hf config option 'num_label'"):
         build("hf", path=str(directory), task="causal-lm", config={"num_label": 3})
+
+
+def test_a_pretrained_model_that_is_whole_says_nothing(saved, recwarn):
+    build("hf", path=str(saved[1]), task="causal-lm")
+    assert not recwarn.list
 
 
 def test_pickled_weights_are_refused(saved):

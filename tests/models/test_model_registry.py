@@ -139,4 +139,4 @@ except UserError as error:
 
 def test_works_without_the_hf_extra():
     done = subprocess.run([sys.executable, "-c", WITHOUT_THE_EXTRA], capture_output=True, text=True, check=True)
-    assert 'pip install "isthmus[hf]"' in done.stdout
+    assert "pip install '.[hf]'" in done.stdout

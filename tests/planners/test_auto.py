@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 from term_cases import every_plan
 
-from isthmus.cost import Problem
+from isthmus.cost import Problem, layouts_of
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, resolve_fleet
 from isthmus.graph import Flow
@@ -109,6 +109,9 @@ def test_the_scorer_has_the_last_word() -> None:
 
     found = auto(problem, prefers_the_last)
     assert found.replicas == seen[-1].replicas
+    cuts = [frozenset((x.order, x.boundaries) for x in layouts_of(plan)) for plan in seen]
+    assert 3 < len(seen) <= 32 and len(set(cuts)) == len(cuts), "each cut once, and more than the first few"
+    assert [p.predicted.step_s for p in seen] == sorted(p.predicted.step_s for p in seen)
 
 
 def flat_fleet(memory_bytes: Sequence[int], speeds: Sequence[float]) -> Fleet:
@@ -134,7 +137,7 @@ def test_a_large_fleet_whose_memory_is_on_its_slow_devices(soon_large: None) -> 
 
 def test_a_large_fleet_that_holds_nothing_is_refused(soon_large: None) -> None:
     problem = problem_of(gpt_graph(1), flat_fleet([1 << 10] * 18, [1e9] * 18), micro_batches=4)
-    with pytest.raises(FleetTooSmall, match="bytes short"):
+    with pytest.raises(FleetTooSmall, match="short"):
         plan("auto", problem)
 
 

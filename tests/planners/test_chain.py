@@ -253,7 +253,7 @@ def test_too_small_a_fleet_names_a_device_and_the_missing_bytes() -> None:
         ops=(placeholder("x", 1), operator("loss", "x", flops=1, saved=100, outputs=(tensor(batched=False),))),
     )
     words = (
-        r"'one' does not fit fleet 'near': .* device d0 would have to hold 200 B, offers 150 B: 50 bytes short "
+        r"'one' does not fit fleet 'near': .* device d0 would have to hold 200 B, offers 150 B: 50 B short "
         r"\(the whole model needs 200 B, the fleet offers 300 B\)"
     )
     with pytest.raises(FleetTooSmall, match=words):
@@ -262,7 +262,7 @@ def test_too_small_a_fleet_names_a_device_and_the_missing_bytes() -> None:
 
 def test_even_refuses_what_does_not_fit() -> None:
     problem = problem_of(gpt_graph(1), _fleet([1e9, 1e9], memory=1 << 10), state=parameter_state("adamw"))
-    with pytest.raises(FleetTooSmall, match=r"stage 0 on device d0 needs .* bytes short"):
+    with pytest.raises(FleetTooSmall, match=r"stage 0 on device d0 needs .* short"):
         plan("even", problem)
 
 

@@ -338,7 +338,7 @@ def test_a_plan_beyond_the_budget_is_refused_by_the_check() -> None:
     asked = CompressionConfig(method="just-enough", loss_budget=0.0)
     limited = dataclasses.replace(problem, constraints=Constraints(compression=asked))
     beyond = msgspec.structs.replace(plan_compression("int4", problem, made, 1.0), constraints=limited.constraints)
-    assert "terms.loss_budget" in {d.field for d in verify(beyond, question_of(limited)).differences}
+    assert "constraints.compression.loss_budget" in {d.field for d in verify(beyond, question_of(limited)).differences}
 
 
 def test_a_plan_packs_the_replica_over_slow_links_alone() -> None:

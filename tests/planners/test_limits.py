@@ -88,7 +88,7 @@ def test_a_plan_beyond_the_limit_does_not_pass_the_check() -> None:
     made = plan("chain", problem)
     within = replace(problem, constraints=Constraints(max_price=1e-3))
     fields = {d.field for d in verify(made, question_of(within)).differences}
-    assert "terms.max_price" in fields
+    assert "constraints.max_price" in fields
 
 
 def test_a_limit_belongs_to_the_other_objective() -> None:

@@ -158,7 +158,7 @@ def every_document_holds(seed: int, devices: int, operators: int, name: str) -> 
     if plan is None:
         return None
     found = checked(plan, problem, counts)
-    limits = {"terms.max_step_s", "terms.max_price"} if not capabilities(name).prices else set[str]()
+    limits = {"constraints.max_step_s", "constraints.max_price"} if not capabilities(name).prices else set[str]()
     assert {d.field for d in found.differences} <= limits, found  # who knows no prices is compared all the same
     assert plan.certificate is None or found.bound.status == "proven", found
     if plan.certificate is not None and not found.differences:

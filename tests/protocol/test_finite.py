@@ -17,7 +17,18 @@ from isthmus.protocol.finite import Divergence, NonFinite, earliest
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import Arrived, DeviceReady, Halt, ItemReported, OpenItem
 
-OUTPUT = NonFinite(where="output", stage=1, micro_batch=3, name="'x'")
+OUTPUT = NonFinite(where="output", stage=1, micro_batch=3, name="'x'", decides=True)
+
+
+def test_a_value_on_its_way_alone_decides_nothing():
+    on_its_way = {
+        "oslo": NonFinite(where="output", stage=0, micro_batch=0),
+        "lima": NonFinite(where="gradient", stage=1),
+    }
+    assert earliest(on_its_way) is None
+    assert Divergence(1).stepped(3, on_its_way) == ("", False)
+    loss = NonFinite(where="loss", stage=2, micro_batch=1, decides=True)
+    assert earliest({**on_its_way, "rome": loss}) == ("oslo", on_its_way["oslo"])
 
 
 def test_the_earliest_place_is_named():
@@ -27,7 +38,7 @@ def test_the_earliest_place_is_named():
         "rome": NonFinite(where="output", stage=2, micro_batch=0),
         "cork": NonFinite(where="loss", stage=3, micro_batch=0),
         "baku": NonFinite(where="output", stage=0, micro_batch=1),
-        "bern": NonFinite(where="parameter gradient", stage=3),
+        "bern": NonFinite(where="parameter gradient", stage=3, decides=True),
     }
     order = []
     while (first := earliest(said)) is not None:
@@ -37,7 +48,7 @@ def test_the_earliest_place_is_named():
 
 
 def test_backward_the_last_stage_is_the_first():
-    said = {name: NonFinite(where="gradient", stage=stage, micro_batch=0) for name, stage in (("a", 1), ("b", 2))}
+    said = {n: NonFinite(where="gradient", stage=k, micro_batch=0, decides=True) for n, k in (("a", 1), ("b", 2))}
     assert earliest(said) == ("b", said["b"])
 
 
@@ -50,7 +61,7 @@ def test_only_steps_in_a_row_end_a_run():
 def test_a_run_that_ignores_them_never_ends_for_them():
     divergence = Divergence(0)
     assert not any(divergence.stepped(step, {"oslo": OUTPUT})[1] for step in range(50))
-    assert divergence.saved(3, {"oslo": NonFinite(where="parameter", stage=0, name="'w'")})[1] is False
+    assert divergence.saved(3, {"oslo": NonFinite(where="parameter", stage=0, name="'w'", decides=True)})[1] is False
 
 
 def running(**fields: int) -> Coordinator:
@@ -84,7 +95,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_says_where():
 def test_a_checkpoint_of_weights_that_are_not_finite_is_not_committed():
     machine = running(non_finite_steps=1, save_every=1)
     report(machine, 0)
-    found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'"))
+    found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'", decides=True))
     assert not any(isinstance(i, CommitCheckpoint) for i in found)
     assert isinstance(found[-1], FinishRun)
     assert found[-1].outcome == "diverged"
@@ -93,7 +104,7 @@ def test_a_checkpoint_of_weights_that_are_not_finite_is_not_committed():
 def test_a_run_that_ignores_them_marks_such_a_checkpoint():
     machine = running(save_every=1)
     report(machine, 0)
-    found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'"))
+    found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'", decides=True))
     assert CommitCheckpoint(Item(index=1, kind="save", step=1), finite=False) in found
 
 

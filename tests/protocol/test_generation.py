@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from isthmus.protocol.generation import (
@@ -35,7 +36,7 @@ from isthmus.protocol.machine import FromDevice, OutOfPhase
 
 
 def prompt(number: int) -> Prompt:
-    return Prompt(number=number, tokens=(number, 1), sampling=Sampling(max_tokens=3))
+    return Prompt(number=number, tokens=(number, 1), sampling=Sampling(max_tokens=20))
 
 
 def token(place: int, of: int, last: bool = False, epoch: int = 0, device: str = "b") -> FromDevice[TokenGenerated]:
@@ -45,7 +46,7 @@ def token(place: int, of: int, last: bool = False, epoch: int = 0, device: str =
 
 def serving(at_once: int = 2) -> GenerationMachine:
     """Stages on a and b; c is spare."""
-    machine = GenerationMachine(("a", "b"), ("a", "b", "c"), at_once=at_once)
+    machine = GenerationMachine(("a", "b"), ("a", "b", "c"), at_once=at_once, vocabulary=1000)
     assert machine.handle(ServerArrived(device="a")) == []
     assert machine.handle(ServerArrived(device="b")) == [LoadStages(("a", "b"), 0)]
     loaded(machine, "a", "b")
@@ -102,7 +103,7 @@ def test_prompts_go_on_from_their_tokens_when_a_device_is_lost() -> None:
 
 def restarted(number: int) -> GenerationMachine:
     """A device was lost while so many prompts ran; the first of them has started again, on c."""
-    machine = GenerationMachine(("a",), ("a", "b", "c", "d"), at_once=number)
+    machine = GenerationMachine(("a",), ("a", "b", "c", "d"), at_once=number, vocabulary=1000)
     machine.handle(ServerArrived(device="a"))
     loaded(machine, "a")
     for n in range(number):
@@ -155,7 +156,7 @@ def test_a_device_without_a_stage_is_lost_without_a_new_plan() -> None:
 
 @pytest.mark.parametrize("last", [ServerLost(device="a", reason="gone"), NoChain(reason="no memory", epoch=2)])
 def test_without_a_chain_it_ends(last: ServerLost | NoChain) -> None:
-    machine = GenerationMachine(("a",), ("a", "b"), at_once=1)
+    machine = GenerationMachine(("a",), ("a", "b"), at_once=1, vocabulary=1000)
     machine.handle(ServerLost(device="a", reason="gone"))
     machine.handle(ChainPlanned(devices=("b",), epoch=1))
     if isinstance(last, NoChain):
@@ -203,8 +204,29 @@ def test_a_prompt_whose_logits_are_not_finite_is_refused_alone() -> None:
 
 
 def test_tokens_before_stages_are_loaded_are_out_of_phase() -> None:
-    machine = GenerationMachine(("a",), ("a",), at_once=1)
+    machine = GenerationMachine(("a",), ("a",), at_once=1, vocabulary=1000)
     machine.handle(ServerArrived(device="a"))
     with pytest.raises(OutOfPhase):
         machine.handle(token(0, of=0, device="a"))
     assert machine.handle(ServingStopped()) == [EndServing("")]
+
+
+@pytest.mark.parametrize(
+    ("sent", "device", "said"),
+    [
+        ({"token": 1000}, "b", "sent token 1000, the model has 0 to 999"),
+        ({"token": 1 << 60}, "b", "sent token 1152921504606846976, the model has 0 to 999"),
+        ({"place": 20}, "b", "sent token 21 of a request for 20"),
+        ({}, "a", "sent a request's token, which is for the last stage to send"),
+    ],
+)
+def test_a_device_that_sends_what_no_last_stage_sends_is_named(sent: dict[str, int], device: str, said: str) -> None:
+    machine = serving()
+    machine.handle(PromptSubmitted(prompt=prompt(0)))
+    for place in range(sent.get("place", 0)):
+        machine.handle(token(place, of=0))
+    body = msgspec.structs.replace(token(0, of=0).body, **sent)
+    with pytest.raises(OutOfPhase, match=said):
+        machine.handle(FromDevice(device, body))
+    lost = machine.handle(ServerLost(device=device, reason=said))  # as the host goes on
+    assert lost[0] == ReportLoss(f"lost {device}: {said}; 1 requests go on with other devices")

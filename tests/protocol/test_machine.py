@@ -149,7 +149,7 @@ def next_event(draw: random.Random, machine: Coordinator) -> CoordinatorEvent:
         StopRequested(epoch=epoch),
     ]
     expected: list[CoordinatorEvent] = [
-        FromDevice(at_work, ItemReported(item=item, loss=1.0, count=1.0, epoch=epoch)) for item in machine.open_items
+        FromDevice(at_work, ItemReported(item=item, loss=1.0, count=1.0, epoch=epoch)) for item in machine.leases.open
     ]
     for awaited in sorted(machine.awaited):
         expected += [

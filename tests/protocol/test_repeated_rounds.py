@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +29,29 @@ class Asked(NamedTuple):
     """Whom it asks for shares, of those in the sum."""
 
 
+@pytest.mark.parametrize("of", [(), ("model M pass 0", "update U")], ids=["round", "model"])
+def test_another_device_under_the_name_of_one_that_was_summed_is_another_site(of: tuple[str, ...]) -> None:
+    """Of a coordinator with certificates of its own: it knows that device's update, so the sums differ by d's."""
+    machine = SecureSiteMachine("a", 0.5, device_of=lambda keys: keys.certificate.hex())
+    said: list[object] = []
+    for attempt, device in enumerate((b"d", b"d", b"e")):
+        phase = PhaseId(0 if not of else attempt, attempt)
+        peers = [msgspec.structs.replace(KEYS[n], certificate=device if n == "d" else n.encode()) for n in "bcd"]
+        events = (
+            PhaseOpened(opening=PhaseSetup(phase=phase, clients=4, samples=1), tasks=()),
+            KeysListed(phase=phase, peers=tuple(peers)),
+            SharesDelivered(phase=phase, shares=tuple(SealedShare(n, b"") for n in "bcd")),
+            UpdateReady(phase=phase, of=of),
+            UnmaskAsked(phase=phase, summed=tuple("abcd"), dropped=()),
+        )
+        said += [one for event in events for one in machine.handle(event)]
+    assert [one.parties for one in said if isinstance(one, RevealShares)] == [("a", "b:62", "c:63", "d:64")] * 2
+    refused = [one.reason for one in said if isinstance(one, SendRefusal)]
+    assert len(refused) == 1
+    assert "with other sites, are revealed" in refused[0]
+    assert ("another federated.seed" in refused[0]) == bool(of)
+
+
 def takes_part(machine: SecureSiteMachine, site: str, phase: PhaseId, asked: Asked) -> list[object]:
     """All that the site answers, its masked update included."""
     peers = [name for name in asked.listed if name != site]
@@ -43,7 +68,7 @@ def takes_part(machine: SecureSiteMachine, site: str, phase: PhaseId, asked: Ask
 
 def sums_of(attempts: Sequence[Asked], *, remember: bool = True) -> list[frozenset[str]]:
     """The sites of each sum whose masks the coordinator can take off."""
-    revealed: dict[str, Mapping[tuple[int, int], frozenset[str]]] = {}
+    revealed: dict[str, Mapping[str, frozenset[str]]] = {}
     found: list[frozenset[str]] = []
     for number, asked in enumerate(attempts):
         answered = 0

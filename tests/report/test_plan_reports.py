@@ -186,7 +186,7 @@ def test_replicas_are_explained_one_by_one() -> None:
 
 def row(planner: str, simulated_s: float | None, plan_s: float = 0.1) -> ComparedPlan:
     if simulated_s is None:
-        return ComparedPlan(planner=planner, plan_s=plan_s, refused="stage 0 does not fit: 7 bytes short")
+        return ComparedPlan(planner=planner, plan_s=plan_s, refused="stage 0 does not fit: 7 B short")
     return ComparedPlan(
         planner=planner,
         plan_s=plan_s,
@@ -204,7 +204,7 @@ def test_comparison_ranks_by_the_simulated_step_and_says_who_refused() -> None:
     rows = ranked([row("none", None), row("slow", 2.0), row("late", 1.0, 9.0), row("soon", 1.0)])
     assert [r.planner for r in rows] == ["soon", "late", "slow", "none"]
     text = told(compared_table(Comparison(model="m", fleet="f", batch=2, rows=rows)))
-    assert "none made no plan: stage 0 does not fit: 7 bytes short" in text
+    assert "none made no plan: stage 0 does not fit: 7 B short" in text
     line = next(line for line in text.splitlines() if line.startswith("soon"))
     assert " ".join(line.split()) == "soon 900 ms 1 s 0.25 500 ms 80.00% 100 ms - - 4 in 2"
 

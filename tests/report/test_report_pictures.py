@@ -98,7 +98,7 @@ def test_texts_above_a_panel_do_not_touch(
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     trace = play(plan, fleet, steps=5)
-    last = trace.spans[-1]
+    last = msgspec.structs.replace(trace.spans[-1], track="send")
     late = [msgspec.structs.replace(last, end_s=last.end_s + tail_s, step=step) for step in (1, 2, 3)]
     trace = msgspec.structs.replace(trace, spans=(*trace.spans, *late))
     draw_timeline(trace, trace, tmp_path / "t.png", steps=3)

@@ -46,16 +46,16 @@ def test_plan(plan: Plan, fleet: Fleet) -> None:
     assert "of 2 GiB (6%)" in text
     assert "10 operators" in text
     assert "B to lisbon-1: 488 KiB, 65 ms" in text
-    assert "step 1.13 s = fill 500 ms + 7 x period 90 ms (closed form); FusionLLM Eq. 3: 1.5 s" in text
+    assert "step 1.13 s = fill 500 ms + 7 x period 90 ms (formula); FusionLLM Eq. 3: 1.5 s" in text
     assert "bottleneck: device oslo-2" in text
-    assert "gap 4.17% to a lower bound: at least 1.2 s is contiguous partitions" in text
+    assert "gap 4.17% to a lower bound by the formula: at least 1.2 s is contiguous partitions" in text
     assert "lisbon-0 holds the embedding." in text
 
 
 def test_plan_with_shared_parameters(plan: Plan, fleet: Fleet) -> None:
     slower = msgspec.structs.replace(plan.predicted, step_s=1.33)
     text = render(plan_table(msgspec.structs.replace(plan, predicted=slower, certificate=None), fleet))
-    assert "7 x period 90 ms + shared parameters 200 ms (closed form)" in text
+    assert "7 x period 90 ms + shared parameters 200 ms (formula)" in text
     assert "certificate" not in text
 
 
@@ -112,7 +112,7 @@ def test_comparison(predicted: Trace, measured: Trace, plan: Plan) -> None:
     assert row(text, "measured").split()[-1] == "-"
     assert row(text, "simulator").split() == ["simulator", "1.44", "s", row(text, "simulator").split()[-1]]
     assert row(text, "simulator").endswith("%")
-    assert "1.13 s" in row(text, "closed form")
+    assert "1.13 s" in row(text, "formula")
     assert row(text, "oslo-3  ").count("%") == 2
     link = row(text, "lisbon-1 to oslo-2")
     assert link.count("4,000,000") == 2
@@ -205,7 +205,7 @@ def test_the_overview_says_what_a_newcomer_needs(plan: Plan, fleet: Fleet) -> No
     assert text.startswith("Plan for gpt-test on fleet two-cities: 8 micro-batches of 4")
     assert all(cell in row(text, "1 ") for cell in ("lisbon-1 (lisbon)", "3.81 MiB", "90 ms", "116 MiB of 2 GiB"))
     assert "One step should take 1.13 s" in text and "What limits it: device oslo-2." in text
-    assert "Proven within 4.2 % of the best plan of this planner's kind." in text
+    assert "No plan of this planner's kind can be faster than" in text and "(4.2 % more)" in text
     assert "lisbon-0 holds the embedding." in text and "operators" not in text and "FusionLLM" not in text
     left_out = msgspec.structs.replace(plan, notes=("lima is left out: it is slow", "rome is left out: no memory"))
     assert "Not used: lima, rome." in render(plan_overview(left_out, fleet))
@@ -215,8 +215,14 @@ def test_the_overview_says_what_a_newcomer_needs(plan: Plan, fleet: Fleet) -> No
 def test_a_proof_in_words() -> None:
     asked = question_in_words(Constraints(), [4], priced=False, period=1, recompute=True)
     certificate = Certificate(lower_bound=1.0, gap=0.026, question=asked)
-    assert proof_text(certificate) == "Proven within 2.6 % of the best possible plan"
-    assert proof_text(msgspec.structs.replace(certificate, gap=0.0)) == "Proven to be the best possible plan"
+    assert proof_text(certificate) == "No possible plan can be faster than 1 s; this one takes 1.03 s (2.6 % more)"
+    proven = msgspec.structs.replace(certificate, gap=0.0)
+    assert proof_text(proven) == "No possible plan is faster: this is proven"
+    far = msgspec.structs.replace(certificate, gap=7.383)
+    assert proof_text(far) == "No possible plan can be faster than 1 s; this one takes 8.38 s (8.4 times)"
     priced = question_in_words(Constraints(objective="cost"), [4], priced=True, period=1, recompute=True)
     cheapest = Certificate(lower_bound=1.0, gap=0.5, question=priced, objective="cost")
-    assert proof_text(cheapest) == "Proven within 50.0 % of the cheapest possible plan"
+    assert (
+        proof_text(cheapest)
+        == "No possible plan can cost less than 1000 per 1,000 steps; this one costs 1500 (50.0 % more)"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,8 +57,10 @@ class Plain:
     def heldout(self, count: int) -> float:
         size, counts = self.config.micro_batch_size, tuple(h.heldout for h in self._samples.holders.values())
         batches: list[dict[str, Tensor]] = []
-        for number in range(count):
-            holder, own = feeder_slot(whole(counts, size), number)
-            first = sum(counts[:holder]) + own * size
-            batches.append(self._batch("heldout", range(first, first + size)))
+        slots = [feeder_slot(whole(counts, size), number) for number in range(count)]
+        for holder, own in slots:
+            used = size * sum(slot.holder == holder for slot in slots)
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
+            rows = np.sort(generator.permutation(counts[holder])[:used])
+            batches.append(self._batch("heldout", sum(counts[:holder]) + rows[own * size : (own + 1) * size]))
         return reference_loss(self.module, batches)

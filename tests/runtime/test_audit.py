@@ -387,6 +387,26 @@ def test_what_no_honest_device_reports_is_ignored(honest: Path, tmp_path: Path) 
     }
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_step_has_as_many_names_as_the_plan_has_nodes(honest: Path, tmp_path: Path, leaves: bool) -> None:
+    """Whatever a device calls them: the file has not a line's worth of others. An audit has leaves, of these nodes."""
+    plan, one = RunFolder(honest).plan(), "0" * 32
+    log = FingerprintLog(tmp_path, Fingerprinting(key=bytes(32), leaves=leaves), steps=5, leaves=10)
+    log.begin(0, plan)
+    others = ["sent forward 01", "sent forward \u0661", "sent  forward 1", "sent shared 99999999999", "x" * 500]
+    others += [f"gradients/{n:0490}" for n in range(1000)] if not leaves else [f"g/{n}" for n in range(1000)]
+    known = ["sent forward 1", "gradients", *(["gradients/0 a.weight"] if leaves else [])]
+    log.add("d0", [StepFingerprint(step=1, digests=dict.fromkeys([*others, *known], one))])
+    assert set(read_fingerprints(tmp_path)[1].workers["d0"]) == set(known)
+
+
+def test_an_audit_keeps_no_more_leaves_than_the_graph_has(honest: Path, tmp_path: Path) -> None:
+    log = FingerprintLog(tmp_path, Fingerprinting(key=bytes(32), leaves=True), steps=5, leaves=10)
+    log.begin(0, RunFolder(honest).plan())
+    log.add("d0", [StepFingerprint(step=1, digests={f"gradients/{n:0490}": "0" * 32 for n in range(1000)})])
+    assert not read_fingerprints(tmp_path)
+
+
 def command(*arguments: object) -> int:
     with mock.patch.object(sys, "argv", ["isthmus", "audit", *map(str, arguments)]), pytest.raises(SystemExit) as ended:
         main()

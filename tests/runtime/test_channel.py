@@ -279,6 +279,8 @@ def test_dialling_where_nobody_listens_names_the_party() -> None:
     for host, port in (("a..b", 1), ("a" * 100, 1), ("127.0.0.1", 70_000)):
         with pytest.raises(PeerError, match=re.escape(f"device 'a': cannot connect to {host}:{port}: ")):
             dial(host, port, "device 'a'", 1.0)
+    with pytest.raises(PeerError, match=re.escape(f"device 'a': cannot connect to [::1]:{port}: ")):
+        dial("::1", port, "device 'a'", 1.0)
 
 
 def test_dialling_reaches_who_listens() -> None:

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
+from isthmus.api.consoles import Notes
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import plan_for
-from isthmus.cli.console import Notes
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import load_dataset
+from isthmus.data.dataset import evaluation_rows
 from isthmus.errors import UserError
 from isthmus.fleet import load_fleet
 from isthmus.fleet.changes import corrected
@@ -57,7 +58,8 @@ SCHEDULE = "[learning_rate]"
         ('"cosine"', '"cosin"', ["learning_rate.schedule 'cosin'", "cosine"]),
         ("run_dir", 'schedule = "zigzag"\nrun_dir', ["schedule 'zigzag'", "1f1b"]),
         ("batch_size = 8", "batch_size = 9", ["training.batch_size: got 9", "micro_batches"]),
-        ("eval_samples = 8", "eval_samples = 1", ["eval_samples", "1 held-out samples", "micro-batch (2)"]),
+        ("batch_size = 8", "batch_size = 8000000", ["training.batch_size: got 8000000", "no more training samples"]),
+        ("eval_samples = 8", "eval_samples = 0", ["eval_samples", "0 held-out samples", "micro-batch (2)"]),
         ("[training]", "[training]]", ["not valid TOML", "line 15"]),
         ("[model]", '[runtime]\ntimeout = "5 parsecs"\n[model]', ["runtime.timeout", "parsecs"]),
         (SCHEDULE, "[[optimizer]]\nlr = -1.0\n[learning_rate]", ["optimizer[0].lr", "got -1.0"]),
@@ -201,7 +203,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 def test_too_large_a_model(tmp_path: Path) -> None:
     job = edited(write_job(tmp_path), ("width = 16", "width = 8192"))
-    refused(isthmus("plan", job), 3, "laptop-", "bytes short")
+    refused(isthmus("plan", job), 3, "laptop-", "short")
 
 
 def test_more_devices_than_the_model_has_cuts(tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_bad_plans(tmp_path: Path) -> None:
         save_plan(changed, path)
         refuse(*words)
     path.write_text("stages: 2")
-    refuse("not a plan")
+    refuse("plan file", "cannot be read")
     path.unlink()
     refuse("not found")
 
@@ -323,6 +325,24 @@ def test_train_leaves_a_folder_that_explains_it(trained: Trained) -> None:
     refused(isthmus("train", trained.job, "--run", trained.run), 2, "holds a run already", "--resume")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("n_embd = 16", "n_embd = 32"), "the model has ["),
+        (("n_layer = 2", "n_layer = 3"), "it is of another model"),
+        (("batch_size = 8", "batch_size = 16"), "resume: training.batch_size: got 16"),
+    ],
+)
+def test_another_job_is_not_resumed_and_nothing_is_planned_for_it(
+    change: tuple[str, str], words: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "other.toml"
+    job.write_text(trained.job.read_text())
+    monkeypatch.setattr("isthmus.api.pipeline.plan_for", lambda *_: pytest.fail("it was planned"))
+    job = edited(job, change, ("steps = 4", "steps = 6"))
+    refused(isthmus("train", job, "--resume", "--run", trained.run), 2, words)
+
+
 def test_a_run_tells_how_fast_its_fleet_is(trained: Trained, tmp_path: Path) -> None:
     folder, target = RunFolder(trained.run), tmp_path / "fleet.toml"
     assert "measured: " in trained.done.err and f"isthmus calibrate {trained.run}" in trained.done.err
@@ -346,7 +366,7 @@ def test_a_resumed_run_is_planned_for_the_fleet_as_it_was_measured(tmp_path: Pat
     measured = corrected(stated, {slow: stated.device(slow).flops_per_s / 50}, {})
     run.keep_fitted(measured)
     done = isthmus("train", job, "--run", run.path, "--resume", "--steps", "2", "--planner", "chain")
-    assert done.code == 0 and f"{slow} computes at" in done.err and "x 0.02" in done.err, done
+    assert done.code == 0 and f"{slow} computes at" in done.err and "2 % of what the fleet file says" in done.err, done
     again = edited(job, ("steps = 1", "steps = 2"), ("even", "chain"))
     assert run.plan() == plan_for(prepare(load_job(again)), measured)
     assert run.periods()[0].fleet == measured and run.fleet() == stated
@@ -360,9 +380,11 @@ def test_export_gives_hugging_face_the_same_model(trained: Trained, tmp_path: Pa
     exported = json.loads(isthmus("export", trained.run, tmp_path / "out", "--json").out)
     assert exported == {"directory": str(tmp_path / "out"), "step": 4}
     module = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
-    data = load_dataset(load_job(trained.job).data, "heldout")
+    job = load_job(trained.job)
+    data = load_dataset(job.data, "heldout")
+    rows = evaluation_rows(data, job.training.eval_samples)
     with torch.no_grad():
-        loss = reference_loss(module, [data.batch([i], list(data.columns)) for i in range(8)])
+        loss = reference_loss(module, [data.batch([i], list(data.columns)) for i in rows])
     (*_, told) = [p.loss for p in RunFolder(trained.run).losses() if p.split == "heldout"]
     assert loss == pytest.approx(told, rel=1e-6)
     refused(isthmus("export", trained.run, tmp_path / "out"), 2, "not an empty directory")

@@ -17,7 +17,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
-from isthmus.protocol.failures import GRACE_S, FailureDetector
+from isthmus.protocol.failures import CLOSED, EXIT_S, GRACE_S, FailureDetector
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import RunMachine
@@ -372,6 +372,26 @@ class TestLosses:
         losses.decide(0.0, ended)
         device, error = losses.decide(GRACE_S, ended) or ("", None)
         assert device == "a" and "SIGKILL" in str(error)
+
+    @pytest.mark.parametrize("heard", [["closed", "ended"], ["ended", "closed"]])
+    def test_the_cause_is_the_same_whichever_was_heard_first(self, heard: list[str]) -> None:
+        """On a machine that is busy an agent may tell of the exit after the grace: its process is known to run."""
+        losses, ended, running = FailureDetector(), dict[str, str](), {"a"}
+        for now_s, what in zip((0.0, 3 * GRACE_S), heard, strict=True):
+            if what == "closed":
+                losses.disconnected("a", CLOSED)
+            else:
+                ended, running = {"a": "its process was killed by SIGKILL"}, set[str]()
+            verdict = losses.decide(now_s, ended, running)
+        device, error = verdict or losses.decide(6 * GRACE_S, ended, running) or ("", None)
+        assert device == "a" and str(error) == "device 'a' was lost: its process was killed by SIGKILL"
+
+    def test_a_process_that_runs_on_without_its_connection_is_lost_in_the_end(self) -> None:
+        losses = FailureDetector()
+        losses.disconnected("a", CLOSED)
+        assert losses.decide(0.0, {}, {"a"}) is None and losses.decide(EXIT_S - 0.1, {}, {"a"}) is None
+        device, error = losses.decide(EXIT_S, {}, {"a"}) or ("", None)
+        assert device == "a" and str(error) == f"device 'a' was lost: {CLOSED}"
 
     def test_a_broken_link_between_two_that_live(self) -> None:
         losses = FailureDetector()

@@ -60,6 +60,7 @@ def nested(depth: int) -> object:
     return {"type": "AssignMessage", "run": "r", "assignment": {"train": {"index": 0, "ops": [op]}}}
 
 
+UNEVEN = {"times_s": [0], "latency_s": [], "bandwidth_bytes_per_s": [1]}
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "another protocol": (b"GET / HTTP/1.1\r\nHost: x\r\n", "sent b'GET ', expected a frame that starts with b'ISTH'"),
     "another version": (prefix(9, version=2), "frame version 2, expected 1"),
@@ -95,25 +96,25 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
                             "device": "d",
                             "host": "h",
                             "port": 1,
-                            "shape": {"latency_s": -1, "bandwidth_bytes_per_s": 1},
+                            "shape": {"latency_s": 0, "bandwidth_bytes_per_s": 1, "trace": UNEVEN},
                         }
                     ]
                 },
             }
         ),
-        "header is not a known message: link",
+        "header is not a known message: link trace",
     ),
     "payload without tensors": (raw_frame(CREDIT, 5), "frame payload of 5 bytes, its header announces 0"),
     "payload too short": (raw_parcel(3), "frame payload of 3 bytes, its header announces 4"),
     "payload missing": (raw_parcel(0, shape=[2**40]), f"frame payload of 0 bytes, its header announces {2**40}"),
     "unknown dtype": (raw_parcel(4, dtype="object"), "tensor 'x': unknown dtype 'object', expected one of: bfloat16"),
-    "negative size": (raw_parcel(4, shape=[-4]), r"tensor 'x': shape \(-4,\) with stride \(1,\) has a negative"),
-    "negative stride": (raw_parcel(4, stride=[-1]), r"stride \(-1,\) has a negative number"),
+    "negative size": (raw_parcel(4, shape=[-4]), r"Expected `int` >= 0 - at `\$.tensors\[0\].shape\[0\]`"),
+    "negative stride": (raw_parcel(4, stride=[-1]), r"Expected `int` >= 0 - at `\$.tensors\[0\].stride\[0\]`"),
     "overflowing shape": (raw_parcel(0, shape=[2**32, 2**32], stride=[0, 0]), "beyond any memory"),
-    "overflow to nothing": (raw_parcel(0, shape=[0, 2**63 - 1], stride=[1, 1], dtype="int64"), "beyond any memory"),
+    "overflow to nothing": (raw_parcel(0, shape=[0, 2**60], stride=[1, 1], dtype="int64"), "beyond any memory"),
     "absurd stride": (raw_parcel(4, stride=[2**40]), r"stride \(1099511627776,\) spreads its elements too far"),
     "stride missing": (raw_parcel(4, stride=[]), "tensor 'x': 1 sizes and 0 strides"),
-    "endless name": (raw_parcel(4, name="\n" * 10**6, stride=[2**63 - 1]), "tensor '.*': shape"),
+    "endless name": (raw_parcel(4, name="\n" * 60_000, stride=[2**60]), "tensor '.*': shape"),
 }
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.app import commands
+from isthmus.engines import CLUSTER_ENGINES, ENGINES
+from isthmus.federated import schemes
+from isthmus.runtime.launchers import registry
 from tests.federated.sites import write_job
 from tests.runtime.commands import isthmus, refused
 
@@ -64,3 +67,23 @@ def test_nothing_of_a_help_text_is_taken_for_markup(command: str) -> None:
     texts += [getattr(parameter, "help", None) or "" for parameter in found.params]
     for bracketed in re.findall(r"\[[^\]]*\]", " ".join(text.replace("\\[", "[") for text in texts)):
         assert re.sub(r"\s+", "", bracketed) in shown, bracketed
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "names"),
+    [
+        ("up", "--on", tuple(registry._OURS)),
+        ("train", "--scheme", tuple(schemes._SCHEMES)),
+        ("join", "--engine", ENGINES),
+        ("probe", "--engine", ENGINES),
+    ],
+)
+def test_a_help_text_names_all_that_there_is(command: str, option: str, names: tuple[str, ...]) -> None:
+    (text,) = [parameter.help for parameter in commands()[command].params if option in parameter.opts]
+    assert "..." not in text
+    given = re.split(r", | or ", text.partition(": ")[2].rstrip("."))
+    assert {name for name in given if name and " " not in name} == set(names)
+
+
+def test_cluster_engines_are_those_of_the_registry() -> None:
+    assert tuple(registry._OURS) and set(CLUSTER_ENGINES) == set(registry._OURS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
+from typing import Literal, cast
 
+import msgspec
 import pytest
 import torch
 
@@ -83,9 +84,9 @@ def test_a_newcomer_whose_line_is_slow_does_not_fill_the_memory() -> None:
 )
 def test_what_is_no_stretch_of_its_own_is_refused_before_it_is_received(wrong: StateMessage | StatePart) -> None:
     joiners = Joiners("r", Modelled(), {})
-    joiners.check("oslo", _stretch(8)[0], 0)
+    joiners.check("oslo", _stretch(8)[0], 0, 0)
     with pytest.raises(PeerError, match="sent what is not its own"):
-        joiners.check("oslo", wrong, 0)
+        joiners.check("oslo", wrong, 0, 0)
 
 
 def test_what_is_still_under_way_of_an_earlier_following_goes_no_further() -> None:
@@ -98,3 +99,19 @@ def test_what_is_still_under_way_of_an_earlier_following_goes_no_further() -> No
         if number == 1:
             joiners.forget("oslo")
     assert [type(m) for m in lane.said] == [ReceiveStateMessage, StatePart, ReceiveStateMessage]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "step"), [("state", 1, 4), ("gradients", 1, 3), ("gradients", 1, 9), ("state", 2, 3)]
+)
+def test_whoever_lends_a_state_of_no_such_step_is_refused_and_not_whoever_takes_it(
+    kind: Literal["state", "gradients"], number: int, step: int
+) -> None:
+    """Else the joining device reports a step that the run has not done, and is shut out for it."""
+    joiners = Joiners("r", Modelled(), {})
+    joiners.follow(ReceiveState("rome", 1, 3, {"oslo": frozenset({"w"})}), 0)
+    right = StateMessage(run="r", number=1, of="oslo", kind="gradients", step=8, headers=())
+    joiners.check("oslo", right, 0, 8)
+    joiners.check("oslo", msgspec.structs.replace(right, kind="state", step=3), 0, 8)
+    with pytest.raises(PeerError, match=f"sent {kind} of step {step} in transfer {number}, expected"):
+        joiners.check("oslo", msgspec.structs.replace(right, kind=kind, number=number, step=step), 0, 8)

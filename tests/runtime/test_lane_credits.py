@@ -15,6 +15,7 @@ from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
 from isthmus.runtime.transport.channel import Channel, SocketChannel
 from isthmus.runtime.transport.lanes import Credits, QueuedSend, SendLane
+from tests.quiet import when_quiet
 
 from .lanes import MBIT, Pair, item, put, take
 
@@ -139,6 +140,7 @@ def test_what_has_not_begun_to_leave_can_be_withdrawn(connect: Callable[[], Pair
     lane.close()
 
 
+@when_quiet
 def test_a_receiver_that_takes_nothing_is_an_error(connect: Callable[[], Pair]) -> None:
     alice, bob = connect()
     told = threading.Event()

@@ -172,8 +172,8 @@ def test_what_is_not_in_the_plan_is_refused(tensors: dict[str, Tensor], changes:
 PACKED = Packing(codec="topk", ratio=4.0)
 
 
-@pytest.mark.parametrize("packing", [None, Packing(codec="topk", ratio=5.0), Packing(codec="bf16")])
-def test_what_is_packed_otherwise_than_planned_is_refused(packing: Packing | None) -> None:
+@pytest.mark.parametrize("packing", [Packing(codec="topk", ratio=5.0), Packing(codec="bf16")])
+def test_what_is_packed_otherwise_than_planned_is_refused(packing: Packing) -> None:
     ends = Ends(expected=Expected({("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})}))
     header = header_of("x:0", X, packing)
     message = ToPeer(run=RUN, body=Arrived(parcel="forward", source=0, item=0, micro_batch=0), tensors=(header,))
@@ -230,6 +230,19 @@ def test_what_is_not_finite_is_sent_as_it_is() -> None:
     received = ends.other.receive(idle_s=5)
     assert received is not None and [h.packing for h in received[0].tensors] == [None]
     assert torch.equal(received[1][0].nan_to_num(7), (X / 0).nan_to_num(7))
+    ends.links.close()
+
+
+def test_a_mask_of_infinities_does_not_keep_others_from_being_packed() -> None:
+    """Nor a value that is not finite, if both were to be packed: each is sent as the plan says, or as it is."""
+    ends = Ends()
+    mask = torch.where(X > 8, 0.0, -torch.inf)
+    for packings, expected in (({"x:0": PACKED}, PACKED), ({"x:0": PACKED, "mask:0": PACKED}, PACKED)):
+        ends.links.send(Send("forward", 0, 3, 1), {"x:0": X, "mask:0": mask}, packings=packings)
+        received = ends.other.receive(lambda message: None, 5.0)
+        assert received is not None
+        assert [h.packing for h in received[0].tensors] == [expected, None]
+        assert torch.equal(received[1][1], mask)
     ends.links.close()
 
 

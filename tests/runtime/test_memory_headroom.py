@@ -75,7 +75,7 @@ def test_a_document_and_its_explanation_say_so_and_an_edited_one_is_refused(tmp_
     document.write_text(json.dumps(told["plan"]))
     forged = isthmus("plan", job, "--verify", document, "--json")
     assert forged.code == 1
-    assert "terms.memory_headroom" in [d["field"] for d in json.loads(forged.out)["differences"]]
+    assert "constraints.memory_headroom" in [d["field"] for d in json.loads(forged.out)["differences"]]
 
 
 def test_a_plan_document_with_more_in_flight_than_fits_does_not_run(tmp_path: Path) -> None:
@@ -85,16 +85,16 @@ def test_a_plan_document_with_more_in_flight_than_fits_does_not_run(tmp_path: Pa
     prepared, fleet = prepare(free), fleet_of(free)
     assert plan_for(prepared, fleet, document) == load_plan(document)
     asked = msgspec.structs.replace(prepared, job=load_job(job_with(tmp_path, memory)))
-    words = r"plan.json: device d-\d needs .* offers .* after 10 % headroom: \d+ bytes short"
+    words = r"plan.json: device d-\d needs .* offers .* after 10 % headroom: [\d.]+ \w+ short"
     with pytest.raises(FleetTooSmall, match=words):
         plan_for(asked, fleet, document)
 
 
 def test_what_does_not_fit_names_need_offer_and_headroom(tmp_path: Path) -> None:
     job = job_with(tmp_path, 1000)
-    refused(isthmus("plan", job), 3, "device d", "offers 900 B after 10 % headroom", "bytes short")
+    refused(isthmus("plan", job), 3, "device d", "offers 900 B after 10 % headroom", "short")
     job = job_with(tmp_path, 1000, "memory_headroom = 0.0")
-    refused(isthmus("plan", job), 3, "device d", "offers 1000 B: ", "bytes short")
+    refused(isthmus("plan", job), 3, "device d", "offers 1000 B: ", "short")
 
 
 @pytest.mark.parametrize("value", ["1", "1.0", "-0.1", '"x"', "nan", "inf", "true"])

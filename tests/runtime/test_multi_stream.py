@@ -16,8 +16,9 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.runtime.messages.run import StreamHello
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.multi_stream import BLOCK_BYTES, MOST_STREAMS, MultiStream, StreamAssembler, streams_for
+from isthmus.runtime.transport.multi_stream import BLOCK_BYTES, MultiStream, StreamAssembler, streams_for
 from isthmus.training.layout import pack
+from isthmus.wire_types import MOST_STREAMS
 
 from .channel_cases import parcel
 

@@ -13,7 +13,8 @@ import torch
 
 from isthmus.data import DataSpec
 from isthmus.errors import Diverged
-from isthmus.experiments import check_outcome
+from isthmus.experiments import Watcher, check_outcome
+from isthmus.graph import Flow, cuts
 from isthmus.job import Job, prepare
 from isthmus.training.checkpoint import latest_checkpoint, newest_checkpoint, read_manifest, read_tensors
 from isthmus.training.optim import OptimizerConfig
@@ -42,6 +43,19 @@ class Guarded(nn.Module):
         for layer in self.layers:
             x = x + F.gelu(layer(x))
         return F.cross_entropy(self.head(x), labels) + offset
+
+
+class Masked(nn.Module):
+    # A mask of -inf, made once and added in every layer.
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, labels):
+        mask = torch.zeros(x.shape).masked_fill(x < -1, float("-inf"))
+        for layer in self.layers:
+            x = x + layer((x + mask).softmax(-1))
+        return F.cross_entropy(torch.cat([x, x], -1)[:, :10], labels)
 """
 
 
@@ -78,6 +92,22 @@ def test_a_nan_ends_the_run_and_the_last_good_checkpoint_stays(tmp_path: Path) -
     checkpoint = latest_checkpoint(tmp_path / "checkpoints")
     assert read_manifest(checkpoint).step == 2
     assert all(value.isfinite().all() for value in read_tensors(checkpoint).values())
+
+
+def test_a_mask_of_infinities_that_crosses_a_cut_is_trained_as_in_the_plain_loop(tmp_path: Path, guarded: str) -> None:
+    job = job_of(guarded.replace("Guarded", "Masked"), {}, data(tmp_path, 0.0, "x", 8), steps=3, save_every=1)
+    prepared = prepare(job)
+    flow = Flow(prepared.captured.train)
+    middle = [c.position for c in cuts(flow) if any("masked_fill" in flow.by_name[v.op].target for v in c.values)][-1]
+    losses: list[float | None] = []
+    watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
+    _, outcome = run(prepared, [middle], tmp_path, watcher=watcher)
+    assert outcome.outcome == "done"
+    module, expected = plain_run(job, prepared)
+    assert losses == expected
+    saved = final_weights(tmp_path)
+    for name, value in module.named_parameters():
+        assert torch.equal(saved[name], value), name
 
 
 def test_weights_that_a_step_made_infinite_are_no_checkpoint(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from .commands import edited, isthmus, refused, write_job
 
 def refusing(problem: object) -> None:
     """Never."""
-    raise FleetTooSmall("device d0 is 7 bytes short")
+    raise FleetTooSmall("device d0 is 7 B short")
 
 
 def test_planners_are_compared_and_refusals_have_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_planners_are_compared_and_refusals_have_a_row(tmp_path: Path, monkeypat
     assert done.code == 0, done.err
     rows = {row["planner"]: row for row in json.loads(done.out)["rows"]}
     assert list(rows)[-1] == "refusing" and len(rows) == 3
-    assert rows["refusing"]["refused"] == "device d0 is 7 bytes short" and rows["refusing"]["step_s"] is None
+    assert rows["refusing"]["refused"] == "device d0 is 7 B short" and rows["refusing"]["step_s"] is None
     for name in ("even", "chain"):
         row = rows[name]
         assert row["refused"] is None
@@ -40,7 +40,7 @@ def test_planners_are_compared_and_refusals_have_a_row(tmp_path: Path, monkeypat
     assert rows["chain"]["lower_bound_s"] <= rows["chain"]["step_s"]
     assert len({(row["lower_bound_s"], row["question"]) for row in rows.values() if row["refused"] is None}) == 1
     alone = isthmus("plan", job, "--compare", "refusing")
-    assert alone.code == 3 and "refusing made no plan: device d0 is 7 bytes short" in alone.out
+    assert alone.code == 3 and "refusing made no plan: device d0 is 7 B short" in alone.out
 
 
 def test_all_planners_are_compared_in_one_table(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_plan_is_explained_drawn_and_verified(tmp_path: Path) -> None:
     assert tampered.code == 1 and not found["holds"]
     assert [d["field"] for d in found["differences"]] == ["replicas[0].stages[1].memory.weights", "predicted.step_s"]
     document.write_text("{}")
-    refused(isthmus("plan", job, "--verify", str(document)), 2, "not a plan")
+    refused(isthmus("plan", job, "--verify", str(document)), 2, "cannot be read: Object missing required field `model`")
 
 
 def test_state_of_the_jobs_optimizers_is_verified(tmp_path: Path) -> None:
@@ -170,12 +170,12 @@ def test_the_cheapest_plan_and_its_row(tmp_path: Path) -> None:
     document.write_text(json.dumps(cheap))
     assert isthmus("plan", job, "--objective", "cost", "--verify", str(document)).code == 0
     wrong = isthmus("plan", job, "--verify", str(document), "--json")
-    assert json.loads(wrong.out)["differences"][0]["field"] == "terms.objective"
+    assert json.loads(wrong.out)["differences"][0]["field"] == "constraints.objective"
 
 
 def test_terms_that_cannot_be_kept_name_what_binds(tmp_path: Path) -> None:
     small = clinics(tmp_path, 'data_holder = "hospital"', "labels_stay = true", memory="20 KiB")
-    words = ("hospital (the data_holder, where labels_stay)", "bytes short", "plan.labels_stay")
+    words = ("hospital (the data_holder, where labels_stay)", "short", "plan.labels_stay")
     refused(isthmus("plan", small), 3, *words)
     refused(isthmus("plan", small, "--planner", "op-fence"), 2, "plan.labels_stay", "'op-fence'", "'auto', 'chain'")
 

@@ -79,6 +79,15 @@ def test_training_goes_through_the_clip(tmp_path: Path) -> None:
     assert not torch.allclose(found["enter.weight"], free.state_dict()["enter.weight"], atol=1e-4)
 
 
+def test_values_that_are_not_finite_before_the_clip_end_the_run_where_they_are(tmp_path: Path) -> None:
+    """What leaves for them is noise alone, and the loss is finite: the others see nothing."""
+    prepared = prepare(net_job(PUBLIC, {"overflows": True}, steps=3))
+    _, outcome = run(prepared, [after(prepared, "relu")], tmp_path)
+    assert outcome.outcome == "diverged"
+    assert "step 1: numbers are not finite, first in the output 'relu'" in outcome.reason
+    assert "of stage 0 on device 'd0', micro-batch 0" in outcome.reason
+
+
 def test_weights_before_the_noise_stay_and_what_was_sent_is_counted(tmp_path: Path) -> None:
     job = net_job(steps=4, batch_size=512, micro_batches=2, eval_every=2, eval_samples=128)
     prepared, notes = prepare(job), list[str]()

@@ -285,7 +285,8 @@ def test_nobody_else_runs_in_a_folder_and_a_second_ctrl_c_ends_at_once() -> None
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert "interrupted at once: resume with --resume, run folder impatient" in errors
+    again = "to go on: isthmus train job.toml --steps 1000000 --resume --run impatient"
+    assert f"interrupted at once: run folder impatient; {again}" in errors
     assert not any(map(is_running, devices.values()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
+from isthmus.api.run_entries import ENTRIES
 from isthmus.errors import UserError
 from isthmus.job import load_job
+from isthmus.run_files import JOB
+from tests.dashboard.folders import federated_run
 
 from .commands import edited, isthmus, refused, write_job
 
@@ -52,6 +56,24 @@ def test_runs_of_one_name_get_folders_of_their_own(tmp_path: Path) -> None:
     assert second.path.exists()
     with first.claimed(), pytest.raises(UserError, match="another process"), RunFolder(first.path).claimed():
         pass
+
+
+def test_the_run_that_was_interrupted_goes_on(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "run", tmp_path / "r")
+    assert RunFolder(tmp_path / "r").is_done
+    lines = (tmp_path / "r" / ENTRIES).read_text().splitlines(keepends=True)
+    assert RunFolder.newest(tmp_path, "r").path.name == "r"
+    for number in (2, 3):
+        shutil.copytree(finished / "run", tmp_path / f"r-{number}")
+    assert RunFolder.newest(tmp_path, "r").path.name == "r-3"
+    (tmp_path / "r-2" / ENTRIES).write_text("".join(lines[:-1]))  # it was killed
+    assert RunFolder.newest(tmp_path, "r").path.name == "r-2"
+    federated_run(tmp_path / "f")
+    assert RunFolder(tmp_path / "f").is_done
+    federated_run(tmp_path / "g", rounds=5)
+    job = (tmp_path / "g" / JOB).read_text()
+    (tmp_path / "g" / JOB).write_text(job.replace('"rounds": 5', '"rounds": 6'))
+    assert not RunFolder(tmp_path / "g").is_done
 
 
 def test_a_refused_job_leaves_no_folder(tmp_path: Path) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from isthmus.api.fault_simulation import FaultedRun, read_faults, simulate_faults
-from isthmus.api.make_plan import fleet_for, plan_for
+from isthmus.api.make_plan import fleet_for, plan_for, simulation_options
 from isthmus.api.observer import Observer
 from isthmus.cost import SyncPolicy
 from isthmus.errors import UserError
-from isthmus.fleet import dump_fleet
+from isthmus.fleet import Fleet, dump_fleet
 from isthmus.job import Job, prepare
 from isthmus.plans import save_plan
+from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.processes.signals import Stop
+from isthmus.simulator import RecoveryTimes, simulate_run
 
 from .commands import isthmus
 from .jobs import DIGITS, fleet_of, job_of
+from .test_replicated_runs import planned
 
 STEPS = 60
 
@@ -51,6 +55,65 @@ def test_a_lost_device_is_replaced_by_those_that_are_left(tmp_path: Path) -> Non
     assert summary["outcome"] == "done" and summary["steps"] == STEPS
     found.draw(tmp_path / "faults.png")
     assert (tmp_path / "faults.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_state_takes_as_long_as_its_bytes_on_the_fastest_link_of_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a checkpoint each device gets all of its stage, all at the same time: the largest decides."""
+
+    def recovery(bytes_per_s: float) -> tuple[float, FaultedRun]:
+        monkeypatch.setattr(Fleet, "line_bytes_per_s", lambda *_: bytes_per_s)
+        found = _run(tmp_path, fault="d1@2s")
+        (made,) = found.run.recoveries
+        assert made.from_checkpoint
+        return made.seconds, found
+
+    line = fleet_of(3, 2e6)
+    assert line.line_bytes_per_s("d0") == max(line.link(other, "d0").bandwidth_bytes_per_s for other in ("d1", "d2"))
+    (at_once_s, _), (seconds, found) = recovery(math.inf), recovery(1e6)
+    largest = max(stage.memory.weights + stage.memory.optimizer for stage in found.run.periods[-1].plan.stages)
+    assert largest > 1e5 and seconds - at_once_s == pytest.approx(largest / 1e6, rel=1e-6)
+
+
+@pytest.mark.parametrize("save_every", [0, 20])
+def test_a_checkpoint_takes_as_long_as_its_bytes_on_the_way_to_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: int
+) -> None:
+    """The run ends when the last one is there: on a connection the bytes of all follow each other."""
+    job = _job(tmp_path)
+    job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, save_every=save_every))
+
+    def simulated(bytes_per_s: float) -> FaultedRun:
+        monkeypatch.setattr(Fleet, "line_bytes_per_s", lambda *_: bytes_per_s)
+        return simulate_faults(job, (), _Quiet(), Stop())
+
+    at_once = simulated(math.inf)
+    sizes = {stage.device: stage.memory.weights + stage.memory.optimizer for stage in at_once.plan.stages}
+    if save_every:  # so slow that steps are nothing beside them
+        alone_s, found = 1e4 * STEPS // save_every, simulated(max(sizes.values()) / 1e4)
+        assert alone_s < found.run.seconds < alone_s + at_once.run.seconds
+    else:
+        found = simulated(1e6)
+        saved_s = {span.device: span.end_s for span in at_once.trace.spans if span.name == "save"}
+        assert found.run.seconds == pytest.approx(max(saved_s[name] + size / 1e6 for name, size in sizes.items()))
+        assert found.run.seconds > at_once.run.seconds + 0.05
+    assert found.run.seconds == found.undisturbed_s, "the run without faults that others are compared with has it too"
+
+
+def test_replicas_with_equal_parameters_give_them_once(tmp_path: Path) -> None:
+    """Of two replicas the first alone has something to give, whatever the second one's line takes."""
+    job = _job(tmp_path)
+    job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, micro_batches=4))
+    prepared, fleet = prepare(job), fleet_of(3, 2e6)
+    plan = planned(prepared, [((0.5,), 2), ((), 2)])
+    second = {stage.device for stage in plan.replicas[1].workers}
+    ways = {name: 1.0 if name in second else 0.0 for name in fleet.names}
+    options, spec = simulation_options(prepared, plan), run_spec(prepared)
+    at_once = simulate_run(plan, fleet, spec, options)
+    slow = msgspec.structs.replace(options, recovery=RecoveryTimes(control_s_per_byte=ways))
+    assert len(plan.replicas) == 2
+    assert simulate_run(plan, fleet, spec, slow).seconds == at_once.seconds
 
 
 def test_a_device_that_the_plan_leaves_out_replaces_a_lost_one(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
+from isthmus.data.dataset import evaluation_rows
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, prepare
@@ -79,7 +80,8 @@ def micro_batches_of_labels(job: Job) -> list[bytes]:
     train, heldout = (load_dataset(job.data, split) for split in ("train", "heldout"))
     size, order = job.micro_batch_size, SampleOrder(len(train), job.training.seed, job.training.shuffle)
     used = [(train, order.indices(start, size)) for start in range(0, job.training.steps * 8, size)]
-    used += [(heldout, np.arange(start, start + size)) for start in range(0, job.training.eval_samples, size)]
+    rows = evaluation_rows(heldout, job.training.eval_samples)
+    used += [(heldout, rows[start : start + size]) for start in range(0, len(rows), size)]
     return [data.batch(indices, ["labels"])["labels"].numpy().tobytes() for data, indices in used]
 
 

@@ -14,14 +14,17 @@ def assignment(
     device: str, *, run: str = "secret", stage: int = 0, neighbours: tuple[Neighbour, ...] = (), timeout_s: float = 5.0
 ) -> Assignment:
     nothing = StageGraph(index=stage, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
+    others = sorted(neighbour.stage for neighbour in neighbours)
+    below = tuple(other for other in others if other < stage)
+    above = tuple(other for other in others if other > stage)
     view = StageView(
         stage=stage,
         stages=len(neighbours) + 1,
         in_flight=1,
-        forward_from=(),
-        forward_to=(),
-        backward_from=(),
-        backward_to=(),
+        forward_from=below,
+        forward_to=above,
+        backward_from=above,
+        backward_to=below,
     )
     return Assignment(
         run=run,
@@ -36,5 +39,5 @@ def assignment(
         train_samples=1,
         neighbours=neighbours,
         timeout_s=timeout_s,
-        share=Share(first=0, count=1, of=1, micro_batch_size=1),
+        share=Share(first=0, count=8, of=8, micro_batch_size=1),
     )

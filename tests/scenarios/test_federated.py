@@ -25,7 +25,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         "Tick: PhaseDropped c; UpdateServer; CommitRound 0 by deadline of 1,2,3,5,6,8 without 0,4,7; "
         "PhaseOpened 1.0 a 5,6,8; PhaseOpened 1.0 b 1,2,3; PhaseOpened 1.0 c 0,4,7\n"
         "SumsSent a,b: MergeSums a; MergeSums b; PhaseDropped c; UpdateServer; "
-        "CommitRound 1 by all of 1,2,3,5,6,8 without 0,4,7; Halt; FinishRounds done",
+        "CommitRound 1 by behind of 1,2,3,5,6,8 without 0,4,7; Halt; FinishRounds done",
     ),
     "a round ends with its quorum": (
         Scenario(sites=True, rules=RoundRules(rounds=1, quorum=0.6), slow={("c", 0): NEVER}),

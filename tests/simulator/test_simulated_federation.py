@@ -119,3 +119,5 @@ def test_a_record_tells_its_early_end_and_its_late_updates() -> None:
         "round 5: clients given to other executors: 2",
         "client 7: its update of round 3 counts in round 5",
     ]
+    behind = RoundRecord(round=4, attempt=0, trained={}, missing=(3,), closed_by="behind")
+    assert record_texts(behind) == ["round 5: closed without those behind; clients missing: 1"]

@@ -16,21 +16,28 @@ def trace(*spans: Span) -> Trace:
     return Trace(source="simulator", run="r", spans=spans)
 
 
+def steps_ending(*ends: float) -> tuple[Span, ...]:
+    """One forward at the beginning of each step, and its update at the end."""
+    begins = (0.0, *ends[:-1])
+    of = [
+        (compute("F", a, a, k), compute("update", b, b, k)) for k, (a, b) in enumerate(zip(begins, ends, strict=True))
+    ]
+    return tuple(span for pair in of for span in pair)
+
+
 def test_the_steady_step_neither_fills_nor_drains():
-    starts = [0, 10, 11, 14]  # the last step ends with its update
-    steps = [compute("F", start, start + 0.5, step) for step, start in enumerate(starts)]
-    assert steady_step_s(trace(*steps, compute("update", 19, 20, 3))) == 2  # of 1 and 3, without the 10 and the 6
-    assert steady_step_s(trace(steps[0], compute("update", 2, 4))) == 4  # the only one
+    assert steady_step_s(trace(*steps_ending(10, 11, 14, 20))) == 2  # of 1 and 3, without the 10 and the 6
+    assert steady_step_s(trace(*steps_ending(10, 14))) == 4  # without the first alone, if else none is left
+    assert steady_step_s(trace(*steps_ending(4))) == 4  # the only one
 
 
 def test_a_step_that_averages_counts_as_often_as_it_comes():
-    starts = [0, 9, 10, 11, 21, 22, 23, 33]  # of three steps one averages, for 10; the first step warms up
-    steps = tuple(compute("F", start, start + 0.5, step) for step, start in enumerate(starts))
-    seldom = Trace(source="simulator", run="r", spans=steps, period=3)
+    ends = (9, 10, 11, 21, 22, 23, 33, 40)  # of three steps one averages, for 10; the first step warms up
+    seldom = Trace(source="simulator", run="r", spans=steps_ending(*ends), period=3)
     assert steady_step_s(seldom) == 4
-    assert steady_step_s(trace(*steps)) == 1
-    few = Trace(source="simulator", run="r", spans=steps, period=9)
-    assert steady_step_s(few) == pytest.approx(24 / 6), "no whole period: the mean of what there is"
+    assert steady_step_s(trace(*steps_ending(*ends))) == 1
+    few = Trace(source="simulator", run="r", spans=steps_ending(*ends), period=9)
+    assert steady_step_s(few) == pytest.approx(31 / 7), "no whole period: the mean of what there is"
 
 
 def test_the_period_is_within_steps_and_of_one_device():

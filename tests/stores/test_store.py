@@ -71,7 +71,7 @@ def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, library, None)
-            with pytest.raises(UserError, match=rf'^store {url} needs {library}: pip install "isthmus\[{extra}\]"$'):
+            with pytest.raises(UserError, match=rf"^store {url} needs {library}: pip install '.\[{extra}\]'"):
                 Store(url)
     with pytest.raises(RemoteStoreError, match=r"^store nowhere://x: Protocol not known: nowhere"):
         Store("nowhere://x")

@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_in_the_bucket_is_passed_over() -> None:
     Path("damaged/store.json").unlink()
     config = StoreConfig(url="memory://damaged")
     noted: list[str] = []
-    with uploaded(config, RunFolder(Path("damaged")), "--resume", noted.append, resume=True):
+    with uploaded(config, RunFolder(Path("damaged")), noted.append, resume=True):
         pass
     assert _steps(config.url) == [8] and noted[-1] == "uploaded to memory://damaged"
     store, name = Store(config.url), "checkpoints/step-000008/stage-1.safetensors"
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_in_the_bucket_is_passed_over() -> None:
 
 def test_what_is_refused_is_one_line(whole: Path) -> None:
     train = ("train", "job.toml", "--run", "none")
-    refused(isthmus(*train), 2, "store.url: s3://bucket/runs/first: holds a run already; add --resume")
+    refused(isthmus(*train), 2, "store.url: s3://bucket/runs/first: holds a run already; resume it")
     refused(isthmus(*train, "--set", "store.url=s3://missing/x"), 2, "s3://missing/x", "bucket does not exist")
     refused(isthmus(*train, "--set", "store.url=s3://bucket/no", "--resume"), 2, "s3://bucket/no: holds no run")
     refused(isthmus(*train, "--set", "store.ulr=s3://bucket/x"), 2, "store.ulr", "url")

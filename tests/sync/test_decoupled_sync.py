@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +24,14 @@ from tests.sync.torchrun import environment
 
 from .small import net, sgd
 
+long = pytest.mark.skipif(
+    not os.environ.get("ISTHMUS_FAULTS"), reason="takes too long for every time: ISTHMUS_FAULTS=1"
+)
 NAMES = [f"worker {rank}" for rank in range(len(SAMPLES))]
 
 
-def models(folder: Path, *arguments: str) -> dict[int, dict[str, Tensor]]:
-    """Of the workers that came to the end."""
+def models(folder: Path, *arguments: str) -> tuple[dict[int, dict[str, Tensor]], str]:
+    """Of the workers that came to the end, and what the merger said."""
     cases = Path(__file__).parent / "decoupled_cases.py"
     done = subprocess.run(
         [sys.executable, str(cases), str(folder), *arguments],
@@ -37,14 +41,16 @@ def models(folder: Path, *arguments: str) -> dict[int, dict[str, Tensor]]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return {int(path.stem): load_file(path) for path in folder.glob("*.safetensors")}
+    return {int(path.stem): load_file(path) for path in folder.glob("*.safetensors")}, done.stderr
 
 
-def replayed(folder: Path) -> MergedFragments:
+def replayed(folder: Path, spoils: str = "") -> MergedFragments:
     """From the record, in this process."""
     start = flat_fragments(Training(0, seed=0).model, RULES.fragments)
     merged = MergedFragments(start, OuterOptimizer(rate=RULES.rate, momentum=RULES.momentum), change_codec(RULES))
-    together = ReplicasTogether(merged, delta_codec(RULES), lambda name: Training(NAMES.index(name), seed=0))
+    together = ReplicasTogether(
+        merged, delta_codec(RULES), lambda name: Training(NAMES.index(name), seed=0, spoils=name == spoils)
+    )
     merges = [line.merge for line in merges_file(folder).lines()]
     assert len(merges) > 1
     return replay_together(together, NAMES, sum(SAMPLES), merges)
@@ -57,20 +63,35 @@ def same(model: dict[str, Tensor], merged: MergedFragments) -> bool:
 
 
 def test_all_workers_end_with_the_bits_that_the_record_gives(tmp_path: Path) -> None:
-    found = models(tmp_path)
+    found, _ = models(tmp_path)
     merged = replayed(tmp_path)
     assert sorted(found) == [0, 1, 2]
     assert all(same(model, merged) for model in found.values())
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes too long for every time: ISTHMUS_FAULTS=1")
+@long
 @pytest.mark.parametrize("killed", [0, 2])
 def test_the_others_end_where_one_is_killed_and_one_is_stopped(tmp_path: Path, killed: int) -> None:
     """Worker 0 too, which started the merger and has torch's store."""
-    found = models(tmp_path, str(killed))
+    found, _ = models(tmp_path, "kill", str(killed))
     merged = replayed(tmp_path)
     assert sorted(found) == sorted({0, 1, 2} - {killed})
     assert all(same(model, merged) for model in found.values())
+
+
+@long
+def test_one_whose_changes_make_the_weights_too_large_is_left_out(tmp_path: Path) -> None:
+    """Each change is admissible. The others end with one model, of which the record says all."""
+    found, said = models(tmp_path, "spoil", "2")
+    merged = replayed(tmp_path, "worker 2")
+    assert sorted(found) == [0, 1]
+    assert all(same(model, merged) for model in found.values())
+    found = re.findall(r"worker 2 is (?:lost|left out): its change of fragment \d has a root mean square of .*", said)
+    assert len(found) == 1, said
+    lines = merges_file(tmp_path).lines()
+    last = [c.replica for fragment in lines[-1].merge.fragments for c in fragment.contributions]
+    assert "worker 2" not in last and last, "it is in no merge since"
+    assert all(values.square().mean().sqrt() < 20 for values in merged.known)
 
 
 @pytest.mark.usefixtures("alone")

@@ -202,9 +202,15 @@ class TestAttach:
         """They would learn apart from then on."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight.data = model[0].weight.data
-        with pytest.raises(UserError, match=r"'0\.weight' and '1\.weight' share their memory: tie them as one"):
+        with pytest.raises(
+            UserError, match=r"'0\.weight' and parameter '1\.weight' share their memory: tie them as one"
+        ):
             attach(model, sgd(model))
         model[1].weight = model[0].weight
+        model.register_buffer("last", model[0].bias.detach()[1:])
+        with pytest.raises(UserError, match=r"parameter '0\.bias' and buffer 'last' share their memory"):
+            attach(model, sgd(model))
+        model.last = model.last.clone()
         attach(model, sgd(model))
 
     def test_ddp(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import socket
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -14,10 +16,13 @@ import pytest
 import torch
 
 from isthmus.callbacks import Evaluated, RunEnded, RunFault, RunStarted, StepDone
+from isthmus.errors import UserError
 from isthmus.report.run_pictures import draw_loss
 from isthmus.trackers import Track, TrackerCallback
 from isthmus.trackers.background import BackgroundTracker
+from isthmus.trackers.mlflow import MlflowOptions, MlflowTracker
 from isthmus.trackers.prometheus import PrometheusOptions, PrometheusTracker
+from isthmus.trackers.registry import tracker_builders
 from isthmus.trackers.tracker import TrackedRun
 from tests.trackers.readers import LIBRARIES, READERS, Found
 
@@ -75,7 +80,7 @@ def test_the_real_library_finds_what_the_run_gave(
 ) -> None:
     library = LIBRARIES.get(name, name)
     if importlib.util.find_spec(library) is None:
-        pytest.skip(f'{name} is not installed: pip install "isthmus[{name}]"')
+        pytest.skip(f"{name} is not installed: pip install '.[{name}]'")
     found = tracked(tmp_path, name)
     assert capsys.readouterr().out == "", "stdout is data"
     every = name != "prometheus"  # which has the newest figures alone
@@ -107,6 +112,59 @@ def test_prometheus_reads_the_page_while_the_run_goes_on(tmp_path: Path) -> None
     tracker.end("done")
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
+
+
+def test_prometheus_shows_no_figure_of_a_device_that_is_lost(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus is not installed")
+    tracker = PrometheusTracker(PrometheusOptions())
+    run = TrackedRun(name="run", project="p", group="", id="0" * 32, resumed=False, folder=tmp_path, settings={})
+    tracker.start(run)
+    tracker.log(1, {"loss": 2.0, "busy/a": 0.5, "busy/b": 0.75})
+    tracker.log(2, {"loss": 1.0})  # says nothing of devices
+    tracker.log(3, {"loss": 0.5, "busy/b": 0.25})
+    tracker.log(4, {"loss": 0.5, "busy/b": 0.5, "busy/c": 0.5})
+    tracker.end("done")
+    lines = [line for line in (tmp_path / "metrics.prom").read_text().splitlines() if line.startswith("isthmus_busy{")]
+    assert sorted(re.findall(r'of="(\w)"', "".join(lines))) == ["b", "c"]
+
+
+@pytest.mark.parametrize("module", ["sqlalchemy", "alembic"])
+def test_mlflow_says_what_its_local_file_needs(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    run = TrackedRun(name="run", project="p", group="", id="0" * 32, resumed=False, folder=tmp_path, settings={})
+    with pytest.raises(UserError, match=rf"mlflow needs {module}: pip install '.\[mlflow\]'"):
+        MlflowTracker(MlflowOptions()).start(run)
+
+
+@pytest.mark.parametrize(
+    ("missing", "uri", "said"),
+    [
+        ((), "", ""),
+        (("sqlalchemy", "alembic"), "https://mlflow.example.org", ""),
+        (("alembic",), "", r"mlflow stores figures on this machine with alembic, not installed here: pip install"),
+        (
+            ("sqlalchemy", "alembic"),
+            "sqlite:///here.db",
+            r'with sqlalchemy, alembic, .* in a checkout of isthmus, or name a server: track.options.mlflow.uri = "https://',
+        ),
+        (("sqlalchemy",), "postgresql+psycopg2://db/here", "with sqlalchemy, not installed here"),
+        (("mlflow",), "https://mlflow.example.org", r"mlflow needs mlflow: pip install '.\[mlflow\]'"),
+    ],
+)
+def test_what_mlflow_needs_is_said_before_the_run(
+    missing: tuple[str, ...], uri: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlflow-skinny alone speaks with a server and stores nothing here."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else "there")
+    track = Track(to="mlflow", options={"mlflow": {"uri": uri}} if uri else {})
+    if not said:
+        assert tracker_builders(track).keys() == {"mlflow"}
+        return
+    with pytest.raises(UserError, match=f"^track.to: .*{said}"):
+        tracker_builders(track)
 
 
 class Failing:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from in_process import Pipeline, batches, capture_of, copies, random_cut, weights_of
+from torch import nn
 from zoo import CASES, MODELS, Dropouts, X, model
 
-from isthmus.errors import UserError
+from isthmus.data import ColumnSpec
+from isthmus.errors import StepError, UserError
 from isthmus.graph import Flow, Ref, cuts
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.optim import OptimizerConfig
@@ -108,6 +110,27 @@ def test_what_is_said_of_it() -> None:
     before = engine.program, engine.evaluation_program
     assert compute_by_jax(engine, batch).startswith("computed by JAX")
     assert engine.program is not before[0] and engine.evaluation_program is not before[1]
+
+
+def test_an_index_out_of_range_is_an_error_that_names_its_operator() -> None:
+    """Compiled code would take another row without a word."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(4, 3)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.rows(x).sum()}
+
+    columns = {"x": ColumnSpec(dtype="int64", shape=(2,), limit=4)}
+    captured = capture_of(Rows, columns)
+    pipeline = Pipeline(captured, [], weights_of(Rows, captured), EngineConfig(micro_batches=1, micro_batch_size=2))
+    (engine,) = pipeline.engines
+    engine.program = jax_program(engine.eager)
+    pipeline.step(0, [{"x": torch.tensor([[0, 3], [1, 1]])}])
+    with pytest.raises(StepError, match=r"aten\.embedding\.default .*index out of range"):
+        pipeline.step(1, [{"x": torch.tensor([[0, 4], [1, 1]])}])
 
 
 def test_operators_without_an_entry_are_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from isthmus.extensions import read_options
 from isthmus.federated.algorithms.registry import AlgorithmSpec
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
-from isthmus.models import LoraOptions, ModelSpec, build_model, is_peft
+from isthmus.models import LoraOptions, ModelSpec, build_model, is_peft, merged, save_hugging_face
 from isthmus.models.lora import add_lora
 from isthmus.training.engine import EngineConfig
 
@@ -135,3 +137,78 @@ def test_a_site_allows_the_lora_that_its_owner_names() -> None:
         UserError, match=r'model: this site allows hf-llama .*"r":4.*, the coordinator asks for .*"r":8'
     ):
         site.check(TaskSpec(run="clinics-1", algorithm=algorithm, model=lora("hf-llama", r=8), **given))
+
+
+TIED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "embedding": ("hf-llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens"]}),
+    "head": ("hf-llama", {"tie_word_embeddings": True}, {"target_modules": ["lm_head", "q_proj"]}),
+    "both": ("hf-llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens", "lm_head"]}),
+    "trained as a whole": (
+        "hf-llama",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ),
+    "gpt-2": ("hf-gpt2", MODELS["hf-gpt2"][0].options, {"target_modules": ["wte", "c_attn"]}),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_merged_model_with_tied_embeddings_computes_what_was_trained(name: str, tmp_path: Path) -> None:
+    kind, options, given = TIED[name]
+    spec = ModelSpec(
+        name=kind, options={**SMALL.get(kind, {}), **options}, lora=read_options("model.lora", given, LoraOptions)
+    )
+    module = build_model(spec)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    ids = torch.arange(8).reshape(2, 4)
+    with torch.no_grad():
+        expected = module.eval()(input_ids=ids).logits
+        model = merged(module)
+        save_hugging_face(model, tmp_path / "merged", None)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        for found in (model, again):
+            torch.testing.assert_close(found.eval()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+class TiedPlain(nn.Module):
+    """Which is always built with its head tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_merge_that_a_models_class_cannot_have_is_refused() -> None:
+    module = add_lora(TiedPlain(), LoraOptions(target_modules=("embed",)))
+    with pytest.raises(UserError, match=r"--merge: the model ties .*embed, and LoRA changes one of them"):
+        merged(module)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank_pattern": {"nothing": 3}}, "rank_pattern keys did not match any targeted module and were ignored"),
+        ({"alpha_pattern": {"nothing": 3}}, "alpha_pattern keys did not match"),
+        ({"exclude_modules": ["nothing"]}, "exclude_modules=.*nothing.* but no modules were excluded"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=f"^model.lora: .*{words}"):
+        build_model(lora("hf-llama", target_modules=["q_proj"], **options))
+
+
+def test_pefts_other_warnings_are_shown(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    build_model(ModelSpec(name="hf-gpt2", options=MODELS["hf-gpt2"][0].options, lora=LoraOptions()))
+    assert not recwarn.list, "what peft corrects is not worth a word"
+    made = peft.get_peft_model
+
+    def warns(*args: Any) -> nn.Module:
+        warnings.warn("the result will differ", stacklevel=1)
+        return made(*args)
+
+    monkeypatch.setattr(peft, "get_peft_model", warns)
+    with pytest.warns(UserWarning, match="the result will differ"):
+        build_model(lora("hf-llama", target_modules=["q_proj"]))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import audit as audit
     from isthmus.api import boundaries as boundaries
+    from isthmus.api import consoles as consoles
     from isthmus.api import decoupled_simulation as decoupled_simulation
     from isthmus.api import descriptions as descriptions
     from isthmus.api import doctor as doctor

@@ -39,7 +39,7 @@ def plan_boundaries(job: Job, budget: float, observer: Observer, stop: Stop) -> 
     def rows() -> list[BoundaryRow]:
         prepared = prepare(job)
         problem = prepared.problem(fleet)
-        dense = make(job, problem, bound=least)
+        dense = make(prepared.job, problem, bound=least)
         found = [_row(prepared, fleet, "none", None, 0.0, budget)]
         try:
             blocks = _block_ends(job, problem)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict, TypeVar
+from typing import TypedDict, TypeVar, cast
 
 import msgspec
 
 from isthmus.callbacks import Callback, Callbacks, build_callback, check_callback
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
-from isthmus.job import Job
+from isthmus.graph.metrics import MetricFunction, Metrics, give_metric
+from isthmus.job import Job, check_metrics
 from isthmus.trackers import Track, TrackerCallback, check_trackers
 
 AnyJob = TypeVar("AnyJob", Job, FederatedJob)
@@ -23,6 +24,10 @@ class Attached(TypedDict, total=False):
     """Called before those of the job."""
     track: str | Sequence[str] | Track
     """Trackers by name, or a `Track`, in place of the job's."""
+    metrics: Sequence[str | MetricFunction]
+    """Names and functions of (outputs, batch), in place of the job's: figures of evaluations beside the loss."""
+    quiet: bool
+    """Nothing is printed on standard error; without effect beside an `observer`."""
 
 
 ATTACHED = frozenset(Attached.__annotations__)
@@ -46,8 +51,26 @@ def given_callbacks(attached: Attached) -> tuple[Callback, ...]:
     return tuple(found)
 
 
-def tracked(job: AnyJob, attached: Attached) -> AnyJob:
-    """The job with the call's trackers. UserError."""
+def attached_to(job: AnyJob, attached: Attached) -> AnyJob:
+    """The job with the call's metrics and trackers. UserError."""
+    return _tracked(_measured(job, attached), attached)
+
+
+def _measured(job: AnyJob, attached: Attached) -> AnyJob:
+    metrics: object = attached.get("metrics")
+    if metrics is None:
+        return job
+    if not isinstance(metrics, list | tuple):
+        raise UserError(f"metrics: got {metrics!r:.80}, expected a list of names and functions of (outputs, batch)")
+    changed = msgspec.structs.replace(job, metrics=tuple(map(give_metric, cast("list[object]", metrics))))
+    if isinstance(changed, Job):
+        check_metrics(changed)
+    else:
+        Metrics(changed.metrics)
+    return changed
+
+
+def _tracked(job: AnyJob, attached: Attached) -> AnyJob:
     track = attached.get("track")
     if track is None:
         return job

@@ -23,8 +23,9 @@ from isthmus.api.run_session import RunChoices, RunSession, run_session
 from isthmus.callbacks import Evaluated, RunEnded, RunStarted, StepDone
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, load_dataset
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.fleet import Fleet
+from isthmus.graph.metrics import Metrics
 from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
@@ -39,9 +40,10 @@ from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
 from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
-from isthmus.runtime.decoupled.trainer import heldout_loss
+from isthmus.runtime.decoupled.trainer import evaluated
 from isthmus.runtime.processes.signals import Stop
 from isthmus.training.checkpoint import CheckpointWriter, Manifest
+from isthmus.training.finite import is_finite
 from isthmus.units import format_duration, format_size
 
 
@@ -80,7 +82,7 @@ class _Running(NamedTuple):
         """By processes of this machine."""
         path = self.session.folder.path
         with DecoupledRun(self.job, self.fleet, path, plan_again) as run:  # forks, so it comes first
-            prepared = prepare(self.job)
+            prepared = prepare(self.job, least=len(run.groups))
             plans = replica_plans(prepared, self.fleet)
             pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
             alone_s = {name: plan.predicted.step_s for name, plan in plans.items() if name not in pipelines}
@@ -89,7 +91,7 @@ class _Running(NamedTuple):
             def act(watch: MergerWatch) -> DecoupledOutcome:
                 if pipelines:
                     run.keep(prepared, pipelines)
-                return run.run(emulated_s, watch, self.stop)
+                return run.run(emulated_s, watch, self.stop, prepared.job.micro_batches)
 
             return self._watched(run, prepared, plans, act, emulated_s)
 
@@ -99,7 +101,9 @@ class _Running(NamedTuple):
         holders = DataHolders(backend.asks(self.stop), job.data, self.fleet.names, heldout=job.evaluates, note=note)
         holders.ask()
         note(f"capturing {job.model.name} ...")
-        prepared = msgspec.structs.replace(prepare(job, agreed(holders.described)), computes=backend.computes)
+        count = len(replica_groups(job, self.fleet))
+        prepared = prepare(job, agreed(holders.described), least=count)
+        prepared = msgspec.structs.replace(prepared, computes=backend.computes)
         plans = replica_plans(prepared, self.fleet)
         run = FleetReplicas(prepared, self.fleet, plans, holders)
         logs = self.session.folder.path / "logs"
@@ -113,7 +117,7 @@ class _Running(NamedTuple):
         act: Callable[[MergerWatch], DecoupledOutcome],
         emulated_s: Mapping[str, float] = {},
     ) -> DecoupledOutcome:
-        job, observer = self.job, self.observer
+        job, observer = prepared.job, self.observer
         watch = _Watch(job, run, self.session, observer)
         watch.start(self.fleet, self.stop)
         observer.note(f"run folder: {self.session.folder.path}")
@@ -141,17 +145,17 @@ def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
     samples = job.training.batch_size // len(groups)
     if samples % job.micro_batch_size:
         raise UserError(
-            f"training.micro_batches: got {job.training.micro_batches} with {len(groups)} replicas of {samples} "
+            f"training.micro_batches: got {job.micro_batches} with {len(groups)} replicas of {samples} "
             f"samples a step, expected a multiple of {len(groups)}"
         )
     found: dict[str, Plan] = {}
     for name, devices in groups.items():
-        own = pipeline_prepared(prepared, groups, name)
+        own, here = pipeline_prepared(prepared, groups, name), fleet.subset(devices)
         if len(devices) > 1:
-            found[name] = plan_for(own, fleet.subset(devices))
+            found[name] = plan_for(own, here)
         else:
-            layout = PlanLayout(devices, (), own.job.training.micro_batches)
-            found[name] = build_replicas(own.problem(fleet), [layout], planner="decoupled")
+            layout = PlanLayout(devices, (), own.job.micro_batches)
+            found[name] = build_replicas(own.problem(here), [layout], planner="decoupled")
     return found
 
 
@@ -169,6 +173,7 @@ def step_text(name: str, plan: Plan, step_s: float) -> str:
     return f"{text} over {', '.join(plan.used)}, {f'packed by {codecs}' if codecs else 'nothing packed'}"
 
 
+NOT_FINITE = "the merged weights are not finite: lower optimizer.lr or sync.decoupled.rate"
 OVERRUN = 1.25
 """Of an emulated step's time: what is longer is worth a warning."""
 
@@ -181,9 +186,8 @@ def overruns(ended_s: Mapping[str, Sequence[float]], step_s: Mapping[str, float]
         took_s = [end - begin for begin, end in pairwise(ended_s.get(name, ()))]
         if took_s and (half_s := statistics.median(took_s)) > OVERRUN * emulated_s:
             found.append(
-                f"warning: this host could not keep up with emulated device {name}: half of its steps took "
-                f"{format_duration(half_s)} or more, not {format_duration(emulated_s)}; "
-                "use slower devices or fewer of them"
+                f"warning: this computer is too slow to emulate {name}: half of its steps took "
+                f"{format_duration(half_s)} or more, not {format_duration(emulated_s)}; use fewer or slower devices"
             )
     return found
 
@@ -205,6 +209,7 @@ class _Watch:
         self._log = RunLog(self._folder.path, observer.note)
         self._merges = merges_file(self._folder.path)
         self._heldout = _heldout(job) if job.evaluates else None
+        self._metrics = Metrics(job.metrics)
         self._step = self._evaluated = 0
         self._losses: list[float] = []
         self._ended_s: defaultdict[str, list[float]] = defaultdict(list)
@@ -256,11 +261,13 @@ class _Watch:
         self._evaluated = step
         training = self._job.training
         self._run.fill()
-        loss = heldout_loss(self._run.model, heldout, training.eval_samples, training.batch_size)
-        self._folder.log(LossPoint(step=step, loss=loss if math.isfinite(loss) else None, split="heldout"))
-        self._log.evaluated(step, loss)
-        self._observer.evaluated(step, loss)
-        self._callbacks.evaluation(Evaluated(step=step, loss=loss))
+        most, size = training.eval_samples, training.batch_size
+        loss, metrics = evaluated(self._run.model, heldout, most, size, self._metrics)
+        known = loss if math.isfinite(loss) else None
+        self._folder.log(LossPoint(step=step, loss=known, split="heldout", metrics=metrics))
+        self._log.evaluated(step, loss, metrics)
+        self._observer.evaluated(step, loss, metrics)
+        self._callbacks.evaluation(Evaluated(step=step, loss=loss, metrics=metrics))
 
     def end(self, outcome: DecoupledOutcome, emulated_s: Mapping[str, float]) -> None:
         """Save the merged model, and say what it took."""
@@ -270,7 +277,10 @@ class _Watch:
         weights = dict(self._run.model.named_parameters()) | dict(self._run.model.named_buffers())
         writer = CheckpointWriter(self._folder.checkpoints)
         writer.write(step, "merged", weights)
-        manifest = Manifest(step=step, seed=training.seed, batch=training.batch_size, shuffle=training.shuffle)
+        finite = all(map(is_finite, self._run.merged.known))  # a mask of -inf may be a buffer
+        manifest = Manifest(
+            step=step, seed=training.seed, batch=training.batch_size, shuffle=training.shuffle, finite=finite
+        )
         saved = writer.commit(manifest)
         self._log.saved(step)
         self._observer.saved(step, saved)
@@ -286,6 +296,9 @@ class _Watch:
         )
         for text in overruns(self._ended_s, emulated_s):
             self._noted(text)
+        if not finite:
+            self._log.ended("lost", NOT_FINITE)
+            raise Diverged(NOT_FINITE)
         self._log.ended(outcome.finish.outcome, outcome.finish.reason)
         if outcome.finish.outcome != "lost":
             ended = "interrupted" if outcome.finish.outcome == "interrupted" else "done"

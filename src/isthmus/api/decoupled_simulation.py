@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -11,10 +12,19 @@ from isthmus.api.decoupled import replica_plans, step_text
 from isthmus.api.fault_simulation import fault_text
 from isthmus.api.merge_period import with_period
 from isthmus.api.replica_models import fragment_bytes, replica_models
-from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplicas, check_replica_faults
+from isthmus.api.replica_simulation import (
+    DecoupledSimulation,
+    FragmentBytes,
+    ReplicaModel,
+    SimulatedReplicas,
+    check_replica_faults,
+)
 from isthmus.errors import PeerError, UserError
+from isthmus.fleet import Fleet
+from isthmus.graph import OpGraph
 from isthmus.job import Job, fleet_of, prepare
 from isthmus.plans import Plan
+from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.decoupled.together import merged_fragments
@@ -98,26 +108,63 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForecast:
-    """The job's whole run. UserError for a job that cannot run like this, or a fault that the fleet cannot have."""
+class PlannedReplicas(NamedTuple):
+    """Each replica's plan, and when they merge."""
+
+    job: Job
+    """With its period, where that was planned."""
+    fleet: Fleet
+    graph: OpGraph
+    plans: Mapping[str, Plan]
+    """By replica."""
+    models: Sequence[ReplicaModel]
+    sizes: FragmentBytes
+    note: str
+    """Why the period is as it is, where that was planned; else empty."""
+
+    def summary(self) -> dict[str, object]:
+        """As JSON has it: the plan documents by replica."""
+        return {"period": self.job.sync.every, "replicas": self.plans}
+
+    def line(self) -> str:
+        """When they merge, in words."""
+        fragments, every = self.job.sync.decoupled.fragments, self.job.sync.every
+        what = "The weights are" if fragments == 1 else f"Each of {fragments} fragments of the weights is"
+        return self.note or f"{what} merged once in {every} batches of all replicas."
+
+    def devices(self, replica: str) -> Fleet:
+        """The replica's own."""
+        return self.fleet.subset(replica_groups(self.job, self.fleet)[replica])
+
+
+def plan_replicas(job: Job) -> PlannedReplicas:
+    """UserError for a job that cannot run like this."""
     fleet = fleet_of(job)
     check_decoupled(job, fleet)
-    check_faults(tuple(faults), fleet)
-    check_replica_faults(faults)
-    if {fault.device for fault in faults if fault.kind == "join"} >= set(fleet.names):
-        raise UserError("--join: got all devices, expected one that is there from the start")
-    prepared = prepare(job)
+    prepared = prepare(job, least=len(replica_groups(job, fleet)))
     plans = replica_plans(prepared, fleet)
     models = replica_models(prepared, fleet, plans)
     sizes = fragment_bytes(job, merged_fragments(job))
     job, note = with_period(job, models, sizes)
-    run = DecoupledSimulation(merge_rules(job), models, sizes, faults, seed=job.training.seed).run()
+    return PlannedReplicas(job, fleet, prepared.captured.train, plans, models, sizes, note)
+
+
+def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForecast:
+    """The job's whole run. UserError for a job that cannot run like this, or a fault that the fleet cannot have."""
+    fleet = fleet_of(job)
+    check_faults(tuple(faults), fleet)
+    check_replica_faults(faults)
+    if {fault.device for fault in faults if fault.kind == "join"} >= set(fleet.names):
+        raise UserError("--join: got all devices, expected one that is there from the start")
+    planned = plan_replicas(job)
+    job, models = planned.job, planned.models
+    run = DecoupledSimulation(merge_rules(job), models, planned.sizes, faults, seed=job.training.seed).run()
     return DecoupledForecast(
         run=run,
         faults=tuple(faults),
         full_speed=sum(model.samples / model.step_s for model in models),
-        plans=plans,
+        plans=planned.plans,
         step_s={model.name: model.step_s for model in models},
         period=job.sync.every,
-        note=note,
+        note=planned.note,
     )

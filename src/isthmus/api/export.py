@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
 
 from isthmus.api import federated_result
@@ -107,18 +111,30 @@ def _export(folder: RunFolder, directory: Path, *, merge: bool) -> tuple[Exporte
     if has_subspace(module):
         model = _without_boundary(model)
         module = widened(module, build_model(model))
-    tokenizer = "bytes" if job.data is None else job.data.options.get("tokenizer", "bytes")
+    tokenizer = "bytes" if job.data is None else job.data.located.get("tokenizer", "bytes")
     tokenizer_dir = Path(str(tokenizer)) if tokenizer != "bytes" else None
-    if is_peft(module):
-        save_adapter(module, directory, tokenizer_dir)
-    elif is_hugging_face(module) and not has_bottlenecks(module):
-        save_hugging_face(module, directory, tokenizer_dir)
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
-        follow_umask(directory / "model.safetensors")
-        (directory / "model.json").write_bytes(msgspec.json.encode(model))
+    with _whole(directory):
+        if is_peft(module):
+            save_adapter(module, directory, tokenizer_dir)
+        elif is_hugging_face(module) and not has_bottlenecks(module):
+            save_hugging_face(module, directory, tokenizer_dir)
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
+            follow_umask(directory / "model.safetensors")
+            (directory / "model.json").write_bytes(msgspec.json.encode(model))
     return Exported(directory, done, unit), notes
+
+
+@contextlib.contextmanager
+def _whole(directory: Path) -> Generator[None]:
+    """UserError for what cannot be written, a full disk say. Nothing of it stays: the command can be given again."""
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(directory, ignore_errors=True)
+        reason = (e.strerror or e) if isinstance(e, OSError) else e
+        raise UserError(f"export: {directory}: cannot be written: {reason}") from None
 
 
 def _without_boundary(model: ModelSpec) -> ModelSpec:
@@ -131,7 +147,8 @@ def _export_given(folder: RunFolder, model: str, directory: Path) -> Exported:
     """The weights of a Python object, which the folder does not hold."""
     checkpoint = latest_checkpoint(folder.checkpoints)
     weights = own_names(model, read_weights(checkpoint))
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(weights, directory / "model.safetensors")
-    follow_umask(directory / "model.safetensors")
+    with _whole(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(weights, directory / "model.safetensors")
+        follow_umask(directory / "model.safetensors")
     return Exported(directory, read_manifest(checkpoint).step, "steps")

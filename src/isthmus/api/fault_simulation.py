@@ -156,7 +156,8 @@ def simulate_faults(
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
     replan = partial(plan_for, again, bound=least)  # nobody reads what is proven of these
     planner = _Planner(prepared, plan, fleet, Plans(prepared, plan, fleet, replan, emulate=False))
-    times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S)
+    ways = {name: 1.0 / fleet.line_bytes_per_s(name) for name in fleet.names}
+    times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S, control_s_per_byte=ways)
     unused = tuple(Fault(kind="join", device=name, time_s=0) for name in present if name not in plan.devices)
     options = msgspec.structs.replace(simulation_options(prepared, plan), faults=(*unused, *faults), recovery=times)
     spec = run_spec(prepared)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from torch import Tensor, nn
 
-from isthmus.api.callbacks import ATTACHED, Attached, given_callbacks, tracked
+from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
 from isthmus.api.federated_result import FederatedResult
 from isthmus.api.federated_run import run_simulated
 from isthmus.api.folder import GIVEN
@@ -44,13 +44,14 @@ class GivenClients(Attached, total=False):
     loss: Callable[..., Tensor]
     """Called as loss(model(*inputs), target) on samples of several parts, of which the last is the target."""
     test: Samples
-    """What the server's model is evaluated on; without it every round takes a twentieth of the samples."""
+    """Samples on which the server's model is evaluated; without them there is no evaluation on held-out samples.
+    Every sample of every client trains in any case."""
     algorithm: Algorithm | str
     """An `Algorithm` of your own, or a name of `isthmus algorithms`; by default `fedavg`."""
     rounds: int
-    """By default 10."""
+    """Rounds to train; by default 10."""
     name: str
-    """Of the run: its folder is runs/NAME."""
+    """The run's name: its folder is runs/NAME."""
 
 
 def federate(
@@ -70,7 +71,7 @@ def federate(
     with `algorithm`, `loss`, `test`, `rounds` and `name` where they are not as by default (`GivenClients` says what
     each may be). Clients' data are read once and written as arrays into the run's folder, so that it can be resumed.
     Executors are forked from the caller, or with overrides={"execution.executors": 1} are the caller itself.
-    `callbacks` and `track` are as of `isthmus.train`.
+    `callbacks`, `track` and `quiet` are as of `isthmus.train`: without the last, progress goes to standard error.
     `overrides` stand in place of what the job says: {"local.batch_size": 32, "participation.fraction": 0.1}.
     With `dashboard` a page in a browser shows the rounds, and its address is noted.
 
@@ -78,20 +79,22 @@ def federate(
     finite, PeerError where no executor is left, and Interrupted where it was to stop before it had begun.
 
     >>> clients = [{"input": torch.randn(8, 4), "target": torch.zeros(8, 1)} for _ in range(3)]
-    >>> result = isthmus.federate(model=torch.nn.Linear(4, 1), loss=loss, clients=clients, rounds=2,
-    ...                           overrides={"execution.executors": 1}, run=federated_folder)
+    >>> overrides = {"execution.executors": 1}
+    >>> result = isthmus.federate(
+    ...     model=torch.nn.Linear(4, 1), loss=loss, clients=clients, rounds=2, overrides=overrides, run=federated_folder
+    ... )
     >>> result.outcome, len(result.rounds)
     ('done', 2)
     """
-    observer, stop = observer or default_observer(), stop or Stop()
+    observer, stop = observer or default_observer(quiet=given.get("quiet", False)), stop or Stop()
     where = None if run is None else Path(run)
     check_arguments(federate, GivenClients, given)
     callbacks = given_callbacks(given)
     if job is not None:
         if objects := [name for name in given if name not in ATTACHED]:
             raise UserError(f"federate: got a job and {', '.join(objects)}, expected one or the other: see overrides")
-        choices = RunChoices(resume=resume, run=where, again="resume=True", callbacks=callbacks, dashboard=dashboard)
-        return run_simulated(tracked(federated_job_of(job, overrides), given), choices, observer, stop)
+        choices = RunChoices(resume=resume, run=where, callbacks=callbacks, dashboard=dashboard)
+        return run_simulated(attached_to(federated_job_of(job, overrides), given), choices, observer, stop)
     model, clients = given.get("model"), given.get("clients")
     if model is None or clients is None:
         missing = [name for name in ("model", "clients") if given.get(name) is None]
@@ -101,10 +104,8 @@ def federate(
     with kept_folder(name, where, overrides, observer.note, resume=resume) as folder:
         made = _job(built, model, clients, given, folder.path / GIVEN)
         made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
-        choices = RunChoices(
-            resume=resume, run=folder.path, again="resume=True", callbacks=callbacks, dashboard=dashboard
-        )
-        return run_simulated(tracked(made, given), choices, observer, stop)
+        choices = RunChoices(resume=resume, run=folder.path, callbacks=callbacks, dashboard=dashboard)
+        return run_simulated(attached_to(made, given), choices, observer, stop)
 
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
@@ -136,17 +137,18 @@ def _job(
     if not found:
         raise UserError("clients: got none, expected at least one")
     write_arrays(_joined_clients(found), folder / "clients.npz")
-    options: dict[str, object] = {"path": str((folder / "clients.npz").absolute())}
+    options: dict[str, object] = {"path": str((folder / "clients.npz").absolute()), "holdout": 0.0}
+    heldout = ""
     if (test := given.get("test")) is not None:
         held = columns_of(test, built, "heldout", targets=loss is not None)
         write_arrays({**held, CLIENT: np.zeros(len(next(iter(held.values()))), np.int64)}, folder / "test.npz")
-        options["heldout_path"] = str((folder / "test.npz").absolute())
+        heldout = str((folder / "test.npz").absolute())
     source = model if loss is None else WithLoss(built, loss, inputs_of(found[0]), TARGET)
     name = algorithm if isinstance(algorithm, str) else give_algorithm(_checked_algorithm(algorithm))
     return FederatedJob(
         name="federated",
         model=ModelSpec(name=give_model(source)),
-        data=DataSpec(kind="npz", options=options),
+        data=DataSpec(kind="npz", options=options, heldout=heldout),
         partition=PartitionSpec(scheme="natural", column=CLIENT),
         federated=FederatedConfig(algorithm=name, rounds=given.get("rounds", 10)),
     )

@@ -11,7 +11,7 @@ from torch import nn
 from isthmus.api.folder import RunFolder
 from isthmus.documents import numbered
 from isthmus.errors import UserError
-from isthmus.federated.algorithms import BUFFERS
+from isthmus.federated.buffers import buffers_of
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, build
@@ -22,7 +22,7 @@ from isthmus.report.federated_trace import trace_of
 from isthmus.run_files import ROUND_LINES, ROUNDS
 from isthmus.trace import write_perfetto
 
-PICTURES = {"accuracy": "accuracy.png", "round": "round.png", "paces": "paces.png"}
+PICTURES = {"metrics": "metrics.png", "round": "round.png", "paces": "paces.png"}
 
 
 class FederatedResult:
@@ -57,7 +57,7 @@ class FederatedResult:
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The newest: loss and accuracy on held-out samples; None where nothing was evaluated."""
+        """The newest: loss and metrics on held-out samples, and of clients; None where nothing was evaluated."""
         return next((line.evaluation for line in reversed(self.rounds) if line.evaluation is not None), None)
 
     @property
@@ -68,7 +68,7 @@ class FederatedResult:
 
     @property
     def pictures(self) -> dict[str, Path]:
-        """PNG files that are there: `accuracy`, `round` and `paces`."""
+        """PNG files that are there: `metrics`, `round` and `paces`."""
         return {name: self.path / file for name, file in PICTURES.items() if (self.path / file).is_file()}
 
     @property
@@ -116,8 +116,7 @@ def trained_model(
     with torch.no_grad():  # each in memory of its own, as files hold them
         for name, value in resident.named(model).items():
             parameters[name].copy_(value)
-    if BUFFERS in found.values:
-        resident.set_buffers(found.values[BUFFERS])
+    resident.set_buffers(buffers_of(found.values))
     return resident.module, found.round + 1
 
 

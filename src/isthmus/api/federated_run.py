@@ -59,7 +59,7 @@ def run_simulated(job: FederatedJob, choices: RunChoices, observer: Observer, st
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}"
         what = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"
-        observer.note(f"{job.federated.algorithm} over {what}; a round is closed by {run.machine.rules.description}")
+        observer.note(f"{job.federated.algorithm} over {what}; a round ends with {run.machine.rules.description}")
         return run, lambda: run.run(watch.noted, stop)
 
     return _in_folder(job, choices, begin, observer, stop)
@@ -80,7 +80,7 @@ def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: O
         )
         sites = ", ".join(run.deployment.sites)
         observer.note(
-            f"{job.federated.algorithm} over sites {sites}; a round is closed by {run.machine.rules.description}"
+            f"{job.federated.algorithm} over sites {sites}; a round ends with {run.machine.rules.description}"
         )
 
         def act() -> FinishRounds:
@@ -127,7 +127,7 @@ def _watched(
     result = FederatedResult(folder, "interrupted" if finish.outcome == "interrupted" else "done")
     observer.rounds_reported(result)
     if finish.outcome == "interrupted":
-        observer.note(f"interrupted: resume with {choices.again}, run folder {folder}")
+        observer.note(f"interrupted: {choices.going_on(folder)}")
     return result
 
 
@@ -135,6 +135,6 @@ def _draw(lines: list[RoundLine], folder: Path) -> None:
     if not lines:
         return
     pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
-    pictures.draw_rounds(lines, folder / PICTURES["accuracy"])
+    pictures.draw_rounds(lines, folder / PICTURES["metrics"])
     pictures.draw_round_timeline(lines[-1], folder / PICTURES["round"])
     pictures.draw_throughput(lines, folder / PICTURES["paces"])

@@ -33,6 +33,7 @@ from isthmus.federated.deployment import Deployment
 from isthmus.federated.executor_fleet import ExecutorFleet, transfer_s
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
+from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.pipeline import check_descends
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
@@ -181,7 +182,8 @@ def _pipeline(job: FederatedJob, deployment: Deployment, site: str, data: Client
     assert job.data is not None, "its clients were looked at"
     check_descends(load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options)))
     samples = DataDescription(columns=dict(data.columns), train=int(data.sizes[deployment.sites.index(site)]))
-    plans = PipelinePlans(deployment.fleets[site], job.model, job.data, samples, job.local, plan_for)
+    steps = StepsByRound(job.local.tabled(job.federated.rounds), job.federated.rounds)
+    plans = PipelinePlans(deployment.fleets[site], job.model, job.data, samples, job.local, steps, plan_for)
     step_s = plans.first.predicted.step_s
     return SimulatedPipeline(site=site, devices=plans.first.used, step_s=step_s, round_s=plans.round_s)
 
@@ -257,7 +259,8 @@ def _check_sites(deployment: Deployment, clients: int) -> None:
     if len(deployment.sites) != clients:
         raise UserError(
             f"deployment.sites: got {len(deployment.sites)} sites for data of {clients} clients, expected as many: "
-            "each site is simulated with one client's samples"
+            "each site is simulated with one client's samples; where the data say who has which, partition.clients = "
+            f"{len(deployment.sites)} gives each site several of them"
         )
 
 

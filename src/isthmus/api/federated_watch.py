@@ -59,15 +59,9 @@ class FederatedWatch:
             self._heldout_loss = evaluation.loss
         self._callbacks.step(self._step(line, done))
         if evaluation is not None:
-            clients = evaluation.clients
-            self._callbacks.evaluation(
-                Evaluated(
-                    step=done,
-                    loss=evaluation.loss,
-                    accuracy=evaluation.accuracy,
-                    client_accuracy=None if clients is None else clients.mean,
-                )
-            )
+            means = {name: figures.mean for name, figures in evaluation.clients.items()}
+            found = Evaluated(step=done, loss=evaluation.loss, metrics=evaluation.metrics, clients=means)
+            self._callbacks.evaluation(found)
 
     def _step(self, line: RoundLine, done: int) -> StepDone:
         samples = sum(timed.samples for one in line.record.trained.values() for timed in one)

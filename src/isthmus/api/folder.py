@@ -36,14 +36,17 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.api.losses import LossPoint, losses_file
-from isthmus.api.run_entries import ENTRIES, SPANS
+from isthmus.api.run_entries import ENTRIES, SPANS, run_entries
 from isthmus.data.description import DataDescription
+from isthmus.documents import read_lines
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
+from isthmus.graph import OpGraph
 from isthmus.job import Job
 from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
-from isthmus.run_files import CHECKPOINTS, JOB, LOSSES, write_json
+from isthmus.reading import read_json
+from isthmus.run_files import CHECKPOINTS, JOB, LOSSES, ROUND_LINES, write_json
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
@@ -55,6 +58,26 @@ GIVEN = "given"
 AGENTS_LOG, COORDINATOR, PROBED = "agents.log", "coordinator", "probed.toml"
 BESIDE = frozenset({GIVEN, AGENTS_LOG, COORDINATOR, PROBED})
 """What may be in a folder before a run begins there."""
+
+
+class _Rounds(msgspec.Struct, frozen=True):
+    rounds: int
+
+
+class _RoundsAsked(msgspec.Struct, frozen=True):
+    """What a federated job asks for."""
+
+    federated: _Rounds
+
+
+class _RoundNumber(msgspec.Struct, frozen=True):
+    round: int
+
+
+class _RoundMade(msgspec.Struct, frozen=True):
+    """A line of a federated run."""
+
+    record: _RoundNumber
 
 
 class RunFolder:
@@ -107,9 +130,11 @@ class RunFolder:
 
     @classmethod
     def newest(cls, parent: Path, name: str) -> RunFolder:
-        """The last folder that `fresh` made and `begin` filled; UserError when there is none."""
+        """Of the folders that `fresh` made and `begin` filled the last one whose run did not come to its end, or else
+        the last; UserError when there is none."""
         found = [path for path in itertools.takewhile(Path.exists, _numbered(parent, name)) if (path / JOB).is_file()]
-        return cls.existing(found[-1] if found else parent / name)
+        last = found[-1] if found else parent / name
+        return cls.existing(next((path for path in reversed(found) if not cls(path).is_done), last))
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
@@ -133,6 +158,14 @@ class RunFolder:
         finally:
             os.close(handle)
             self.leave()
+
+    def remove(self) -> None:
+        """The folder with all that is in it. UserError for what is no run, and where one works in it."""
+        with self.existing(self.path).claimed():
+            try:
+                shutil.rmtree(self.path)
+            except OSError as e:
+                raise UserError(f"run folder {self.path}: cannot be removed: {e.strerror or e}") from None
 
     def leave(self) -> None:
         """Remove what was made for a run that wrote nothing."""
@@ -189,9 +222,20 @@ class RunFolder:
             return None
         before = self.job()
         same = all(getattr(before, field) == getattr(job, field) for field in ("model", "planner", "schedule", "plan"))
-        same &= before.training.micro_batches in job.counts
+        same &= before.micro_batches in job.counts
         same &= all(getattr(before.training, f) == getattr(job.training, f) for f in ("batch_size", "precision"))
         return self.path / PLAN if same and self.fleet() == fleet else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run came to its end. Of one that cannot be read: no."""
+        try:
+            if self.is_federated:
+                rounds = self._decode(JOB, _RoundsAsked).federated.rounds
+                return any(line.record.round + 1 >= rounds for line in read_lines(self.path / ROUND_LINES, _RoundMade))
+            return any(entry.text == "done" for entry in run_entries(self.path)[-1:] if entry.kind == "ended")
+        except UserError:
+            return False
 
     @property
     def is_federated(self) -> bool:
@@ -230,16 +274,18 @@ class RunFolder:
             return None
         return self._decode(FITTED, Fleet)
 
+    def captured_graph(self) -> OpGraph:
+        """UserError where it is missing, or is none."""
+        return self._decode(self.graph.name, OpGraph)
+
     def plan(self) -> Plan:
         return load_plan(self.path / PLAN)
 
     def _decode(self, name: str, kind: type[Decoded]) -> Decoded:
         try:
-            return msgspec.json.decode((self.path / name).read_bytes(), type=kind)
+            return read_json(self.path / name, kind, f"run folder {self.path}: {name}")
         except FileNotFoundError:
             raise UserError(f"run folder {self.path}: {name} is missing") from None
-        except ValueError as e:  # msgspec's, or UnicodeDecodeError
-            raise UserError(f"run folder {self.path}: {name}: {e}") from None
 
     def write_traces(self, predicted: Trace, measured: Trace, periods: Sequence[PlanPeriod]) -> None:
         (self.path / PERIODS).write_bytes(msgspec.json.encode(periods))

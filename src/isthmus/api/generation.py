@@ -22,7 +22,7 @@ from isthmus.api.serve import Serving, address_of, serving_fleet
 from isthmus.api.states import PORT
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from isthmus.errors import PeerError, UserError
-from isthmus.graph import Flow, assign, decode
+from isthmus.graph import Flow, assign
 from isthmus.graph.partition import align
 from isthmus.job.served import Served, prepare_served
 from isthmus.planners.generation import Chain, Objective, ServingProblem, chain_of_plan, plan_chain
@@ -33,6 +33,8 @@ from isthmus.units import format_duration
 
 INCOMPLETE = "\ufffd"
 """Of a character whose last bytes are still to come."""
+NEIGHBOURS = 8
+"""Tokens with which those that follow are decoded: a character has at most four."""
 MOST = 1 << 63
 """Whole numbers of a request are below it: torch's seeds, and what a frame can say."""
 
@@ -62,17 +64,47 @@ def joined_at(where: str | None, addresses: Sequence[str], state: Path | None) -
 class Piece(NamedTuple):
     token: int
     text: str
-    """What the token adds. A character may wait for the next token."""
+    """What the token adds. A character may wait for the next token; half a one at the end is left out."""
     last: bool
+
+
+class _AnswerText:
+    """The text that tokens add to a prompt: that of all tokens, less that of the prompt. Tokenizers decode neighbours
+    together, as spaces mark beginnings of words, and characters reach over tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids, self._before, self._given = list(prompt), "", 0
+        if not self._shorten():
+            self._before = tokenizer.text(self._ids)
+
+    def add(self, token: int) -> str:
+        """What can be said now. The beginning of a character waits for its end."""
+        self._ids.append(token)
+        text = self._tokenizer.text(self._ids)
+        known = self._before if text.startswith(self._before) else self._before.rstrip(INCOMPLETE)
+        whole = text[len(known) :].rstrip(INCOMPLETE)
+        added, self._given = whole[self._given :], max(self._given, len(whole))
+        if added and text.endswith(whole):
+            self._shorten()
+        return added
+
+    def _shorten(self) -> bool:
+        """Keep the last few tokens that have a text from a character's beginning on: what follows is decoded beside
+        them as beside all. False where there are none."""
+        for count in range(1, NEIGHBOURS + 1):
+            text = self._tokenizer.text(self._ids[-count:])
+            if text and not text.startswith(INCOMPLETE):
+                self._ids, self._before, self._given = self._ids[-count:], text, 0
+                return True
+        return False
 
 
 class _Answer:
     """A request's tokens as text."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._made = list[int]()
-        self._given = ""
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> None:
+        self._text = None if tokenizer is None else _AnswerText(tokenizer, prompt)
         self.over = False
 
     def piece(self, given: HostAnswer) -> Piece:
@@ -81,11 +113,7 @@ class _Answer:
             self.over = True
             raise given
         token, self.over = given
-        self._made.append(token)
-        text = "" if self._tokenizer is None else self._tokenizer.text(self._made)
-        whole = text if self.over else text.rstrip(INCOMPLETE)
-        before, self._given = self._given, max(self._given, whole, key=len)
-        return Piece(token, whole[len(before) :], self.over)
+        return Piece(token, "" if self._text is None else self._text.add(token), self.over)
 
 
 class ModelService:
@@ -118,17 +146,23 @@ class ModelService:
                 text = prompt.encode()
             except UnicodeEncodeError as e:
                 raise UserError(f"prompt: got {prompt[e.start]!r} at {e.start}, expected a text in UTF-8") from None
-            found = tuple(int(token) for token in self.tokenizer.tokens(text))
+            found = self.tokenizer.tokens(text).tolist()
         else:
-            found = tuple(prompt)
+            found = prompt
         most, vocabulary = self._served.context - 1, self._served.vocabulary
         if not 0 < len(found) <= most:
             raise UserError(f"prompt: got {len(found)} tokens, expected 1 to {most}: the model knows {most + 1} places")
         if strange := [token for token in found if not 0 <= token < vocabulary]:
             raise UserError(f"prompt: got token {strange[0]}, the model has 0 to {vocabulary - 1}")
-        return found
+        return tuple(found)
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def text(self, tokens: Sequence[int]) -> str:
+        """Of a prompt's token ids. UserError where the run's data have no tokenizer."""
+        if self._tokenizer is None:
+            raise UserError("echo: the run's data have no tokenizer, so token ids have no text")
+        return self._tokenizer.text(tokens)
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, object]]) -> tuple[int, ...]:
         """A conversation as a prompt. UserError where the tokenizer has no template for it."""
         return self.tokens(self.tokenizer.chat(messages))
 
@@ -167,7 +201,7 @@ class ModelService:
         """`put` gets what the host says, in the host's thread."""
         sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self.ends))
         prompt = Prompt(number=0, tokens=tuple(tokens), sampling=sampling)
-        answer = _Answer(self._tokenizer)
+        answer = _Answer(self._tokenizer, prompt.tokens)
         number = self._host.submit(prompt, put)
         try:
             yield answer
@@ -216,7 +250,7 @@ def served_run(
         emulate=choices.joined is None and job.runtime.emulate,
     )
     host = GenerationHost(served, chain, fleet, settings, lambda left: plan_chain(problem(left), again), note)
-    service = ModelService(host, served, tokenizer_of(folder), job.model.name)
+    service = ModelService(host, served, tokenizer_of(folder), folder.path.resolve().name)
     for prompt in prompts:
         service.tokens(prompt)
     note(chain_text(chain))
@@ -260,7 +294,7 @@ def _serve(host: GenerationHost, session: Session, failures: list[Exception]) ->
 def _first_chain(folder: RunFolder, problem: ServingProblem, objective: Objective | None) -> Chain:
     if objective is not None:
         return plan_chain(problem, objective)
-    plan, train = folder.plan(), Flow(decode(folder.graph.read_bytes()))
+    plan, train = folder.plan(), Flow(folder.captured_graph())
     stages = plan.replicas[0].stages
     stage_of = align(train, problem.flow, assign(train, [stage.first for stage in stages[1:]]))
     return chain_of_plan(
@@ -280,7 +314,7 @@ def tokenizer_of(folder: RunFolder) -> Tokenizer | None:
     described = folder.described()
     if described and not any("input_ids" in found.columns for found in described.values()):
         return None
-    return load_tokenizer(str(data.options.get("tokenizer", BYTES)))
+    return load_tokenizer(str(data.located.get("tokenizer", BYTES)))
 
 
 def chain_text(chain: Chain) -> str:

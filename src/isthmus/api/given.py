@@ -28,8 +28,9 @@ from isthmus.overrides import overridden_struct
 
 TARGET = "target"
 """Column of what a loss is given beside the model's output."""
-MOST_MICRO_BATCHES = 8
 DEFAULT_STEPS, DEFAULT_BATCH = 100, 32
+EVALUATIONS = 10
+"""Of a run with `test`."""
 
 
 class Given(Attached, total=False):
@@ -38,19 +39,23 @@ class Given(Attached, total=False):
     model: nn.Module | Callable[[], nn.Module]
     """Its forward takes the data's columns and returns a scalar loss, unless there is a `loss`."""
     data: Samples
-    """A mapping of columns, a map-style data set, or a callable that returns one of these."""
+    """A mapping of columns, a map-style data set, or a callable that returns one of these. Every sample trains; a
+    callable that takes `split` is asked for "train" and for "heldout", which evaluations use."""
+    test: Samples
+    """Held-out samples, which metrics and the held-out loss are of: evaluated ten times in the run, unless `overrides`
+    say `training.eval_every`."""
     loss: Callable[..., Tensor]
     """Called as loss(model(*inputs), target) on samples of several parts, of which the last is the target."""
     fleet: Fleet | str | Path
-    """By default the built-in `laptop`."""
+    """The fleet; by default the built-in `laptop`."""
     optimizer: Optimizer
-    """Of torch: an instance, a class or a `functools.partial` of one; by default AdamW with lr 1e-3."""
+    """An optimizer of torch: an instance, a class or a `functools.partial` of one; by default AdamW with lr 1e-3."""
     steps: int
     """Optimizer steps; by default 100."""
     batch: int
-    """Samples per step; by default 32."""
+    """Samples per step; by default 32, or all that there are."""
     name: str
-    """Of the run: its folder is runs/NAME."""
+    """The run's name: its folder is runs/NAME."""
 
 
 def check_arguments(call: Callable[..., object], kind: type, given: Mapping[str, object]) -> None:
@@ -98,7 +103,8 @@ class Objects:
         self._given = given
         built = module_of(model)
         self.train = columns_of(data, built, "train", targets=loss is not None)
-        self.heldout = columns_of(data, built, "heldout", targets=loss is not None) if _has_split(data) else None
+        test = given.get("test", data if _has_split(data) else None)
+        self.heldout = None if test is None else columns_of(test, built, "heldout", targets=loss is not None)
         self.name = given.get("name") or type(built).__name__.lower()
         self._source = model
         if loss is not None:
@@ -107,31 +113,43 @@ class Objects:
 
     def job(self, folder: Path, overrides: Mapping[str, object]) -> Job:
         """A job whose data and fleet are files of this folder, which are written if they are not there."""
-        given, batch = self._given, self._given.get("batch", DEFAULT_BATCH)
-        paths = {"path": folder / "train.npz", "heldout_path": folder / "heldout.npz"}
-        for path, arrays in zip(paths.values(), (self.train, self.heldout), strict=True):
+        given, most = self._given, len(next(iter(self.train.values())))
+        batch = given.get("batch", min(DEFAULT_BATCH, max(1, most)))
+        if batch_size(batch) > most:
+            raise UserError(f"batch: got {batch}, expected at most {most}: `data` have no more training samples")
+        train, heldout = folder / "train.npz", folder / "heldout.npz"
+        for path, arrays in ((train, self.train), (heldout, self.heldout)):
             if arrays is not None and not path.is_file():
                 write_arrays(arrays, path)
-        options: dict[str, object] = {key: str(path.absolute()) for key, path in paths.items() if path.is_file()}
+        options: dict[str, object] = {"path": str(train.absolute()), "holdout": 0.0}  # all that is given trains
+        data = DataSpec(kind="npz", options=options, heldout=str(heldout.absolute()) if heldout.is_file() else "")
+        training = TrainingConfig(steps=given.get("steps", DEFAULT_STEPS), batch_size=batch_size(batch))
+        if given.get("test") is not None and self.heldout is not None:
+            samples, every = len(next(iter(self.heldout.values()))), max(1, training.steps // EVALUATIONS)
+            training = msgspec.structs.replace(training, eval_every=every, eval_samples=samples)
         job = Job(
             name=self.name,
             model=ModelSpec(name=give_model(self._source)),
-            data=DataSpec(kind="npz", options=options),
+            data=data,
             fleet=fleet_name(given.get("fleet", "laptop"), folder),
-            training=TrainingConfig(
-                steps=given.get("steps", DEFAULT_STEPS), batch_size=batch, micro_batches=micro_batches_of(batch)
-            ),
+            training=training,
         )
         if (optimizer := given.get("optimizer")) is not None:
             job = msgspec.structs.replace(job, optimizer=read_optimizer(optimizer, self.model))
-        return checked(overridden_struct(job, overrides, "job"))
+        made = checked(overridden_struct(job, overrides, "job"))
+        if made.evaluates and self.heldout is None and not made.data.options.get("holdout"):
+            raise UserError(
+                f"training.eval_every: got {made.training.eval_every}, but all of the data train: give held-out "
+                "samples as test=..., or override data.options.holdout with a share"
+            )
+        return made
 
 
-def micro_batches_of(batch: int) -> int:
-    """The most parts of equal size, of up to 8."""
+def batch_size(batch: int) -> int:
+    """UserError below 1."""
     if batch < 1:
         raise UserError(f"batch: got {batch}, expected at least 1")
-    return next(count for count in range(MOST_MICRO_BATCHES, 0, -1) if batch % count == 0)
+    return batch
 
 
 def fleet_name(fleet: Fleet | str | Path, folder: Path) -> str:

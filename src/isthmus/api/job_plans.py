@@ -62,7 +62,7 @@ def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, p
     proving = Proving(None if prove is None else parse_duration(prove, "--prove"), observer)
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)
-    plan = searched(observer, stop, lambda: make(job, problem, proving=proving), best_so_far=True)
+    plan = searched(observer, stop, lambda: make(prepared.job, problem, proving=proving), best_so_far=True)
     if prove is not None and plan.certificate is None:
         observer.note("--prove: no bound of this plan is known")
     check_feedback(prepared, plan, fleet)
@@ -72,7 +72,8 @@ def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, p
 
 def weigh_model(job: Job) -> GraphWeights:
     """What each layer, and each operator, computes and keeps."""
-    return graph_weights(prepare(job).flow, job.micro_batch_size)
+    prepared = prepare(job)
+    return graph_weights(prepared.flow, prepared.job.micro_batch_size)
 
 
 class Simulated(NamedTuple):
@@ -101,7 +102,7 @@ class Simulated(NamedTuple):
             f"{name} {format_duration(seconds)}"
             for name, seconds in (
                 ("simulated step", step_s),
-                ("closed form", predicted.step_s),
+                ("formula", predicted.step_s),
                 ("Eq. 3", predicted.eq3_step_s),
             )
         )
@@ -120,7 +121,7 @@ def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None
         options = SimulationOptions(clips=job.training.exchanges_norms)
         return Simulated(simulate_plan(plan, fleet, plan_spec(job, plan), options), plan, fleet, None)
     prepared = prepare(job)
-    plan = searched(observer, stop, lambda: make(job, prepared.problem(fleet)))
+    plan = searched(observer, stop, lambda: make(prepared.job, prepared.problem(fleet)))
     spec = run_spec(prepared.cut_into(plan.micro_batches))
     trace = simulate_plan(plan, fleet, spec, simulation_options(prepared, plan))
     return Simulated(trace, plan, fleet, prepared.captured.train)
@@ -132,11 +133,12 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
     if plan.micro_batches in job.counts:
         job = job.cut_into(plan.micro_batches)
     prepared = prepare(job)
+    job = prepared.job
     question = Question(
         graph=prepared.captured.train,
         fleet=fleet,
         micro_batch_size=job.micro_batch_size,
-        micro_batches=job.training.micro_batches,
+        micro_batches=job.micro_batches,
         schedule=schedule_of(job.schedule, plan.replicas[0].schedule.name) if plan.replicas else job.schedule,
         period=job.sync.every,
         state=_state(job),

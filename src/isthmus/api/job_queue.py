@@ -42,7 +42,7 @@ class Handed(NamedTuple):
 
 
 def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
-    """Hand it in. Paths in it count from the current folder. UserError for what could not be run anyway."""
+    """Hand it in. Its runs are written to the current folder. UserError for what could not be run anyway."""
     if isinstance(job, FederatedJob):
         check_deployment(job)
     else:
@@ -154,7 +154,7 @@ def _where_submitted(job: Submitted) -> Generator[None]:
 
 
 def _run(job: Submitted, service: FleetCoordinator, queue: JobQueue, observer: Observer, stop: Stop) -> str:
-    again = f"`isthmus resume {job.number}`"
+    again = f"isthmus resume {job.number}"
     if job.kind == "federated":
         made = msgspec.json.decode(job.document, type=FederatedJob)
         folder = _folder(job, made.run_dir, queue)

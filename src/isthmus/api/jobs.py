@@ -54,9 +54,11 @@ def stop_job(wanted: str | None = None, state: Path | None = None) -> Submitted:
 
 
 def resume_job(wanted: str | None = None, state: Path | None = None) -> Submitted:
-    """The job, which is queued again; by default what was stopped or failed last."""
+    """The job, which is queued again, once it has ended if it is stopping; by default the one that is stopping, or what
+    was stopped or failed last."""
     with opened(state) as (queue, _):
-        job = queue.find(wanted, likely=("stopped", "failed"))
+        stopping = queue.stopping() if wanted is None else None
+        job = stopping or queue.find(wanted, likely=("stopped", "failed"))
         queue.resume(job.number)
         return job
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -22,6 +22,7 @@ from isthmus.engines import check_engine
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_extra
 from isthmus.federated.task_spec import SiteConfig, load_site
+from isthmus.locking import hold
 from isthmus.runtime.device.island_ranks import Island, attend, island_here
 from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
 from isthmus.runtime.identity import Identity, Ticket, decode_ticket, read_ticket, read_ticket_of
@@ -33,7 +34,7 @@ from isthmus.runtime.service.device_group import run_group
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.runtime.service.hardware import hardware_of
 from isthmus.runtime.service.machine import Finding
-from isthmus.units import parse_size
+from isthmus.units import parse_size, whole_number
 
 Ask = Callable[[], str]
 """Gives the text of a ticket."""
@@ -115,10 +116,11 @@ def accelerators_of(text: str) -> dict[str, str]:
 
 def _numbered(text: str, here: Sequence[str]) -> str:
     """The full name of an accelerator, of which a number may be given. UserError."""
-    if not text.isdecimal():
+    number = whole_number(text)
+    if number is None:
         return resolve_accelerator(text, "--devices")
-    if int(text) < len(here):
-        return here[int(text)]
+    if number < len(here):
+        return here[number]
     if not here:
         raise UserError(f"--devices: got {text}, but torch sees no accelerator here: leave it out to take the CPU")
     raise UserError(f"--devices: got {text}, expected a number below {len(here)}: {', '.join(here)} are here")
@@ -288,11 +290,13 @@ def _name(joining: JoinOptions) -> str:
 
 def _memberships(joining: JoinOptions, folders: Mapping[str, Path], timeout_s: float, ask: Ask) -> list[Membership]:
     """Those that the folders of devices hold, by name, unless a ticket for another is given."""
+    _hold(path for path in folders.values() if path.is_dir())
     for folder in folders.values() if joining.one_owner else ():
         Identity.made(folder).share_data()
     held = {name: membership_in(folder) for name, folder in folders.items()}
     wanted = {name: folders[name] for name in folders if held[name] is None or joining.ticket_file is not None}
     made = join_fleet(_ticket(joining, ask), wanted, timeout_s) if wanted else {}
+    _hold(folders.values())
     found: list[Membership] = []
     for name, folder in folders.items():
         membership = made.get(name) or held[name]
@@ -304,6 +308,15 @@ def _memberships(joining: JoinOptions, folders: Mapping[str, Path], timeout_s: f
             )
         found.append(membership)
     return found
+
+
+def _hold(folders: Iterable[Path]) -> None:
+    """UserError where another process has joined with one of them: each would throw the other out."""
+    for folder in folders:
+        hold(
+            folder / "joined.claim",
+            f"state folder {folder}: another process has joined with it: end it first, or choose another with --state",
+        )
 
 
 def _ticket(joining: JoinOptions, ask: Ask) -> Ticket:

@@ -16,6 +16,8 @@ class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None
     """None for one that is not a number: JSON has no word for it."""
     split: str = "train"
+    metrics: dict[str, float | None] = {}
+    """Of held-out samples, the job's; None of one that counted nothing."""
 
 
 def losses_file(run: Path) -> LinesFile[LossPoint]:

@@ -138,12 +138,13 @@ def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
     plan = load_plan(document)
     if not plan.replicas:
         raise UserError(f"plan file {document}: replicas: got none, expected at least one")
-    if plan.micro_batches in job.counts:
+    numbers = job.counts if job.training.micro_batches else (*job.counts, 1)  # what it may be by default
+    if plan.micro_batches in numbers:
         job = job.cut_into(plan.micro_batches)
     schedule = plan.replicas[0].schedule.name
     for field, got, expected in (
         ("model", plan.model, job.model.name),
-        ("micro_batches", plan.micro_batches, job.training.micro_batches),
+        ("micro_batches", plan.micro_batches, job.micro_batches),
         ("micro_batch_size", plan.micro_batch_size, job.micro_batch_size),
         ("schedule.name", schedule, schedule_of(job.schedule, schedule)),
     ):

@@ -10,10 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
+from isthmus import api
+from isthmus.api.consoles import LOG_WIDTH, notes
 from isthmus.api.observer import Observer, Silent, StepDone
+from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Plan
+from isthmus.units import format_metric
 
 
 def table_of(rows: Mapping[str, str]) -> str:
@@ -83,8 +87,9 @@ class NotebookObserver(Observer):
             self._rows["busy"] = ", ".join(f"{device} {share:.0%}" for device, share in done.busy.items())
         self._show()
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
         self._rows["held-out loss"] = f"{loss:.4f} (step {step})"
+        self._rows |= {name: f"{format_metric(name, value)} (step {step})" for name, value in metrics.items()}
         self._show()
 
     def _show(self) -> None:
@@ -95,11 +100,17 @@ class NotebookObserver(Observer):
             self._handle.update(shown)
 
 
-def default_observer() -> Observer:
-    """In a notebook one that shows progress; elsewhere nothing is shown."""
-    if "IPython" not in sys.modules:
+def default_observer(*, quiet: object = False) -> Observer:
+    """In a notebook a table; elsewhere all that the command line prints, on standard error.
+
+    UserError for a `quiet` that is neither true nor false."""
+    if not isinstance(quiet, bool):
+        raise UserError(f"quiet: got {quiet!r:.80}, expected true or false")
+    if quiet:
         return Silent()
-    shell: object = importlib.import_module("IPython").get_ipython()
-    if shell is None or not hasattr(shell, "kernel"):  # the shell of a terminal replaces no output
-        return Silent()
-    return NotebookObserver(cast(Display, importlib.import_module("IPython.display").display))
+    if "IPython" in sys.modules:
+        shell: object = importlib.import_module("IPython").get_ipython()
+        if shell is not None and hasattr(shell, "kernel"):  # the shell of a terminal replaces no output
+            return NotebookObserver(cast(Display, importlib.import_module("IPython.display").display))
+    console = notes(LOG_WIDTH)
+    return api.terminal.Terminal(console, console)

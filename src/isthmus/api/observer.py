@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -13,6 +13,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.planners import SearchObserver
 from isthmus.plans import Plan
+from isthmus.units import format_metrics
 
 if TYPE_CHECKING:
     from isthmus.api.federated_result import FederatedResult
@@ -67,8 +68,8 @@ class Observer(Protocol):
     def stepped(self, done: StepDone) -> None:
         """An optimizer step is done."""
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """The held-out loss after so many steps."""
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
+        """The held-out loss after so many steps, and the job's metrics."""
 
     def saved(self, step: int, directory: Path) -> None:
         """A checkpoint is complete."""
@@ -113,8 +114,8 @@ class Written(Observer):
     def stepped(self, done: StepDone) -> None:
         self.note(f"step {done.step}/{done.steps}" + ("" if done.loss is None else f", loss {done.loss:.4f}"))
 
-    def evaluated(self, step: int, loss: float) -> None:
-        self.note(f"step {step}: held-out loss {loss:.4f}")
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
+        self.note(f"step {step}: held-out loss {loss:.4f}{format_metrics(metrics)}")
 
     def saved(self, step: int, directory: Path) -> None:
         self.note(f"checkpoint of step {step}: {directory}")

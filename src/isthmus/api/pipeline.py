@@ -35,7 +35,14 @@ from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_record
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
+from isthmus.runtime.coordinator.run import (
+    RunOptions,
+    Watcher,
+    check_outcome,
+    late_warnings,
+    manifest_of,
+    run_plan,
+)
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.processes.device_processes import ProcessPlace
@@ -43,7 +50,7 @@ from isthmus.runtime.processes.device_processes import fork_before_threads as fo
 from isthmus.runtime.processes.signals import Stop
 from isthmus.sanitize import sanitize
 from isthmus.trace import Trace
-from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
+from isthmus.training.checkpoint import check_shapes, newest_whole_checkpoint
 from isthmus.training.engine_operators import engine_operators
 
 
@@ -82,7 +89,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
         run = _explained(planned, outcome, session, observer)
         check_outcome(outcome)
         if outcome.outcome == "interrupted":
-            observer.note(f"interrupted: resume with {choices.again}, run folder {folder.path}")
+            observer.note(f"interrupted: {choices.going_on(folder.path)}")
         return run
 
 
@@ -118,7 +125,7 @@ def _start(job: Job, choices: Choices, folder: RunFolder, note: Callable[[str], 
         return _Start(0, None, None)
     record = _left_in_its_middle(folder, choices)
     checkpoint = newest_whole_checkpoint(folder.checkpoints, note, finite=job.training.non_finite != "ignore")
-    return _Start(read_manifest(checkpoint).step if checkpoint is not None else 0, checkpoint, record)
+    return _Start(manifest_of(job, checkpoint).step if checkpoint is not None else 0, checkpoint, record)
 
 
 class _Planned(NamedTuple):
@@ -146,10 +153,12 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, obser
         note=observer.note,
     )
     prepared = _prepared(job, folder, holders, observer, in_its_middle=start.record is not None)
+    if start.checkpoint is not None and start.record is None:
+        check_shapes(start.checkpoint, _trained(prepared))
     prepared = msgspec.structs.replace(prepared, computes=backend.computes)
     for line in _other_engines(prepared, fleet):
         observer.note(line)
-    kept = choices.plan or folder.plan_to_keep(job, fleet)
+    kept = choices.plan or folder.plan_to_keep(prepared.job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
     if believed is not None:
         observer.note(f"speeds as measured before: {fitted_text(believed)}")
@@ -206,6 +215,7 @@ def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: 
         planned=watch.planned,
         period=watch.log.planned,
         advanced=watch.advanced,
+        evaluated=watch.evaluated,
         saved=saved,
         rolled_back=watch.rolled_back,
         noted=watch.noted,
@@ -287,6 +297,12 @@ def _prepared(
         raise UserError(f"data.description: {job.data.description}: differs from the devices' data: {text}")
     observer.note(f"capturing {job.model.name} ...")
     return prepare(job, samples)
+
+
+def _trained(prepared: Prepared) -> dict[str, tuple[int, ...]]:
+    """The shapes of what training changes and checkpoints always have, by the module's own names."""
+    parameters = (op for op in prepared.captured.train.ops if op.kind == "parameter" and any(op.requires_grad))
+    return {op.target: op.outputs[0].shape_at(1) for op in parameters}
 
 
 def _options(planned: _Planned, start: _Start) -> RunOptions:

@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack, cast
 import msgspec
 from torch import Tensor, nn
 
-from isthmus.api.given import fleet_name, micro_batches_of, module_of
+from isthmus.api.given import batch_size, fleet_name, module_of
 from isthmus.api.job_overrides import job_of
 from isthmus.api.job_plans import compare_planners, plan_job, simulate_job, verify_plan
 from isthmus.api.make_plan import HEADER_BYTES, make
@@ -77,8 +77,9 @@ def plan(
     with tempfile.TemporaryDirectory() as folder:
         if callable(what):
             job, samples = _job_of_module(module_of(what), fleet or "laptop", how, overrides, Path(folder))
-            problem = prepare(job, samples).problem(fleet_of(job))
-            return searched(observer, stop, lambda: make(job, problem), best_so_far=True)
+            prepared = prepare(job, samples)
+            problem = prepared.problem(fleet_of(job))
+            return searched(observer, stop, lambda: make(prepared.job, problem), best_so_far=True)
         if how.keys() - {"planner"}:
             raise UserError(f"plan: got {', '.join(how)} for a job, expected overrides")
         job = _with_fleet(job_of(what, _and_planner(overrides, how)), fleet, Path(folder))
@@ -202,7 +203,6 @@ def _job_of_module(
         name: ColumnSpec(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape[1:]))
         for name, tensor in named.items()
     }
-    samples = DataDescription(columns=columns, train=batch)
     name = type(module).__name__.lower()
     job = Job(
         name=name,
@@ -210,9 +210,10 @@ def _job_of_module(
         data=DataSpec(kind="npz", options={"path": "inputs"}),
         fleet=fleet_name(fleet, folder),
         planner=how.get("planner", "auto"),
-        training=TrainingConfig(batch_size=batch, micro_batches=micro_batches_of(batch)),
+        training=TrainingConfig(batch_size=batch_size(batch)),
     )
-    return checked(overridden_struct(job, overrides, "plan")), samples
+    job = checked(overridden_struct(job, overrides, "plan"))
+    return job, DataDescription(columns=columns, train=job.training.batch_size)
 
 
 def _names(module: nn.Module, count: int) -> list[str]:

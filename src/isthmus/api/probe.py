@@ -47,8 +47,9 @@ def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) 
         raise UserError(f"{option}: it is for this machine, expected it without names of devices that joined")
     places = {} if asked.names else _places(asked)
     job = None if asked.job is None else _job(asked.job)
-    compute = NO_JOB if job is None else speed_question(prepare(job))
-    description = "" if job is None else _described(job)
+    prepared = None if job is None else prepare(job)
+    compute = NO_JOB if prepared is None else speed_question(prepared)
+    description = "" if prepared is None else _described(prepared.job)
     if not asked.names:
         return probe_machine(platform.node(), places, log, compute, description)
     with serving_fleet(serving, log) as service:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 from torch import nn
 
 import isthmus
@@ -19,12 +19,14 @@ from isthmus.disclosure import PrivacySpent, read_spent
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
-from isthmus.models.registry import is_with_loss
+from isthmus.models.registry import own_names
 from isthmus.plans import Plan, PlanPeriod
+from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, newest_checkpoint, read_manifest
+from isthmus.units import format_metrics
 
 Outcome = Literal["done", "interrupted"]
 
@@ -104,7 +106,7 @@ class Run:
     def comparison(self) -> ComparisonSummary | None:
         """What was predicted beside what was measured; None where no step was finished."""
         path = self._folder.summary
-        return msgspec.json.decode(path.read_bytes(), type=ComparisonSummary) if path.is_file() else None
+        return read_json(path, ComparisonSummary) if path.is_file() else None
 
     @property
     def privacy(self) -> PrivacySpent | None:
@@ -158,8 +160,8 @@ class Run:
         >>> run.load(copy.deepcopy(model))
         4
         """
-        holder = nn.ModuleDict({"model": model}) if is_with_loss(self.job.model.name) else model
-        return load_checkpoint(holder, latest_checkpoint(self._folder.checkpoints))
+        named = partial(own_names, self.job.model.name)
+        return load_checkpoint(model, latest_checkpoint(self._folder.checkpoints), named)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -169,7 +171,7 @@ class Run:
         rows = {"run": str(self.path), "outcome": self.outcome, "steps": f"{len(self.losses)}"}
         for name, points in (("loss", self.losses), ("held-out loss", self.heldout)):
             if points and points[-1].loss is not None:
-                rows[name] = f"{points[-1].loss:.4f} {self.loss_unit}"
+                rows[name] = f"{points[-1].loss:.4f} {self.loss_unit}{format_metrics(points[-1].metrics)}"
         if (found := self.comparison) is not None:
             rows["step"] = f"{found.measured_step_s:.3g} s, predicted {found.predicted_step_s:.3g} s"
         return table_of(rows) + "".join(map(picture_of, self.pictures.values()))

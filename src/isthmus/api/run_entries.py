@@ -30,6 +30,8 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 0
     """Of `began`: what the job asks for."""
     loss: float | None = None
+    metrics: Mapping[str, float | None] = {}
+    """Of `heldout`."""
     per_s: float | None = None
     """Of `step`: tokens, or samples where the data are no text."""
     unit: str = ""

@@ -4,7 +4,7 @@ the run."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -79,8 +79,8 @@ class RunLog:
             self._append(SPANS, self._encoder.encode_lines(spans))
             self._spans += len(spans)
 
-    def evaluated(self, step: int, loss: float) -> None:
-        self._add(RunEntry(at_s=self._clock(), kind="heldout", step=step, loss=loss))
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
+        self._add(RunEntry(at_s=self._clock(), kind="heldout", step=step, loss=loss, metrics=metrics))
 
     def went_back(self, step: int) -> None:
         self._add(RunEntry(at_s=self._clock(), kind="back", step=step, spans=self._spans))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from isthmus.job import Job
 
 LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
+PYTHON_AGAIN = "resume=True, run={run}"
 
 
 class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,12 +30,16 @@ class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
 
     resume: bool = False
     run: Path | None = None
-    again: str = "--resume"
-    """What a person has to say for the run to go on."""
+    again: str = PYTHON_AGAIN
+    """What a person types for the run to go on; `{run}` stands for its folder."""
     callbacks: tuple[Callback, ...] = ()
     """Besides the job's."""
     dashboard: bool = False
     """Whether the run is shown in a browser."""
+
+    def going_on(self, folder: Path) -> str:
+        """How the run in this folder goes on, for a person."""
+        return f"run folder {folder}; to go on: {self.again.replace('{run}', shlex.quote(str(folder)))}"
 
 
 class RunSession(NamedTuple):
@@ -62,9 +68,9 @@ def run_session(job: Job | FederatedJob, choices: RunChoices, observer: Observer
             callbacks = callbacks_of(job, choices.callbacks, observer.note)
             with (
                 callbacks.session(folder.path),
-                uploaded(job.store, folder, choices.again, observer.note, resume=choices.resume) as uploads,
+                uploaded(job.store, folder, observer.note, resume=choices.resume) as uploads,
             ):
                 yield RunSession(folder, callbacks, uploads)
         except KeyboardInterrupt:
-            how = f"resume with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
+            how = choices.going_on(folder.path) if folder.begun else "nothing was written"
             raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None

@@ -27,11 +27,12 @@ from isthmus.api.states import PORT, state_folder, timeout_s
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, is_federated
 from isthmus.job import Job
+from isthmus.listening import shown_address
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import Addresses, FleetState
 from isthmus.runtime.service.job_queue import JobQueue
-from isthmus.units import parse_duration
+from isthmus.units import parse_duration, whole_number
 
 
 def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
@@ -101,7 +102,7 @@ def serving_fleet(serving: Serving, log: Callable[[str], None]) -> Generator[Fle
     ):
         fleet.listens_at(_addresses(serving, service.port))
         service.start()
-        log(f"listening on {serving.host}:{service.port} with TLS; state folder {fleet.folder}")
+        log(f"listening on {shown_address(serving.host, service.port)} with TLS; state folder {fleet.folder}")
         for _ in range(serving.tickets):
             serving.ticket(fleet.ticket())
         if serving.tickets:
@@ -131,7 +132,7 @@ def address_of(text: str, port: int, option: str = "--address") -> tuple[str, in
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]") or (":" in host.strip("[]") and not host.startswith("[")):
         return text.strip("[]"), port
-    if not number.isdecimal() or not 0 < int(number) < 65536:
+    if not 0 < (whole_number(number) or 0) < 65536:
         raise UserError(f"{option} {text}: port: got {number!r}, expected a number up to 65535")
     return host.strip("[]"), int(number)
 
@@ -183,7 +184,7 @@ def serve(
         serve_submitted(serving, observer, Written, dashboard=dashboard)
         return None
     if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
-        choices = RunChoices(resume=resume, run=folder, again="resume=True", dashboard=dashboard)
+        choices = RunChoices(resume=resume, run=folder, dashboard=dashboard)
         return serve_federated(federated_job_of(job, overrides), choices, serving, observer, stop)
-    choices = Choices(resume=resume, run=folder, again="resume=True", dashboard=dashboard)
+    choices = Choices(resume=resume, run=folder, dashboard=dashboard)
     return serve_job(job_of(job, overrides), choices, serving, observer, stop)

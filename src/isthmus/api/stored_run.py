@@ -128,9 +128,7 @@ def _is_here(parent: Path, name: str, run: Path | None) -> bool:
 
 
 @contextlib.contextmanager
-def uploaded(
-    config: StoreConfig | None, folder: RunFolder, again: str, note: Note, *, resume: bool
-) -> Generator[Uploads]:
+def uploaded(config: StoreConfig | None, folder: RunFolder, note: Note, *, resume: bool) -> Generator[Uploads]:
     """The run in this folder is uploaded meanwhile; the end waits for what is left. At the beginning a newer commit of
     the store is fetched. UserError for a store that cannot be used, or holds another run."""
     if config is None:
@@ -139,7 +137,7 @@ def uploaded(
     store = open_store(config)
     names, before, here = store.names(), read_owner(store), _owner_of(folder.path)
     if JOB in names and not resume:
-        raise UserError(f"store.url: {store.url}: holds a run already; add {again} to continue it, or name another URL")
+        raise UserError(f"store.url: {store.url}: holds a run already; resume it, or name another URL")
     if JOB in names and (before is None or here is None or before.run != here.run):
         what = "expected a URL of its own, or --run of an empty folder to go on from there"
         raise UserError(f"store.url: {store.url}: holds another run than {folder.path}, {what}")

@@ -26,11 +26,13 @@ from isthmus.api.job_overrides import job_of
 from isthmus.api.notebook import table_of
 from isthmus.api.run import Run
 from isthmus.api.sweep_process import SweepProcess, Task
+from isthmus.documents import folder_of
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, check_simulation, is_federated
 from isthmus.job import Job
 from isthmus.job.sweep import SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
+from isthmus.overrides import counted_from
 from isthmus.report.sweep_table import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
 from isthmus.run_files import read_json, write_json
 from isthmus.runtime.launchers.registry import open_launcher
@@ -144,8 +146,9 @@ def sweep(
         open_launcher(said.engine.on, said.engine.options)
     runs, tasks = runs_of(said), dict[str, Task]()
     folder = Path(run) if run is not None else Path(said.run_dir) / said.name
+    here = folder_of(path) or os.getcwd()
     for one in runs:
-        overrides = one.overrides("federated.seed" if federated else "training.seed")
+        overrides = counted_from(one.overrides("federated.seed" if federated else "training.seed"), here)
         track = _check(job, overrides, federated=federated).track
         if track.names and not track.group:
             overrides |= {"track.group": said.name}
@@ -268,12 +271,13 @@ def _metrics(folder: Path) -> dict[str, float]:
     """Of a finished run. What it has not, or is no number, is left out."""
     if RunFolder.existing(folder).is_federated:
         newest = FederatedResult(folder).evaluation
-        found = {} if newest is None else {"held-out loss": newest.loss, "accuracy": newest.accuracy}
+        found = {} if newest is None else {"held-out loss": newest.loss, **newest.metrics}
     else:
         run = Run(folder)
         found = {
             "loss": run.losses[-1].loss if run.losses else None,
             "held-out loss": run.heldout[-1].loss if run.heldout else None,
+            **(run.heldout[-1].metrics if run.heldout else {}),
             SECONDS: run.comparison.measured_step_s if run.comparison is not None else None,
         }
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}

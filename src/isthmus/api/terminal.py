@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TextIO
@@ -10,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from isthmus.api.consoles import LOG_WIDTH
 from isthmus.api.federated_result import FederatedResult
 from isthmus.api.observer import Observer, Search, StepDone
 from isthmus.api.run import Run
@@ -19,8 +21,7 @@ from isthmus.graph import OpGraph
 from isthmus.plans import Plan
 from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
-
-LOG_WIDTH = 140
+from isthmus.units import format_metric, format_metrics
 
 
 def logged(file: TextIO) -> Terminal:
@@ -76,9 +77,9 @@ class Terminal(Observer):
                 link_bytes=done.link_bytes,
             )
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
         if self._progress is not None:
-            self._progress.validation(step, loss)
+            self._progress.validation(step, loss, metrics)
 
     def saved(self, step: int, directory: Path) -> None:
         self.note(f"checkpoint of step {step}: {directory}")
@@ -101,12 +102,15 @@ class Terminal(Observer):
         self._out.print(rounds_table(lines))
         if last is not None:
             if last.loss is not None:
-                accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
                 done = f"after {lines[-1].record.round + 1} rounds"
-                self._out.print(Text(f"held-out loss {last.loss:.4f}{accuracy} {done}"))
-            if last.clients is not None:
-                worst = f"worst tenth {last.clients.worst_decile:.1%}, deviation {last.clients.deviation:.1%}"
-                self._out.print(Text(f"clients' own data: mean accuracy {last.clients.mean:.1%}, {worst}"))
+                self._out.print(Text(f"held-out loss {last.loss:.4f}{format_metrics(last.metrics)} {done}"))
+            for name, figures in last.clients.items():
+                mean, worst, deviation = (
+                    format_metric(name, value) for value in (figures.mean, figures.worst_decile, figures.deviation)
+                )
+                self._out.print(
+                    Text(f"clients' own data: mean {name} {mean}, worst tenth {worst}, deviation {deviation}")
+                )
         self._out.print(Text(f"run folder: {result.path}"))
 
     def reported(self, run: Run) -> None:
@@ -123,7 +127,10 @@ class Terminal(Observer):
         if heldout:
             last = heldout[-1]
             loss = float("nan") if last.loss is None else last.loss
-            self._out.print(f"held-out loss {loss:.4f} {run.loss_unit} after {last.step} steps", highlight=False)
+            metrics = format_metrics(last.metrics)
+            self._out.print(
+                f"held-out loss {loss:.4f} {run.loss_unit}{metrics} after {last.step} steps", highlight=False
+            )
         self._out.print(f"run folder: {run.path}", highlight=False)
 
 
@@ -133,6 +140,7 @@ def run_document(run: Run, *, finished: bool) -> dict[str, object]:
         "run": str(run.path),
         "loss": run.losses[-1].loss if run.losses else None,
         "heldout_loss": run.heldout[-1].loss if run.heldout else None,
+        "metrics": run.heldout[-1].metrics if run.heldout else {},
         "comparison": msgspec.to_builtins(run.comparison) if finished else None,
     }
     if finished and (spent := run.privacy) is not None:

@@ -10,7 +10,7 @@ from typing import Unpack
 
 import msgspec
 
-from isthmus.api.callbacks import ATTACHED, given_callbacks, tracked
+from isthmus.api.callbacks import ATTACHED, attached_to, given_callbacks
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import Given, Objects, check_arguments, kept_folder
 from isthmus.api.job_overrides import job_of
@@ -43,13 +43,14 @@ def train(
     are read once and written as arrays into the run's folder, where devices open them: so the run can be resumed.
     Weights begin as the model has them.
 
-    With `resume` the newest run of this name goes on from its newest checkpoint, or the one in the folder `run`; `run`
-    alone names an empty folder. `plan` is followed in place of planning. `overrides` stand in place of what the job
-    says: {"training.precision": "bf16"}. `stop.request()`, from any thread, ends the run with a checkpoint; so does
-    Ctrl-C, and the outcome is `interrupted`. `callbacks` are objects of classes derived from `isthmus.Callback`, called
-    besides those of the job. `track` names trackers in place of the job's: ["tensorboard", "wandb"]. In a notebook
-    progress is shown as a table that is kept up to date; with `dashboard` a page in a browser shows the run, and its
-    address is noted.
+    With `resume` the newest run of this name goes on from its newest checkpoint, or the one in the folder `run`;
+    `run` alone names an empty folder. `plan` is followed in place of planning. `overrides` stand in place of what the
+    job says: {"training.precision": "bf16"}. `stop.request()`, from any thread, ends the run with a checkpoint; so
+    does Ctrl-C, and the outcome is `interrupted`. `callbacks` are objects of classes derived from `isthmus.Callback`,
+    called besides those of the job. `track` names trackers in place of the job's: ["tensorboard", "wandb"]. The plan,
+    progress, warnings and results are printed on standard error, as the command prints them; in a notebook they are a
+    table that is kept up to date. `quiet` or an `observer` of your own is without them. With `dashboard` a page in a
+    browser shows the run, and its address is noted.
 
     Raises UserError for what is wrong with the job, the model or the data, FleetTooSmall where no plan fits, PeerError
     where devices were lost and the run could not go on, Diverged where numbers are not finite, and Interrupted where it
@@ -59,7 +60,7 @@ def train(
     >>> run.outcome, len(run.losses)
     ('done', 4)
     """
-    observer, stop = observer or default_observer(), stop or Stop()
+    observer, stop = observer or default_observer(quiet=given.get("quiet", False)), stop or Stop()
     where = None if run is None else Path(run)
     check_arguments(train, Given, given)
     with contextlib.ExitStack() as files:
@@ -67,17 +68,16 @@ def train(
             resume=resume,
             run=where,
             plan=files.enter_context(_document(plan)),
-            again="resume=True",
             callbacks=given_callbacks(given),
             dashboard=dashboard,
         )
         if job is not None:
             if objects := [name for name in given if name not in ATTACHED]:
                 raise UserError(f"train: got a job and {', '.join(objects)}, expected one or the other: see overrides")
-            return run_job(tracked(job_of(job, overrides), given), choices, observer, stop)
+            return run_job(attached_to(job_of(job, overrides), given), choices, observer, stop)
         objects = Objects(given)
         folder = files.enter_context(kept_folder(objects.name, where, overrides, observer.note, resume=resume))
-        made = tracked(objects.job(folder.path / GIVEN, overrides), given)
+        made = attached_to(objects.job(folder.path / GIVEN, overrides), given)
         return run_job(made, msgspec.structs.replace(choices, run=folder.path), observer, stop)
 
 

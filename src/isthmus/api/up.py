@@ -21,7 +21,7 @@ from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
-from isthmus.api.run_session import RunChoices, folder_of
+from isthmus.api.run_session import PYTHON_AGAIN, RunChoices, folder_of
 from isthmus.api.serve import Serving, serving_fleet
 from isthmus.api.states import timeout_s
 from isthmus.api.up_choices import (
@@ -76,8 +76,9 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
                     job = _on_measured(job, devices, folder, service, observer.note, stop)
                 else:
                     check_devices(devices, fleet)
+                again = asked.again or PYTHON_AGAIN
                 choices = Choices(
-                    resume=asked.resume, run=folder.path, backend=service, devices_stay=False, again=asked.again
+                    resume=asked.resume, run=folder.path, backend=service, devices_stay=False, again=again
                 )
                 return run_job(job, choices, observer, stop)
     except KeyboardInterrupt:
@@ -220,7 +221,7 @@ def up(
     >>> run = isthmus.up("job.toml", on="local", nodes=3)  # doctest: +SKIP
     """
     check_arguments(up, HowUp, given)
-    asked = UpChoices(engine=on, resume=resume, run=None if run is None else Path(run), again="resume=True", **given)
+    asked = UpChoices(engine=on, resume=resume, run=None if run is None else Path(run), **given)
     refuse_federated(job)
     return run_on_engine(job_of(job, overrides), asked, observer or default_observer(), stop or Stop())
 

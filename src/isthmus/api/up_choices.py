@@ -11,6 +11,7 @@ import msgspec
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.runtime.launchers.launcher import AgentSpec
+from isthmus.units import whole_number
 
 AUTO, ISLAND = "auto", "island"
 
@@ -36,8 +37,8 @@ class UpChoices(msgspec.Struct, frozen=True, kw_only=True):
     """Whether devices that joined are measured; None: unless the job names a fleet file."""
     resume: bool = False
     run: Path | None = None
-    again: str = "--resume"
-    """What a person has to say for the run to go on."""
+    again: str = ""
+    """As of `RunChoices`."""
     verbose: bool = False
     """Show what agents print."""
 
@@ -103,9 +104,9 @@ def _devices(per_node: str, fleet: Fleet | None) -> list[str]:
     if per_node == AUTO:
         alone = fleet is not None and not any("/" in name for name in fleet.names)
         return [] if alone else ["--devices", AUTO]
-    if not per_node.isdecimal() or not int(per_node):
+    if not (count := whole_number(per_node)):
         raise UserError(f"--devices-per-node: got {per_node!r}, expected auto, island or a number from 1 on")
-    return ["--devices", ",".join(map(str, range(int(per_node))))]
+    return ["--devices", ",".join(map(str, range(count)))]
 
 
 def check_devices(joined: Sequence[str], fleet: Fleet) -> None:

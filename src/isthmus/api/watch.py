@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from isthmus.api.run_faults import faults_of, plan_change
 from isthmus.api.run_log import RunLog
 from isthmus.api.stored_run import Uploads
 from isthmus.callbacks import Callbacks, Evaluated, RunFault, StepDone
+from isthmus.graph.metrics import Metrics
 from isthmus.job import Prepared
 from isthmus.plans import Plan
 from isthmus.protocol import Item
@@ -43,7 +45,7 @@ class Watch:
         self._job = job = prepared.job
         rate, steps = job.learning_rate.tabled(job.training.steps), job.training.steps
         self._settings = [settings_of(optimizer, rate, steps) for optimizer in job.optimizer]
-        self._eval_micro_batches = run_spec(prepared).eval_micro_batches
+        self._spec, self._metrics = run_spec(prepared), Metrics(job.metrics)
         self._folder = folder
         self._observer = observer
         self._callbacks = callbacks
@@ -51,7 +53,7 @@ class Watch:
         ids = prepared.samples.columns.get("input_ids")
         self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
         self._ends_s: deque[float] = deque(maxlen=SPEED_STEPS + 1)
-        self._heldout: dict[int, list[tuple[float, int]]] = {}
+        self._heldout: dict[int, list[tuple[int, Sequence[float]]]] = {}
         self._heldout_loss: float | None = None
         self._plan, self._epoch = plan, 0
         self._done, self._running = 0, False
@@ -86,8 +88,6 @@ class Watch:
             self._trained(item, loss, spans)
             return
         self.log.measured(spans)
-        if item.kind == "eval" and loss is not None:
-            self._evaluated(item, loss)
 
     def noted(self, text: str) -> None:
         self.log.noted(text)
@@ -130,23 +130,28 @@ class Watch:
         self._observer.stepped(facts)
         self._callbacks.step(facts)
 
-    def _evaluated(self, item: Item, loss: float) -> None:
-        """An evaluation comes in several items; its loss is their mean by micro-batches."""
-        parts = self._heldout.setdefault(item.step, [])
-        parts.append((loss, item.micro_batches))
-        total = sum(n for _, n in parts)
-        mean = sum(x * n for x, n in parts) / total
-        if total == self._eval_micro_batches:
-            self._heldout_loss = mean
-            self._folder.log(LossPoint(step=item.step, loss=mean, split="heldout"))
-            self.log.evaluated(item.step, mean)
-            self._observer.evaluated(item.step, mean)
-            self._callbacks.evaluation(Evaluated(step=item.step, loss=mean))
+    def evaluated(self, item: Item, sums: Sequence[float]) -> None:
+        """An evaluation comes in several items: its loss and metrics are all sums over all counts."""
+        parts, spec = self._heldout.setdefault(item.step, []), self._spec
+        weight = 1.0
+        if spec.eval_rest and item.first_sample // spec.micro_batch_size == spec.eval_micro_batches + 1:
+            weight = spec.eval_rest / spec.micro_batch_size - 1.0  # copies alone: those that filled the one before
+        parts.append((item.micro_batches, [weight * x for x in sums]))
+        if sum(count for count, _ in parts) < spec.eval_micro_batches + (2 if spec.eval_rest else 0):
+            return
+        total, count, *more = map(sum, zip(*(found for _, found in parts), strict=True))
+        loss = total / count if count else math.nan
+        metrics = self._metrics.values(loss, more)
+        self._heldout_loss = loss
+        self._folder.log(LossPoint(step=item.step, loss=loss, split="heldout", metrics=metrics))
+        self.log.evaluated(item.step, loss, metrics)
+        self._observer.evaluated(item.step, loss, metrics)
+        self._callbacks.evaluation(Evaluated(step=item.step, loss=loss, metrics=metrics))
 
     def rolled_back(self, step: int) -> None:
         """Steps after this one will be reported once more."""
         self._folder.forget_losses(step)
-        self._heldout = {at: parts for at, parts in self._heldout.items() if at < step}
+        self._heldout = {at: parts for at, parts in self._heldout.items() if at <= step}
         self._ends_s.clear()
         self.log.went_back(step)
         self._observer.went_back(step)

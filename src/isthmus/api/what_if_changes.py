@@ -180,6 +180,9 @@ def _batch(value: str, job: Job) -> _Part:
     batch = given_batch if factor is None else factor * before
     if batch < 1 or batch % 1:
         raise _wrong("batch", value)
+    if job.training.micro_batches is None:  # the number is the default's again
+        what = f"{_times(factor)} the batch" if factor is not None else f"batches of {int(batch)}"
+        return _Part(what, overrides={"training.batch_size": int(batch)})
     counts = [int(count * batch / before) for count in job.counts]
     if any(count * before != old * batch for count, old in zip(counts, job.counts, strict=True)):
         raise UserError(f"--what-if: batch: got {int(batch)}, expected a multiple of {before // min(job.counts)}")

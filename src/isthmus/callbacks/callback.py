@@ -11,7 +11,7 @@ class Callback(Protocol):
     """Your own code in a run, in the coordinator's process. Every method does nothing: a class derived from this one
     overrides those that it needs.
 
-    What a method raises ends the run, as an error of the job. The run waits for a method to return.
+    An exception of a method ends the run, as an error of the job. The run waits for a method to return.
 
     >>> class Losses(Callback):
     ...     def __init__(self) -> None:

@@ -49,25 +49,25 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Steps done, this one included."""
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     loss: float | None
     """Mean training loss of the step's batch; None when no device reported one, and of a round."""
     heldout_loss: float | None = None
     """The latest since the run began or was resumed; None before an evaluation."""
     learning_rates: tuple[float, ...] = ()
-    """Of this step, in the order of the job's `[[optimizer]]` tables."""
+    """Rates of this step, in the order of the job's `[[optimizer]]` tables."""
     step_s: float | None = None
     """Seconds of a step, as a mean over the last 16; None before a second step. Of a round: its own."""
     tokens_per_s: float | None = None
-    """Of text; None before a second step."""
+    """Speed on text; None before a second step."""
     samples_per_s: float | None = None
-    """Of other data; None before a second step."""
+    """Speed on other data; None before a second step."""
     busy: Mapping[str, float] = {}
-    """By device or executor: the share of the step that it computed, 0 to 1."""
+    """Share of the step that each device or executor computed, 0 to 1."""
     link_bytes: Mapping[tuple[str, str], int] = {}
-    """By (source, target): bytes that this step sent."""
+    """Bytes that this step sent, by (source, target)."""
     sent_bytes: int = 0
-    """Of all links together."""
+    """Bytes of all links together."""
     devices: tuple[str, ...] = ()
     """Devices of the plan in force, or executors that trained."""
     period: int = 1
@@ -75,7 +75,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True):
     plan_epoch: int = 0
     """Rises whenever the run goes on after a lost device or with another plan."""
     round: RoundRecord | None = None
-    """Of a federated run: which clients trained where, which updates were refused or missing."""
+    """Federated runs: which clients trained where, which updates were refused or missing."""
     run: Path = Path()
     """The run's folder."""
 
@@ -83,7 +83,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """The model was evaluated on held-out samples.
 
-    >>> Evaluated(step=20, loss=0.4, accuracy=0.9).accuracy
+    >>> Evaluated(step=20, loss=0.4, metrics={"accuracy": 0.9}).metrics["accuracy"]
     0.9
     """
 
@@ -91,10 +91,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """Steps done."""
     loss: float | None
     """None in a federated run without held-out samples."""
-    accuracy: float | None = None
-    """Of a federated run whose model gives logits, 0 to 1."""
-    client_accuracy: float | None = None
-    """Of a federated run: the mean over the clients that the job asks for."""
+    metrics: Mapping[str, float | None] = {}
+    """The job's metrics by name; None of one that counted nothing."""
+    clients: Mapping[str, float] = {}
+    """Of a federated run: the mean of `loss` and of each metric over clients or sites, each on its own data."""
 
 
 class RunFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ class RunFault(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     """In words; empty where the kind says it all."""
     plan: Plan | None = None
-    """Of `plan`."""
+    """The new plan, for the kind `plan`."""
 
     def __str__(self) -> str:
         words = {"plan": "another plan", "back": f"back to step {self.step}", "note": ""}
@@ -135,4 +135,4 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Empty where it went well."""
     pictures: Mapping[str, Path] = {}
-    """PNG files that are there, by name, as `timeline`, `loss`, `accuracy`."""
+    """PNG files that are there, by name, as `timeline`, `loss`, `metrics`."""

@@ -7,10 +7,11 @@ import os
 import re
 import sys
 import threading
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
 import typer
+from typer.models import CommandInfo
 
 from isthmus import __version__
 from isthmus.api.stop import terminable
@@ -31,14 +32,34 @@ from isthmus.cli import (
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.sanitize import error_line
 
-app = typer.Typer(
-    name="isthmus",
-    help="Train one model on machines that are far apart, unequal, and joined by slow links.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # a tenth of a second, and square brackets would be taken for styles
-    context_settings={"max_content_width": 120},
-)
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"isthmus {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _app_of(registered: Sequence[CommandInfo]) -> typer.Typer:
+    made = typer.Typer(
+        help="Train one model on machines that are far apart, unequal, and joined by slow links.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # a tenth of a second, and square brackets would be taken for styles
+        context_settings={"max_content_width": 120},
+    )
+    made.callback()(_options)
+    made.registered_commands = list(registered)
+    return made
+
+
 GROUPS = (
     first_files,
     job_commands,
@@ -55,9 +76,7 @@ GROUPS = (
 )
 """In the order of the help."""
 NEEDING_POSIX = (generation_commands, serve_commands, cluster_commands, fleet_commands, device_commands)
-for group in GROUPS:
-    app.registered_commands += group.app.registered_commands
-
+app = _app_of([command for group in GROUPS for command in group.app.registered_commands])
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 """Click's, or that of the copy of click that later typers bring along: typer exports no common name for it."""
 
@@ -67,19 +86,16 @@ def commands() -> dict[str, Any]:
     return cast("Any", typer.main.get_command(app)).commands
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"isthmus {__version__}")
-        raise typer.Exit
+def app_for(arguments: Sequence[str]) -> typer.Typer:
+    """The command that is called; or all of them by name and help alone, as typer takes long over their options."""
+    if "_ISTHMUS_COMPLETE" in os.environ:  # a shell asks what could follow what is typed
+        return app
+    called = [command for command in app.registered_commands if _name(command) in arguments[:1]]
+    return _app_of(called or [_named(command) for command in app.registered_commands])
 
 
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
+def _named(command: CommandInfo) -> CommandInfo:
+    return CommandInfo(_name(command), callback=lambda: None, help=command.help or command.callback.__doc__)
 
 
 def main() -> None:
@@ -87,10 +103,10 @@ def main() -> None:
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     try:
-        sys.path.insert(0, os.getcwd())  # a job may name the user's own `package.module:callable`
-        refuse_system(arguments, os.name)
+        sys.path[:0] = [*(os.path.dirname(os.path.abspath(a)) for a in arguments if a.endswith(".toml")), os.getcwd()]
+        refuse_system(arguments, sys.platform)
         with terminable():
-            code = app(arguments, prog_name="isthmus", standalone_mode=False)
+            code = app_for(arguments)(arguments, prog_name="isthmus", standalone_mode=False)
     except _UsageError as e:
         usage = cast("typer.BadParameter", e)
         usage.message = re.sub(r"isthmus1-[\w-]+", "isthmus1-...", usage.message)  # a ticket in argv is not logged too
@@ -116,21 +132,17 @@ def main() -> None:
 
 
 def refuse_system(arguments: list[str], system: str) -> None:
-    """UserError for a command that another system than POSIX cannot carry out, by Python's name for it."""
-    needing = {"train", *(name for module in NEEDING_POSIX for name in _names(module))}
-    if system != "posix" and needing & set(arguments[:1]):
-        raise UserError(f"{_called(arguments)} needs Linux or macOS: on Windows use WSL")
+    """UserError for a command that another system than Linux cannot carry out, by Python's name for it."""
+    needing = {"train", *(_name(command) for module in NEEDING_POSIX for command in module.app.registered_commands)}
+    if system != "linux" and needing & set(arguments[:1]):
+        wsl = "on Windows use WSL; " if system == "win32" else ""
+        raise UserError(f"{_called(arguments)} needs Linux: {wsl}`plan` and `simulate` work here")
 
 
-def _names(group: ModuleType) -> list[str]:
-    """Of its commands."""
-    return [
-        command.name or typer.main.get_command_name(command.callback.__name__)
-        for command in group.app.registered_commands
-    ]
+def _name(command: CommandInfo) -> str:
+    return command.name or typer.main.get_command_name(getattr(command.callback, "__name__", ""))
 
 
 def _called(arguments: list[str]) -> str:
     """The command, as messages name it."""
-    known = [name for group in GROUPS for name in _names(group)]
-    return " ".join(["isthmus", *(word for word in arguments[:1] if word in known)])
+    return " ".join(["isthmus", *(_name(c) for c in app.registered_commands if _name(c) in arguments[:1])])

@@ -10,10 +10,22 @@ import typer
 import isthmus
 from isthmus import api
 from isthmus.cli.console import show_run
-from isthmus.cli.options import JobFile, JobOptions, JsonOption, ResumeOption, RunOption, TimeoutOption, with_groups
+from isthmus.cli.options import (
+    JobFile,
+    JobOptions,
+    JsonOption,
+    ResumeOption,
+    RunOption,
+    TimeoutOption,
+    command_to_go_on,
+    with_groups,
+)
+from isthmus.engines import CLUSTER_ENGINES
 from isthmus.overrides import read_overrides
 
 app = typer.Typer()
+
+_ENGINES = f"{', '.join(CLUSTER_ENGINES)}, or one of another package"
 
 
 @app.command()
@@ -21,7 +33,7 @@ app = typer.Typer()
 def up(
     job_file: JobFile,
     asked: JobOptions,
-    on: Annotated[str, typer.Option("--on", metavar="ENGINE", help="What starts agents: local, ssh, ...")],
+    on: Annotated[str, typer.Option("--on", metavar="ENGINE", help=f"What starts agents: {_ENGINES}.")],
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="Default: those of the fleet file, or all that the engine has.")
     ] = None,
@@ -34,7 +46,7 @@ def up(
         ),
     ] = "auto",
     options: Annotated[
-        list[str] | None, typer.Option("--on-option", metavar="KEY=VALUE", help="Of the engine; repeatable.")
+        list[str] | None, typer.Option("--on-option", metavar="KEY=VALUE", help="An option of the backend; repeatable.")
     ] = None,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; default: towards the engine; local: loopback.")
@@ -73,6 +85,7 @@ def up(
         measure=measure,
         resume=resume,
         run=run,
+        again=command_to_go_on(),
         verbose=verbose,
     )
     api.up.refuse_federated(job_file)

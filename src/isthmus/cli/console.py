@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import typer
-from rich.console import Console
 
 import isthmus
 from isthmus import api
 from isthmus.errors import Interrupted
 
-# Names and reasons come from files and from other parties: "[data]" in one of them is text, not a style.
 
-
-def out() -> Console:
+def out() -> api.consoles.Console:
     """Standard output."""
-    return Console(width=None if sys.stdout.isatty() else 140, markup=False)
+    return api.consoles.out()
 
 
-class Notes(Console):
-    """Standard error. A run goes on after its reader has gone: rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-
-
-def notes() -> Console:
+def notes() -> api.consoles.Console:
     """Standard error."""
-    return Notes(stderr=True, markup=False)
+    return api.consoles.notes()
 
 
 def log(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`isthmus dashboard`."""
+"""`isthmus runs` and `dashboard`: the runs of a folder as a table, and in a browser."""
 
 from __future__ import annotations
 
@@ -8,9 +8,33 @@ from typing import Annotated
 
 import typer
 
-from isthmus.cli.options import StateOption
+from isthmus import api
+from isthmus.cli.console import log, show
+from isthmus.cli.options import JsonOption, StateOption
 
 app = typer.Typer()
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of runs, or a run's.")] = Path("runs"),
+    remove: Annotated[
+        list[Path] | None, typer.Option("--remove", metavar="RUN", help="Remove this run's folder; repeatable.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the runs of a folder, the newest first: state, steps and loss; or remove some.
+
+    A run is named as in the list, or by its folder. One that works is not removed.
+    """
+    for name in remove or ():
+        path = name if name.is_absolute() or name.exists() else folder / name
+        api.folder.RunFolder(path).remove()
+        log(f"removed {path}")
+    if not remove:
+        listed = importlib.import_module("isthmus.dashboard.run_list")
+        found = listed.runs_in(folder)
+        show(found, lambda: listed.runs_table(folder, found), json=json)
 
 
 @app.command()

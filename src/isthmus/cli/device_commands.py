@@ -11,6 +11,7 @@ import typer
 from isthmus import api
 from isthmus.cli.console import log
 from isthmus.cli.options import DeviceStateOption, TimeoutOption
+from isthmus.engines import ENGINES
 from isthmus.errors import UserError
 
 app = typer.Typer()
@@ -52,7 +53,7 @@ def join(
             "--per-rank", help="Under torchrun: each rank is a device, NAME/RANK; a ticket per line and rank."
         ),
     ] = False,
-    engine: Annotated[str, typer.Option("--engine", help="What computes: torch or jax.")] = "torch",
+    engine: Annotated[str, typer.Option("--engine", help=f"What computes: {' or '.join(ENGINES)}.")] = "torch",
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
     ] = None,

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.live import Live
 
 from isthmus import api
 from isthmus.cli.console import log, out, print_json, show
@@ -46,7 +45,7 @@ def status(
         if once or not shown.is_terminal:
             shown.print(view(api.status.status_of(queue, folder), queue.jobs()))
             return
-        with Live(console=shown, auto_refresh=False) as live:
+        with api.consoles.live(shown) as live:
             while True:
                 live.update(view(api.status.status_of(queue, folder), queue.jobs()), refresh=True)
                 time.sleep(REFRESH_S)
@@ -76,13 +75,18 @@ def stop(job: WantedArgument = None, state: StateOption = None) -> None:
 @app.command()
 def resume(
     job: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="Its number or name; default: what was stopped or failed last.")
+        str | None,
+        typer.Argument(
+            metavar="JOB",
+            help="Its number or name; default: the one that is stopping, or what was stopped or failed last.",
+        ),
     ] = None,
     state: StateOption = None,
 ) -> None:
     """Queue a job once more that was stopped or failed; it goes on from its newest checkpoint."""
     found = api.jobs.resume_job(job, state)
-    log(f"job {found.number} ({found.name}) is queued: it goes on from where it was")
+    when = ", once it has stopped" if found.state == "running" else ""
+    log(f"job {found.number} ({found.name}) is queued{when}: it goes on from where it was")
 
 
 @app.command()

@@ -49,7 +49,7 @@ class SamplingOptions:
     ] = 0.0
     top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw from so many likeliest tokens; 0: all.")] = 0
     top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="Draw from so much probability.")] = 1.0
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random numbers.")] = 0
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed of the random numbers.")] = 0
 
     @property
     def sampling(self) -> api.generation.Sampling:

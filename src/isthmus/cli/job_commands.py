@@ -21,6 +21,7 @@ from isthmus.cli.options import (
     PlanFileOption,
     ResumeOption,
     RunOption,
+    command_to_go_on,
     local_path,
     with_groups,
 )
@@ -76,6 +77,9 @@ def plan(
     extra = [name for name, on in (("--explain", explain), ("--prove", prove), ("--picture", picture)) if on]
     if alone and len(alone) + len(extra) > 1:
         raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
+    if job.sync.mode == "decoupled" and (given := [*alone, *extra]):
+        what = f"got {given[0]} with sync.mode 'decoupled', expected none: each replica is planned by itself"
+        raise UserError(f"plan: {what}")
     if bound_unchecked and verify is None:
         raise UserError("plan: --bound-unchecked is for --verify")
     if compare is not None:
@@ -196,7 +200,7 @@ def train(
         if dry_run:
             job = msgspec.structs.replace(job, deployment=None)  # it would train here
             raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job), json=json))
-        how = api.run_session.RunChoices(resume=resume, run=run, dashboard=dashboard)
+        how = api.run_session.RunChoices(resume=resume, run=run, dashboard=dashboard, again=command_to_go_on())
         raise typer.Exit(
             show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
         )
@@ -206,7 +210,9 @@ def train(
         api.pipeline.places_of(job)
         return _plan(job, explain=False, picture=None, json=json, prove=None)
     api.pipeline.fork_before_threads()
-    choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file, dashboard=dashboard)
+    choices = api.pipeline.Choices(
+        resume=resume, run=run, plan=plan_file, dashboard=dashboard, again=command_to_go_on()
+    )
     raise typer.Exit(show_run(lambda terminal: api.pipeline.run_job(job, choices, terminal, stop), json=json))
 
 
@@ -237,6 +243,16 @@ def _terminal() -> api.terminal.Terminal:
 
 def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, prove: str | None) -> None:
     """With `json` the plan document; with `explain` too, both in one object. UserError where no PNG can be written."""
+    if job.sync.mode == "decoupled":
+        replicas = api.decoupled_simulation.plan_replicas(job)
+        if json:
+            print_json(replicas.summary())
+            return
+        for name, own in replicas.plans.items():
+            out().print(f"Replica {name}", style="bold", highlight=False)
+            out().print(api.output.plan_overview(own, replicas.devices(name), replicas.graph))
+        out().print(replicas.line(), highlight=False, soft_wrap=True)
+        return
     api.output.check_folder("--picture", picture)
     found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain, prove=prove)
     plan, fleet, explanation = found.plan, found.fleet, found.explanation

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -41,7 +43,7 @@ FleetFileOption = Annotated[
     Path | None,
     typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
 ]
-TimeoutOption = Annotated[str, typer.Option("--timeout", help="Silence after which another party is lost.")]
+TimeoutOption = Annotated[str, typer.Option("--timeout", help="Silence after which a peer is lost.")]
 StateOption = Annotated[
     Path | None,
     typer.Option(
@@ -61,6 +63,16 @@ DeviceStateOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def command_to_go_on() -> str:
+    """The command that was typed, as one that goes on with the run in the folder that `{run}` stands for."""
+    words, skip = ["isthmus"], False
+    for word in sys.argv[1:]:
+        if not skip and word.partition("=")[0] not in ("--resume", "--run", "--debug"):
+            words.append(word)
+        skip = word == "--run"
+    return f"{shlex.join(words)} --resume --run {{run}}"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def export(
     directory: Annotated[
         Path | None, typer.Argument(metavar="DIR", parser=local_path, help="Where to write; or see --push.")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Of LoRA: the whole model, with the adapter added.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="LoRA: the whole model, with the adapter added.")] = False,
     push: Annotated[
         str | None, typer.Option("--push", metavar="USER/NAME", help="Push to the Hugging Face hub, in place of DIR.")
     ] = None,

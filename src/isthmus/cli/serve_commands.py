@@ -20,10 +20,14 @@ from isthmus.cli.options import (
     RunOption,
     ServeOptions,
     StateOption,
+    command_to_go_on,
     with_groups,
 )
+from isthmus.engines import ENGINES
 
 app = typer.Typer()
+
+_ENGINES = " or ".join(ENGINES)
 
 TicketsOption = Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")]
 
@@ -52,11 +56,11 @@ def serve(
         raise typer.Exit(130)  # after Ctrl-C
     job = asked.any_job(job_file)
     if isinstance(job, isthmus.FederatedJob):
-        how = api.run_session.RunChoices(resume=resume, run=run, dashboard=dashboard)
+        how = api.run_session.RunChoices(resume=resume, run=run, dashboard=dashboard, again=command_to_go_on())
         raise typer.Exit(
             show_run(lambda terminal: api.serve.serve_federated(job, how, serving, terminal, stop), json=json)
         )
-    choices = api.pipeline.Choices(resume=resume, run=run, dashboard=dashboard)
+    choices = api.pipeline.Choices(resume=resume, run=run, dashboard=dashboard, again=command_to_go_on())
     raise typer.Exit(show_run(lambda terminal: api.serve.serve_job(job, choices, serving, terminal, stop), json=json))
 
 
@@ -65,7 +69,7 @@ def serve(
 def submit(job_file: JobFile, asked: JobOptions, state: StateOption = None) -> None:
     """Hand a job to the coordinator that serves the fleet; prints its number.
 
-    Paths in it count from here.
+    Paths in it count from the job file; its runs are written to this folder.
     """
     job = asked.any_job(job_file)
     handed = api.job_queue.submit_job(job, state)
@@ -89,14 +93,15 @@ def probe(
         Path | None,
         typer.Option("--job", metavar="JOB.toml", help="Measure speeds in the first layers of this job's model."),
     ] = None,
-    device: Annotated[list[str] | None, typer.Option("--device", help="Of this machine: cuda:0; default: all.")] = None,
+    device: Annotated[list[str] | None, typer.Option("--device", help="A device here: cuda:0; default: all.")] = None,
     devices: Annotated[
-        str, typer.Option("--devices", metavar="all|0,cpu", help="Of this machine: these, as `isthmus join` has them.")
+        str,
+        typer.Option("--devices", metavar="all|0,cpu", help="These devices here, as `isthmus join` has them."),
     ] = "",
     memory: Annotated[
         str, typer.Option("--memory", help="What may be taken of each of this machine's devices: 4GiB; default: all.")
     ] = "",
-    engine: Annotated[str, typer.Option("--engine", help="What computes on this machine's: torch or jax.")] = "torch",
+    engine: Annotated[str, typer.Option("--engine", help=f"What computes on this machine's: {_ENGINES}.")] = "torch",
     tickets: TicketsOption = 0,
 ) -> None:
     """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""

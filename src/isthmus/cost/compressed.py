@@ -122,7 +122,7 @@ def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> P
             if need > offered:
                 raise FleetTooSmall(
                     f"device {device} needs {format_size(need)} with {list(now)} micro-batches in flight, offers "
-                    f"{format_size(offered)}{problem.constraints.after_headroom}: {need - offered} bytes short"
+                    f"{format_size(offered)}{problem.constraints.after_headroom}: {format_size(need - offered)} short"
                 )
         copies = workers[len(stages) :]
         limited = msgspec.structs.replace(replica.schedule, in_flight=now)

@@ -140,7 +140,7 @@ def rooms(placed: Placement) -> list[MemoryRoom]:
         raise FleetTooSmall(
             f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: {which} on "
             f"device {name} needs {format_size(need)} with {least_in_flight(problem)} micro-batches in flight, "
-            f"offers {format_size(capacity)}{problem.constraints.after_headroom}: {need - capacity} bytes short"
+            f"offers {format_size(capacity)}{problem.constraints.after_headroom}: {format_size(need - capacity)} short"
         )
     return found
 

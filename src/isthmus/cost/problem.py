@@ -16,6 +16,7 @@ from isthmus.graph.cuts import last_start
 from isthmus.plans import CHOICES, Constraints, Objective, OuterOptimizer, Packing, Schedule
 from isthmus.plans.exchanges import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF
+from isthmus.wire_types import MOST_BYTES, MOST_DEVICES, Above, Many, Name, NotNegative
 
 FLOAT32_BYTES = 4
 SUMMED = ("float32", "bfloat16", "float16")
@@ -53,25 +54,25 @@ def parameter_state(optimizer: str, *, momentum: bool = False, narrow: bool = Fa
 class Decoupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Replicas that never wait: how their changes are merged (Decoupled DiLoCo)."""
 
-    fragments: Annotated[int, msgspec.Meta(ge=1)] = 4
+    fragments: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] = 4
     """Parts of the model that are merged in turn."""
-    quorum: Annotated[int, msgspec.Meta(ge=1)] = 2
+    quorum: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] = 2
     """Replicas without whose contribution a merge does not end; fewer where fewer are at work."""
-    grace: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    grace: NotNegative = 0.5
     """How long a merge with its quorum waits for other replicas, as a share of the time between two merges."""
-    rate: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    rate: Above = 1.0
     """Learning rate of the outer step. With 1 and no momentum a merge is the weighted mean."""
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    """Of the outer step. DiLoCo's 0.7 and 0.9 are for periods of 50 and more."""
+    """The momentum of the outer step. DiLoCo's 0.7 and 0.9 are for periods of 50 and more."""
     codec: Literal["none", "bf16", "int8", "int4", "sparse2bit"] = "int4"
-    """What packs the changes of replicas."""
-    ratio: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+    """The codec of the changes of replicas."""
+    ratio: Annotated[float, msgspec.Meta(ge=1, le=MOST_BYTES)] = 1.0
     """With `sparse2bit`: elements of a change per element that is sent."""
-    replicas: Literal["devices", "regions"] | tuple[tuple[str, ...], ...] = "devices"
+    replicas: Literal["devices", "regions"] | Many[Many[Name]] = "devices"
     """Which devices train one replica: each by itself, those of a region together, or those of each list. Several are a
     pipeline, planned like any other."""
-    packed: tuple[str, ...] = ()
-    """Of several pipelines, those whose messages are packed as [compression] says, by name; none: all of them."""
+    packed: Many[Name] = ()
+    """Among several pipelines, those whose messages are packed as [compression] says, by name; none: all of them."""
 
     def __post_init__(self) -> None:
         Packing(codec=self.codec, ratio=self.ratio)
@@ -146,7 +147,7 @@ class Problem:
     micro_batches: int
     schedule: str = "1f1b"
     sync: SyncPolicy = field(default_factory=SyncPolicy)
-    """Of several replicas."""
+    """How several replicas synchronise."""
     state: ParameterState = field(default_factory=ParameterState)
     constraints: Constraints = field(default_factory=Constraints)
     """With data holders, `flow` becomes one whose columns are all read by the first stage."""

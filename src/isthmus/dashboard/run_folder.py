@@ -13,8 +13,10 @@ from isthmus.api.losses import LossPoint
 from isthmus.api.run_entries import ENTRIES, SPANS, RunEntry
 from isthmus.dashboard.rounds import RoundShown
 from isthmus.dashboard.spans import LightSpan, SpanTable
+from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
+from isthmus.reading import open_file, parse_json, read_json
 from isthmus.report.summary import ComparisonSummary
 from isthmus.run_files import JOB, LOSSES, ROUND_LINES
 
@@ -29,7 +31,7 @@ class GrowingFile(Generic[Item]):
     """A file to which lines are added; read from where it was left, or anew where it was replaced."""
 
     def __init__(self, path: Path, kind: type[Item]) -> None:
-        self._path, self._decoder = path, msgspec.json.Decoder(kind)
+        self._path, self._kind, self._decoder = path, kind, msgspec.json.Decoder(kind)
         self._at, self._inode = 0, -1
         self._found: list[Item] = []
         self.unread = 0
@@ -38,7 +40,7 @@ class GrowingFile(Generic[Item]):
     def fresh(self) -> tuple[list[Item], bool]:
         """Whole lines that were added since the last call, and whether those of before are void."""
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 found = os.fstat(file.fileno())
                 replaced = found.st_ino != self._inode or found.st_size < self._at
                 self._at, self._inode = 0 if replaced else self._at, found.st_ino
@@ -60,14 +62,25 @@ class GrowingFile(Generic[Item]):
     def _decoded(self, lines: bytes) -> list[Item]:
         try:
             return self._decoder.decode_lines(lines)
-        except ValueError:  # one of them: the others count
+        except (ValueError, RecursionError):  # of one of them: the others count
             found: list[Item] = []
             for line in lines.splitlines():
                 try:
-                    found.append(self._decoder.decode(line))
-                except ValueError:
+                    found.append(parse_json(line, self._kind, ""))
+                except UserError:
                     self.unread += 1
             return found
+
+
+class _Operator(msgspec.Struct):
+    name: str
+    module: str = ""
+
+
+class _Graph(msgspec.Struct):
+    """The names in a run's graph."""
+
+    ops: list[_Operator] = []
 
 
 class WatchedRun:
@@ -104,10 +117,16 @@ class WatchedRun:
             found = (self.path / name).stat()
             stamp = (found.st_ino, found.st_mtime_ns)
             if name not in self._documents or self._documents[name][0] != stamp:
-                self._documents[name] = (stamp, msgspec.json.decode((self.path / name).read_bytes(), type=kind))
-        except (OSError, ValueError):
+                self._documents[name] = (stamp, read_json(self.path / name, kind))
+        except (OSError, UserError):
             return None
         return self._documents[name][1]  # type: ignore[return-value]  # of the kind that this name always has
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """By operator, the module that it belongs to, as tables name it."""
+        graph = self.document("graph.json", _Graph)
+        return {op.name: op.module for op in graph.ops if op.module} if graph else {}
 
     @property
     def job(self) -> dict[str, object]:
@@ -128,10 +147,14 @@ class WatchedRun:
     @property
     def problem(self) -> str:
         """Why nothing can be shown; empty where something can."""
-        if not self.path.is_dir():
+        try:
+            there = self.path.is_dir() and os.listdir(self.path)
+        except OSError as e:
+            return f"The folder cannot be read: {e.strerror}."
+        if there is False:
             return "There is no such folder any more."
         if not (self.path / JOB).is_file():
-            if any(self.path.iterdir()):
+            if there:
                 return f"This is no run: the folder has no {JOB}."
             return "The folder is empty: no run has begun here yet."
         needed = {JOB: self.job}

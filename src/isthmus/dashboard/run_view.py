@@ -13,6 +13,7 @@ from isthmus.dashboard.moment import Moment
 from isthmus.dashboard.rounds import round_row
 from isthmus.dashboard.run_folder import PRIVACY, WatchedRun
 from isthmus.plans import Plan, PlanPeriod
+from isthmus.reading import printable
 from isthmus.report.link_uses import link_uses_of
 from isthmus.report.summary import plan_summary
 
@@ -41,24 +42,43 @@ def _steps(run: WatchedRun) -> int:
     """Steps or rounds that the job asks for."""
     table, key = ("federated", "rounds") if run.federated else ("training", "steps")
     found = run.job.get(table)
-    return int(found.get(key, 0)) if isinstance(found, dict) else 0
+    asked = found.get(key) if isinstance(found, dict) else 0
+    return asked if isinstance(asked, int) else 0
 
 
 def head(run: WatchedRun) -> Shown:
-    """A line of the list of runs."""
+    """A line of the list of runs. A run whose files say what no run writes is a broken one: others are still listed."""
+    try:
+        return _head(run)
+    except Exception as e:  # of any kind: files say anything
+        return {
+            "name": printable(run.path.name),
+            "federated": False,
+            "state": "broken",
+            "problem": f"The run is broken: its files cannot be shown: {type(e).__name__}: {e}",
+            "done": 0,
+            "of": 0,
+            "loss": None,
+            "folder": printable(run.path.absolute()),
+            "place": "on this machine",
+        }
+
+
+def _head(run: WatchedRun) -> Shown:
     steps = [p for p in run.losses if p.split == "train"]
+    graded = [line.evaluation["loss"] for line in run.rounds if line.evaluation and "loss" in line.evaluation]
     done = run.rounds[-1].record.round + 1 if run.rounds else steps[-1].step if steps else 0
     remote = "on remote devices of a fleet" if (run.path / "captured.safetensors").is_file() else ""
     remote = remote or ("at remote sites of a fleet" if run.job.get("deployment") else "")
     return {
-        "name": run.path.name,
+        "name": printable(run.path.name),
         "federated": run.federated,
         "state": state_of(run),
         "problem": run.problem,
         "done": done,
         "of": _steps(run),
-        "loss": steps[-1].loss if steps else None,
-        "folder": str(run.path.absolute()),
+        "loss": steps[-1].loss if steps else graded[-1] if graded else None,
+        "folder": printable(run.path.absolute()),
         "place": remote or "on this machine",
     }
 
@@ -76,6 +96,7 @@ def overview(run: WatchedRun) -> Shown:
         "moments": len(run.rounds) if run.federated else len(entries),
         "train": _curve(run.losses, "train"),
         "heldout": _curve(run.losses, "heldout"),
+        "metrics": _metrics(run.losses),
         "speed": [[e.step for e in steps], [e.per_s for e in steps]],
         "bytes": [[e.step for e in steps], [sum(size for _, _, size in e.sent) for e in steps]],
         "unit": steps[-1].unit if steps else "",
@@ -111,6 +132,13 @@ def _curve(points: Sequence[LossPoint], split: str) -> list[list[float | None]]:
     return [[p.step for p in kept], [p.loss for p in kept]]
 
 
+def _metrics(points: Sequence[LossPoint]) -> dict[str, list[list[float | None]]]:
+    """By name: steps, and the metric's values."""
+    kept = _thinned([p for p in points if p.split == "heldout"])
+    names = dict.fromkeys(name for p in kept for name in p.metrics)
+    return {name: [[p.step for p in kept], [p.metrics.get(name) for p in kept]] for name in names}
+
+
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     """At most so many, evenly, and the last."""
     stride = -(-len(points) // MOST_POINTS) or 1
@@ -126,6 +154,7 @@ def state_at(run: WatchedRun, moment: int | None = None) -> Shown:
         return {"moment": last, "step": last + 1, "round": round_row(run.rounds[last])}
     now, fleet = Moment(entries[: last + 1]), run.fleet
     shown: Shown = {"moment": last, "step": now.step, "last": now.last, "heldout": now.heldout.loss}
+    shown["metrics"] = now.heldout.metrics
     if now.period is None or fleet is None:
         return shown
     if any(e.kind == "began" for e in entries[last + 1 :]):
@@ -193,11 +222,14 @@ def _links(run: WatchedRun, now: Moment, plan: Plan) -> list[Shown]:
 
 
 def _stages(run: WatchedRun, now: Moment, period: PlanPeriod) -> list[Shown]:
+    modules = run.modules
     plan, peaks = period.plan, {use.device: use for use in run.summary.memory} if run.summary else {}
     return [
         Shown(
             msgspec.structs.asdict(stage),
             number=number,
+            first_op=modules.get(stage.first_op, stage.first_op),
+            last_op=modules.get(stage.last_op, stage.last_op),
             state=now.state(stage.device),
             peak=peaks.get(stage.device),
             busy=now.last.busy.get(stage.device),

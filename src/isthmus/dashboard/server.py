@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import uvicorn
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -24,10 +23,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from isthmus.dashboard.run_folder import WatchedRun
-from isthmus.dashboard.run_view import head, overview, state_at, state_of
+from isthmus.dashboard.run_view import head, overview, state_at
 from isthmus.dashboard.sources import Source
 from isthmus.dashboard.timeline import Timelines
 from isthmus.listening import own_hosts, private_listener
+from isthmus.private_http import PrivateServer, mark_known
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/" if path.name == "index.html" else f"/{path.name}": path for path in sorted(PAGE.glob("*.*"))}
@@ -39,6 +39,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
+MOST_NUMBER = 1e15
 COOKIE = "isthmus-dashboard"
 
 
@@ -56,6 +57,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         answer = self._refusal(request)
+        if answer is None:
+            mark_known(scope)
         if answer is None and self._token and "token" in request.query_params:  # it leaves the address and its history
             answer = RedirectResponse(request.url.remove_query_params("token").replace(scheme="", netloc=""), 303)
             answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
@@ -89,8 +92,13 @@ class Answers:
 
     def route(self, path: str, make: Callable[[Request], object]) -> Route:
         def made(request: Request) -> bytes:
-            with self._lock:
-                return msgspec.json.encode(make(request))
+            try:
+                with self._lock:
+                    return msgspec.json.encode(make(request))
+            except HTTPException:
+                raise
+            except Exception as e:  # of any kind: files say anything
+                raise HTTPException(500, f"The run's files cannot be shown: {type(e).__name__}: {e}") from e
 
         async def respond(request: Request) -> Response:
             return Response(await run_in_threadpool(made, request), media_type="application/json")
@@ -140,7 +148,9 @@ class Answers:
             runs = self._source.runs()
             if name in runs:
                 return runs[name].stamp()
-            return [(known, state_of(run)) for known, run in runs.items()], msgspec.json.encode(self._source.fleet())
+            return [(known, head(run)["state"]) for known, run in runs.items()], msgspec.json.encode(
+                self._source.fleet()
+            )
 
 
 def _number(request: Request, name: str) -> float | None:
@@ -149,7 +159,7 @@ def _number(request: Request, name: str) -> float | None:
         found = None if given is None else float(given)
     except ValueError:
         found = math.nan
-    if found is not None and not math.isfinite(found):
+    if found is not None and not abs(found) < MOST_NUMBER:  # nor one that is no number
         raise HTTPException(400, f"{name}: got {given!r}, expected a number")
     return found
 
@@ -181,10 +191,7 @@ def application(source: Source, *, port: int, token: str = "") -> Starlette:
 def serve_page(source: Source, listener: socket.socket, token: str = "") -> None:
     """Until Ctrl-C, or SIGTERM."""
     app = application(source, port=listener.getsockname()[1], token=token)
-    config = uvicorn.Config(
-        app, log_level="error", lifespan="off", ws="none", server_header=False, timeout_graceful_shutdown=1
-    )
-    uvicorn.Server(config).run([listener])
+    PrivateServer(app, listener).serve_until_ended()
 
 
 def serve(source: Source, host: str, port: int, log: Callable[[str], None]) -> None:

@@ -11,6 +11,7 @@ from isthmus.api.status import status_of
 from isthmus.dashboard.run_folder import WatchedRun
 from isthmus.documents import check_is_local
 from isthmus.errors import UserError
+from isthmus.reading import printable
 from isthmus.run_files import JOB
 
 MOST_RUNS = 200
@@ -38,23 +39,32 @@ class FolderSource:
         except UserError as e:
             reach = "start the page on the machine that has the run, and `ssh -L 7434:127.0.0.1:7434 MACHINE`"
             raise UserError(f"{e}: {reach}") from None
-        if path.exists() and not path.is_dir():
-            raise UserError(f"dashboard: {path}: is a file, expected the folder of a run, or a folder of runs")
+        if not path.is_dir():
+            found = "is a file" if path.exists() else "is not there"
+            raise UserError(f"{path}: {found}, expected the folder of a run, or a folder of runs")
         self._path = path
         self._known: dict[Path, WatchedRun] = {}
 
     def runs(self) -> dict[str, WatchedRun]:
         if (self._path / JOB).is_file():
-            return {self._path.resolve().name: self._run(self._path)}
+            return {printable(self._path.resolve().name): self._run(self._path)}
         paths = [found.parent for depth in DEPTH for found in self._path.glob(f"{depth}/{JOB}")]
-        paths.sort(key=lambda path: -(path / JOB).stat().st_mtime)
-        return {str(path.relative_to(self._path)): self._run(path) for path in paths[:MOST_RUNS]}
+        paths.sort(key=lambda path: -_changed_s(path / JOB))
+        return {printable(path.relative_to(self._path)): self._run(path) for path in paths[:MOST_RUNS]}
 
     def _run(self, path: Path) -> WatchedRun:
         return self._known.setdefault(path, WatchedRun(path))
 
     def fleet(self) -> dict[str, object] | None:
         return None
+
+
+def _changed_s(path: Path) -> float:
+    """0 of a file that was there a moment ago."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 class FleetSource:

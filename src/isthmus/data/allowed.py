@@ -7,6 +7,8 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import cast
 
+import msgspec
+
 from isthmus.data.callables import is_callable_name
 from isthmus.data.hugging_face import HUB
 from isthmus.data.registry import DataSpec
@@ -16,14 +18,17 @@ from isthmus.errors import UserError
 
 
 @contextlib.contextmanager
-def allowed(data: DataSpec, kinds: Collection[str] | None, *, foreign: bool) -> Generator[None]:
-    """While inside, data may be opened. With `foreign` somebody else's coordinator asks, and only what lies in the
-    folder where this process runs is for it. UserError for a kind that is not among those that the device's owner
-    allows, None for all that are installed; and for options that lead out of that folder, by themselves or by a link in
-    it."""
+def allowed(data: DataSpec, kinds: Collection[str] | None, *, foreign: bool) -> Generator[DataSpec]:
+    """While inside, the data that are given may be opened. With `foreign` somebody else's coordinator asks, and only
+    what lies in the folder where this process runs is for it. UserError for a kind that is not among those that the
+    device's owner allows, None for all that are installed; and for options that lead out of that folder, by themselves
+    or by a link in it."""
     check_kind(data, kinds, foreign=foreign)
-    with _own_folder(data) if foreign else contextlib.nullcontext():
-        yield
+    if not foreign:
+        yield data
+        return
+    with _own_folder(data):
+        yield msgspec.structs.replace(data, folder="")
 
 
 @contextlib.contextmanager

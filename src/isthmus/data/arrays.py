@@ -6,7 +6,7 @@ import importlib.util
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, cast
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from isthmus.data.dataset import (
     fingerprint_of,
     rows_of_split,
 )
+from isthmus.data.npy import read_npy
 from isthmus.data.within import open_file
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 _DIGIT_SIDE = 8
+MOST_DEFLATED = 1032
+"""Bytes that one byte of a deflated member can become."""
 
 
 class NpzOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,15 +124,25 @@ def load_npz(options: NpzOptions, split: Split) -> ArrayDataset:
         with open_file(path) as file:
             if not zipfile.is_zipfile(file):
                 raise UserError(f"npz option 'path': {source} is no .npz archive")
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as archive:
-                arrays: dict[str, Array] = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"npz option 'path': cannot read {source}: {error}") from error
+            with zipfile.ZipFile(file) as archive:
+                arrays = {one.filename.removesuffix(".npy"): _member(archive, one) for one in archive.infolist()}
+    except UserError:
+        raise
+    except MemoryError:
+        raise UserError(f"npz option 'path': cannot read {source}: there is not enough memory for its arrays") from None
+    except Exception as error:  # numpy, zipfile and zlib raise families of their own
+        raise UserError(f"npz option 'path': cannot read {source}: {error or type(error).__name__}") from error
     whole = ArrayDataset(arrays, source)
     if separate:
         return whole
     return ArrayDataset(_share(arrays, options.holdout, split, source), source)
+
+
+def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
+    if member.file_size > MOST_DEFLATED * (member.compress_size + 1):
+        raise ValueError(f"{member.filename} claims {member.file_size} bytes, which {member.compress_size} cannot hold")
+    with archive.open(member) as opened:
+        return read_npy(cast("BinaryIO", opened), member.file_size)
 
 
 def load_digits(options: DigitsOptions, split: Split) -> ArrayDataset:

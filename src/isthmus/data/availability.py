@@ -10,6 +10,7 @@ A client may have any number of lines; without one it is never available. Times 
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.errors import UserError
-from isthmus.units import parse_duration
+from isthmus.units import parse_duration, whole_number
 
 COLUMNS = ("client", "from", "to")
 
@@ -45,7 +46,10 @@ def read_availability(path: Path, population: int, round_length_s: float) -> Ava
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{where}: cannot be read: {getattr(e, 'strerror', None) or e}") from None
-    head, *rows = csv.reader(lines, skipinitialspace=True) if lines else [[]]
+    try:
+        head, *rows = csv.reader(lines, skipinitialspace=True) if lines else [[]]
+    except csv.Error as e:
+        raise UserError(f"{where}: cannot be read: {e}") from None
     names = [name.strip() for name in head]
     if sorted(names) != sorted(COLUMNS):
         raise UserError(f"{where}: got columns {names}, expected {', '.join(COLUMNS)}")
@@ -64,17 +68,24 @@ def _line(cells: dict[str, str], population: int, where: str) -> tuple[int, floa
     missing = [name for name in COLUMNS if not cells.get(name)]
     if missing:
         raise UserError(f"{where}: no {missing[0]}")
-    client = cells["client"]
-    if not client.isdecimal() or int(client) >= population:
-        raise UserError(f"{where}: client: got {client!r}, expected a number below {population}")
+    client = whole_number(cells["client"])
+    if client is None or client >= population:
+        raise UserError(f"{where}: client: got {_short(cells['client'])}, expected a number below {population}")
     from_s, to_s = (_seconds(cells[name], f"{where}: {name}") for name in ("from", "to"))
-    if not to_s > from_s:  # nor where one is no number
+    if not to_s > from_s:
         raise UserError(f"{where}: to: got {cells['to']!r}, expected a time after {cells['from']!r}")
-    return int(client), from_s, to_s
+    return client, from_s, to_s
 
 
 def _seconds(cell: str, field: str) -> float:
     try:
-        return float(cell)
+        found = float(cell)
     except ValueError:
         return parse_duration(cell, field)
+    if not math.isfinite(found):
+        raise UserError(f"{field}: got {_short(cell)}, expected a finite number of seconds, or a text as 2 h")
+    return found
+
+
+def _short(cell: str) -> str:
+    return repr(cell if len(cell) <= 40 else f"{cell[:37]}...")

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.data.client_files import KIND as CLIENTS
+from isthmus.data.client_files import ClientsOptions, client_files
 from isthmus.data.dataset import Array, Blocked, ColumnSpec, Dataset, as_tensors, batch_of_round, fingerprint_of, joined
+from isthmus.data.joined_dataset import joined_columns
 from isthmus.data.partition import Partition, PartitionSpec, partition
-from isthmus.data.text import TextOptions, files_of
+from isthmus.data.registry import DataSpec, load_client, load_dataset
+from isthmus.data.text import TextOptions, check_text, files_of
 from isthmus.data.tokenizer import BYTES, load_tokenizer
 from isthmus.errors import UserError
+from isthmus.extensions import read_options
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +103,57 @@ class PartitionedData:
         return batch_of_round(self._dataset, self._parts.samples_of(clients), self._columns, *self._drawn)
 
 
+class GroupedClients:
+    """Several clients of a population as one, in their order: what a site that holds them all has."""
+
+    def __init__(self, data: ClientData, groups: int) -> None:
+        """Each of `groups` has as many, or one more. UserError for fewer clients than groups."""
+        if groups > (clients := len(data.sizes)):
+            raise UserError(f"partition.clients: got {groups}, expected at most the {clients} clients of the data")
+        self._data = data
+        self._first = np.arange(groups + 1) * clients // groups
+        self._sizes = np.add.reduceat(data.sizes, self._first[:-1])
+
+    def of_round(self, seed: int, round_: int) -> GroupedClients:
+        """As `Redrawn`."""
+        drawn = copy.copy(self)
+        drawn._data = self._data.of_round(seed, round_) if isinstance(self._data, Redrawn) else self._data
+        return drawn
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return self._data.columns
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return self._sizes
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of({"kind": "grouped", "data": self._data.fingerprint}, [self._first])
+
+    def load(self, client: int) -> dict[str, torch.Tensor]:
+        return self.load_many([client])
+
+    def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
+        return self._data.load_many([one for c in clients for one in range(*map(int, self._first[c : c + 2]))])
+
+
+def divided(spec: DataSpec, parts: PartitionSpec | None, seed: int) -> ClientData:
+    """The population of data that `parts` share out, or that come by files. UserError as `share_out`."""
+    by_files = parts is None or parts.scheme == "files"
+    if by_files and spec.kind == CLIENTS:
+        data: ClientData = ClientFolders(read_options(CLIENTS, spec.located, ClientsOptions))
+    elif parts is None:
+        raise UserError("partition: missing, expected how the data is shared out among clients")
+    elif by_files and spec.kind == "text":
+        data = TextClients(read_options("text", spec.located, TextOptions))
+    else:
+        data = share_out(load_dataset(spec, "train"), parts, seed)
+    held = parts is not None and parts.scheme in ("natural", "files") and parts.clients
+    return GroupedClients(data, held) if held else data
+
+
 def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedData:
     """UserError as `partition`, and for a stream. A natural column is read, and is no column of the clients' samples
     any more."""
@@ -160,6 +216,7 @@ class TextClients:
             text = path.read_bytes()
         except OSError as e:
             raise UserError(f"text option 'files': cannot read {path}: {e.strerror}") from e
+        check_text(text, path, self._options.tokenizer)
         return self._tokenizer.tokens(text[: self._options.max_bytes])
 
     @property
@@ -195,6 +252,52 @@ class TextClients:
             "labels": tokens[at + shift].astype(np.int64),
         }
         return as_tensors(arrays)
+
+    def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
+        return joined([self.load(client) for client in clients])
+
+
+class ClientFolders:
+    """A file or a folder for each client. Each is read once at the start, for its number of samples, and again when the
+    client trains."""
+
+    def __init__(self, options: ClientsOptions) -> None:
+        """UserError for a client whose data cannot be read, or have other columns than the first one's."""
+        self._files = client_files(options)
+        parts: dict[str, Mapping[str, ColumnSpec]] = {}
+        sizes: list[int] = []
+        prints: list[str] = []
+        for file in self._files:
+            dataset = load_client(file, "train")
+            parts[file.name] = dataset.columns
+            sizes.append(len(dataset))
+            prints.append(dataset.fingerprint)
+        self._columns = joined_columns(parts)
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._fingerprint = fingerprint_of({"kind": "clients", "clients": list(parts), "data": prints}, [])
+        self._drawn = (0, 0)
+
+    def of_round(self, seed: int, round_: int) -> ClientFolders:
+        """As `Redrawn`."""
+        drawn = copy.copy(self)
+        drawn._drawn = (seed, round_)
+        return drawn
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return self._columns
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return self._sizes
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def load(self, client: int) -> dict[str, torch.Tensor]:
+        dataset = load_client(self._files[client], "train")
+        return batch_of_round(dataset, np.arange(len(dataset)), list(self._columns), *self._drawn)
 
     def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
         return joined([self.load(client) for client in clients])

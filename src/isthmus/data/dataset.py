@@ -16,6 +16,7 @@ from isthmus.data.layout import Layout
 from isthmus.data.order import SampleOrder
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
+from isthmus.wire_types import Amount, Id, Shape
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +29,27 @@ Array = npt.NDArray[np.generic]
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One column: torch's dtype name, the shape of one sample, and for ids and classes the limit they stay below."""
+    """One column: torch's dtype name, the shape of one sample, and for ids and classes, which are 0 or more, the limit
+    they stay below. A column of labels of which some may be -100 has no limit."""
 
-    dtype: str
-    shape: tuple[int, ...] = ()
-    limit: int | None = None
+    dtype: Id
+    shape: Shape = ()
+    limit: Amount | None = None
 
     def fits(self, other: ColumnSpec) -> bool:
         """Whether one column can hold the values of both: ids and classes may have other limits."""
         alike = (self.dtype, self.shape) == (other.dtype, other.shape)
         return alike and (self.limit is None) == (other.limit is None)
+
+
+def may_be_left_out(column: ColumnSpec) -> bool:
+    """Whether it may hold labels that a loss leaves out (-100): whole numbers below no limit."""
+    return column.dtype in ("int8", "int16", "int32", "int64") and column.limit is None
+
+
+def any_left_out(columns: Mapping[str, ColumnSpec]) -> bool:
+    """Whether a loss may leave out labels of one of the columns."""
+    return any(map(may_be_left_out, columns.values()))
 
 
 class Dataset(Protocol):
@@ -171,6 +183,12 @@ def sample_order(dataset: Dataset, seed: int, shuffle: bool = True) -> SampleOrd
     """The order in which a run with this seed uses the samples. UserError for a negative seed."""
     layout = dataset.layout if isinstance(dataset, Blocked) else None
     return SampleOrder(len(dataset), seed, shuffle, layout=layout)
+
+
+def evaluation_rows(dataset: Dataset, most: int) -> NDArray[np.int64]:
+    """The samples of an evaluation, ascending: all, or `most` of them drawn at random, as files are often sorted by
+    label; of data in blocks, drawn from few blocks. The same in every evaluation and for every seed of a job."""
+    return np.sort(sample_order(dataset, 0).indices(0, min(most, len(dataset))))
 
 
 def batch_at(

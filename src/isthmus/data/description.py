@@ -3,27 +3,27 @@ several holders as one set, what a run that they feed together equals a plain lo
 
 from __future__ import annotations
 
-import bisect
-import hashlib
-import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from isthmus.data.dataset import Blocked, ColumnSpec, Dataset, Indices, Split, checked, joined
+from isthmus.data.dataset import Blocked, ColumnSpec, Dataset, Split
+from isthmus.data.joined_dataset import joined_columns
 from isthmus.data.layout import Layout, check_layout
 from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.plans import OwnSamples
 from isthmus.plans.schedule import whole
+from isthmus.reading import read_json
 from isthmus.run_files import as_json
+from isthmus.wire_types import Count, Name, Table, Text
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 BYTES_OF = {
@@ -50,17 +50,17 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one holder's data: all that a model is captured from, and that a run is planned with."""
 
-    columns: dict[str, ColumnSpec]
-    train: int
+    columns: Table[Text, ColumnSpec]
+    train: Count
     """Samples."""
-    heldout: int = 0
+    heldout: Count = 0
     """Samples; 0 where none were asked for."""
-    digests: dict[str, str] = {}
+    digests: Table[Name, Name] = {}
     """By split, the fingerprint of its samples under the holder's key (`concealed`), in hexadecimal: equal for equal
     data of one holder. Empty where nobody compares."""
     layout: Layout | None = None
     """Of training samples that lie in blocks: with their count, the seed and `shuffle` the order of their use."""
-    holders: dict[str, OwnSamples] = {}
+    holders: Table[Name, OwnSamples] = {}
     """Of the data of several holders, each of whom has its own: by name, in their order. The counts above are sums."""
 
     def heldout_batches(self, size: int) -> int:
@@ -113,11 +113,9 @@ def description_file(spec: DataSpec, description: DataDescription) -> bytes:
 def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescription:
     """What `description_file` wrote. UserError for a file that is none, or of other data than `spec`'s."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_DescriptionFile)
-    except OSError as e:
-        raise UserError(f"data.description: {path} cannot be read: {e.strerror or e}") from None
-    except ValueError as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"data.description: {path}: {e}") from None
+        found = read_json(path, _DescriptionFile, f"data.description: {path}")
+    except FileNotFoundError:
+        raise UserError(f"data.description: {path}: not found") from None
     for field, got, expected in (("kind", found.kind, spec.kind), ("options", found.options, spec.options)):
         if got != expected:
             raise UserError(f"data.description: {path}: {field}: got {got!r}, the job has {expected!r}")
@@ -201,36 +199,6 @@ def _shown(column: ColumnSpec | None) -> str:
     return f"{column.dtype} {list(column.shape)}{limit}"
 
 
-class JoinedDataset:
-    """The samples of one part after those of another, in the order of the parts."""
-
-    def __init__(self, parts: Sequence[Dataset]) -> None:
-        """UserError where there are none, or their columns differ."""
-        self._parts = tuple(parts)
-        self._columns = joined_columns({f"part {number}": part.columns for number, part in enumerate(parts)})
-        self._starts = list(itertools.accumulate((len(part) for part in parts), initial=0))
-
-    @property
-    def columns(self) -> Mapping[str, ColumnSpec]:
-        return self._columns
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 (hex) over those of the parts, in their order."""
-        return hashlib.sha256("\n".join(part.fingerprint for part in self._parts).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
-        parts = [self._sample(position, columns) for position in checked(indices, len(self)).tolist()]
-        return joined(parts) if parts else self._parts[0].batch([], columns)
-
-    def _sample(self, position: int, columns: Sequence[str]) -> dict[str, torch.Tensor]:
-        part = bisect.bisect_right(self._starts, position) - 1
-        return self._parts[part].batch([position - self._starts[part]], columns)
-
-
 def joined_descriptions(described: Mapping[str, DataDescription]) -> DataDescription:
     """Of the data of several holders together, in their order. UserError where their columns differ, or one's are a
     stream."""
@@ -246,21 +214,3 @@ def joined_descriptions(described: Mapping[str, DataDescription]) -> DataDescrip
         heldout=sum(found.heldout for found in described.values()),
         holders={name: OwnSamples(train=found.train, heldout=found.heldout) for name, found in described.items()},
     )
-
-
-def joined_columns(parts: Mapping[str, Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
-    """By holder. Each column has the largest of its limits. UserError where they differ in more, or there are none."""
-    if not parts:
-        raise UserError("data of several holders: got none, expected one at least")
-    found: dict[str, ColumnSpec] = {}
-    first, columns = next(iter(parts.items()))
-    for name, part in parts.items():
-        if list(part) != list(columns):
-            raise UserError(f"data: {name} has columns {', '.join(part)}, {first} has {', '.join(columns)}")
-        for column, spec in part.items():
-            known = found.setdefault(column, spec)
-            if not known.fits(spec):
-                raise UserError(f"data: column {column!r}: {name} has {spec}, {first} has {columns[column]}")
-            if spec.limit is not None and known.limit is not None and spec.limit > known.limit:
-                found[column] = spec
-    return found

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
+from isthmus.reading import parse_msgpack, read_file
 
 WORTH_BYTES = 64 << 20
 """Less is read as quickly again."""
@@ -79,8 +80,8 @@ def _place(files: Sequence[Path]) -> Path:
 
 def _read(path: Path) -> _Kept:
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=_Kept)
-    except (OSError, msgspec.DecodeError):
+        return parse_msgpack(read_file(path), _Kept, str(path))
+    except (OSError, UserError):
         return {}
 
 

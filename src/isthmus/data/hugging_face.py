@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from isthmus.data.arrow_numbers import check_nulls, number_type, numbers_of, spec_of
 from isthmus.data.dataset import (
     Array,
     ColumnSpec,
@@ -49,27 +50,44 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class DiskDataset:
-    """Rows of a table. Raises UserError for columns that are not numbers of one shape."""
+    """Rows of a table. A column's type is the declared one, its shape that of the first row. Raises UserError for
+    columns that are not numbers of one shape, and for nulls."""
 
     def __init__(self, table: Any, rows: NDArray[np.int64], columns: Mapping[str, str], source: str) -> None:
         """`table` is a `datasets.Dataset`, which has no types."""
         self._table = table.with_format("numpy")
+        self._arrow = table.with_format("arrow")
         self._rows = rows
         self._source = source
         self._fingerprint = str(getattr(table, "_fingerprint", ""))
         for name in columns.values():
             if name not in table.column_names:
                 raise unknown_name(f"column of {source}", name, table.column_names)
-        first = {name: np.asarray(value) for name, value in self._table[int(rows[0])].items()}
-        wanted = columns or {name: name for name, value in first.items() if value.dtype.kind in "biuf"}
-        self._names = dict(wanted)
-        for name in self._names.values():
-            if first[name].dtype.kind not in "biuf":
-                raise UserError(f"{source} column {name!r}: got {first[name].dtype}, expected numbers")
-        self._columns = {
-            ours: ColumnSpec(dtype=first[theirs].dtype.name, shape=first[theirs].shape)
-            for ours, theirs in self._names.items()
-        }
+        specs = {name: self._spec(name) for name in (columns.values() or table.column_names)}
+        self._names = dict(columns) or {name: name for name, spec in specs.items() if spec is not None}
+        self._columns: dict[str, ColumnSpec] = {}
+        for ours, theirs in self._names.items():
+            if (spec := specs[theirs]) is None:
+                held = self._arrow[:1].schema.field(theirs).type
+                raise UserError(f"{source} column {theirs!r}: got {held}, expected numbers")
+            self._columns[ours] = spec
+
+    def _spec(self, name: str) -> ColumnSpec | None:
+        """None for a column without numbers. Images are decoded to them."""
+        row = int(self._rows[0])
+        first = self._arrow_rows(name, np.array([row]))
+        if number_type(first.type) is not None:
+            return spec_of(first, self._named(name), row)
+        found = np.asarray(self._table[row][name])
+        return ColumnSpec(dtype=found.dtype.name, shape=found.shape) if found.dtype.kind in "biuf" else None
+
+    def _named(self, name: str) -> str:
+        return f"{self._source} column {name!r}"
+
+    def _arrow_rows(self, name: str, rows: NDArray[np.int64]) -> Any:
+        """One of pyarrow's arrays."""
+        column = self._arrow.select_columns([name])[rows].column(name).combine_chunks()
+        return column.chunk(0) if hasattr(column, "chunk") else column
 
     @property
     def columns(self) -> Mapping[str, ColumnSpec]:
@@ -86,19 +104,26 @@ class DiskDataset:
     def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
         check_columns(columns, self._columns)
         rows = self._rows[checked(indices, len(self))]
-        found = self._table[rows]
-        arrays: dict[str, Array] = {}
-        for ours in columns:
-            array = np.asarray(found[self._names[ours]])
-            if array.shape[1:] != self._columns[ours].shape or array.dtype.kind not in "biuf":
-                raise UserError(f"{self._source} column {self._names[ours]!r}: rows differ in shape")
-            arrays[ours] = array.astype(self._columns[ours].dtype, copy=False)
-        return as_tensors(arrays)
+        return as_tensors({name: self._numbers(name, rows) for name in columns})
+
+    def _numbers(self, name: str, rows: NDArray[np.int64]) -> Array:
+        """[rows, *shape] of the model's column `name`."""
+        theirs, spec = self._names[name], self._columns[name]
+        found = self._arrow_rows(theirs, rows)
+        if number_type(found.type) is not None:
+            array = numbers_of(found, self._named(theirs), rows, scalars_as_declared=True)
+        else:
+            array = np.asarray(self._table.select_columns([theirs])[rows][theirs])
+        if array.shape[1:] != spec.shape or array.dtype.name != spec.dtype:
+            got = f"got {array.dtype} {list(array.shape[1:])}, expected {spec.dtype} {list(spec.shape)}"
+            raise UserError(f"{self._named(theirs)}: rows differ in shape: {got} as the first row has")
+        return array if array.flags.writeable else array.copy()
 
     def owners(self, column: str) -> NDArray[np.int64]:
         """(rows,) the clients, numbered in the order of the column's values, which are texts or whole numbers."""
         if column not in self._table.column_names:
             raise unknown_name(f"column of {self._source}", column, self._table.column_names)
+        check_nulls(self._arrow_rows(column, self._rows), self._named(column), self._rows)
         values = np.asarray(self._table.select_columns([column])[self._rows][column])
         if values.ndim != 1 or values.dtype.kind not in "iuUSO":
             raise UserError(f"partition: column {column!r}: got {values.dtype}, expected texts or whole numbers")
@@ -141,7 +166,7 @@ class HubOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fields
     path: str
     """The id, as "wikitext", or a folder."""
     name: str = ""
-    """Of the id's configurations, one: "wikitext-2-raw-v1"."""
+    """One of the id's configurations: "wikitext-2-raw-v1"."""
     revision: str = ""
     """A commit or tag of the id; without it the newest."""
     train_split: str = "train"
@@ -235,6 +260,8 @@ def _load(options: HubOptions) -> dict[str, Any]:
 
 def _texts(table: Any, rows: Any, column: str, source: str) -> Iterable[bytes]:
     texts = table.select_columns([column])[rows][column]
-    if not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{source} column {column!r}: expected texts in every row")
+    for row, text in zip(rows, texts, strict=True):
+        if not isinstance(text, str):
+            got = "null" if text is None else type(text).__name__
+            raise UserError(f"{source} column {column!r}, row {row + 1}: got {got}, expected texts in every row")
     return [b"".join(f"{text.rstrip(chr(10))}\n".encode() for text in texts)]

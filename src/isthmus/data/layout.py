@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.errors import UserError
+from isthmus.wire_types import Count, Many
 
 MOST_BLOCKS = 1 << 22
 MOST_RUNS = 1 << 17
@@ -28,9 +29,9 @@ MOST_RUNS = 1 << 17
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many samples the blocks of a data set have, and how many blocks are mixed."""
 
-    runs: tuple[tuple[int, int], ...]
+    runs: Many[tuple[Count, Count]]
     """(blocks, samples of each), one run of equal blocks after another."""
-    window: int
+    window: Count
     """Blocks whose samples are mixed with each other."""
 
     @property

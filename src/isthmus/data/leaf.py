@@ -1,15 +1,17 @@
 """LEAF's FEMNIST (Caldas et al. 2018) as its scripts write it: JSON files of writers, a client each.
 
 A writer's samples are read out of the middle of its file when they are asked for; the files are parsed once, for the
-places of the writers in them.
+places of the writers in them. A writer that is in several files, or twice in one, is one client with all its samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +32,7 @@ from isthmus.data.dataset import (
 from isthmus.data.digests import digests_of
 from isthmus.data.within import check_within, opener
 from isthmus.errors import UserError
+from isthmus.reading import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -55,16 +58,22 @@ class LeafOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class _LeafFile(msgspec.Struct):
     users: list[str]
     num_samples: list[int]
-    user_data: dict[str, msgspec.Raw]
+    user_data: msgspec.Raw
 
 
-class _Writer(msgspec.Struct, frozen=True):
-    """Where a writer's samples lie."""
+class _Part(NamedTuple):
+    """Where samples of a writer lie."""
 
-    name: str
     file: int
     start: int
     length_bytes: int
+
+
+class _Writer(msgspec.Struct, frozen=True):
+    """Of one writer all samples, in whichever files, in their order."""
+
+    name: str
+    parts: tuple[_Part, ...]
     samples: int
 
 
@@ -81,50 +90,61 @@ class LeafWriters:
         self._files = files
         self._options = options
         self._open = opener()
-        self.writers = [writer for number in range(len(files)) for writer in self._writers(number)]
+        parts: dict[str, list[_Part]] = {}
+        samples: Counter[str] = Counter()
+        for number in range(len(files)):
+            counts, places = self._entries(number)
+            for name, part in places:
+                parts.setdefault(name, []).append(part)
+            samples.update({name: counts[name] for name, _ in places})
+        self.writers = [_Writer(name, tuple(found), samples[name]) for name, found in parts.items() if samples[name]]
         self.samples_of = lru_cache(maxsize=None)(self.read)
         """As `read`, kept in memory: a byte a pixel."""
 
-    def _writers(self, number: int) -> list[_Writer]:
+    def _entries(self, number: int) -> tuple[Counter[str], list[tuple[str, _Part]]]:
+        """How many samples a file says each writer has, and where they are; of a writer there may be several places."""
         path = self._files[number]
         try:
             with self._open(path) as file:
                 text = file.read()
-            found = msgspec.json.decode(text, type=_LeafFile)
         except OSError as e:
             raise UserError(f"{KIND}: cannot read {path}: {e.strerror}") from e
-        except msgspec.DecodeError as e:
-            raise UserError(f"{KIND}: {path} is no file of LEAF's: {e}") from e
+        what = f"{KIND}: {path} is no file of LEAF's"
+        found = parse_json(text, _LeafFile, what)
+        data = bytes(found.user_data)
+        places = list(_places(data, what))
         if len(found.users) != len(found.num_samples):
             raise UserError(f"{KIND}: {path}: got {len(found.users)} users and {len(found.num_samples)} num_samples")
-        writers: list[_Writer] = []
-        samples_of = dict(zip(found.users, found.num_samples, strict=True))
-        begin = 0
-        for name, raw in found.user_data.items():
-            part = bytes(raw)
-            begin = text.index(part, begin)
-            if name not in samples_of:
-                raise UserError(f"{KIND}: {path}: user_data has {name!r}, users has not")
-            if samples_of[name]:
-                writers.append(_Writer(name, number, begin, len(part), samples_of[name]))
-            begin += len(part)
-        return writers
+        counts: Counter[str] = Counter()
+        for name, count in zip(found.users, found.num_samples, strict=True):
+            counts[name] += count
+        if unknown := next((name for name, _, _ in places if name not in counts), None):
+            raise UserError(f"{KIND}: {path}: user_data has {unknown!r}, users has not")
+        begin = text.index(data)
+        return counts, [(name, _Part(number, begin + start, length)) for name, start, length in places]
 
     def read(self, number: int) -> tuple[Array, NDArray[np.int64]]:
         """Pixels [samples, side * side], uint8 where the file's fractions are of 255, else float32; labels.
 
         UserError for samples that are not as the options say."""
         writer = self.writers[number]
-        path = self._files[writer.file]
-        try:
-            with self._open(path) as file:
-                file.seek(writer.start)
-                found = msgspec.json.decode(file.read(writer.length_bytes), type=_Samples)
-        except (OSError, msgspec.DecodeError) as e:
-            raise UserError(f"{KIND}: {path}: user {writer.name!r} cannot be read: {e}") from e
-        if not len(found.x) == len(found.y) == writer.samples:
+        x: list[list[float]] = []
+        y: list[int] = []
+        for part in writer.parts:
+            path = self._files[part.file]
+            try:
+                with self._open(path) as file:
+                    file.seek(part.start)
+                    text = file.read(part.length_bytes)
+            except OSError as e:
+                raise UserError(f"{KIND}: {path}: user {writer.name!r} cannot be read: {e}") from e
+            samples = parse_json(text, _Samples, f"{KIND}: {path}: user {writer.name!r}")
+            x += samples.x
+            y += samples.y
+        path, found = self._files[writer.parts[0].file], _Samples(x, y)
+        if not len(x) == len(y) == writer.samples:
             raise UserError(
-                f"{KIND}: {path}: user {writer.name!r} has {len(found.x)} x and {len(found.y)} y, "
+                f"{KIND}: {path}: user {writer.name!r} has {len(x)} x and {len(y)} y, "
                 f"expected {writer.samples} as num_samples says"
             )
         size = self._options.side**2
@@ -166,6 +186,23 @@ class LeafWriters:
         names = [self.writers[number].name for number in numbers]
         settings = {"kind": KIND, "side": self._options.side, "classes": self._options.classes, "writers": names}
         return fingerprint_of(settings, [digests_of(self._files, self._open)])
+
+
+_KEY = re.compile(rb'\s*,?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+
+
+def _places(user_data: bytes, what: str) -> Iterator[tuple[str, int, int]]:
+    """The keys of a JSON object whose values are objects of numbers, with the start and the length of each value: all
+    of them, also those of a key that is there twice. UserError, which begins with `what`, for another object."""
+    at = user_data.find(b"{") + 1
+    while (key := _KEY.match(user_data, at)) is not None:
+        end = user_data.find(b"}", key.end()) + 1
+        if user_data[key.end()] != ord("{") or not end:
+            raise UserError(f"{what}: user_data: {key[1].decode()}: expected an object with x and y")
+        yield parse_json(key[1], str, what), key.end(), end - key.end()
+        at = end
+    if user_data[at:].strip() != b"}":
+        raise UserError(f"{what}: user_data: expected an object of users, each with x and y")
 
 
 class LeafClients:

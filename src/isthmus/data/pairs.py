@@ -27,6 +27,7 @@ from isthmus.data.tokenizer import BYTES, load_tokenizer
 from isthmus.data.within import check_within, open_file
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
+from isthmus.reading import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -132,16 +133,12 @@ def load_pairs(options: PairsOptions, split: Split) -> PairsDataset:
 
 def _read_lines(path: Path, fields: tuple[str, str, str]) -> list[list[object]]:
     columns: list[list[object]] = [[], [], []]
-    decoder = msgspec.json.Decoder(dict[str, object])
     with open_file(path) as file:
         lines = file.read().splitlines()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            row = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise UserError(f"{path} line {number}: {error}") from error
+        row = parse_json(line, dict[str, object], f"{path} line {number}")
         for column, field in zip(columns, fields, strict=True):
             if field not in row:
                 raise UserError(f"{path} line {number}: no field {field!r}, got {', '.join(sorted(row)) or 'none'}")

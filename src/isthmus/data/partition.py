@@ -27,21 +27,23 @@ class PartitionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `dirichlet`: each label's samples by shares drawn from Dirichlet(alpha) (Hsu et al. 2019). `quantity`: sizes by
     shares drawn from Dirichlet(alpha), labels mixed. `shards`: sorted by label, `shards` pieces per client (McMahan et
-    al. 2017). `natural`: by the values of `column`. `files`: text only, a client per file.
+    al. 2017). `natural`: by the values of `column`. `files`: a client per file of texts, or per file
+    or folder of the kind `clients`.
     """
 
     scheme: Scheme = "iid"
     """Who has which samples."""
     clients: Annotated[int, Meta(ge=1)] | None = None
-    """Of every scheme but `natural` and `files`, where the data say."""
+    """How many. Of `natural` and `files` the data say; with this number of those, each client has as many of them, in
+    their order: a site that holds several."""
     alpha: Annotated[float, Meta(gt=0)] = 0.1
-    """Of `dirichlet` and `quantity`: the smaller, the more clients differ."""
+    """With `dirichlet` and `quantity`: the smaller, the more clients differ."""
     shards: Annotated[int, Meta(ge=1)] = 2
-    """Of `shards`: pieces per client."""
+    """With `shards`: pieces per client."""
     label: str = "labels"
-    """Of `dirichlet` and `shards`: the column of labels."""
+    """With `dirichlet` and `shards`: the column of labels."""
     column: str = "client"
-    """Of `natural`: the column that names the client."""
+    """With `natural`: the column that names the client."""
 
 
 @dataclass(frozen=True, eq=False)

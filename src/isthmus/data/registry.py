@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
 from isthmus.data.arrays import DigitsOptions, NpzOptions, load_digits, load_npz
 from isthmus.data.callables import is_callable_name, load_callable
+from isthmus.data.client_files import KIND as CLIENTS
+from isthmus.data.client_files import ClientFile, ClientsOptions, client_files
+from isthmus.data.csv_files import KIND as CSV
+from isthmus.data.csv_files import CsvOptions, load_csv
 from isthmus.data.dataset import SPLITS, Dataset, Split, missing_members
 from isthmus.data.hugging_face import HUB, DiskOptions, HubOptions, load_disk, load_hub
 from isthmus.data.images import folder, parquet
+from isthmus.data.joined_dataset import JoinedDataset
 from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafOptions, load_leaf
 from isthmus.data.pairs import PairsOptions, load_pairs
 from isthmus.data.streams.dataset import StreamOptions, load_stream
 from isthmus.data.streams.files import KIND as STREAM
 from isthmus.data.text import TextOptions, load_text
+from isthmus.documents import beside
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, read_options, third_party
 from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_docs
+from isthmus.wire_types import Name, Table, Text
 
 ENTRY_POINTS = "isthmus.datasets"
 
@@ -30,21 +37,62 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kind's options struct or the callable takes. Naming a callable runs it: a device checks somebody else's spec against
     what its owner allows before it loads anything."""
 
-    kind: str
+    kind: Text
     """One of `isthmus datasets`, or `package.module:callable` of your own."""
-    options: dict[str, object] = {}
+    options: Table[Text, object] = {}
     """Settings of that kind: `isthmus describe KIND` lists them."""
-    description: str = ""
+    heldout: Text = ""
+    """A path of held-out samples, of the same kind and form as those of `path` or `files`, which then all train."""
+    description: Text = ""
     """A file that says what the data are like, where they are not (`isthmus describe-data`)."""
-    of: dict[str, dict[str, object]] = {}
-    """By holder, where each has data of its own: options that stand in place of those above."""
+    of: Table[Name, Table[Text, object]] = {}
+    """For each holder that has data of its own: options that stand in place of those above."""
+    folder: Text = ""
+    """From where relative paths of the built-in kinds count: filled in with the folder of the file that says this. On
+    a device of a fleet it is the folder that `isthmus join --data` names."""
 
     def at(self, holder: str) -> DataSpec:
         """As one holder reads them."""
         return msgspec.structs.replace(self, options={**self.options, **self.of.get(holder, {})}, of={})
 
+    def counted_from(self, folder: str) -> DataSpec:
+        """As a file in this folder says it: with its paths."""
+        description = self.description and beside(self.description, folder)
+        return msgspec.structs.replace(self, description=description, folder=beside(self.folder or folder, folder))
+
+    @property
+    def located(self) -> dict[str, object]:
+        """The options, with paths that do not count from `folder` any more."""
+        if self.kind not in _OURS:
+            return self.options
+        options = {**self.options, "heldout_path": self.heldout} if self.heldout else self.options
+        paths = {name: _located(value, self.folder) for name, value in options.items() if name in PATHS}
+        return {**options, **paths}
+
+
+PATHS = ("path", "heldout_path", "files", "tokenizer")
+"""Options of our kinds that are paths, or lists of paths."""
+
+
+def _located(value: object, folder: str) -> object:
+    if isinstance(value, list | tuple):
+        return [_located(each, folder) for each in cast("Sequence[object]", value)]
+    return beside(value, folder) if isinstance(value, str) else value
+
+
+def load_client(file: ClientFile, split: Split) -> Dataset:
+    """One client's samples. UserError as `load_dataset`."""
+    return load_dataset(DataSpec(kind=file.kind, options=file.options), split)
+
+
+def _load_clients(options: ClientsOptions, split: Split) -> Dataset:
+    """The samples of all of them, one client after another."""
+    return JoinedDataset([load_client(file, split) for file in client_files(options)])
+
 
 _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, Split], Dataset]]] = {
+    CLIENTS: (ClientsOptions, _load_clients),
+    CSV: (CsvOptions, load_csv),
     "digits": (DigitsOptions, load_digits),
     "disk": (DiskOptions, load_disk),
     HUB: (HubOptions, load_hub),
@@ -83,9 +131,11 @@ def load_dataset(spec: DataSpec, split: Split) -> Dataset:
     """
     if split not in SPLITS:
         raise unknown_name("split", split, SPLITS)
+    if spec.heldout:
+        _check_heldout(spec)
     if spec.kind in _OURS:
         options, load_ours = _OURS[spec.kind]
-        return load_ours(read_options(spec.kind, spec.options, options), split)
+        return load_ours(read_options(spec.kind, spec.located, options), split)
     if is_callable_name(spec.kind):
         return load_callable(spec.kind, spec.options, split)
     others = third_party(ENTRY_POINTS)
@@ -103,3 +153,15 @@ def load_dataset(spec: DataSpec, split: Split) -> Dataset:
     if missing := missing_members(loaded):
         raise UserError(f"data kind {spec.kind!r}: {type(loaded).__name__} has no {', '.join(missing)}")
     return cast(Dataset, loaded)
+
+
+def _check_heldout(spec: DataSpec) -> None:
+    """UserError for a kind whose held-out samples have no path of their own."""
+    takes = [kind for kind, (options, _) in _OURS.items() if "heldout_path" in options.__struct_fields__]
+    if spec.kind not in takes:
+        raise UserError(
+            f"data.heldout: got {spec.heldout!r} with kind {spec.kind!r}, expected one of {', '.join(takes)}: others "
+            "have data.options.holdout, or an argument `split`"
+        )
+    if "heldout_path" in spec.options:
+        raise UserError("data.heldout: got one beside data.options.heldout_path, expected one of the two")

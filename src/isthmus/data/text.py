@@ -6,6 +6,7 @@ import glob
 import hashlib
 import os
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from isthmus.data.dataset import (
     held_out_count,
     refuse_empty_holdout,
 )
-from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer, no_text, tokens_of
 from isthmus.data.within import open_file
 from isthmus.errors import UserError
 
@@ -42,7 +43,7 @@ class WindowOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sequence_length: Annotated[int, Meta(ge=1)] = 128
     """Tokens per sample."""
     tokenizer: str = BYTES
-    """"bytes" (256 tokens), or a directory with a tokenizer.json."""
+    """"bytes" (256 tokens), or a directory with a tokenizer.json, for which texts must be UTF-8."""
     shift_labels: bool = True
     """true: labels are the next tokens. false: they equal the inputs, for models that shift inside (Hugging Face)."""
 
@@ -74,7 +75,7 @@ class TokenWindows:
     @cached_property
     def _tokens(self) -> npt.NDArray[np.integer]:
         # Text by text: a tokenizer takes far more memory for one long text than for its parts.
-        parts = [self._tokenizer.tokens(text) for text in self._texts()]
+        parts = [tokens_of(self._tokenizer, text, self._source) for text in self._texts()]
         tokens = np.concatenate(parts) if parts else np.empty(0, np.uint8)
         needed = self._options.sequence_length + 1
         if len(tokens) < needed:
@@ -110,9 +111,18 @@ class TextOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_field
     files: str | tuple[str, ...]
     """Paths or globs (`**` crosses folders), or "stdlib": the source of Python's standard library."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """Of text in each split; without it all of it."""
+    """The most bytes of text in each split; without it, all."""
+    heldout_path: str | None = None
+    """A path or glob of held-out text; without it a share of `files`."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Share of the files that training never sees; of a single file, of its text."""
+
+    def parted(self, split: Split) -> tuple[TextOptions, Split]:
+        """Where held-out text has files of its own: the files of the split, all of which are read."""
+        if self.heldout_path is None:
+            return self, split
+        files = self.heldout_path if split == "heldout" else self.files
+        return msgspec.structs.replace(self, files=files, heldout_path=None, holdout=0.0), "train"
 
 
 class _Texts:
@@ -135,6 +145,7 @@ class _Texts:
                     text = file.read()
             except OSError as error:
                 raise UserError(f"text option 'files': cannot read {path}: {error.strerror}") from error
+            check_text(text, path, self._options.tokenizer)
             if self._divides_text and self._options.holdout:
                 kept = len(text) - held_out_count(len(text), self._options.holdout, f"bytes of {path}")
                 text = text[:kept] if self._split == "train" else text[kept:]
@@ -144,6 +155,23 @@ class _Texts:
                 if room == 0:
                     break
         return texts
+
+
+def check_text(text: bytes, path: Path, tokenizer: str) -> None:
+    """UserError for a file that a tokenizer cannot read as UTF-8; a warning for one that looks like no text and is
+    taken as it is."""
+    found = no_text(text)
+    if tokenizer != BYTES:
+        try:
+            text.decode()
+        except UnicodeDecodeError as e:
+            kind = "" if found is None else f" (it begins as {found} does)"
+            what = f"byte {e.start + 1}, 0x{text[e.start]:02x}, is no UTF-8{kind}"
+            raise UserError(
+                f"text option 'files': {path}: {what}, expected text in UTF-8, or tokenizer 'bytes'"
+            ) from None
+    if found is not None:
+        warnings.warn(f"text option 'files': {path} begins as {found} does, and is taken as it is", stacklevel=2)
 
 
 def _of_split(files: Mapping[str, Path], holdout: float, split: Split) -> dict[str, Path]:
@@ -190,13 +218,15 @@ def _named_files(patterns: Sequence[str]) -> dict[str, Path]:
 
 def load_text(options: TextOptions, split: Split) -> TokenWindows:
     """The text of `split`. Raises `UserError` for files that are missing and for splits that would be empty."""
-    return TokenWindows(_Texts(_all_files(options), options, split), options, f"text {split}")
+    options, part = options.parted(split)
+    return TokenWindows(_Texts(_all_files(options), options, part), options, f"text {split}")
 
 
 def files_of(options: TextOptions, split: Split) -> dict[str, Path]:
     """The files of `split` by name, as `load_text` shares them out. UserError where that leaves none."""
-    refuse_empty_holdout(split, options.holdout, "text")
-    return _of_split(_all_files(options), options.holdout, split)
+    options, part = options.parted(split)
+    refuse_empty_holdout(part, options.holdout, "text")
+    return _of_split(_all_files(options), options.holdout, part)
 
 
 def _all_files(options: TextOptions) -> Mapping[str, Path]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from isthmus.data.within import check_within
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
+from isthmus.reading import read_json
 
 BYTES = "bytes"
 PAD, CLS, SEP = 0, 256, 257
@@ -48,7 +49,7 @@ class Tokenizer(Protocol):
         """The text of ids. What is no UTF-8, as the end of a text may be, is U+FFFD."""
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def chat(self, messages: Sequence[Mapping[str, object]]) -> str:
         """A conversation, `role` and `content` of each message, as the text that an answer follows. UserError where
         there is no template for it."""
         ...
@@ -74,7 +75,7 @@ class ByteTokenizer:
     def text(self, ids: Sequence[int]) -> str:
         return bytes(token if token < self.vocab_size else NO_BYTE for token in ids).decode(errors="replace")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def chat(self, messages: Sequence[Mapping[str, object]]) -> str:
         raise NO_TEMPLATE
 
     def pairs(self, first: Sequence[str], second: Sequence[str], length: int) -> tuple[Ids, Ids, Ids]:
@@ -139,13 +140,13 @@ class HuggingFaceTokenizer:
         return 0, self._tokenizer.id_to_token(0) or ""
 
     def tokens(self, text: bytes) -> npt.NDArray[np.integer]:
-        encoded = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        encoded = self._tokenizer.encode(_whole_characters(text).decode(), add_special_tokens=False)
         return np.array(encoded.ids, dtype=np.uint16 if self.vocab_size <= 2**16 else np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def chat(self, messages: Sequence[Mapping[str, object]]) -> str:
         automatic = import_extra("transformers", "the chat template").AutoTokenizer
         try:
             whole = automatic.from_pretrained(str(self._path), local_files_only=True, trust_remote_code=False)
@@ -183,13 +184,53 @@ def _configured_pad(directory: Path) -> list[str]:
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return []
-    try:
-        pad = msgspec.json.decode(path.read_bytes(), type=_TokenizerConfig).pad_token
-    except msgspec.DecodeError as error:
-        raise UserError(f"tokenizer: cannot read {path}: {error}") from error
+    pad = read_json(path, _TokenizerConfig, f"tokenizer: {path}").pad_token
     if pad is None:
         return []
     return [pad if isinstance(pad, str) else pad.content]
+
+
+def _whole_characters(text: bytes) -> bytes:
+    """Without the parts of characters at its ends, where a text was cut."""
+    begin = next((n for n, byte in enumerate(text[:3]) if byte & 0xC0 != 0x80), min(3, len(text)))
+    for back, byte in enumerate(reversed(text[-3:]), 1):
+        if byte & 0xC0 == 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return text[begin : len(text) - back] if back < length else text[begin:]
+        if byte < 0x80:
+            break
+    return text[begin:]
+
+
+def tokens_of(tokenizer: Tokenizer, text: bytes, named: str) -> npt.NDArray[np.integer]:
+    """The tokens of a text. UserError, which says where by `named`, for one that is no UTF-8."""
+    try:
+        return tokenizer.tokens(text)
+    except UnicodeDecodeError as e:
+        byte = e.object[e.start]
+        what = f"byte 0x{byte:02x} before {e.object[e.start + 1 : e.start + 9]!r} is no UTF-8"
+        kind = "" if (found := no_text(text)) is None else f" (it begins as {found} does)"
+        raise UserError(f"{named}: {what}{kind}, expected text in UTF-8, or tokenizer 'bytes'") from None
+
+
+_BEGINNINGS = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"PK\x03\x04": "a zip archive",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+
+
+def no_text(beginning: bytes) -> str | None:
+    """What a file is that begins so, where it is no text in UTF-8 by its first bytes, or by its zeros."""
+    for start, kind in _BEGINNINGS.items():
+        if beginning.startswith(start):
+            return kind
+    head = beginning[:1024]
+    return "UTF-16 or UTF-32" if head.count(0) * 4 > len(head) else None
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -8,14 +8,14 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import NamedTuple
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -28,21 +28,27 @@ from isthmus.endpoint.documents import (
     ChatRequest,
     CompletionRequest,
     Finish,
+    model_card,
     refusal,
 )
 from isthmus.endpoint.text_stream import TextPiece, text_stream
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.listening import PrivateListener, own_hosts, private_listener
+from isthmus.private_http import PrivateServer, mark_known
 from isthmus.protocol.generation import Sampling
+from isthmus.reading import parse_json
 
 MOST_BYTES = 1 << 22
 """Of a request."""
-Wanted = TypeVar("Wanted", bound=AnyRequest)
+
+
+HEALTH = "/health"
+"""What load balancers and containers ask for, without the key."""
 
 
 class KeyGuard:
-    """Lets a request pass if it has the key; without a key, if it comes to this machine's own name, from no page of
-    another site."""
+    """Lets a request pass if it has the key, or asks for no more than `HEALTH`; without a key, if it comes to this
+    machine's own name, from no page of another site."""
 
     def __init__(self, app: ASGIApp, *, port: int, key: str) -> None:
         self._app, self._key = app, key
@@ -52,13 +58,27 @@ class KeyGuard:
         request = Request(scope)
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
+        if scope["path"] == HEALTH:  # it tells nothing, and makes nobody known
+            answer = self._app
+        elif self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
             answer = _document(refusal("expected the key that `isthmus serve-model` has printed", "auth"), 401)
         elif not self._key and (host not in self._hosts or (origin and origin.partition("://")[2] != host)):
             answer = _document(refusal(f"host {host!r} or origin {origin!r} is refused", "auth"), 403)
         else:
+            mark_known(scope)
             answer = self._app
         await answer(scope, receive, send)
+
+
+class _Work(NamedTuple):
+    """What a request asks of the model."""
+
+    asked: AnyRequest
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    stops: Sequence[str]
+    echoed: Sequence[str]
+    """What the answer to each prompt begins with."""
 
 
 class ModelEndpoint:
@@ -67,47 +87,58 @@ class ModelEndpoint:
     def __init__(self, service: ModelService) -> None:
         self._service = service
 
+    async def health(self, _: Request) -> Response:
+        return _document({"status": "ok"})
+
     async def models(self, _: Request) -> Response:
-        model = {"id": self._service.name, "object": "model", "created": 0, "owned_by": "isthmus"}
-        return _document({"object": "list", "data": [model]})
+        return _document({"object": "list", "data": [model_card(self._service.name)]})
+
+    async def model(self, request: Request) -> Response:
+        """The name may have colons and slashes."""
+        if (name := request.path_params["name"]) != self._service.name:
+            raise HTTPException(404, f"model: got {name!r}, there is {self._service.name!r}")
+        return _document(model_card(name))
 
     async def completions(self, request: Request) -> Response:
-        asked = await _document_of(request, CompletionRequest)
-        if asked.echo and asked.stream:
-            raise UserError("echo: got true with stream, expected one of the two")
-        prompts = [self._service.tokens(prompt) for prompt in asked.prompts]
-        before = [p if asked.echo and isinstance(p, str) else "" for p in asked.prompts]
-        sampling = asked.sampling(MAX_TOKENS if asked.max_tokens is None else asked.max_tokens)
-        return await self._answered(request, asked, prompts, sampling, before)
+        body = await _body_of(request)
+        return await self._answered(request, await run_in_threadpool(self._completion, body))
 
     async def chat(self, request: Request) -> Response:
-        asked = await _document_of(request, ChatRequest)
-        messages = [{"role": m.role, "content": m.content} for m in asked.messages]
-        tokens = await run_in_threadpool(self._service.chat_tokens, messages)
+        body = await _body_of(request)
+        return await self._answered(request, await run_in_threadpool(self._conversation, body))
+
+    # Decoding and tokenizing take seconds of long prompts: threads do it, while streams go on.
+
+    def _completion(self, body: bytes) -> _Work:
+        asked = parse_json(body, CompletionRequest, "request")
+        given = asked.prompts
+        prompts = [self._service.tokens(prompt) for prompt in given]
+        sampling = asked.sampling(MAX_TOKENS if asked.max_tokens is None else asked.max_tokens)
+        echoed = [
+            "" if not asked.echo else prompt if isinstance(prompt, str) else self._service.text(prompt)
+            for prompt in given
+        ]
+        return _Work(asked, prompts, sampling, asked.stops, echoed)
+
+    def _conversation(self, body: bytes) -> _Work:
+        asked = parse_json(body, ChatRequest, "request")
+        tokens = self._service.chat_tokens([m.for_template(at) for at, m in enumerate(asked.messages)])
         room = self._service.context - len(tokens)
         sampling = asked.sampling(room if asked.most_tokens is None else asked.most_tokens)
-        return await self._answered(request, asked, [tokens], sampling, [""])
+        return _Work(asked, [tokens], sampling, asked.stops, [""])
 
-    async def _answered(
-        self,
-        request: Request,
-        asked: AnyRequest,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        before: Sequence[str],
-    ) -> Response:
+    async def _answered(self, request: Request, work: _Work) -> Response:
         streams = [
-            text_stream(self._service.pieces(tokens, sampling), asked.stops, self._service.ends) for tokens in prompts
+            text_stream(self._service.pieces(tokens, work.sampling), work.stops, self._service.ends)
+            for tokens in work.prompts
         ]
-        answer = Answer(self._service.name, chat=isinstance(asked, ChatRequest))
-        if asked.stream:
-            return StreamingResponse(_events(answer, streams), media_type="text/event-stream")
+        answer = Answer(self._service.name, work.asked, sum(map(len, work.prompts)))
+        if work.asked.stream:
+            return StreamingResponse(_events(answer, streams, work.echoed), media_type="text/event-stream")
         found = await _whole(request, streams)
-        texts = [first + "".join(piece.text for piece in one) for first, one in zip(before, found, strict=True)]
+        texts = [first + "".join(piece.text for piece in one) for first, one in zip(work.echoed, found, strict=True)]
         finishes: list[Finish] = [one[-1].finish or "stop" for one in found]
-        given, made = sum(map(len, prompts)), sum(map(len, found))
-        usage = {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
-        return _document(answer.whole(texts, finishes, usage))
+        return _document(answer.whole(texts, finishes, sum(map(len, found))))
 
 
 async def _whole(request: Request, streams: Sequence[AsyncGenerator[TextPiece]]) -> list[list[TextPiece]]:
@@ -142,14 +173,22 @@ async def _read(stream: AsyncGenerator[TextPiece]) -> list[TextPiece]:
         return [piece async for piece in stream]
 
 
-async def _events(answer: Answer, streams: Sequence[AsyncGenerator[TextPiece]]) -> AsyncGenerator[bytes]:
+async def _events(
+    answer: Answer, streams: Sequence[AsyncGenerator[TextPiece]], echoed: Sequence[str]
+) -> AsyncGenerator[bytes]:
     """One prompt's answer after the other's: clients stream one."""
+    made = 0
     try:
-        for number, stream in enumerate(streams):
+        for number, (stream, before) in enumerate(zip(streams, echoed, strict=True)):
+            if before:
+                yield _event(answer.chunk(number, before, None))
             async with aclosing(stream):
                 async for piece in stream:
+                    made += 1
                     if piece.text or piece.finish:
                         yield _event(answer.chunk(number, piece.text, piece.finish))
+        if (usage := answer.usage_chunk(made)) is not None:
+            yield _event(usage)
     except IsthmusError as e:
         yield _event(_said(e)[0])
         return
@@ -164,17 +203,23 @@ def _document(document: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(document), status, media_type="application/json")
 
 
-async def _document_of(request: Request, kind: type[Wanted]) -> Wanted:
-    """UserError for a document that is none, or too large."""
+async def _body_of(request: Request) -> bytes:
+    """UserError for one that is too large, PeerError for a client that leaves."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise UserError(f"request: more than {MOST_BYTES} bytes")
     try:
-        return msgspec.json.decode(bytes(body), type=kind)
-    except ValueError as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"request: {e}") from None
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise UserError(f"request: more than {MOST_BYTES} bytes")
+    except ClientDisconnect:
+        raise PeerError("the client hung up") from None
+    return bytes(body)
+
+
+async def _not_there(_: Request, error: Exception) -> Response:
+    """A path or a method that is none, as OpenAI's clients read it."""
+    assert isinstance(error, HTTPException)
+    return _document(refusal(error.detail, "invalid_request_error"), error.status_code)
 
 
 async def _refused(_: Request, error: Exception) -> Response:
@@ -192,12 +237,16 @@ def application(service: ModelService, *, port: int, key: str = "") -> Starlette
     """What answers at this port. With a key every request needs it."""
     endpoint = ModelEndpoint(service)
     routes = [
+        Route(HEALTH, endpoint.health),
         Route("/v1/models", endpoint.models),
+        Route("/v1/models/{name:path}", endpoint.model),
         Route("/v1/completions", endpoint.completions, methods=["POST"]),
         Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
     ]
     guard = Middleware(KeyGuard, port=port, key=key)
-    return Starlette(routes=routes, middleware=[guard], exception_handlers={IsthmusError: _refused})
+    return Starlette(
+        routes=routes, middleware=[guard], exception_handlers={IsthmusError: _refused, HTTPException: _not_there}
+    )
 
 
 def open_port(host: str, port: int) -> PrivateListener:
@@ -211,11 +260,11 @@ def serve(service: ModelService, at: PrivateListener, log: Callable[[str], None]
     _until_ended(service, at.socket, at.secret)
 
 
-class _Server(uvicorn.Server):
+class _Server(PrivateServer):
     """Refuses open requests when it ends, so that their clients get the reason."""
 
-    def __init__(self, service: ModelService, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, service: ModelService, listener: socket.socket, key: str) -> None:
+        super().__init__(application(service, port=listener.getsockname()[1], key=key), listener)
         self._service = service
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -224,15 +273,11 @@ class _Server(uvicorn.Server):
 
 
 def _until_ended(service: ModelService, listener: socket.socket, key: str) -> None:
-    app = application(service, port=listener.getsockname()[1], key=key)
-    config = uvicorn.Config(
-        app, log_level="error", lifespan="off", ws="none", server_header=False, timeout_graceful_shutdown=1
-    )
-    server = _Server(service, config)
+    server = _Server(service, listener, key)
 
     def end() -> None:
         service.wait_ended()
         server.should_exit = True
 
     threading.Thread(target=end, name="ended", daemon=True).start()
-    server.run([listener])
+    server.serve_until_ended()

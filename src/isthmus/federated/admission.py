@@ -8,25 +8,33 @@ from __future__ import annotations
 import contextlib
 import math
 import reprlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Annotated
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
-from msgspec import Meta
 from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, IsthmusError, PeerError, UserError, users_code
-from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Pass, Values
+from isthmus.federated.algorithms import Algorithm, ClientUpdate, Pass, Values
+from isthmus.federated.algorithms.algorithm import changes_of
+from isthmus.federated.buffers import is_buffer, numbers_form
+from isthmus.federated.local_steps import Term
 from isthmus.protocol.federated_messages import RefusedUpdate
 from isthmus.training.finite import is_finite
+from isthmus.wire_types import Above
+
+ROUNDING = 2.0**-7
+"""Of a number in bfloat16."""
+LEAST_ROUNDING = 2.0**-44
+"""Of a norm in double precision: the sum of its squares is rounded too."""
 
 
 class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on every update, wherever its client trains."""
 
-    max_norm: Annotated[float, Meta(gt=0)] | None = None
-    """Of all its values together (L2), running means left out."""
+    max_norm: Above | None = None
+    """The largest norm of the model's change (L2): of all its values together, but for running means and single numbers
+    beside them."""
     clip: bool = False
     """Scale a larger update down to the norm, in place of refusing it."""
 
@@ -49,8 +57,14 @@ class _NoData:
     """A client of one sample and one batch, whose loss does not depend on the weights."""
 
     samples = 1
-    learning_rate = 1.0
     steps = 1
+
+    def __init__(self, rate: Callable[[], float]) -> None:
+        self._rate = rate
+
+    @property
+    def learning_rate(self) -> float:
+        return self._rate()
 
     def start(self, model: Tensor) -> Tensor:
         return model.clone()
@@ -61,7 +75,7 @@ class _NoData:
     def gradient(self, weights: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return torch.zeros_like(weights)
 
-    def descend(self, model: Tensor) -> Tensor:
+    def descend(self, model: Tensor, term: Term | None = None) -> Tensor:
         return torch.zeros_like(model)
 
     def full_gradient(self, weights: Tensor) -> Tensor:
@@ -80,20 +94,23 @@ def forms_of(algorithm: Algorithm, server: Values) -> list[dict[str, Form]]:
 
     A pass that looks into its batches cannot be tried so: of it, every value must be as large as the model.
     """
-    known = {name: value for name, value in server.items() if name != BUFFERS}
+    known = {name: value for name, value in server.items() if not is_buffer(name)}
     broadcast, state = algorithm.broadcast(known), first_state(algorithm, server["model"])
     found: list[dict[str, Form]] = []
     for one in algorithm.passes:
-        forms = _tried(one, broadcast, state) or {name: Form.of(server["model"]) for name in one.returns}
-        if BUFFERS in server:
-            forms[BUFFERS] = Form.of(server[BUFFERS])
+        forms = tried(one, broadcast, state) or {name: Form.of(server["model"]) for name in one.returns}
+        buffers = {name: value for name, value in server.items() if is_buffer(name)}
+        forms |= {name: Form(numbers_form(value), torch.float64) for name, value in buffers.items()}
         found.append(forms)
     return found
 
 
-def _tried(one: Pass, broadcast: Values, state: Values | None) -> dict[str, Form] | None:
+def tried(
+    one: Pass, broadcast: Values, state: Values | None, rate: Callable[[], float] = lambda: 1.0
+) -> dict[str, Form] | None:
+    """The forms of what a client without data returns, whose learning rate is `rate`; None where it cannot be tried."""
     try:
-        update = one.client(_NoData(), broadcast, state)
+        update = one.client(_NoData(rate), broadcast, state)
     except IsthmusError:
         raise
     except Exception:  # the user's own code, given a batch without columns
@@ -134,27 +151,34 @@ def checked(update: ClientUpdate) -> ClientUpdate:
     if not isinstance(update, ClientUpdate):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"algorithm: a client returned {type(update).__name__}, expected a ClientUpdate")
     named_tensors(update.values, "a client")
-    if update.state is not None:
+    if update.state is not None and not callable(update.state):
         named(update.state, "a client, as its state,")
     if not isinstance(update.weight, int | float | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"algorithm: weight of an update: got {type(update.weight).__name__}, expected a number")
     return update
 
 
-def admit(update: ClientUpdate, forms: Mapping[str, Form], rules: AdmissionRules) -> ClientUpdate:
+def admit(
+    update: ClientUpdate,
+    forms: Mapping[str, Form],
+    rules: AdmissionRules,
+    change_of: Callable[[Values], Values] = changes_of,
+) -> ClientUpdate:
     """The update, clipped where the rules say so. PeerError, which does not name the sender, for one that is refused.
 
     That its weight is one of the cohort is seen when it is folded in.
     """
     for name in sorted(forms.keys() | update.values.keys()):
         if name not in update.values:
+            if is_buffer(name):
+                continue  # training did not change it
             raise PeerError(f"sent no value {name!r}")
         if name not in forms:
             raise PeerError(f"sent a value {reprlib.repr(name)}, expected {', '.join(sorted(forms))}")
         if (got := Form.of(update.values[name])) != forms[name]:
             raise PeerError(f"value {name!r}: got {got}, expected {forms[name]}")
     check_finite(update)
-    return bounded(update, rules)
+    return bounded(update, rules, change_of)
 
 
 def check_finite(update: ClientUpdate) -> None:
@@ -164,24 +188,38 @@ def check_finite(update: ClientUpdate) -> None:
             raise DivergedUpdate(f"value {name!r}: not all numbers are finite")
 
 
+def check_largest(update: ClientUpdate, largest: Mapping[str, float], steps: int) -> None:
+    """PeerError for numbers that no client of so many steps returns."""
+    for name, most in largest.items():
+        got = float(update.values[name].abs().max()) if name in update.values else 0.0
+        if got > most * (1 + ROUNDING):
+            raise PeerError(f"value {name!r}: got {got:g}, expected at most {most:g} of a client of {steps} steps")
+
+
 def refusal_of(client: int, error: PeerError) -> RefusedUpdate:
     """Of a client whose update was refused with this error."""
     return RefusedUpdate(client, str(error), isinstance(error, DivergedUpdate))
 
 
-def bounded(update: ClientUpdate, rules: AdmissionRules) -> ClientUpdate:
-    """The update within `max_norm`; PeerError for a larger one that is not to be clipped."""
+def bounded(
+    update: ClientUpdate, rules: AdmissionRules, change_of: Callable[[Values], Values] = changes_of
+) -> ClientUpdate:
+    """The update within `max_norm`; PeerError for a larger one that is not to be clipped. `change_of` is the
+    algorithm's `change`. A clipped update is within the norm whatever its numbers were rounded to, so that clipping
+    it again changes nothing."""
     if rules.max_norm is None:
         return update
-    counted = [name for name in update.values if name != BUFFERS]
-    norm = _norm([update.values[name] for name in counted])
+    with users_code("algorithm: change"):
+        change = change_of({name: value for name, value in update.values.items() if not is_buffer(name)})
+    norm = _norm([*change.values()])
     if norm <= rules.max_norm:
         return update
     if not rules.clip or not math.isfinite(norm):
         kind = PeerError if math.isfinite(norm) else DivergedUpdate
         raise kind(f"an update of norm {norm:.4g}, expected at most {rules.max_norm:g}")
-    scale = rules.max_norm / norm
-    clipped = {name: update.values[name] * scale for name in counted}
+    roundings = (torch.finfo(v.dtype).eps for v in change.values() if v.is_floating_point())
+    scale = rules.max_norm / norm * (1 - max(LEAST_ROUNDING, *roundings))
+    clipped = {name: update.values[name] * scale for name in change}
     return ClientUpdate(values={**update.values, **clipped}, state=update.state, weight=update.weight)
 
 

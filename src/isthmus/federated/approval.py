@@ -6,7 +6,10 @@ import hashlib
 
 import msgspec
 
+from isthmus.federated.local import LocalConfig
+from isthmus.federated.local_steps import RATE
 from isthmus.federated.task_spec import Approval, TaskSpec
+from isthmus.training.learning_rate import LearningRate
 
 
 def digest_of(task_spec: TaskSpec) -> str:
@@ -27,9 +30,16 @@ def refusal(rules: Approval, task_spec: TaskSpec) -> str | None:
         return f"approval.max_rounds: this site allows {rules.max_rounds}, the coordinator asks for {task_spec.rounds}"
     if len(task_spec.sites) < rules.min_sites:
         return f"approval.min_sites: this site wants {rules.min_sites}, the run has {len(task_spec.sites)}"
-    if rules.sites and (others := sorted(set(task_spec.sites) - set(rules.sites))):
+    allowed = {entry.partition(":")[0] for entry in rules.sites}
+    if rules.sites and (others := sorted(set(task_spec.sites) - allowed)):
         return f"approval.sites: {', '.join(others)} takes part, this site allows {', '.join(rules.sites)}"
     return None
+
+
+def allowed_devices(rules: Approval) -> dict[str, str]:
+    """By site, the id of its device, of those that `approval.sites` names with one."""
+    pairs = (entry.partition(":") for entry in rules.sites)
+    return {name: device for name, _, device in pairs if device}
 
 
 def described(task_spec: TaskSpec) -> str:
@@ -42,7 +52,7 @@ def described(task_spec: TaskSpec) -> str:
         f"job: {task_spec.job}, {task_spec.rounds} rounds",
         f"algorithm: {task_spec.algorithm.name} {_options(task_spec.algorithm.options)}".rstrip(),
         f"model: {task_spec.model.name} {_options(task_spec.model.options)}".rstrip(),
-        f"steps: {local.epochs} epochs of batches of {local.batch_size}, learning rate {local.learning_rate:g}",
+        f"steps: {local.epochs} epochs of batches of {local.batch_size}, {_steps(local)}",
         f"sites: {', '.join(task_spec.sites)}",
         "the coordinator sees: "
         + ("the sum of all updates" if aggregation.secure else "this site's update")
@@ -57,6 +67,17 @@ def described(task_spec: TaskSpec) -> str:
             spent = f", so far {task_spec.epsilon_so_far or 0.0:.3g}"
             lines.append(f"epsilon: {task_spec.epsilon:.3g} at delta {privacy.delta:g} after the run{spent}")
     return "\n".join(lines)
+
+
+def _steps(local: LocalConfig) -> str:
+    rate = local.learning_rate
+    if local.optimizer:
+        text = ", ".join(f"{one.called} with learning rate {one.lr:g}" for one in local.optimizer)
+    else:
+        text = f"learning rate {RATE if rate is None or isinstance(rate, LearningRate) else rate:g}"
+    by_round = " times a factor by round" if isinstance(rate, LearningRate) else ""
+    clipped = f", gradients clipped to a norm of {local.clip_norm:g}" if local.clip_norm else ""
+    return text + by_round + clipped
 
 
 def _options(options: object) -> str:

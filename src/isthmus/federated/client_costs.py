@@ -76,7 +76,7 @@ def client_costs(job: FederatedJob, data: ClientData) -> ClientCosts:
     server = Server(algorithm, resident.vector(), resident.buffers(), population)
     first = first_state(algorithm, server.values["model"])
     form = None if first is None else StateForm(first)
-    local = msgspec.structs.replace(job.local, learning_rate=RATE)
+    local = msgspec.structs.replace(job.local, learning_rate=RATE, optimizer=(), clip_norm=0.0)
     with tempfile.TemporaryDirectory() as folder:
         trainer = _Counting(
             TrainingTask(algorithm=algorithm, local=local, seed=job.federated.seed),
@@ -153,7 +153,7 @@ class _Counting(ClientTrainer):
         with FlopCounterMode(display=False) as counter:
             found = super().train(tasks)
         sent = self.partial.tensors()
-        sums = sum(value.nbytes for name, value in sent.items() if "/" not in name)
+        sums = sum(value.nbytes for name, value in sent.items() if name in self.partial.bounds())
         self.counted[self._number] = PassCosts(
             flops=-(-counter.get_total_flops() // tasks[0].samples),
             broadcast_bytes=self._broadcast_bytes,

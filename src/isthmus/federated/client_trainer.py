@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
@@ -12,12 +13,16 @@ from torch import Tensor, nn
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device, to_host
 from isthmus.data.clients import ClientData, Redrawn
+from isthmus.data.dataset import any_left_out
 from isthmus.errors import PeerError, UserError, users_code
-from isthmus.federated.admission import checked, first_state, refusal_of, unwritten
-from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, LocalTrainer, Pass, Values
+from isthmus.federated.admission import checked, first_state, named, refusal_of, unwritten
+from isthmus.federated.algorithms import Algorithm, ClientUpdate, Combine, LocalTrainer, Pass, Values
+from isthmus.federated.algorithms.algorithm import Wrapping
+from isthmus.federated.buffers import as_values, buffers_of, is_buffer
 from isthmus.federated.emulated_speed import Pacer
 from isthmus.federated.fixed_point import sums_on
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
+from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
@@ -39,7 +44,10 @@ class TrainingTask(msgspec.Struct, frozen=True, kw_only=True):
 
     algorithm: Algorithm
     local: LocalConfig
+    """As `tabled`."""
     seed: int
+    rounds: int = 1
+    """Of the run, over which a learning rate falls."""
 
 
 class ClientTrainer:
@@ -62,14 +70,20 @@ class ClientTrainer:
         told of states that are lost."""
         self.resident = Resident(module, accelerator)
         self.resident.micro_batches = work.local.micro_batches
+        self.resident.uneven = any_left_out(data.columns)
         self._accelerator = accelerator
         self._work = work
+        self._steps = StepsByRound(work.local, work.rounds)
+        if not work.local.is_plain:
+            self._steps.check_parameters(self.resident.named(self.resident.vector()))
         self._data = data
         self._states = states
         self._pacer = pacer or Pacer(lambda seconds, _: seconds)
         self._admit = admit
         self._log = log
         self._passes: Sequence[Pass] = work.algorithm.passes
+        self.averages_buffers = not isinstance(work.algorithm, Wrapping)
+        """Whether what training changes of buffers is averaged; else it may change none."""
         self._workspace = Workspace(self.resident)
         self._draws = False
         """Whether a client's training draws from torch's generator."""
@@ -94,9 +108,10 @@ class ClientTrainer:
     def add_up_in(self, accumulators: Sequence[Mapping[str, Tensor]]) -> None:
         """From the next phase on, in this memory: by pass, int64 [numbers] of every value that is summed."""
         down = self._down_one if sums_on(self._accelerator.device) else None
+        forms = as_values(self.resident.buffer_forms)
+        sizes = {name: math.prod(form) for name, form in forms.items()}
         self._partials = [
-            PartialSum(self._returns(n), accumulators=accumulator, down=down)
-            for n, accumulator in enumerate(accumulators)
+            PartialSum(self._returns(n), sizes, accumulator, down=down) for n, accumulator in enumerate(accumulators)
         ]
 
     def _down_one(self, value: Tensor) -> Tensor:
@@ -118,15 +133,14 @@ class ClientTrainer:
         model = self.resident.vector(out=self._workspace.take())
         columns = self._cast(self._data.load(client))
         few = {name: column[: self._work.local.batch_size] for name, column in columns.items()}
-        buffers = self.resident.buffers()
         with users_code(self.resident.given(client, few)):
             # No vector of a gradient is made: it may never be needed.
             self.resident.descend(model, few, 0.0, out=model)
+        changed = self._changes({})
         self._draws = self.resident.draws(few)
-        self.resident.set_buffers(buffers)
-        if shapes and (self._draws or len(buffers)):
+        if shapes and (self._draws or changed):
             what = "draws random numbers" if self._draws else "keeps running means"
-            raise UserError(f"execution.together: got more than 1 for a model that {what}, expected 1, or 0")
+            raise UserError(f"execution.clients_per_vmap: got more than 1 for a model that {what}, expected 1, or 0")
         for rows, samples in shapes:
             one = {name: column[:1] for name, column in columns.items()}
             several = {name: c.expand(rows, samples, *c.shape[1:]).clone() for name, c in one.items()}
@@ -149,7 +163,18 @@ class ClientTrainer:
 
     def _returns(self, number: int) -> Mapping[str, Combine]:
         returns = self._passes[number].returns
-        return {**returns, BUFFERS: "weighted_mean"} if len(self.resident.buffers()) else returns
+        if not self.averages_buffers:
+            return returns
+        return {**returns, **dict.fromkeys(as_values(self.resident.buffer_forms), "weighted_mean")}
+
+    def _changes(self, since: Values) -> Values:
+        """What the last training added to the model's buffers, by the names of values. UserError where they are not
+        averaged."""
+        changes = self.resident.buffer_changes(since)
+        if changes and not self.averages_buffers:
+            what = f"model: training changes its buffer {next(iter(changes))!r} (it keeps running means)"
+            raise UserError(f"{what}, which are averaged as they are: expected none with [privacy] or [aggregation]")
+        return as_values(changes)
 
     def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
         """Train clients one after another. An update that is not finite is refused, and nothing of it is left."""
@@ -173,23 +198,19 @@ class ClientTrainer:
         assert self._phase_id is not None, "a phase is open"
         round_, whole_broadcast = self._phase_id.round - task.late, self._broadcast_to(task)
         local = self._local(task, round_)
-        if BUFFERS in whole_broadcast:
-            self.resident.set_buffers(whole_broadcast[BUFFERS])
+        self.resident.set_buffers(buffers_of(whole_broadcast))
         first = self._phase_id.number not in self._tried
         if self._draws or first:
             torch.manual_seed(torch_seed(self._work.seed, round_, task.client))
         before = self._accelerator.random_state() if first else None
-        broadcast = {name: value for name, value in whole_broadcast.items() if name != BUFFERS}
+        broadcast = {name: value for name, value in whole_broadcast.items() if not is_buffer(name)}
         with users_code(self._who(task)):
             update = self._returned(broadcast, lambda one: one.client(local, broadcast, state))
         if before is not None:  # it may be the algorithm that draws
             self._tried.add(self._phase_id.number)
             self._draws = self._draws or not torch.equal(before, self._accelerator.random_state())
-        if BUFFERS not in whole_broadcast:
-            return update
-        return ClientUpdate(
-            values={**update.values, BUFFERS: self.resident.buffers()}, state=update.state, weight=update.weight
-        )
+        changes = self._changes(buffers_of(whole_broadcast))
+        return ClientUpdate(values={**update.values, **changes}, state=update.state, weight=update.weight)
 
     def _local(self, task: ClientTask, round_: int) -> LocalTrainer:
         return PlainLocal(
@@ -197,6 +218,7 @@ class ClientTrainer:
             self._workspace,
             self._work.local,
             self._load([task]),
+            steps=self._steps.at(round_),
             seed=self._work.seed,
             round_=round_,
             client=task.client,
@@ -208,8 +230,8 @@ class ClientTrainer:
 
     def _who(self, task: ClientTask) -> str:
         """For what goes wrong with it."""
-        alone = len(self.resident.buffers()) and task.samples % self._work.local.batch_size == 1
-        return f"client {task.client}" + (" (its last batch is one sample: see local.drop_last)" if alone else "")
+        alone = self._work.local.why_alone(task.samples) if self.resident.buffer_forms else ""
+        return f"client {task.client}" + (f" ({alone})" if alone else "")
 
     def _train_vmapped(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
         """As one by one, but for the bits. Each gets an equal part of the time.
@@ -218,28 +240,38 @@ class ClientTrainer:
         """
         assert self._phase_id is not None, "a phase is open"
         self._pacer.begin()
+        round_ = self._phase_id.round - tasks[0].late
         rows = [*tasks, *[tasks[0]] * (rows_for(len(tasks)) - len(tasks))]
         local = StackedLocal(
             self._stacked,
             self._work.local,
             self._load(rows),
+            steps=self._steps.at(round_),
             seed=self._work.seed,
-            round_=self._phase_id.round - tasks[0].late,
+            round_=round_,
             clients=[task.client for task in rows],
         )
-        broadcast = self._broadcast_to(tasks[0])
+        whole_broadcast = self._broadcast_to(tasks[0])
+        self.resident.set_buffers(buffers_of(whole_broadcast))
+        broadcast = {name: value for name, value in whole_broadcast.items() if not is_buffer(name)}
         states = self._states_of(rows)
         compare = self._phase_id.number not in self._compared
-        before = None if states is None or not compare else {name: v[0].clone() for name, v in states.items()}
-        with users_code(f"{len(tasks)} clients together"):
-            update = self._returned(broadcast, lambda one: one.client(local, broadcast, states))
-        taken, refused = self._take_in_rows(tasks, _first(_of_rows(update, len(rows)), len(tasks)))
-        each_s = self._pacer.end(sum(task.samples for task in tasks)) / len(tasks)
+        alone = None
         if compare:
             self._compared.add(self._phase_id.number)
-            alone = self._update_of(tasks[0], before)
+            alone = self._update_of(tasks[0], None if states is None else {n: v[0].clone() for n, v in states.items()})
+            what = "execution.clients_per_vmap: got more than 1 for"
             if self._draws:
-                raise UserError("execution.together: got more than 1 for an algorithm that draws random numbers")
+                raise UserError(f"{what} an algorithm that draws random numbers")
+            if any(is_buffer(name) for name in alone.values):
+                raise UserError(f"{what} a model that keeps running means")
+            self._pacer.begin()
+        with users_code(f"{len(tasks)} clients together"):
+            update = self._returned(broadcast, lambda one: one.client(local, broadcast, states))
+        _check_rows(update.values, len(rows))
+        taken, refused = self._take_in_rows(tasks, update)
+        each_s = self._pacer.end(sum(task.samples for task in tasks)) / len(tasks)
+        if alone is not None:
             check_alike(alone, update)
         return tuple(self._timed(task, each_s, state) for task, state in taken), refused
 
@@ -263,21 +295,53 @@ class ClientTrainer:
         clients that are in, with their new states."""
         if self._admit is None and not self.partial.collects:
             with contextlib.suppress(PeerError):
-                values = self._summable(staleness_weight(update, tasks[0].late, rows=True))
+                first = ClientUpdate(
+                    values={n: v[: len(tasks)] for n, v in update.values.items()}, weight=update.weight
+                )
+                values = self._summable(staleness_weight(first, tasks[0].late, rows=True))
                 self.partial.fold_rows(values, len(tasks), tasks[0].samples)
-                return list(zip(tasks, self._keep(tasks, update.state), strict=True)), ()
-        taken: list[tuple[ClientTask, int]] = []
+                return self._keep_rows(tasks, range(len(tasks)), update, update.values), ()
+        counted = update.values
+        taken: list[int] = []
         refused: list[RefusedUpdate] = []
         for row, task in enumerate(tasks):
-            state = None if update.state is None else {name: value[row] for name, value in update.state.items()}
-            values = {name: value[row] for name, value in update.values.items()}
+            one = ClientUpdate(values={n: v[row] for n, v in update.values.items()}, weight=update.weight)
             try:
-                taken.append(
-                    (task, self._take_in(task, ClientUpdate(values=values, state=state, weight=update.weight)))
-                )
+                admitted = self._fold(task, one)
             except PeerError as e:
                 refused.append(refusal_of(task.client, e))
-        return taken, tuple(refused)
+                continue
+            taken.append(row)
+            if admitted is not one:
+                counted = {n: v.clone() for n, v in counted.items()} if counted is update.values else counted
+                for name, value in admitted.values.items():
+                    counted[name][row] = value
+        return self._keep_rows(tasks, taken, update, counted), tuple(refused)
+
+    def _keep_rows(
+        self, tasks: Sequence[ClientTask], taken: Sequence[int], update: ClientUpdate, counted: Values
+    ) -> list[tuple[ClientTask, int]]:
+        """The tasks of these rows, with their clients' new states."""
+        kept = [tasks[row] for row in taken]
+        states = self._state_after(update, counted)
+        if states is not None:
+            _check_rows(states, len(next(iter(counted.values()))))
+            rows = slice(len(kept)) if kept == [*tasks[: len(kept)]] else list(taken)
+            states = {name: value[rows] for name, value in states.items()}
+        return list(zip(kept, self._keep(kept, states), strict=True)) if kept else []
+
+    def _state_after(self, update: ClientUpdate, counted: Values) -> Values | None:
+        """What clients keep where their values were counted as these. UserError for what is no state, and for one that
+        does not follow clipped values where the server's values add up what clients keep."""
+        clipped = counted is not update.values
+        if clipped and isinstance(update.state, dict) and not self._work.algorithm.state_can_be_lost:
+            what = (
+                "algorithm: a client's values were clipped, and its state is that of before: expected a function of the"
+            )
+            raise UserError(f"{what} values that are counted (or state_can_be_lost, if the server adds up no states)")
+        with users_code("algorithm: the state of a client"):
+            state = update.kept(counted)
+        return None if state is None else named(state, "a client, as its state,")
 
     def expect(self, tasks: Sequence[ClientTask]) -> None:
         """These clients come next, in this order: their states are brought nearer."""
@@ -293,9 +357,14 @@ class ClientTrainer:
 
     def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
         """Returns the client's new state."""
+        admitted = self._fold(task, update)
+        return self._keep_one(task, self._state_after(update, admitted.values))
+
+    def _fold(self, task: ClientTask, update: ClientUpdate) -> ClientUpdate:
+        """Returns the update as it is counted."""
         admitted = update if self._admit is None else self._admit(update)
         self.partial.fold(task.client, self._summable(staleness_weight(admitted, task.late)), task.samples)
-        return self._keep_one(task, update.state)
+        return admitted
 
     def _load(self, tasks: Sequence[ClientTask]) -> dict[str, Tensor]:
         """The samples of all of them, one client after another."""
@@ -409,18 +478,10 @@ def _row(value: Tensor) -> Tensor:
     return value.unsqueeze(0) if isinstance(value, Tensor) else value  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
-def _of_rows(update: ClientUpdate, rows: int) -> ClientUpdate:
+def _check_rows(values: Values, rows: int) -> None:
     """UserError for a value that is not one of each client: added up, it would count for too little."""
-    for name, value in [*update.values.items(), *(update.state or {}).items()]:
+    for name, value in values.items():
         got = list(value.shape) if isinstance(value, Tensor) else []  # pyright: ignore[reportUnnecessaryIsInstance]
         if got[:1] != [rows]:
             what = f"algorithm: {rows} clients trained together give {name!r}: got a tensor {got}"
             raise UserError(f"{what}, expected [{rows}, ...] (or execution.clients_per_vmap = 1)")
-    return update
-
-
-def _first(update: ClientUpdate, count: int) -> ClientUpdate:
-    """The first rows of an update of several clients."""
-    state = None if update.state is None else {name: value[:count] for name, value in update.state.items()}
-    values = {name: value[:count] for name, value in update.values.items()}
-    return ClientUpdate(values=values, state=state, weight=update.weight)

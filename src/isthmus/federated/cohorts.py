@@ -8,18 +8,31 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, availability, members
 from isthmus.protocol.federated_buffer import Buffer
+from isthmus.protocol.federated_participation import Participation
 
 Integers = NDArray[np.int64]
+
+
+def check_enough(rules: Participation, sizes: Integers) -> None:
+    """UserError where fewer clients than a round's least number have enough samples."""
+    if (found := len(rules.candidates(sizes, None))) < rules.minimum:
+        raise UserError(
+            f"participation.min_samples: got {rules.min_samples}, and {found} of {len(sizes)} clients have as many, "
+            f"expected at least {rules.minimum} (participation.minimum)"
+        )
 
 
 class Cohorts:
     """The same for the same job and sizes, on every machine."""
 
     def __init__(self, job: FederatedJob, sizes: Integers) -> None:
-        """`sizes` (population,) in samples. UserError for a file of availability that cannot be used."""
+        """`sizes` (population,) in samples. UserError for a file of availability that cannot be used, and where too few
+        clients have enough samples."""
         self._job, self._sizes = job, sizes
+        check_enough(job.participation, sizes)
         self._available = availability(job, len(sizes))
         rules = job.participation
         self._buffer = Buffer(rules, sizes, job.federated.seed, self._here) if rules.staleness else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -11,27 +12,61 @@ from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device
-from isthmus.federated.resident import Resident, loss_of
+from isthmus.federated.resident import Resident, loss_and_count
+from isthmus.graph.metrics import NO_METRICS, Metrics, added
+from isthmus.sanitize import sanitize
 
 BATCH = 256
 
 
-class ClientAccuracies(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution over clients."""
+class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure (the loss or a metric) of clients or sites, each on its own data."""
 
     clients: int
+    """That have it."""
     mean: float
     worst_decile: float
-    """Mean of the worst tenth."""
+    """Mean of the worst tenth: of the lowest, or of a loss or perplexity the highest."""
     deviation: float
+    each: dict[str, float]
+    """By client's number or site's name."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model is worth after a round."""
+
     loss: float | None
     """On held-out samples; None where there are none."""
-    accuracy: float | None
-    """None for a model that gives no `logits`, or data without `labels` that are their classes."""
-    clients: ClientAccuracies | None = None
+    metrics: dict[str, float | None] = {}
+    """The job's metrics on held-out samples; None of one that counted nothing."""
+    clients: dict[str, ClientFigures] = {}
+    """`loss` and the job's metrics, where clients were evaluated. Of sites: what they reported, of the model that the
+    round began with."""
+
+
+def client_figures(
+    found: Mapping[str, Mapping[str, float | None]], lower_is_better: Collection[str]
+) -> dict[str, ClientFigures]:
+    """By figure, from each client's figures by name. Sites choose the names, and a terminal shows them."""
+    names = dict.fromkeys(name for figures in found.values() for name in figures)
+    made: dict[str, ClientFigures] = {}
+    for name in names:
+        each = {who: v for who, figures in found.items() if (v := figures.get(name)) is not None and math.isfinite(v)}
+        if not each:
+            continue
+        # By a power of two below 1, so that no sum or square overflows: JSON has no word for what is not finite.
+        exponent = math.frexp(max(map(abs, each.values())))[1]
+        ascending = np.sort([math.ldexp(value, -exponent) for value in each.values()])
+        count = max(1, len(each) // 10)
+        worst = ascending[-count:] if name in lower_is_better else ascending[:count]
+        made[sanitize(name)] = ClientFigures(
+            clients=len(each),
+            mean=math.ldexp(float(ascending.mean()), exponent),
+            worst_decile=math.ldexp(float(worst.mean()), exponent),
+            deviation=math.ldexp(float(ascending.std()), exponent),
+            each=each,
+        )
+    return made
 
 
 class Evaluator:
@@ -45,20 +80,24 @@ class Evaluator:
         load: Callable[[int], Mapping[str, Tensor]] | None = None,
         clients: Sequence[int] = (),
         *,
+        metrics: Metrics = NO_METRICS,
         accelerator: Callable[[], Accelerator] = lambda: HOST,
     ) -> None:
         """`test` are held-out samples, if there are any; `load` gives the data of `clients`, which are evaluated one by
         one."""
         self._resident = resident
+        self.metrics = metrics
         self._accelerator = accelerator
         self._test = test
         self._placed = False
         self._load = load
         self._clients = clients
 
+    def _typed(self, column: Tensor) -> Tensor:
+        return column.to(self._resident.dtype) if column.dtype.is_floating_point else column
+
     def _cast(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        dtype = self._resident.dtype
-        cast = {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in columns.items()}
+        cast = {name: self._typed(column) for name, column in columns.items()}
         return all_to_device(self._resident.accelerator, cast)
 
     def _place(self) -> None:
@@ -68,63 +107,65 @@ class Evaluator:
             self._placed = True
 
     def evaluate(
-        self, model: Tensor, buffers: Tensor | None = None, own: Callable[[int], Tensor] | None = None
+        self,
+        model: Tensor,
+        buffers: Mapping[str, Tensor] | None = None,
+        own: Callable[[int], Tensor] | None = None,
     ) -> Evaluation:
         """In eval mode, without gradients. With `own`, every client is evaluated with its own model; the server's is
         nobody's then, and held-out samples say nothing."""
         self._place()
         module = self._resident.module
         self._resident.bind(self._resident.up(model))
-        if buffers is not None:
-            self._resident.set_buffers(self._resident.up(buffers))
+        self._resident.set_buffers(all_to_device(self._resident.accelerator, buffers or {}))
         module.eval()
         with torch.no_grad():
             idle = self._test is None or own is not None
-            loss, accuracy = (None, None) if idle or self._test is None else self._on(self._test)
-            each = [self._of_client(client, own) for client in self._clients] if self._load is not None else []
+            found = None if idle or self._test is None else self._on(self._test)
+            each = {str(client): self._of_client(client, own) for client in self._clients if self._load is not None}
         module.train()
-        known = np.sort([a for a in each if a is not None])
-        found = None
-        if len(known):
-            worst = known[: max(1, len(known) // 10)]
-            found = ClientAccuracies(
-                clients=len(known),
-                mean=float(known.mean()),
-                worst_decile=float(worst.mean()),
-                deviation=float(known.std()),
-            )
-        return Evaluation(loss=loss, accuracy=accuracy, clients=found)
+        clients = client_figures(each, self.metrics.lower_is_better)
+        return Evaluation(
+            loss=None if found is None else found["loss"],
+            metrics={} if found is None else {name: found[name] for name in self.metrics.names},
+            clients=clients,
+        )
 
-    def _of_client(self, client: int, own: Callable[[int], Tensor] | None) -> float | None:
+    def check(self) -> None:
+        """UserError where the model's outputs or the samples lack what a metric needs. On one thread: the caller may be
+        forked after it."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        module = self._resident.module.eval()
+        try:
+            columns = self._test
+            if columns is None and self._load is not None and self._clients:
+                columns = self._load(self._clients[0])
+            if columns is not None:
+                batch = {name: self._typed(column[:2]) for name, column in columns.items()}
+                with torch.no_grad():
+                    self.metrics.sums(module(**batch), batch)
+        finally:
+            torch.set_num_threads(threads)
+            module.train()
+
+    def _of_client(self, client: int, own: Callable[[int], Tensor] | None) -> dict[str, float | None]:
         assert self._load is not None, "there are clients"
         if own is not None:
             self._resident.bind(self._resident.up(own(client)))
-        return self._on(self._cast(self._load(client)))[1]
+        return self._on(self._cast(self._load(client)))
 
-    def _on(self, columns: Mapping[str, Tensor]) -> tuple[float, float | None]:
-        """Mean loss and accuracy."""
-        count = len(next(iter(columns.values())))
-        total, right, judged = 0.0, 0, 0
-        for start in range(0, count, BATCH):
+    def _on(self, columns: Mapping[str, Tensor]) -> dict[str, float | None]:
+        """Mean loss and metrics."""
+        uneven = any(bool((c < 0).any()) for c in columns.values() if not c.is_floating_point())
+        total, counted, sums = 0.0, 0.0, list[float]()
+        for start in range(0, len(next(iter(columns.values()))), BATCH):
             batch = {name: column[start : start + BATCH] for name, column in columns.items()}
             here = len(next(iter(batch.values())))
-            output: object = self._resident.module(**batch)
-            total += float(loss_of(output)) * here
-            if isinstance(output, Mapping) and "logits" in output and "labels" in batch:
-                found = _right(output["logits"], batch)
-                right, judged = right + found[0], judged + found[1]
-        return total / count, right / judged if judged else None
-
-
-def _right(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-    """How many labels are found, of how many: none where they are no classes of the logits' last dim.
-
-    A causal model that is given its inputs as labels shifts them itself: what it says of a token is the next one.
-    """
-    guesses, labels = logits.argmax(-1), batch["labels"]
-    if guesses.shape != labels.shape or labels.is_floating_point():
-        return 0, 0
-    if "input_ids" in batch and torch.equal(labels, batch["input_ids"]):
-        guesses, labels = guesses[:, :-1], labels[:, 1:]
-    counted = labels >= 0  # -100 is torch's for one that is left out
-    return int((guesses == labels)[counted].sum()), int(counted.sum())
+            loss, count, output = loss_and_count(self._resident.module, batch, uneven=uneven)
+            total += float(loss) * (here if count is None else 1)
+            counted += here if count is None else float(count)
+            if self.metrics.counted:
+                sums = added(sums, self.metrics.sums(output, batch).tolist())
+        loss_ = total / (counted or 1.0)
+        return {"loss": loss_, **self.metrics.values(loss_, sums)}

@@ -40,9 +40,9 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     scheme: str = "ours"
     """How clients come to executors: ours, parrot, fa, sd, rw or sp."""
     engine: Literal["processes", "ray"] = "processes"
-    """What executors are: processes of this machine, or actors of a Ray cluster."""
+    """How executors run: as processes of this machine, or actors of a Ray cluster."""
     ray: RayExecution = RayExecution()
-    """Of the engine ray."""
+    """Options of Ray."""
     executors: NotNegative = 2
     """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run; on a
     Ray cluster as many as it has room for."""

@@ -1,5 +1,6 @@
 """Sums that do not depend on the order of their summands: multiples of 2^-36 in 64-bit integers, on the host or on an
-accelerator, with the same bits.
+accelerator, with the same bits. The unit is fixed: all who add must know it before they see values, also where values
+are masked. Numbers from 1.5e-11 to 6.7e7 have room; larger ones are refused, and smaller ones are logged.
 
 Floating-point addition is not associative, so a mean taken over executors would depend on who trained whom. Integers
 are: any grouping, any order, taking a term back out, all give the same bits. Every term is first scaled by a power of
@@ -23,9 +24,12 @@ from isthmus.federated.parallel_for import parallel_chunks
 
 FRACTION_BITS = 36
 """A term is rounded to a multiple of 2^-36, after scaling: 1.5e-11 of the largest mean that is of size 1."""
+UNIT = 2.0**-FRACTION_BITS
 BYTES_PER_NUMBER = 8
 LIMIT = 2.0**51
+"""Below it a term is rounded by `MAGIC`."""
 SUM_LIMIT = 2.0**62
+"""Of a term and of a sum: means of up to 2^26 = 6.7e7. More has no room."""
 MAGIC = torch.tensor(1.5 * 2.0**52, dtype=torch.float64)
 """Added to a double below 2^51 it leaves the rounded integer in the low bits: 5 times faster than a conversion."""
 MAGIC_BITS = int(MAGIC.view(torch.int64))
@@ -81,6 +85,11 @@ class FixedSum:
         return self._total
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._empty and not self._merged
+
+    @property
     def bound(self) -> float:
         """No number of the sum is further from 0."""
         return self._bound
@@ -94,31 +103,34 @@ class FixedSum:
         parts = term.detach().reshape(-1).split(_BLOCK)
         for number, (part, total) in enumerate(zip(parts, self._blocks, strict=True)):
             found = largest_of(part) * abs(factor)
-            if not found < LIMIT:
+            if not found < SUM_LIMIT:
                 self._take_back(parts[:number], factor)
-                within = f"{LIMIT / factor:.3g}" if factor else "any bound"
-                raise DivergedUpdate(f"got {worst_of(term)}, expected numbers within {within}")
+                raise out_of_range(term, factor)
             largest = max(largest, found)
-            rounded = self._round(part, factor)
+            rounded = self._round(part, factor, found)
             np.subtract(rounded, MAGIC_BITS, out=total if self._empty else rounded)
             if not self._empty:
                 np.add(total, rounded, out=total)
-        self._empty = False
-        self._bound += largest
-        if self._bound >= SUM_LIMIT:
-            raise PeerError(f"a sum of {self._bound * self._unit:.3g} has no room in 64 bits")
+        bound = self._bound_with(largest, weight)
+        if bound >= SUM_LIMIT:
+            self._take_back(parts, factor)
+            raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
+        self._empty, self._bound = False, bound
 
-    def _round(self, part: Tensor, factor: float) -> NDArray[np.int64]:
+    def _bound_with(self, largest: float, weight: float, rows: int = 1) -> float:
+        """With `rows` terms of numbers of up to `largest`, which are rounded; less, where terms are taken back."""
+        return max(0.0, self._bound + math.copysign(math.ceil(largest), weight) * rows)
+
+    def _round(self, part: Tensor, factor: float, largest: float) -> NDArray[np.int64]:
         """A block's summands as integers, each with the magic number's bits on top. It lasts until the next block."""
-        work = self._work[: len(part)].copy_(part)
-        torch.add(MAGIC, work, alpha=factor, out=work)
+        lifted(self._work[: len(part)].copy_(part), factor, largest)
         return self._rounded[: len(part)]
 
     def _take_back(self, parts: Sequence[Tensor], factor: float) -> None:
         """What was added of a term whose later numbers are bad."""
         if not self._empty:
             for part, total in zip(parts, self._blocks, strict=False):
-                np.subtract(total, self._round(part, factor) - MAGIC_BITS, out=total)
+                np.subtract(total, self._round(part, factor, SUM_LIMIT) - MAGIC_BITS, out=total)
 
     def add_rows(self, summands: Tensor, weight: float = 1.0) -> None:
         """Add `weight` times every row of [summands, size]: the same bits as one by one. PeerError as `add`, and
@@ -126,9 +138,9 @@ class FixedSum:
         factor = weight * self._factor
         rows = summands.detach().reshape(len(summands), -1)
         found = largest_of(rows) * abs(factor)
-        if not found < LIMIT:
+        if not found < SUM_LIMIT:
             raise PeerError(f"got {worst_of(summands)} among {len(rows)} summands")
-        bound = self._bound + found * len(rows)
+        bound = self._bound_with(found, weight, len(rows))
         if bound >= SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
         self._bound = bound
@@ -138,7 +150,7 @@ class FixedSum:
         own = self._total.numpy() if self._empty else self.total.numpy()
         for start, part in zip(range(0, len(own), width), rows.split(width, dim=1), strict=True):
             work, total = part.to(torch.float64, copy=True), own[start : start + width]
-            rounded = torch.add(MAGIC, work, alpha=factor, out=work).numpy().view(np.int64).sum(axis=0)
+            rounded = lifted(work, factor, found).numpy().sum(axis=0)
             np.subtract(rounded, lift, out=total if self._empty else rounded)
             if not self._empty:
                 np.add(total, rounded, out=total)
@@ -147,10 +159,10 @@ class FixedSum:
     def check_term(self, term: Tensor, weight: float) -> None:
         """PeerError if `weight` times the term could not be added. Nothing is changed."""
         largest = largest_of(term.detach()) * weight * self._factor
-        if not largest < LIMIT:
-            raise DivergedUpdate(f"got {worst_of(term)}, expected numbers within {LIMIT / (weight * self._factor):.3g}")
-        if self._bound + largest >= SUM_LIMIT:
-            raise PeerError(f"a sum of {(self._bound + largest) * self._unit:.3g} has no room in 64 bits")
+        if not largest < SUM_LIMIT:
+            raise out_of_range(term, weight * self._factor)
+        if (bound := self._bound_with(largest, weight)) >= SUM_LIMIT:
+            raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
 
     def check(self, total: Tensor, largest: float | None = None) -> float:
         """The largest number of another sum's `total`, int64 [size], looked for where it is not given. PeerError when
@@ -195,6 +207,26 @@ class FixedSum:
         parallel_chunks(divide, len(self), _BLOCK)
         self._merged, self._empty, self._bound = [], True, 0.0
         return found
+
+
+def lifted(work: Tensor, factor: float, largest: float) -> Tensor:
+    """`factor` times doubles, rounded half to even, as integers with the magic number's bits on top: int64, in the
+    memory of `work`. None is further from 0 than `largest`, which is below `SUM_LIMIT`. A number's bits do not depend
+    on the others."""
+    if largest < LIMIT:
+        return torch.add(MAGIC, work, alpha=factor, out=work).view(torch.int64)
+    scaled = work * factor
+    small = torch.add(MAGIC, work, alpha=factor).view(torch.int64)
+    found = work.view(torch.int64)
+    return found.copy_(torch.where(scaled.abs() < LIMIT, small, scaled.round().to(torch.int64) + MAGIC_BITS))
+
+
+def out_of_range(term: Tensor, factor: float) -> DivergedUpdate:
+    """Of a term of which `factor` times a number has no room."""
+    worst = worst_of(term)
+    within = f"{SUM_LIMIT / abs(factor):.3g}" if factor else "any bound"
+    why = ", the range of the exact sum: scale the loss or the data down" if math.isfinite(worst) else ""
+    return DivergedUpdate(f"got {worst:g}, expected numbers within {within}{why}")
 
 
 def largest_of(numbers: Tensor) -> float:
@@ -250,19 +282,22 @@ class DeviceSum(FixedSum):
         factor = weight * self._factor
         ends = torch.stack(torch.aminmax(rows)) if rows.numel() else rows.new_zeros(2)
         largest = largest_of(self._down(ends)) * abs(factor)  # a number that is none is both ends
-        if not largest < LIMIT:
-            within = f"{LIMIT / factor:.3g}" if factor else "any bound"
-            raise DivergedUpdate(f"got {worst_of(rows)}, expected numbers within {within}")
-        bound = self._bound + largest * len(rows)
+        if not largest < SUM_LIMIT:
+            raise out_of_range(rows, factor)
+        bound = self._bound_with(largest, weight, len(rows))
         if bound >= SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
         if self._empty and not self._ahead:
             self._sum.zero_()
         width = max(1, _SUM_BLOCK // len(rows))
         for part, total in zip(rows.split(width, dim=1), self._sum.split(width), strict=True):
-            lifted = torch.add(MAGIC, part.to(torch.float64), alpha=factor)
-            total.add_(lifted.view(torch.int64).sub_(MAGIC_BITS).sum(dim=0))
+            found = lifted(part.to(torch.float64, copy=True), factor, largest)
+            total.add_(found.sub_(MAGIC_BITS).sum(dim=0))
         self._bound, self._ahead = bound, True
+
+    @property
+    def is_empty(self) -> bool:
+        return super().is_empty and not self._ahead
 
     def _own(self) -> Tensor:
         if self._ahead:

@@ -167,7 +167,9 @@ class InProcess:
                     self.trips += bool(sums)
                     self.value_bytes += sum(value.nbytes for value in sums.values())
                     self.server.merge(sums, partial.weights(), partial.bounds())
-                case UpdateServer():
+                case UpdateServer(opening=opening):
+                    if opening is not None:
+                        self.server.open(opening)
                     self.server.absorb()
                 case CommitRound(record=record):
                     self._committed(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,52 +15,50 @@ import numpy as np
 import torch
 from msgspec import Meta
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from isthmus.accelerators import AUTO, Accelerator, open_accelerator
 from isthmus.callbacks import CallbackConfig, find_callback
-from isthmus.data import DataSpec, load_dataset
+from isthmus.data import DataSpec
 from isthmus.data.availability import Availability, read_availability
-from isthmus.data.clients import ClientData, TextClients, share_out
-from isthmus.data.dataset import NothingHeldOut
+from isthmus.data.clients import ClientData, divided
 from isthmus.data.description import refuse_description
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafClients, LeafOptions
 from isthmus.data.partition import PartitionSpec
-from isthmus.data.text import TextOptions
-from isthmus.documents import JOB_NAME, check_is_local, convert, read_toml
+from isthmus.documents import JOB_NAME, beside, check_is_local, convert, folder_of, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
+from isthmus.federated.accounting import Accounting
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.deployment import Deployment
 from isthmus.federated.emulated_speed import SpeedEmulation
-from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.execution import Execution, RayExecution
 from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
 from isthmus.federated.local import LocalConfig
-from isthmus.federated.privacy import Guarantee, Privacy, guarantee, private
-from isthmus.federated.resident import Resident
+from isthmus.federated.privacy import Privacy, private
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
-from isthmus.federated.secure.site_noise import check_site_noise, concentrated, distributed_guarantee
-from isthmus.federated.server import RunIdentity, Server
+from isthmus.federated.secure.site_noise import check_site_noise
+from isthmus.federated.server import RunIdentity
+from isthmus.federated.step_rules import check_steps
+from isthmus.graph.metrics import Metrics
 from isthmus.models import ModelSpec, build_model
-from isthmus.overrides import overridden
+from isthmus.overrides import counted_from, overridden
 from isthmus.planners.cohort import COHORT_ALGORITHMS
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.stores import StoreConfig
 from isthmus.trackers import Track, check_trackers
 from isthmus.units import parse_duration
+from isthmus.wire_types import Seed
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 FEMNIST = "femnist"
-PERSONAL_CLIENTS = 100
-"""Evaluated where models are personal, and the job does not say how many."""
 OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "deployment"}
 """Tables that a pipeline's job has not: a file with one of them and no [federated] is refused with this reason."""
 
@@ -73,14 +72,14 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Settings of the algorithm: `isthmus describe NAME` lists them."""
     rounds: Positive = 10
     """Rounds of the whole run."""
-    seed: NotNegative = 0
-    """Of weights, partition, participation and the order of samples."""
+    seed: Seed = 0
+    """The seed of weights, partition, participation and the order of samples."""
     evaluate_every: NotNegative = 1
     """Rounds between evaluations on held-out samples; 0: none."""
     evaluate_samples: Positive = 2000
-    """Held-out samples of an evaluation, at most."""
+    """Held-out samples of an evaluation, at most: of more, so many drawn at random, the same in every evaluation."""
     evaluate_clients: NotNegative = 0
-    """Clients of whose own data the accuracy is taken too, evenly over the population."""
+    """Clients whose own data the model is evaluated on too, evenly over the population."""
     save_every: Positive = 1
     """Rounds between commits to disk."""
 
@@ -100,7 +99,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     name: Annotated[str, Meta(pattern=JOB_NAME)]
-    """Of the run: its folder is RUN_DIR/NAME."""
+    """The run's name: its folder is RUN_DIR/NAME."""
     model: ModelSpec
     """Which model to train."""
     data: DataSpec | None = None
@@ -114,7 +113,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     participation: Participation = Participation(fraction=1.0)
     """Which clients take part in a round, and when a round closes."""
     admission: AdmissionRules = AdmissionRules()
-    """What an update must be to be accepted."""
+    """Conditions under which an update is accepted."""
     aggregation: Aggregation = Aggregation()
     """How updates are combined."""
     privacy: Privacy | None = None
@@ -124,9 +123,11 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fleet: str = ""
     """Emulation: a built-in fleet or a path to a fleet TOML, whose devices are the executors."""
     coordinator: str = ""
-    """Of that fleet: the device on whose machine the coordinator is; the first one, if not given."""
+    """A device of that fleet, on whose machine the coordinator is; the first one, if not given."""
     deployment: Deployment | None = None
     """Real sites in place of simulated clients."""
+    metrics: tuple[str, ...] = ()
+    """Figures of evaluations beside the loss: `accuracy`, `perplexity`, or `package.module:function` of your own."""
     run_dir: str = "runs"
     """Where run folders are made."""
     callback: tuple[CallbackConfig, ...] = ()
@@ -151,6 +152,11 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return executor_fleet(self.fleet, self.coordinator, executors) if self.fleet else None
 
     @property
+    def owner_column(self) -> str:
+        """The column that says whose a sample is, which no model is given; empty where none does."""
+        return self.partition.column if self.partition is not None and self.partition.scheme == "natural" else ""
+
+    @property
     def timeout_s(self) -> float:
         """Seconds without a message after which an executor or a site is lost."""
         return parse_duration(self.execution.timeout, "execution.timeout")
@@ -173,19 +179,17 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Of every update."""
         return self.admission if self.privacy is None else self.privacy.bounds
 
-    def guarantee(self, population: int, rounds: int, numbers: int) -> Guarantee | None:
-        """What so many rounds promise every client; None without privacy. Clients that are drawn each by themselves,
-        and take part if they are drawn, make it stronger. `numbers` are in the model."""
+    def accounting(self, population: int) -> Accounting | None:
+        """The conditions of epsilon; None without privacy."""
         if self.privacy is None:
             return None
-        rules, passes = self.participation, self.algorithm(population).passes
-        if self.privacy.noise == "sites":
-            most = numbers * max(len(one.returns) for one in passes)
-            rho = concentrated(self.privacy, rules.minimum, _asked(self, rules.needed(population), population), most)
-            return distributed_guarantee(self.privacy, rounds, len(passes), rho)
-        alone = rules.poisson and not rules.availability and self.deployment is None
-        rate = rules.needed(population) / population if alone else None
-        return guarantee(self.privacy, rounds, len(passes), rate)
+        return Accounting(
+            privacy=self.privacy,
+            participation=self.participation,
+            population=population,
+            deployed=self.deployment is not None,
+            passes=len(self.algorithm(population).passes),
+        )
 
 
 def is_federated(path: Path) -> bool:
@@ -195,7 +199,10 @@ def is_federated(path: Path) -> bool:
 
 def load_federated_job(path: Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
     """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
-    job = convert(overridden(read_toml(path, "job file"), overrides), FederatedJob, str(path))
+    folder = folder_of(path)
+    changed = counted_from(overrides, os.getcwd()) if folder else overrides
+    job = convert(overridden(read_toml(path, "job file"), changed), FederatedJob, str(path))
+    job = _counted_from(job, folder)
     try:
         check(job)
     except UserError as e:
@@ -203,17 +210,33 @@ def load_federated_job(path: Path, overrides: Mapping[str, object] = {}) -> Fede
     return job
 
 
+def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:
+    """As a file in this folder says it: with its paths."""
+    replace = msgspec.structs.replace
+    if job.fleet:
+        job = replace(job, fleet=beside(job.fleet, folder))
+    if job.participation.availability:
+        availability = beside(job.participation.availability, folder)
+        job = replace(job, participation=replace(job.participation, availability=availability))
+    if job.data is not None:
+        job = replace(job, data=job.data.counted_from(folder))
+    if job.deployment is not None:
+        fleets = {name: config.counted_from(folder) for name, config in job.deployment.fleets.items()}
+        job = replace(job, deployment=replace(job.deployment, fleets=fleets))
+    return job
+
+
 def check(job: FederatedJob) -> None:
     """What can be said before data is read."""
     check_is_local("run_dir", job.run_dir)
     check_trackers(job.track)
+    Metrics(job.metrics)
     for config in job.callback:
         find_callback(config)
     if job.data is not None:
         refuse_description(job.data)
     check_combining(job)
-    if (seed := job.federated.seed) >= 1 << 64:
-        raise UserError(f"federated.seed: got {seed}, expected less than 2^64")
+    check_steps(job.federated.algorithm, load_algorithm(_spec(job)), job.local, job.federated.rounds)
     for field, seconds in (("execution.timeout", job.timeout_s), ("participation.deadline", job.deadline_s)):
         if not 1 <= seconds < math.inf:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
@@ -284,7 +307,7 @@ def check_combining(job: FederatedJob) -> None:
     if job.aggregation.fewest > rules.minimum:
         raise UserError(
             f"participation.minimum: got {rules.minimum}, expected at least {job.aggregation.fewest} for "
-            f"{job.aggregation.rule} with byzantine = {job.aggregation.byzantine}, keep = {job.aggregation.keep}"
+            f"{job.aggregation.described}"
         )
     check_site_noise(job.privacy, rules.minimum, secure=job.aggregation.secure)
     check_secure(job.aggregation, rules, job.admission, load_algorithm(_spec(job)))
@@ -319,15 +342,6 @@ def check_simulation(job: FederatedJob) -> None:
         raise UserError("participation.poisson: got true beside staleness, of which a round has so many, expected one")
 
 
-def check_staleness(job: FederatedJob, server: Server) -> None:
-    """UserError for an algorithm whose updates cannot be late."""
-    if job.participation.staleness and (server.keeps or server.passes > 1):
-        raise UserError(
-            f"participation.staleness: got {job.participation.staleness} with an algorithm whose clients keep "
-            "something, or that takes several passes a round: expected 0"
-        )
-
-
 def client_data(job: FederatedJob) -> ClientData:
     """The population. UserError for data that cannot be read or shared out."""
     if job.data is None:
@@ -335,28 +349,10 @@ def client_data(job: FederatedJob) -> ClientData:
     if job.data.kind == FEMNIST:
         if job.partition is not None:
             raise UserError(f"partition: got scheme {job.partition.scheme!r} for data that come by writers")
-        return FemnistShaped(read_options(FEMNIST, job.data.options, FemnistOptions))
+        return FemnistShaped(read_options(FEMNIST, job.data.located, FemnistOptions))
     if job.data.kind == LEAF and job.partition is None:
-        return LeafClients(read_options(LEAF, job.data.options, LeafOptions))
-    if job.partition is None:
-        raise UserError("partition: missing, expected how the data is shared out among clients")
-    if job.data.kind == "text" and job.partition.scheme == "files":
-        return TextClients(read_options("text", job.data.options, TextOptions))
-    return share_out(load_dataset(job.data, "train"), job.partition, job.federated.seed)
-
-
-def test_data(job: FederatedJob, data: ClientData | None) -> dict[str, Tensor] | None:
-    """Held-out samples, at most `evaluate_samples`; None where the data holds none out."""
-    assert job.data is not None, "there is something to evaluate on"
-    most = job.federated.evaluate_samples
-    if isinstance(data, FemnistShaped):
-        return data.held_out(most)
-    try:
-        held = load_dataset(job.data, "heldout")
-    except NothingHeldOut:
-        return None
-    natural = {job.partition.column} if job.partition is not None and job.partition.scheme == "natural" else set[str]()
-    return held.batch(np.arange(min(most, len(held))), [c for c in held.columns if c not in natural])
+        return LeafClients(read_options(LEAF, job.data.located, LeafOptions))
+    return divided(job.data, job.partition, job.federated.seed)
 
 
 def build(job: FederatedJob) -> nn.Module:
@@ -393,7 +389,7 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
     """How the job's rounds go, in a simulation and deployed. UserError for rounds that could never be committed."""
     rules = job.participation
     needed = population if rules.poisson else rules.needed(population)  # a round waits for all that were drawn
-    if rules.minimum > (asked := _asked(job, needed, population)):
+    if rules.minimum > (asked := population if rules.poisson else rules.asked(population)):
         raise UserError(f"participation.minimum: got {rules.minimum}, expected at most the {asked} clients of a round")
     return RoundRules(
         rounds=job.federated.rounds,
@@ -409,31 +405,6 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
     )
 
 
-def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) -> Evaluator | None:
-    """With a module of its own; None where nothing is evaluated. Where models are `personal`, clients are evaluated in
-    any case."""
-    config = job.federated
-    if not config.evaluate_every:
-        return None
-    population = len(data.sizes)
-    wanted = config.evaluate_clients or (PERSONAL_CLIENTS if personal else 0)
-    clients = np.unique(np.linspace(0, population - 1, min(population, wanted)).astype(int))
-    chosen = clients.tolist() if wanted else []
-    test = test_data(job, data)
-    if test is None and not chosen:
-        return None
-    return Evaluator(Resident(build(job)), test, data.load, chosen, accelerator=lambda: accelerator_of(job, 0))
-
-
-def site_evaluator(job: FederatedJob) -> Evaluator | None:
-    """On the coordinator's own data, where it has some: the clients' are not here."""
-    if not job.federated.evaluate_every or job.data is None:
-        return None
-    data = client_data(msgspec.structs.replace(job, partition=None)) if job.data.kind == FEMNIST else None
-    test = test_data(job, data)
-    return None if test is None else Evaluator(Resident(build(job)), test)
-
-
 def accelerator_of(job: FederatedJob, executor: int) -> Accelerator:
     """Where it trains. To be called in the executor's own process: a process whose accelerator is at work cannot be
     copied."""
@@ -442,14 +413,8 @@ def accelerator_of(job: FederatedJob, executor: int) -> Accelerator:
 
 def executors(job: FederatedJob, population: int) -> int:
     """How many executors the scheme takes."""
-    wanted = job.participation.needed(population)
-    counts = {"cohort": _asked(job, wanted, population), "population": population}
+    counts = {"cohort": job.participation.asked(population), "population": population}
     return counts.get(job.scheme.per, job.execution.executors if job.scheme.processes else 1)
-
-
-def _asked(job: FederatedJob, needed: int, population: int) -> int:
-    """How many clients are asked for `needed` ones."""
-    return min(population, round(needed * job.participation.over_select))
 
 
 def emulation(job: FederatedJob, executor: int) -> SpeedEmulation:
@@ -487,4 +452,5 @@ def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> RunId
         seed=job.federated.seed,
         clients=clients,
         combining=msgspec.json.encode((job.aggregation, job.privacy, job.admission)).decode(),
+        participation=str(job.accounting(clients) or ""),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Annotated
 
@@ -10,8 +11,12 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from isthmus.federated.local_steps import RoundSteps, Term, is_plain
 from isthmus.federated.resident import Resident
 from isthmus.rng import orders
+from isthmus.training.learning_rate import LearningRate
+from isthmus.training.optim import AnyOptimizerConfig
+from isthmus.wire_types import Above, NotNegative, Positive
 
 Batch = Mapping[str, Tensor]
 
@@ -19,18 +24,43 @@ Batch = Mapping[str, Tensor]
 class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a client's local training. The defaults are those of Parrot."""
 
-    epochs: Annotated[int, Meta(ge=1)] = 1
+    epochs: Positive = 1
     """Passes over a client's data in a round."""
-    batch_size: Annotated[int, Meta(ge=1)] = 20
+    batch_size: Positive = 20
     """Samples per step of a client."""
-    learning_rate: Annotated[float, Meta(gt=0)] = 0.05
-    """Of a client's SGD."""
+    learning_rate: Above | LearningRate | None = None
+    """Of a client's SGD, by default 0.05. A table [local.learning_rate] is as [learning_rate] of a pipeline's job, with
+    rounds for its steps: the rate stays for all steps of a round."""
+    optimizer: Annotated[tuple[AnyOptimizerConfig, ...], Meta(max_length=64)] = ()
+    """In place of SGD: one table [[local.optimizer]] per group of parameters, as [[optimizer]] of a pipeline's job;
+    `lr` is its rate. A client begins every round without what it kept of gradients."""
+    clip_norm: NotNegative = 0.0
+    """Largest norm of all gradients of a step together; 0: they are not clipped."""
     drop_last: bool = False
     """An epoch leaves out a last batch that is smaller than the others: batch norm cannot train on one sample. A client
-    with less than one batch has that one."""
-    micro_batches: Annotated[int, Meta(ge=1)] = 1
+    with less than one batch has that one: `participation.min_samples` leaves clients out."""
+    micro_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
     """Equal parts of a batch whose gradients are added up: a client that is a pipeline has so many under way at once. A
-    batch that cannot be cut into as many has fewer."""
+    batch that cannot be cut into as many has fewer. A loss that is a mean of the model's own may be another with each
+    number: a line says so before the first round."""
+
+    def __post_init__(self) -> None:
+        for one in self.optimizer:
+            if one.nesterov and not one.momentum:
+                raise ValueError("optimizer.nesterov: got true without momentum, expected momentum above 0")
+        if self.optimizer and isinstance(self.learning_rate, float | int):
+            raise ValueError(f"learning_rate: got {self.learning_rate:g} beside local.optimizer, expected its lr")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether steps are those of SGD with a learning rate alone."""
+        return is_plain(self.optimizer, self.clip_norm)
+
+    def tabled(self, rounds: int) -> LocalConfig:
+        """With tables in place of functions, as `LearningRate.tabled`."""
+        if not isinstance(self.learning_rate, LearningRate):
+            return self
+        return msgspec.structs.replace(self, learning_rate=self.learning_rate.tabled(rounds))
 
     def used(self, samples: int) -> int:
         """Samples that an epoch goes through, of a client that has so many."""
@@ -39,6 +69,26 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def steps(self, samples: int) -> int:
         """Batches that a client of so many samples has in all epochs."""
         return self.epochs * -(-self.used(samples) // self.batch_size)
+
+    def parts(self, samples: int) -> list[slice]:
+        """Batches that hold every sample once, for a gradient of all. Where an epoch leaves a smaller last batch out,
+        they are made as even as possible instead: none has one sample, which batch norm cannot take."""
+        if self.used(samples) == samples:
+            return [slice(start, min(start + self.batch_size, samples)) for start in range(0, samples, self.batch_size)]
+        count = min(-(-samples // self.batch_size), samples // 2)
+        ends = [samples * number // count for number in range(count + 1)]
+        return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+    def why_alone(self, samples: int) -> str:
+        """Why a client of so many samples has a batch of one, on which batch norm cannot train, and what to do; empty
+        where it has none."""
+        if self.batch_size == 1:
+            return "a batch is one sample: expected a local.batch_size of 2 or more"
+        if samples == 1:
+            return "it has one sample: participation.min_samples = 2 leaves such clients out"
+        if self.used(samples) % self.batch_size == 1:
+            return "its last batch is one sample: local.drop_last = true leaves it out"
+        return ""
 
 
 class Workspace:
@@ -63,13 +113,14 @@ class Workspace:
 class ConfiguredLocal:
     """What every client at work has of its settings and its number of samples."""
 
-    def __init__(self, config: LocalConfig, samples: int) -> None:
+    def __init__(self, config: LocalConfig, steps: RoundSteps, samples: int) -> None:
         self._config = config
+        self._steps = steps
         self.samples = samples
 
     @property
     def learning_rate(self) -> float:
-        return self._config.learning_rate
+        return self._steps.learning_rate
 
     @property
     def steps(self) -> int:
@@ -86,11 +137,12 @@ class PlainLocal(ConfiguredLocal):
         config: LocalConfig,
         data: Batch,
         *,
+        steps: RoundSteps,
         seed: int,
         round_: int,
         client: int,
     ) -> None:
-        super().__init__(config, len(next(iter(data.values()))))
+        super().__init__(config, steps, len(next(iter(data.values()))))
         self._resident = resident
         self._workspace = workspace
         self._data = data
@@ -112,11 +164,13 @@ class PlainLocal(ConfiguredLocal):
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         return self._resident.gradient(weights, batch)
 
-    def descend(self, model: Tensor) -> Tensor:
-        """The first step reads the model where it lies and the last one leaves the change: to copy a large model and to
-        subtract it takes as long as a step."""
+    def descend(self, model: Tensor, term: Term | None = None) -> Tensor:
+        """Of plain SGD the first step reads the model where it lies and the last one leaves the change: to copy a large
+        model and to subtract it takes as long as a step."""
+        rate, steps = self._steps.rate, self.steps
+        if rate is None or term is not None:
+            return self._descend_in_place(model, term)
         change, weights = self._workspace.take(), model
-        rate, steps = self._config.learning_rate, self.steps
         for number, batch in enumerate(self.batches(), 1):
             if number < steps:
                 self._resident.descend(weights, batch, rate, out=change)
@@ -125,11 +179,27 @@ class PlainLocal(ConfiguredLocal):
                 self._resident.arrive(weights, batch, rate, model, out=change)
         return change
 
+    def _descend_in_place(self, model: Tensor, term: Term | None) -> Tensor:
+        weights, rate = self.start(model), self._steps.rate
+        step = self._steps.descent(self._resident.named(weights)) if rate is None else None
+        for batch in self.batches():
+            if term is None:
+                gradients = [None if g is None else g.to_dense() for g in self._resident.gradients(weights, batch)]
+            else:
+                gradient = self._resident.gradient(weights, batch)
+                term(gradient, weights)
+                gradients = self._resident.views(gradient)
+                if rate is not None:
+                    weights.sub_(gradient, alpha=rate)
+            if step is not None:
+                step(gradients)
+        return weights.sub_(model)
+
     def full_gradient(self, weights: Tensor) -> Tensor:
         total = self._workspace.take().zero_()
-        for batch in _slices(self._data, self._used, self._config.batch_size):
-            share = len(next(iter(batch.values()))) / self._used
-            total.add_(self._resident.gradient(weights, batch), alpha=share)
+        for part in self._config.parts(self.samples):
+            batch = {name: column[part] for name, column in self._data.items()}
+            total.add_(self._resident.gradient(weights, batch), alpha=(part.stop - part.start) / self.samples)
         return total
 
 

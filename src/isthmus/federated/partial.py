@@ -8,26 +8,36 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, PeerError, UserError
 from isthmus.federated.algorithms import ClientUpdate, Cohort, Combine, Values
+from isthmus.federated.buffers import is_buffer
 from isthmus.federated.fixed_point import FRACTION_BITS, DeviceSum, Down, FixedSum, scale_exponent
 from isthmus.training.finite import is_finite
+from isthmus.wire_types import Client, Table
 
+FAINT = 2.0**8
+"""Sums of fewer units have lost digits that a float has."""
 WEIGHT_BITS = 20
 """Weights are added in units of 2^-20: numbers of samples exactly."""
+
+
+Units = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""Of eight trillion samples together."""
 
 
 class AggregationWeights(msgspec.Struct, frozen=True, kw_only=True):
     """How much a partial counts, in units of 2^-20."""
 
-    clients: int
-    total: int
-    each: dict[int, int] = {}
+    clients: Client
+    total: Units
+    each: Table[Client, Units] = {}
     """Of each client, where values are collected."""
 
 
@@ -48,7 +58,7 @@ class PartialSum:
         self._down = down
         self._returns = returns
         self._accumulators = accumulators or {}
-        self._expected = sizes or {name: len(accumulator) for name, accumulator in self._accumulators.items()}
+        self._expected = {**{name: len(total) for name, total in self._accumulators.items()}, **(sizes or {})}
         self._sums: dict[str, FixedSum] = {}
         self.begin(1, 1)
 
@@ -58,6 +68,8 @@ class PartialSum:
         self._exponents["sum"] = self._exponents["mean"]
         self._most_weight = float(max(total_samples, 1))
         self._collected: dict[int, Values] = {}
+        self._unknown: set[str] = set()
+        """Sums of which the terms' sizes are not known, but those of parts."""
         self._weights: dict[int, int] = {}
         self._weight = 0
         self.clients = 0
@@ -82,7 +94,7 @@ class PartialSum:
             except PeerError as e:
                 raise type(e)(f"client {client}: value {name!r}: {e}") from None
         added: list[tuple[FixedSum, Tensor, float]] = []
-        for name in self._of("weighted_mean", "mean", "sum"):
+        for name in self._summed(update.values):
             value = update.values[name]
             factor = weight if self._returns[name] == "weighted_mean" else 1.0
             try:
@@ -108,8 +120,8 @@ class PartialSum:
         _check_names(update.values, self._returns)
         weight = self._weight_of(update, samples)
         added: list[tuple[FixedSum, Tensor, float]] = []
-        for name, combine in self._returns.items():
-            value, factor = update.values[name], weight if combine == "weighted_mean" else 1.0
+        for name in self._summed(update.values):
+            value, factor = update.values[name], weight if self._returns[name] == "weighted_mean" else 1.0
             try:
                 total = self._sum(name, value[0].numel(), value.device)
                 total.add_rows(value, factor)
@@ -124,7 +136,7 @@ class PartialSum:
     def check_update(self, update: ClientUpdate, samples: int) -> None:
         """PeerError, as `fold` would raise it for an update whose names and shapes are right. Nothing is changed."""
         weight = self._weight_of(update, samples)
-        for name in self._of("weighted_mean", "mean", "sum"):
+        for name in self._summed(update.values):
             value = update.values[name]
             try:
                 factor = weight if self._returns[name] == "weighted_mean" else 1.0
@@ -136,10 +148,16 @@ class PartialSum:
         weight = float(samples if update.weight is None else update.weight)
         if not 0 <= weight <= self._most_weight:
             raise PeerError(f"got weight {weight:g}, expected 0 to {self._most_weight:g}")
+        if weight and not _units(weight):
+            raise PeerError(f"got weight {weight:g}, expected 0, or at least 2^-{WEIGHT_BITS}, the unit of weights")
         return math.ldexp(_units(weight), -WEIGHT_BITS)  # as it is counted: else the mean of equal values is another
 
     def _of(self, *kinds: Combine) -> list[str]:
         return [name for name, combine in self._returns.items() if combine in kinds]
+
+    def _summed(self, values: Mapping[str, Tensor]) -> list[str]:
+        """The values that are summed, less the buffers that an update leaves as they are."""
+        return [n for n, combine in self._returns.items() if combine != "collect" and (n in values or not is_buffer(n))]
 
     def _sum(self, name: str, size: int, device: torch.device | None = None) -> FixedSum:
         self._check_size(name, size)
@@ -161,9 +179,17 @@ class PartialSum:
         """What 1.0 is in the sum of this value."""
         return math.ldexp(1.0, FRACTION_BITS - self._exponents[self._returns[name]])
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What is sent: one int64 vector per summed value, and `CLIENT/NAME` per collected one."""
-        found = {name: total.total for name, total in self._sums.items()} if self.clients else {}
+    def _touched(self) -> dict[str, FixedSum]:
+        """The sums that are sent: of a buffer that no client changed there is none."""
+        return {n: total for n, total in self._sums.items() if not (is_buffer(n) and total.is_empty)}
+
+    def tensors(self, *, whole: bool = False) -> dict[str, Tensor]:
+        """What is sent: one int64 vector per summed value, and `CLIENT/NAME` per collected one. Of a buffer that no
+        client changed nothing, or if it is to be `whole` zeros: nobody is to see which ones changed."""
+        found = {name: total.total for name, total in self._touched().items()} if self.clients else {}
+        if whole and self.clients:
+            unchanged = [name for name in self._returns if is_buffer(name) and name not in found]
+            found |= {name: self._sum(name, self._expected[name]).total for name in unchanged}
         for client, values in sorted(self._collected.items()):
             found |= {f"{client}/{name}": value for name, value in values.items()}
         return found
@@ -173,7 +199,7 @@ class PartialSum:
 
     def bounds(self) -> dict[str, float]:
         """Of each sum: no number of it is further from 0."""
-        return {name: total.bound for name, total in self._sums.items()} if self.clients else {}
+        return {name: total.bound for name, total in self._touched().items()} if self.clients else {}
 
     def check(
         self,
@@ -193,11 +219,15 @@ class PartialSum:
         collects = self._of("collect") if self.collects else []
         sums = set(self._of("weighted_mean", "mean", "sum")) if clients else set[str]()
         expected = sums | {f"{client}/{name}" for client in clients for name in collects}
-        if set(tensors) != expected:
+        if not {name for name in expected if not is_buffer(name)} <= set(tensors) <= expected:
             raise PeerError(f"sent the values {_few(tensors)}, expected {_few(expected)}")
-        if collects and (part.each.keys() != set(clients) or sum(part.each.values()) != part.total):
+        if part.each.keys() != (set(clients) if collects else set[int]()):
+            raise PeerError(f"sent weights of {len(part.each)} clients, expected those of its clients")
+        largest_weight = max(part.each.values(), default=0)
+        if collects and (sum(part.each.values()) != part.total or largest_weight > _units(self._most_weight)):
             raise PeerError("sent weights that are not those of its clients")
         largest: dict[str, float] = {}
+        self._unknown |= tensors.keys() - (bounds or {}).keys()
         for name, value in tensors.items():
             try:
                 if name in sums:
@@ -233,21 +263,35 @@ class PartialSum:
         for total in self._sums.values():
             total.settle()
 
-    def combined(self, dtype: torch.dtype) -> Values:
-        """The server's view: means, sums, and collected values stacked [clients, ...] in the order of client numbers.
-        It ends the sums.
+    def faint(self) -> dict[str, float]:
+        """The sums of which digits are lost, as no term is far above their unit: by name, what no mean is further
+        from 0 than."""
+        found: dict[str, float] = {}
+        for name, total in self._sums.items():
+            looked = total.bound > 0 or name in self._unknown
+            if total.bound < FAINT and looked and not is_buffer(name):
+                weight = self._weight * 2.0**-WEIGHT_BITS if self._returns[name] == "weighted_mean" else self.clients
+                found[name] = max(total.bound, 1.0) / self.unit(name) / max(weight, 2.0**-WEIGHT_BITS)
+        return found
 
-        UserError when no client's update is in, or all weights are 0.
+    def combined(self, dtype: torch.dtype) -> Values:
+        """The server's view: means, sums, and collected values stacked [clients, ...] in the order of client numbers;
+        the mean changes of buffers that a client changed, float64. It ends the sums.
+
+        Of no client only sums are known, which are 0. UserError for a mean of none, or where all weights are 0.
         """
         found: Values = {}
         for name, combine in self._returns.items():
             if combine == "collect":
                 found[name] = _stacked(name, [self._collected[c][name] for c in sorted(self._collected)])
                 continue
+            if is_buffer(name) and (name not in self._sums or self._sums[name].is_empty):
+                continue
             divisor = {"weighted_mean": math.ldexp(self._weight, -WEIGHT_BITS), "mean": self.clients, "sum": 1}[combine]
             if not divisor:
                 raise UserError(f"value {name!r}: the weights of {self.clients} updates add up to 0")
-            found[name] = self._sums[name].over(divisor, dtype)
+            total = self._sums[name] if name in self._sums else self._sum(name, self._expected[name])
+            found[name] = total.over(divisor, torch.float64 if is_buffer(name) else dtype)
         return found
 
     def cohort(self, population: int) -> Cohort:
@@ -276,7 +320,7 @@ def _check_names(values: Values, returns: Mapping[str, Combine]) -> None:
                 f"algorithm: returned value {name!r} has no declared operation, declared: {', '.join(known)}"
             )
     for name in returns:
-        if name not in values:
+        if name not in values and not is_buffer(name):
             raise UserError(f"algorithm: value {name!r} is declared, but a client did not return it")
 
 

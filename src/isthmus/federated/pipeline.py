@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.dataset import Indices, SamplesOf, Split, batch_of_round, checked
+from isthmus.documents import beside
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.local import Batch, ConfiguredLocal, LocalConfig
-from isthmus.federated.resident import loss_of, pieces_of
+from isthmus.federated.local_steps import RoundSteps, StepsByRound, Term
+from isthmus.federated.resident import mean_loss, pieces_of
 from isthmus.models import ModelSpec, build_model
 from isthmus.plans import CompressionConfig
 from isthmus.rng import orders
@@ -42,6 +44,11 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Shape links and stretch compute to the fleet's figures."""
     timeout: str = "60 s"
     """Silence after which a device counts as lost."""
+
+    def counted_from(self, folder: str) -> PipelineConfig:
+        """As a file in this folder says it: with its paths."""
+        plan = self.plan and beside(self.plan, folder)
+        return msgspec.structs.replace(self, fleet=beside(self.fleet, folder), plan=plan)
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,22 +130,26 @@ class MeanLoss(nn.Module):
     """A model whose loss is the mean over a batch, as clients take it: a pipeline divides a sum later, and rounds
     otherwise."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, uneven: bool) -> None:
+        """`uneven`: whether a loss may leave labels out."""
         super().__init__()
         self.model = model
+        self._uneven = uneven
 
     def forward(self, **columns: Tensor) -> Tensor:
-        return loss_of(self.model(**columns))
+        # Of a mean that it knows by its tensor, a capture would make a sum and a count.
+        return mean_loss(self.model, columns, uneven=self._uneven).clone()
 
 
-def mean_loss(*, model: dict[str, object]) -> MeanLoss:
+def mean_loss_model(*, model: dict[str, object], uneven: bool) -> MeanLoss:
     """The model of a spec."""
-    return MeanLoss(build_model(msgspec.convert(model, ModelSpec)))
+    return MeanLoss(build_model(msgspec.convert(model, ModelSpec)), uneven=uneven)
 
 
-def mean_loss_spec(model: ModelSpec) -> ModelSpec:
+def mean_loss_spec(model: ModelSpec, *, uneven: bool) -> ModelSpec:
     """The same as a job names it."""
-    return ModelSpec(name=f"{__name__}:mean_loss", options={"model": msgspec.to_builtins(model)})
+    options: dict[str, object] = {"model": msgspec.to_builtins(model), "uneven": uneven}
+    return ModelSpec(name=f"{__name__}:{mean_loss_model.__name__}", options=options)
 
 
 Descend = Callable[[Tensor, tuple[int, int, int]], Tensor]
@@ -148,8 +159,10 @@ Descend = Callable[[Tensor, tuple[int, int, int]], Tensor]
 class PipelineLocal(ConfiguredLocal):
     """A client at work on a pipeline: the `LocalTrainer` that algorithms are given."""
 
-    def __init__(self, descend: Descend, config: LocalConfig, samples: int, key: tuple[int, int, int]) -> None:
-        super().__init__(config, samples)
+    def __init__(
+        self, descend: Descend, config: LocalConfig, steps: RoundSteps, samples: int, key: tuple[int, int, int]
+    ) -> None:
+        super().__init__(config, steps, samples)
         self._descend = descend
         self._key = key
 
@@ -165,8 +178,8 @@ class PipelineLocal(ConfiguredLocal):
     def full_gradient(self, weights: Tensor) -> Tensor:
         _refuse()
 
-    def descend(self, model: Tensor) -> Tensor:
-        return self._descend(model, self._key)
+    def descend(self, model: Tensor, term: Term | None = None) -> Tensor:
+        return self._descend(model, self._key) if term is None else _refuse()
 
 
 def _refuse() -> NoReturn:
@@ -178,7 +191,9 @@ def _refuse() -> NoReturn:
 
 def check_descends(algorithm: Algorithm) -> None:
     """UserError for an algorithm whose clients need more than descents."""
-    tried = PipelineLocal(lambda model, _: torch.zeros_like(model), LocalConfig(), 1, (0, 0, 0))
+    local = LocalConfig()
+    steps = StepsByRound(local, 1).at(0)
+    tried = PipelineLocal(lambda model, _: torch.zeros_like(model), local, steps, 1, (0, 0, 0))
     model = torch.zeros(1)
     server = algorithm.init_server(model)
     broadcast, state = algorithm.broadcast(server), first_state(algorithm, model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.errors import UserError
+from isthmus.federated.buffers import ModuleBuffers, numbers_form
+from isthmus.graph.label_means import LabelMeans
 
 Batch = Mapping[str, Tensor]
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -24,7 +26,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 class Resident:
     """A module whose parameters are all of one floating dtype. UserError for another one.
 
-    Integer buffers (a count of batches) are left as they are; floating ones (running means) form a second vector.
+    Its buffers of every type (running means, counts of batches) are its state beside the vector: `set_buffers` gives
+    a client the server's, `buffer_changes` says what training made of them.
     """
 
     def __init__(self, module: nn.Module, accelerator: Accelerator = HOST) -> None:
@@ -42,7 +45,7 @@ class Resident:
             )
         self._shapes = [p.shape for p in self._parameters]
         self._sizes = [p.numel() for p in self._parameters]
-        self._buffers = [b for b in module.buffers() if b.dtype.is_floating_point]
+        self._buffers = ModuleBuffers(module)
         self.size = sum(self._sizes)
         self._gradient: Tensor | None = None
         """Not before somebody asks for one: most algorithms only descend."""
@@ -51,6 +54,8 @@ class Resident:
         self._bound = 0
         self.micro_batches = 1
         """Into how many parts a batch is cut, at most."""
+        self.uneven = False
+        """Whether a loss may leave labels out (-100)."""
         module.train()
 
     def _moved(self, module: nn.Module) -> nn.Module:
@@ -88,15 +93,23 @@ class Resident:
         """The vector's parts under the module's own names."""
         return dict(zip(self.names, self.views(vector), strict=True))
 
-    def buffers(self) -> Tensor:
-        """The floating buffers as they are, [B]; empty for most models."""
-        if not self._buffers:
-            return self.empty(0)
-        return torch.cat([b.reshape(-1).to(self.dtype) for b in self._buffers])
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers as they are, copied, by name."""
+        return self._buffers.now()
 
-    def set_buffers(self, vector: Tensor) -> None:
-        for buffer, part in zip(self._buffers, vector.split([b.numel() for b in self._buffers]), strict=True):
-            buffer.copy_(part.view(buffer.shape))
+    @property
+    def buffer_forms(self) -> dict[str, tuple[int, ...]]:
+        """By name, the shapes of changes."""
+        return {name: numbers_form(buffer) for name, buffer in self._buffers.own.items()}
+
+    def set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """These, and the first values of all others. UserError for one that the model has not in that form."""
+        self._buffers.set(values)
+
+    def buffer_changes(self, since: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What training added to buffers, since they had these values and others their first; as
+        `ModuleBuffers.changes`."""
+        return self._buffers.changes(since)
 
     def bind(self, vector: Tensor) -> None:
         """From now on the module's parameters are the vector's memory."""
@@ -134,6 +147,11 @@ class Resident:
                 view.copy_(part.to_dense())  # of an embedding it may be sparse
         return self._gradient
 
+    def gradients(self, weights: Tensor, batch: Batch) -> Sequence[Tensor | None]:
+        """Of the batch's mean loss, by parameter; None of one that the loss does not depend on."""
+        self.bind(weights)
+        return self._parts(batch)
+
     def descend(self, weights: Tensor, batch: Batch, rate: float, *, out: Tensor) -> None:
         """out <- weights - rate x gradient, without a vector of the gradient in between. `out` may be the weights."""
         self.bind(weights)
@@ -158,10 +176,9 @@ class Resident:
 
     def _parts(self, batch: Batch) -> Sequence[Tensor | None]:
         """Each parameter's gradient; None of one that the loss does not depend on."""
-        pieces = 1 if self.micro_batches == 1 else pieces_of(len(next(iter(batch.values()))), self.micro_batches)
-        if pieces > 1:
-            return self._summed_parts(batch, pieces)
-        loss = loss_of(self.module(**batch))
+        if self.micro_batches > 1:
+            return self._summed_parts(batch, pieces_of(len(next(iter(batch.values()))), self.micro_batches))
+        loss = mean_loss(self.module, batch, uneven=self.uneven)
         return torch.autograd.grad(loss, self._parameters, allow_unused=True)
 
     def _summed_parts(self, batch: Batch, pieces: int) -> Sequence[Tensor | None]:
@@ -169,25 +186,27 @@ class Resident:
         rows = zip(*(column.chunk(pieces) for column in batch.values()), strict=True)
         share = torch.full((), 1.0 / pieces, device=self.accelerator.device)
         sums: list[Tensor | None] = [None] * len(self._parameters)
+        counted: float | None = None
         for row in rows:
-            loss = loss_of(self.module(**dict(zip(batch, row, strict=True))))
+            loss, count, _ = loss_and_count(self.module, dict(zip(batch, row, strict=True)), uneven=self.uneven)
+            if count is not None:
+                counted = (counted or 0.0) + float(count)
+            seed = share.to(loss) if count is None else None
             found = cast(
-                "Sequence[Tensor | None]",
-                torch.autograd.grad(loss, self._parameters, share.to(loss), allow_unused=True),
+                "Sequence[Tensor | None]", torch.autograd.grad(loss, self._parameters, seed, allow_unused=True)
             )
             for number, part in enumerate(found):
                 before = sums[number]
                 if part is not None:
                     sums[number] = part.clone() if before is None else before.add_(part)
-        return sums
+        return sums if counted is None else [part if part is None else part.div_(counted or 1.0) for part in sums]
 
     def draws(self, batch: Batch) -> bool:
-        """Whether the module draws random numbers while it trains."""
+        """Whether the module draws random numbers while it trains. Its buffers are the first ones then."""
         before = self.accelerator.random_state()
-        buffers = self.buffers()
         with torch.no_grad():
             self.module(**batch)
-        self.set_buffers(buffers)
+        self.set_buffers({})
         drew = not torch.equal(before, self.accelerator.random_state())
         self.accelerator.set_random_state(before)
         return drew
@@ -198,11 +217,36 @@ def pieces_of(samples: int, most: int) -> int:
     return next(pieces for pieces in range(min(most, samples), 0, -1) if samples % pieces == 0)
 
 
+def loss_and_count(
+    module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[..., object] | None = None
+) -> tuple[Tensor, Tensor | None, object]:
+    """The mean loss of a batch, or the sum and the count of what it is a mean of, as captured graphs have it; and what
+    the module returned. `call` is called in its place."""
+    with LabelMeans(module, batch.values(), uneven=uneven) as means:
+        output = (call or module)(**batch)
+    loss, count = _split(output)
+    return *means.summed(loss, count, {})[:2], output
+
+
+def mean_loss(module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[..., object] | None = None) -> Tensor:
+    """Of a batch. Where labels may be left out (`uneven`) and all are, it is 0, and so is its gradient."""
+    if not uneven:
+        return loss_of((call or module)(**batch))
+    loss, count, _ = loss_and_count(module, batch, uneven=True, call=call)
+    return loss if count is None else loss / count.clamp(min=1)
+
+
 def loss_of(output: object) -> Tensor:
-    """The mean loss in what a model returns: a scalar, a dict with `loss`, or (loss_sum, count, ...)."""
+    """The mean loss in what a model returns: a scalar, a dict with `loss` (and `count`), or (loss_sum, count, ...)."""
+    loss, count = _split(output)
+    return loss if count is None else loss / count
+
+
+def _split(output: object) -> tuple[Tensor, Tensor | None]:
     if isinstance(output, Tensor):
-        return output
+        return output, None
     if isinstance(output, Mapping):
-        return output["loss"]
+        found = cast("Mapping[str, Tensor]", output)
+        return found["loss"], found.get("count")
     assert isinstance(output, tuple), "a model returns its loss"
-    return output[0] / output[1]
+    return cast("tuple[Tensor, Tensor]", output[:2])

@@ -18,7 +18,8 @@ from torch import Tensor
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import Cohort, Combine, Values
 from isthmus.federated.algorithms.algorithm import Wrapping
-from isthmus.units import parse_duration
+from isthmus.units import exact, parse_duration
+from isthmus.wire_types import MOST_CLIENTS, Client, Text
 
 
 class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,19 +29,19 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rule: Literal["declared", "median", "trimmed_mean", "krum"] = "declared"
     """`declared`: what the algorithm itself says."""
     trim: Annotated[float, Meta(ge=0, lt=0.5)] = 0.1
-    """Of a trimmed mean: the share cut off at either end."""
-    byzantine: Annotated[int, Meta(ge=0)] = 1
-    """Of Krum: so many updates may be hostile."""
-    keep: Annotated[int, Meta(ge=1)] = 1
-    """Of Krum: the mean of so many updates."""
+    """Trimmed mean: the share cut off at either end. It takes 1 / trim updates to cut off one; 0 cuts off none."""
+    byzantine: Client = 1
+    """Krum: so many updates may be hostile."""
+    keep: Annotated[int, Meta(ge=1, le=MOST_CLIENTS)] = 1
+    """Krum: the mean of so many updates."""
     secure: bool = False
     """Sites mask their updates, so that the coordinator sees the sum only. Simulated clients have the same bits without
     masks."""
     most_samples: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None
-    """Of a site. It fixes the scale of the sums, so that no site says how many samples it has."""
+    """The most samples of a site. It fixes the scale of the sums, so that no site says how many samples it has."""
     threshold: Annotated[float, Meta(ge=0.5, lt=1)] = 0.5
     """With `secure`: more than this share of a site's neighbours must stay to take the masks off."""
-    wait: str = "10 s"
+    wait: Text = "10 s"
     """With `secure`: for sites that do not answer, in each step of the key exchange."""
 
     @property
@@ -48,10 +49,21 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return parse_duration(self.wait, "aggregation.wait")
 
     @property
+    def described(self) -> str:
+        """The rule with its options."""
+        options = {
+            "krum": f" with byzantine = {self.byzantine}, keep = {self.keep}",
+            "trimmed_mean": f" with trim = {self.trim:g}",
+        }
+        return self.rule + options.get(self.rule, "")
+
+    @property
     def fewest(self) -> int:
         """Updates without which the rule says nothing."""
         if self.rule == "krum":
             return max(2 * self.byzantine + 3, self.keep)
+        if self.rule == "trimmed_mean" and self.trim:
+            return math.ceil(1 / exact(self.trim))  # of fewer, nothing is cut off
         return 1
 
 
@@ -66,10 +78,12 @@ class Robust(Wrapping, frozen=True):
     def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
         averaged = [name for name, combine in returns.items() if combine != "collect"]
         if cohort.clients < self.rule.fewest:
-            raise UserError(f"aggregation: {self.rule.rule} of {cohort.clients} updates, expected {self.rule.fewest}")
+            what = f"aggregation: {self.rule.rule} of {cohort.clients} updates, expected {self.rule.fewest} or more"
+            raise UserError(f"{what} for {self.rule.described}")
         found = dict(combined)
-        found |= robust_mean(self.rule, {name: combined[name] for name in averaged})
         for name in averaged:
+            # Each by itself: distances between all values together would be those of the largest (FedNova's steps).
+            found |= robust_mean(self.rule, {name: combined[name]})
             if returns[name] == "sum":
                 found[name] = found[name] * cohort.clients
         return found
@@ -86,7 +100,7 @@ def robust_mean(rule: Aggregation, collected: Values) -> Values:
         case "median":
             return {name: _trimmed(rows, (len(rows) - 1) // 2) for name, rows in collected.items()}
         case "trimmed_mean":
-            return {name: _trimmed(rows, math.floor(rule.trim * len(rows))) for name, rows in collected.items()}
+            return {name: _trimmed(rows, math.floor(exact(rule.trim) * len(rows))) for name, rows in collected.items()}
         case "krum":
             chosen = _krum(torch.cat([rows.flatten(1) for rows in collected.values()], 1), rule)
             return {name: rows[chosen].mean(0) for name, rows in collected.items()}

@@ -26,18 +26,32 @@ from torch import Tensor
 from isthmus.atomic_write import atomic_path
 from isthmus.data.dataset import fingerprint_of
 from isthmus.errors import Diverged, UserError, users_code
-from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
+from isthmus.federated.admission import (
+    AdmissionRules,
+    Form,
+    admit,
+    check_largest,
+    first_state,
+    forms_of,
+    named_tensors,
+    unwritten,
+)
 from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, Values
 from isthmus.federated.algorithms.algorithm import Wrapping
+from isthmus.federated.buffers import as_values, buffers_of, is_buffer, moved
+from isthmus.federated.fixed_point import UNIT
 from isthmus.federated.partial import AggregationWeights, PartialSum
 from isthmus.federated.stale_models import with_stale_models, without_stale_models
 from isthmus.protocol.federated_messages import PhaseId, PhaseSetup
+from isthmus.reading import parse_json
 from isthmus.run_files import newest_whole
 from isthmus.training.finite import is_finite
 
 STATES = "states"
 _SERVER = "server/"
 _RUN, _SHA256 = "run", "sha256"
+_RUNNING_MEAN = "running_mean"
+"""The name that torch's layers give theirs."""
 KEPT = 2
 
 
@@ -55,32 +69,41 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     clients: int
     combining: str = ""
     """What the job changes of how updates are combined."""
+    participation: str = ""
+    """Of a private run: what its epsilon counts on of it."""
 
 
 class Server:
     """Values, sums of the open phase, and commits. The driver calls it in the order that the coordinator says."""
 
-    def __init__(self, algorithm: Algorithm, model: Tensor, buffers: Tensor, population: int, past: int = 0) -> None:
-        """`past` is for how many rounds what was broadcast is needed again."""
+    def __init__(
+        self, algorithm: Algorithm, model: Tensor, buffers: Mapping[str, Tensor], population: int, past: int = 0
+    ) -> None:
+        """`buffers` are the module's, by name. `past` is for how many rounds what was broadcast is needed again."""
         with users_code("algorithm: init_server"):
             first = _checked(algorithm.init_server(model), "init_server", Form.of(model))
         self.values: Values = {name: value.clone() for name, value in first.items()}
         self._algorithm = algorithm
         self._passes = algorithm.passes
+        self._adds_noise = isinstance(algorithm, Wrapping) and algorithm.adds_noise
         self._population = population
         self._most_past = past
+        self._faint: set[str] = set()
+        self.notices: list[str] = []
+        """Lines for the run's log that are not there yet."""
         self._past: list[Values] = []
         """What was broadcast a round before, two rounds before, and so on."""
         self.phase: PhaseId | None = None
         self.keeps = first_state(algorithm, self.values["model"]) is not None
         """Whether clients keep something from round to round."""
-        if len(buffers) and isinstance(algorithm, Wrapping):
+        averaged = not isinstance(algorithm, Wrapping)
+        if not averaged and any(name.rpartition(".")[2] == _RUNNING_MEAN for name in buffers):
             what = "model: keeps running means, which are averaged as they are"
             raise UserError(f"{what}: expected none with [privacy] or [aggregation]")
-        if len(buffers):
-            self.values[BUFFERS] = buffers
+        self._first_buffers = as_values(buffers)
+        self.values |= self._first_buffers
         with users_code("algorithm"):
-            self.forms = forms_of(algorithm, self.values)
+            self.forms = forms_of(algorithm, self.values if averaged else first)
         """By pass, what its clients' values look like."""
         self._partials = [
             PartialSum(
@@ -91,7 +114,8 @@ class Server:
 
     def _returns(self, number: int) -> Mapping[str, Combine]:
         returns = self._passes[number].returns
-        return {**returns, BUFFERS: "weighted_mean"} if BUFFERS in self.values else returns
+        changes = {name for name in self.forms[number] if is_buffer(name)}
+        return {**returns, **dict.fromkeys(changes, "weighted_mean")}
 
     @property
     def _partial(self) -> PartialSum:
@@ -112,12 +136,15 @@ class Server:
 
     @property
     def kept(self) -> Values:
-        """All that another server needs to go on from here."""
-        return with_stale_models(self.values, self._past)
+        """All that another server needs to go on from here: of the model's buffers those that have changed."""
+        return with_stale_models({**self._known, **self._changed_buffers}, self._past)
 
     def restore(self, kept: Values, rounds: int) -> None:
         """Go on from what another one kept after so many rounds. UserError where it kept too little."""
-        self.values, past = without_stale_models(kept)
+        values, past = without_stale_models(kept)
+        if unknown := buffers_of(values).keys() - buffers_of(self._first_buffers).keys():
+            raise UserError(f"model: the run began with a buffer {min(unknown)!r}, expected the same buffers")
+        self.values = {**self._first_buffers, **values}
         if len(past) < min(self._most_past, rounds):
             what = f"participation.staleness: got {self._most_past}"
             raise UserError(f"{what}, expected at most {len(past)}, with which the run began")
@@ -128,12 +155,31 @@ class Server:
         return with_stale_models(self._broadcast_values(), self._past)
 
     def _broadcast_values(self) -> Values:
-        known = {name: value for name, value in self.values.items() if name != BUFFERS}
         with users_code("algorithm: broadcast"):
-            broadcast = _tensors(self._algorithm.broadcast(known), "broadcast")
+            broadcast = _tensors(self._algorithm.broadcast(self._known), "broadcast")
         if self.keeps and "model" not in broadcast:
             raise UserError("algorithm: broadcast gives no 'model', expected one: init_client is given it")
-        return {**broadcast, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else broadcast
+        return {**broadcast, **self._changed_buffers}
+
+    @property
+    def largest_broadcast(self) -> Values:
+        """As `broadcast` when every buffer has changed."""
+        return {**self.broadcast(), **self._buffers}
+
+    @property
+    def _known(self) -> Values:
+        """The algorithm's values."""
+        return {name: value for name, value in self.values.items() if not is_buffer(name)}
+
+    @property
+    def _buffers(self) -> Values:
+        return {name: value for name, value in self.values.items() if is_buffer(name)}
+
+    @property
+    def _changed_buffers(self) -> Values:
+        """Clients have the first ones."""
+        first = self._first_buffers
+        return {name: value for name, value in self._buffers.items() if not _same(value, first[name])}
 
     def check(
         self,
@@ -158,6 +204,11 @@ class Server:
             self._partial.settle()
 
     @property
+    def numbers(self) -> int:
+        """That are added up of an update, without buffers, in the pass that has most."""
+        return max(sum(math.prod(f.shape) for name, f in forms.items() if not is_buffer(name)) for forms in self.sums)
+
+    @property
     def sums(self) -> list[dict[str, Form]]:
         """By pass, the forms of the values that are added up."""
         return [
@@ -165,11 +216,15 @@ class Server:
             for number, forms in enumerate(self.forms)
         ]
 
-    def admit(self, update: ClientUpdate, samples: int, rules: AdmissionRules) -> ClientUpdate:
+    def admit(
+        self, update: ClientUpdate, samples: int, rules: AdmissionRules, steps: int | None = None
+    ) -> ClientUpdate:
         """The update of a client of the open phase, clipped where the rules say so. PeerError for one that is refused:
-        whatever is returned can be folded in."""
+        whatever is returned can be folded in. `steps` are those that the client was asked for."""
         assert self.phase is not None, "a phase is open"
-        admitted = admit(update, self.forms[self.phase.number], rules)
+        admitted = admit(update, self.forms[self.phase.number], rules, self._algorithm.change)
+        if steps is not None:
+            check_largest(admitted, self._algorithm.largest(steps), steps)
         self._partial.check_update(admitted, samples)
         return admitted
 
@@ -178,36 +233,57 @@ class Server:
         self._partial.fold(client, update, samples)
 
     def absorb(self) -> None:
-        """All sums of the pass are in. UserError when the algorithm's step fails, Diverged when it leaves what
-        is not finite."""
+        """All sums of the pass are in; `notices` has lines about them. With no client's update values stay, but for
+        noise that epsilon counts on. UserError when the algorithm's step fails, Diverged when it leaves what is not
+        finite."""
         assert self.phase is not None, "a phase is open"
+        if not self._partial.clients and not self._adds_noise:
+            return  # nobody was drawn
+        self._notice_faint(self.phase)
         combined = self._partial.combined(self.values["model"].dtype)
         cohort = self._partial.cohort(self._population)
         returns = self._returns(self.phase.number)
         for name, form in self.forms[self.phase.number].items():
-            if returns.get(name, "collect") != "collect":
+            if name in combined and returns.get(name, "collect") != "collect":
                 combined[name] = combined[name].view(form.shape)
-        buffers = combined.pop(BUFFERS, None)
-        known = {name: value for name, value in self.values.items() if name != BUFFERS}
+        changes = {name: combined.pop(name) for name in [*combined] if is_buffer(name)}
+        known = self._known
         if self._most_past:
             self._past = [self._broadcast_values(), *self._past][: self._most_past]
         with users_code(f"algorithm: server, round {self.phase.round + 1}"):
             with unwritten(known, "server", "was given", "a new tensor"):  # they may still be saved, and evaluated
                 after = self._passes[self.phase.number].server(dict(known), combined, cohort)
-            self.values = _checked(after, "server", Form.of(self.values["model"]))
-        if buffers is not None:
-            self.values[BUFFERS] = buffers
-        for name, value in self.values.items():
+            after = _checked(after, "server", Form.of(self.values["model"]))
+        buffers = {n: moved(v, changes[n]) if n in changes else v for n, v in self._buffers.items()}
+        self.values = {**after, **buffers}
+        for name, value in after.items():
             if not is_finite(value):
                 what = f"round {self.phase.round + 1}: the server's {name!r} is not finite any more"
                 raise Diverged(f"{what}: try a smaller learning rate")
 
+    def _notice_faint(self, phase: PhaseId) -> None:
+        """Once of each value."""
+        forms, model = self.forms[phase.number], self.values["model"].shape
+        for name, size in self._partial.faint().items():
+            if forms[name].shape == model and name not in self._faint:
+                self._faint.add(name)
+                what = f"round {phase.round + 1}: {name!r} of all clients is within {size:.2g} of 0, and exact sums"
+                lost = "digits are lost, and what is below half a unit counts as 0"
+                hint = "raise local.learning_rate, or scale the loss up"
+                self.notices.append(f"{what} count in units of {UNIT:.2g}: {lost}: {hint}")
+
 
 def _tensors(values: Values, by: str) -> Values:
-    """What the algorithm's function `by` gave, beside which the model's running means have a place."""
-    if BUFFERS in named_tensors(values, by):
-        raise UserError(f"algorithm: {by} gives {BUFFERS!r}, the name of the model's running means: expected another")
+    """What the algorithm's function `by` gave, beside which the model's buffers have a place."""
+    for name in named_tensors(values, by):
+        if name == BUFFERS or is_buffer(name):
+            raise UserError(f"algorithm: {by} gives {name!r}, a name of the model's running means: expected another")
     return values
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether their bits are equal."""
+    return a is b or torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _checked(values: Values, by: str, model: Form) -> Values:
@@ -310,8 +386,8 @@ class Commits:
 
     def _check(self, path: Path, run: str) -> None:
         try:
-            saved = msgspec.json.decode(run, type=RunIdentity)
-        except msgspec.MsgspecError:
+            saved = parse_json(run, RunIdentity, "")
+        except UserError:
             raise UserError(f"round file {path}: does not say which run it is of") from None
         if self._identity is None:
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,15 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
-from isthmus.accelerators.copies import to_host
+from isthmus.accelerators.copies import all_to_device, to_host
 from isthmus.atomic_write import atomic_write
 from isthmus.data.clients import ClientData, refuse_stream
-from isthmus.data.dataset import Dataset, SamplesOf, batch_of_round, joined
-from isthmus.errors import UserError
-from isthmus.federated.admission import AdmissionRules, bounded, check_finite
+from isthmus.data.dataset import ColumnSpec, Dataset, SamplesOf, batch_of_round, joined
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.federated.admission import Form, check_finite
 from isthmus.federated.algorithms import ClientUpdate, LocalTrainer
+from isthmus.federated.buffers import as_values, buffers_of, is_buffer
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.emulated_speed import Pacer
+from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.pipeline import Descend, PipelineLocal
 from isthmus.federated.privacy import Private
 from isthmus.federated.state_form import StateForm
@@ -32,6 +36,7 @@ from isthmus.protocol.federated_messages import (
     PhaseSetup,
     RefusedUpdate,
 )
+from isthmus.units import format_metric
 
 
 class OwnData(SamplesOf):
@@ -44,7 +49,18 @@ class OwnData(SamplesOf):
         if not self.samples:
             raise UserError("data: holds no samples: a client without data cannot train")
         super().__init__(dataset)
+        self._without = ""
         self._drawn = (0, 0)
+
+    def without(self, column: str) -> OwnData:
+        """Less the column that says whose a sample is, where there is one: the simulation takes it off too."""
+        less = copy.copy(self)
+        less._without = column
+        return less
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return {name: spec for name, spec in self._dataset.columns.items() if name != self._without}
 
     def of_round(self, seed: int, round_: int) -> OwnData:
         """As `Redrawn`."""
@@ -61,6 +77,13 @@ class OwnData(SamplesOf):
 
     def load_many(self, clients: Sequence[int]) -> dict[str, Tensor]:
         return joined([self.load(client) for client in clients])
+
+
+class _NoState(StateLost):
+    """Of a round from which there is no state here: it is the coordinator that named the round."""
+
+    def refusal(self) -> IsthmusError:
+        return PeerError(f"coordinator: asked this site to go on from what is not here: {super().refusal()}")
 
 
 class SiteStates:
@@ -90,7 +113,7 @@ class SiteStates:
         try:
             found = np.fromfile(path, dtype=np.uint8, count=self._form.size_bytes + 1)
         except FileNotFoundError:
-            raise StateLost(clients, f"state {path}: missing: the folder is of another run") from None
+            raise _NoState(clients, f"state {path}: missing: the folder is of another run") from None
         except OSError as e:
             raise StateLost(clients, f"state {path}: cannot be read: {e.strerror or e}") from None
         if len(found) != self._form.size_bytes or not self._form.is_of(clients[0], found, round_):
@@ -132,7 +155,14 @@ class Site(ClientTrainer):
 
     update: ClientUpdate | None = None
     """Of the client that was trained last."""
+    trained: Mapping[str, Tensor] = {}
+    """Its values before they were clipped."""
     _durable_round = -1
+    evaluator: Evaluator | None = None
+    """On this site's own data."""
+    figures: Mapping[str, float] = {}
+    """The loss and metrics of the model that the round began with, on this site's own data; before its first pass
+    alone."""
 
     def __init__(
         self,
@@ -145,18 +175,34 @@ class Site(ClientTrainer):
         log: Callable[[str], None] = lambda _: None,
         accelerator: Accelerator = HOST,
         stated_samples: int | None = None,
-        masked: AdmissionRules | None = None,
+        clip: Callable[[ClientUpdate], ClientUpdate] = lambda update: update,
+        masked: bool = False,
         pipeline: Descend | None = None,
     ) -> None:
         """As a client trainer's. `stated_samples` is the number that the coordinator gets in place of the true one.
-        With `masked`, an update is made a sum of its own, within these rules, and not checked by the coordinator.
+        `clip` scales an update down as the coordinator does: the client's state follows what is counted. With `masked`,
+        an update is made a sum of its own, and not checked by the coordinator.
         With a `pipeline`, nothing is computed here but what the algorithm makes of its descents."""
         super().__init__(work, module, data, states, pacer=pacer, log=log, accelerator=accelerator)
+        own = {"model": self.resident.vector(), **as_values(self.resident.buffers())}
+        self._forms = {name: Form.of(value) for name, value in own.items()}
         self._own_states = states
         self._samples = int(data.sizes[0])
         self._stated_samples = stated_samples
+        self._clip = clip
         self._masked = masked
         self._pipeline = pipeline
+
+    def check_broadcast(self, broadcast: Mapping[str, Tensor]) -> None:
+        """PeerError for a model, or a buffer of it, in another form than it has here."""
+        for name, value in broadcast.items():
+            if (name == "model" or is_buffer(name)) and Form.of(value) != (expected := self._forms.get(name)):
+                raise PeerError(f"coordinator: sent {name!r} as {Form.of(value)}, expected {expected or 'none'}")
+
+    @property
+    def passes(self) -> int:
+        """Of a round."""
+        return len(self._passes)
 
     def _local(self, task: ClientTask, round_: int) -> LocalTrainer:
         if self._pipeline is None:
@@ -164,11 +210,18 @@ class Site(ClientTrainer):
         if task.samples != self._samples:
             raise UserError(f"client {task.client}: the data has {self._samples} samples, expected {task.samples}")
         key = (self._work.seed, round_, task.client)
-        return PipelineLocal(self._pipeline, self._work.local, task.samples, key)
+        return PipelineLocal(self._pipeline, self._work.local, self._steps.at(round_), task.samples, key)
 
     def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:
         super().open(opening, broadcast)
         self._durable_round = opening.durable_round
+        self.figures = {}
+        if self.evaluator is not None and opening.phase.number == 0:
+            found = self.evaluator.evaluate(broadcast["model"], buffers_of(broadcast))
+            figures = {"loss": found.loss, **found.metrics}
+            self.figures = {n: v for n, v in figures.items() if v is not None and math.isfinite(v)}
+            said = ", ".join(f"{name} {format_metric(name, value)}" for name, value in self.figures.items())
+            self._log(f"round {opening.phase.round + 1} begins with a model of {said} on this site's data")
 
     def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
         if self._stated_samples is not None:
@@ -183,12 +236,22 @@ class Site(ClientTrainer):
         return tuple(msgspec.structs.replace(t, samples=self._stated_samples) for t in timed), refused
 
     def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
-        values = to_host(self.resident.accelerator, update.values)
+        self.trained = values = to_host(self.resident.accelerator, update.values)
         weight = self._samples if update.weight is None and self._stated_samples is not None else update.weight
         if isinstance(self._work.algorithm, Private):
             weight = 1.0  # of sums no weights are needed, and noise does not cover them
-        self.update = ClientUpdate(values=values, state=update.state, weight=weight)
-        if self._masked is not None:
-            check_finite(self.update)
-            self.partial.fold(task.client, bounded(self.update, self._masked), self._samples)
-        return self._keep_one(task, update.state)
+        sent = ClientUpdate(values=values, state=update.state, weight=weight)
+        if self._masked:
+            check_finite(sent)
+            self.update = self._clip(sent)
+            self.partial.fold(task.client, self.update, self._samples)
+        else:
+            with contextlib.suppress(PeerError):  # the coordinator refuses it, by name
+                sent = self._clip(sent)
+            self.update = sent
+        counted = (
+            update.values
+            if self.update.values is values
+            else all_to_device(self.resident.accelerator, self.update.values)
+        )
+        return self._keep_one(task, self._state_after(update, counted))

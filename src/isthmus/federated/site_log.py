@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.protocol.federated_messages import PhaseId
+from isthmus.protocol.secure_site import round_key
 from isthmus.run_files import LinesFile
 
 SITE_LOG = "site-log.jsonl"
@@ -38,7 +40,10 @@ class SiteLogLine(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
     """Of the values that were sent."""
     summed: tuple[str, ...] = ()
-    """Of shares that were revealed: the sites whose updates are in the sum."""
+    """Of shares that were revealed: the sites whose updates are in the sum, others than this one with the ids of their
+    devices, `NAME:ID`."""
+    of: tuple[str, ...] = ()
+    """Of those, digests of the model that this site trained from, and of its update."""
 
 
 class SiteLog(LinesFile[SiteLogLine]):
@@ -64,12 +69,14 @@ class SiteLog(LinesFile[SiteLogLine]):
         answers = [line for line in self.lines() if line.request == request and line.event in ("allowed", "refused")]
         return answers[-1].event == "allowed" if answers else None
 
-    def revealed(self, run: str) -> dict[tuple[int, int], frozenset[str]]:
-        """By round and pass of a run, from 0 on, the sites of the sum for which this one revealed shares."""
-        found: dict[tuple[int, int], frozenset[str]] = {}
-        for line in self.lines():
-            if line.run == run and line.summed and line.round is not None:
-                found[line.round - 1, line.pass_ - 1] = frozenset(line.summed)
+    def revealed(self, run: str) -> dict[str, frozenset[str]]:
+        """The sites of the sum for which this one revealed shares: by rounds of this run, and by what they revealed of
+        in any."""
+        found: dict[str, frozenset[str]] = {}
+        for line in (line for line in self.lines() if line.summed and line.round is not None):
+            assert line.round is not None, "it is a line of a round"
+            rounds = (round_key(PhaseId(line.round - 1, number=line.pass_ - 1)),) if line.run == run else ()
+            found |= dict.fromkeys((*rounds, *line.of), frozenset(line.summed))
         return found
 
     def last_request(self) -> SiteLogLine | None:

@@ -21,7 +21,8 @@ from torch.func import functional_call, grad, vmap
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.local import ConfiguredLocal, LocalConfig
-from isthmus.federated.resident import Batch, Resident, loss_of
+from isthmus.federated.local_steps import RoundSteps, Term
+from isthmus.federated.resident import Batch, Resident, mean_loss
 from isthmus.federated.traced_ops import Operation, written_down
 from isthmus.rng import orders
 
@@ -86,10 +87,10 @@ class Stacked:
         return self._traced[shapes]
 
     def _untraced(self, columns: Sequence[str]) -> Operation:
-        names, module = self._names, self._resident.module
+        names, module, uneven = self._names, self._resident.module, self._resident.uneven
 
         def loss(parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-            return loss_of(functional_call(module, parameters, (), batch))
+            return mean_loss(module, batch, uneven=uneven, call=lambda **b: functional_call(module, parameters, (), b))
 
         gradient = vmap(grad(loss))
 
@@ -138,11 +139,12 @@ class StackedLocal(ConfiguredLocal):
         config: LocalConfig,
         data: Batch,
         *,
+        steps: RoundSteps,
         seed: int,
         round_: int,
         clients: Sequence[int],
     ) -> None:
-        super().__init__(config, len(next(iter(data.values()))) // len(clients))
+        super().__init__(config, steps, len(next(iter(data.values()))) // len(clients))
         self._stacked = stacked
         self._clients = len(clients)
         self._rows = data
@@ -162,27 +164,38 @@ class StackedLocal(ConfiguredLocal):
 
     def _slices(self, rows: Batch) -> Iterator[Batch]:
         size, used = self._config.batch_size, self._used
-        columns = {name: c.view(self._clients, self.samples, *c.shape[1:]) for name, c in rows.items()}
+        columns = self._columns(rows)
         if used == self.samples <= size:
             yield columns
             return
         for start in range(0, used, size):
             yield {name: column[:, start : min(start + size, used)] for name, column in columns.items()}
 
+    def _columns(self, rows: Batch) -> Batch:
+        """[clients, samples, ...] of each."""
+        return {name: c.view(self._clients, self.samples, *c.shape[1:]) for name, c in rows.items()}
+
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         return self._stacked.gradient(self._of_each(weights), batch)
 
-    def descend(self, model: Tensor) -> Tensor:
+    def descend(self, model: Tensor, term: Term | None = None) -> Tensor:
         weights = self.start(model)
-        self._stacked.descend(weights, self.batches(), self._config.learning_rate)
+        if term is None:
+            self._stacked.descend(weights, self.batches(), self.learning_rate)
+            return weights.sub_(model)
+        for batch in self.batches():
+            gradient = self.gradient(weights, batch)
+            term(gradient, weights)
+            weights.sub_(gradient, alpha=self.learning_rate)
         return weights.sub_(model)
 
     def full_gradient(self, weights: Tensor) -> Tensor:
         weights = self._of_each(weights)
         total = torch.zeros_like(weights)
-        for batch in self._slices(self._rows):
-            share = next(iter(batch.values())).shape[1] / self._used
-            total.add_(self._stacked.gradient(weights, batch), alpha=share)
+        columns = self._columns(self._rows)
+        for part in self._config.parts(self.samples):
+            batch = {name: column[:, part] for name, column in columns.items()}
+            total.add_(self._stacked.gradient(weights, batch), alpha=(part.stop - part.start) / self.samples)
         return total
 
     def _of_each(self, weights: Tensor) -> Tensor:
@@ -210,7 +223,12 @@ def best_clients_per_vmap(resident: Resident, columns: Batch, most: int = TRIED[
 
     Models that draw random numbers or keep running means are trained one by one: each client must have its own.
     """
-    if most == 1 or len(resident.buffers()) or resident.draws(columns):
+    if most == 1 or resident.draws(columns):
+        return 1
+    resident.descend(start := resident.vector(), columns, 0.0, out=start)
+    changed = resident.buffer_changes({})
+    resident.set_buffers({})
+    if changed:
         return 1
     model, stacked = resident.vector(), Stacked(resident)
     wait = resident.accelerator.synchronize

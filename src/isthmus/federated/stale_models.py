@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from isthmus.federated.algorithms import BUFFERS, ClientUpdate, Values
+from isthmus.federated.algorithms import ClientUpdate, Values
+from isthmus.federated.algorithms.algorithm import changes_of
+from isthmus.federated.buffers import is_buffer
 
 _BEFORE = "before-"
 
@@ -34,16 +36,14 @@ def without_stale_models(values: Mapping[str, Tensor]) -> tuple[Values, list[Val
 
 
 def staleness_weight(update: ClientUpdate, late: int, *, rows: bool = False) -> ClientUpdate:
-    """FedBuff's s(tau) = 1 / sqrt(1 + tau), on the values: they count among the others, for less. Running means are no
-    changes, and stay; so do single numbers beside a change (FedNova's steps, a loss), which say how large it is to be
-    taken: it would be scaled twice. With `rows` the first dim of values is of clients."""
+    """FedBuff's s(tau) = 1 / sqrt(1 + tau), on the values: they count among the others, for less. Single numbers beside
+    a change (FedNova's steps, a loss) stay, as they say how large it is to be taken: it would be scaled twice. Changes
+    of buffers are scaled as those of the model. With `rows` the first dim of values is of clients."""
     if not late:
         return update
     share = 1 / math.sqrt(1 + late)
-    numbers = {name: math.prod(value.shape[int(rows) :]) for name, value in update.values.items() if name != BUFFERS}
-    change = max(numbers.values(), default=0)
+    changes = changes_of(update.values, int(rows))
     values = {
-        name: value if name == BUFFERS or numbers[name] == 1 < change else value * share
-        for name, value in update.values.items()
+        name: value * share if name in changes or is_buffer(name) else value for name, value in update.values.items()
     }
     return ClientUpdate(values=values, state=update.state, weight=update.weight)

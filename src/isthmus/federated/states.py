@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isthmus.errors import UserError
+from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.state_files import MOST_PLACES, StateFiles
 from isthmus.federated.state_form import StateForm
 
@@ -54,7 +54,7 @@ class StateLost(UserError):
         self.clients = frozenset(clients)
         """Whose states are lost."""
 
-    def refusal(self) -> UserError:
+    def refusal(self) -> IsthmusError:
         """Of an algorithm whose clients cannot begin anew."""
         return UserError(f"{self}; the algorithm cannot go on without it")
 

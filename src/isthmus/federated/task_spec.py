@@ -7,6 +7,7 @@ the same. The coordinator says how to train (steps, learning rate, seed), as in 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,20 +17,34 @@ from msgspec import Meta
 from isthmus.accelerators import AUTO
 from isthmus.data import DataSpec
 from isthmus.data.description import refuse_description
-from isthmus.documents import convert, read_toml
-from isthmus.errors import UserError, unknown_name
-from isthmus.federated.admission import AdmissionRules
-from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
+from isthmus.documents import convert, folder_of, read_toml
+from isthmus.errors import PeerError, UserError, unknown_name
+from isthmus.federated.admission import AdmissionRules, bounded
+from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, ClientUpdate, load_algorithm
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.pipeline import PipelineConfig, check_descends
 from isthmus.federated.privacy import Privacy, Private
 from isthmus.federated.robust import Aggregation
 from isthmus.federated.secure.rules import secure_rules
 from isthmus.fleet import resolve_fleet
+from isthmus.graph.metrics import Metrics
 from isthmus.models import ModelSpec
 from isthmus.planners import check_planner
+from isthmus.protocol.federated_messages import (
+    MOST_SAMPLES,
+    NONE,
+    ExecutorOrder,
+    PhaseClosed,
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    TasksGranted,
+    TasksRecalled,
+)
 from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SharesDelivered, UnmaskAsked
 from isthmus.units import parse_duration
+from isthmus.wire_types import MOST_CLIENTS, MOST_ID, Client, Count, Many, Name, NotNegative, Positive, Seed
 
 RUN_NAME = "^[0-9a-f]{32}$"
 """What a run is called at its sites."""
@@ -38,29 +53,33 @@ RUN_NAME = "^[0-9a-f]{32}$"
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The work, and which client the site is."""
 
-    job: str
-    run: Annotated[str, Meta(pattern=RUN_NAME)]
+    job: Name
+    run: Annotated[str, Meta(pattern=RUN_NAME, max_length=MOST_ID)]
     """The same after a restart: the site keeps its client's states under it."""
     algorithm: AlgorithmSpec
     model: ModelSpec
     local: LocalConfig
-    seed: Annotated[int, Meta(ge=0)]
-    client: Annotated[int, Meta(ge=0)]
+    seed: Seed
+    client: Client
+    owner_column: Name = ""
+    """Of data that say whose a sample is: the column, which no model is given."""
     aggregation: Aggregation = Aggregation()
     """Whether updates are masked, and the most samples of a site."""
     admission: AdmissionRules = AdmissionRules()
     """By which a site clips its update where they are masked."""
     privacy: Privacy | None = None
     """What the updates are covered with."""
-    minimum: Annotated[int, Meta(ge=1)] = 1
+    minimum: Annotated[int, Meta(ge=1, le=MOST_CLIENTS)] = 1
     """Updates in a sum."""
-    rounds: Annotated[int, Meta(ge=0)] = 0
+    rounds: Count = 0
     """Of the whole run."""
-    sites: tuple[str, ...] = ()
+    attempts: Positive = 3
+    """At a round."""
+    sites: Many[Name] = ()
     """Who may take part."""
-    epsilon: float | None = None
+    epsilon: NotNegative | None = None
     """Of the whole run, as the coordinator accounts it; None: no promise."""
-    epsilon_so_far: float | None = None
+    epsilon_so_far: NotNegative | None = None
     """Of the rounds that were committed before."""
 
     @property
@@ -77,13 +96,75 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
         """With what the job puts around it, where the site makes the sum of its update itself."""
         if self.privacy is None or not self.aggregation.secure:
             return algorithm
-        return Private(inner=algorithm, privacy=self.privacy, expected=1.0)
+        return Private(inner=algorithm, privacy=self.privacy, expected=1)
+
+    def clip(self, algorithm: Algorithm) -> Callable[[ClientUpdate], ClientUpdate]:
+        """What a site does to its update before it leaves, and the coordinator to one that was not."""
+        bounds = self.bounds
+        if not bounds.clip:
+            return lambda update: update
+        if self.privacy is not None:
+            algorithm = Private(inner=algorithm, privacy=self.privacy, expected=1)
+        return lambda update: bounded(update, bounds, algorithm.change)
 
     def check_samples(self, samples: int) -> None:
         """UserError for more than the coordinator counts on."""
         most = self.aggregation.most_samples
         if most is not None and samples > most:
             raise UserError(f"data: this site has {samples} samples, the coordinator counts on at most {most}")
+
+    def check_site(self, name: str) -> None:
+        """PeerError where the coordinator takes the site of this name for another one's client, and for sums of more
+        updates than there are sites."""
+        if self.sites and self.sites[self.client : self.client + 1] != (name,):
+            number = self.sites.index(name) if name in self.sites else "none"
+            raise PeerError(f"coordinator: called site {name!r} client {self.client} of the run, expected {number}")
+        _check("updates in a sum", self.minimum, 1, max(1, len(self.sites)))
+
+    def check_order(self, order: ExecutorOrder | SecureOrder, passes: int, samples: int) -> None:
+        """PeerError for a number that this run does not have, and for what no site is asked, at a site that told the
+        coordinator of so many samples: nothing is trained for it. The algorithm's `passes` are those of a round."""
+        match order:
+            case PhaseOpened(opening=opening, tasks=tasks):
+                self._check_phase(phase := opening.phase, passes)
+                _check("durable round", opening.durable_round, -1, phase.round - 1, shown=1)
+                _check("clients at this site", len(tasks), 1, 1)
+                _check("clients", opening.clients, 1, max(1, len(self.sites)))
+                least, most = self._samples_of_a_site
+                others = opening.clients - 1
+                _check("samples", opening.samples, samples + others * least, samples + others * most)
+                (task,) = tasks
+                _check("client", task.client, self.client, self.client)
+                _check("samples of this site", task.samples, samples, samples)
+                _check("rounds late", task.late, 0, 0)  # in a simulation alone
+                # A later pass goes on from the state of the one before.
+                _check("state", task.state, NONE, phase.round - (phase.number == 0))
+            case TasksGranted() | TasksRecalled() | PhaseClosed():
+                raise PeerError(f"coordinator: sent {type(order).__name__}, which no site gets: it has one client")
+            case KeysListed() | SharesDelivered() | UnmaskAsked() if not self.aggregation.secure:
+                raise PeerError(f"coordinator: sent {type(order).__name__}, expected none: updates are not masked")
+            case _:
+                self._check_phase(order.phase, passes)
+                for client in order.kept if isinstance(order, PhaseDropped) else ():
+                    _check("client", client, self.client, self.client)
+
+    def _check_phase(self, phase: PhaseId, passes: int) -> None:
+        _check("round", phase.round, 0, self.rounds - 1, shown=1)
+        _check("attempt", phase.attempt, 0, self.attempts - 1, shown=1)
+        _check("pass", phase.number, 0, passes - 1, shown=1)
+
+    @property
+    def _samples_of_a_site(self) -> tuple[int, int]:
+        """The least and the most that one can say."""
+        stated = self.aggregation.most_samples
+        return (1, MOST_SAMPLES) if stated is None else (stated, stated)
+
+
+def _check(what: str, got: int, least: int, most: int, shown: int = 0) -> None:
+    """Its message counts numbers from `shown` on."""
+    if not least <= got <= most:
+        expected = f"{least + shown}" + ("" if least == most else f" to {most + shown}")
+        raise PeerError(f"coordinator: asked for {what} {got + shown} of the run, expected {expected}")
 
 
 class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,13 +175,14 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     secure: bool = False
     """Updates leave this site under masks only."""
     max_epsilon: Annotated[float, Meta(gt=0)] | None = None
-    """Of the whole run; a run without such a promise is refused."""
+    """The most epsilon of the whole run; a run without such a promise is refused."""
     max_rounds: Annotated[int, Meta(ge=1)] | None = None
-    """Of the whole run."""
+    """The most rounds of the whole run."""
     min_sites: Annotated[int, Meta(ge=1)] = 1
     """Sites that may take part, this one among them."""
     sites: tuple[str, ...] = ()
-    """The only sites that may take part, this one among them; none: any."""
+    """The only sites that may take part, this one among them; none: any. `NAME`, or `NAME:ID` with the whole id of its
+    device: under secure aggregation no other device is a neighbour of that name."""
 
 
 class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,12 +198,15 @@ class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """This site's data. They are never sent."""
     approval: Approval = Approval()
     """Whether a run goes on here, by rule or by a person's word."""
+    metrics: tuple[str, ...] = ()
+    """What this site reports of its own data in every round, with the loss: `accuracy`, `perplexity` or a function of
+    its own. None: nothing. Under masks or noise they stay in this site's log."""
     threads: Annotated[int, Meta(ge=1)] = 1
     """Torch threads."""
     device: str = AUTO
     """Where it trains: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ..."""
     pipeline: PipelineConfig | None = None
-    """Of a site that is a fleet: its devices train its client together."""
+    """For a site that is a fleet: its devices train its client together."""
     slow_down: Annotated[float, Meta(ge=0)] = 0.0
     """Emulation: the site sleeps so many times as long as it trained."""
 
@@ -147,10 +232,13 @@ def load_site(path: Path) -> SiteConfig:
     if not {"federated", "training"}.isdisjoint(tables):
         what = "is a coordinator's job, expected a site's file: which algorithm and model may run there, and its data"
         raise UserError(f"{path}: {what}")
-    config = convert(tables, SiteConfig, str(path))
+    config, folder = convert(tables, SiteConfig, str(path)), folder_of(path)
+    pipeline = config.pipeline and config.pipeline.counted_from(folder)
+    config = msgspec.structs.replace(config, data=config.data.counted_from(folder), pipeline=pipeline)
     try:
         refuse_description(config.data)
         algorithm = load_algorithm(config.algorithm)
+        Metrics(config.metrics)
         if config.pipeline is not None:
             check_pipeline(config, config.pipeline, algorithm)
     except UserError as e:

@@ -23,7 +23,7 @@ class FleetChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     step: int
     """The first step with the change."""
     factor: float
-    """Of the device's FLOP/s or the link's bandwidth, as the fleet states them."""
+    """A factor on the device's FLOP/s or the link's bandwidth, as the fleet states them."""
     device: str = ""
     """A device of the fleet; or a link, in its place."""
     link: tuple[str, str] | None = None

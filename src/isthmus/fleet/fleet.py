@@ -7,6 +7,7 @@ thousand devices in eight regions are 64 routes, and a link is found with at mos
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
@@ -48,14 +49,15 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hardware: str = ""
     scale: float = 1.0
     half_flops_per_s: float = 0.0
-    """What training reaches in bf16 or fp16; 0 where it is not known: `sustained_flops_per_s` counts then too."""
+    """The speed that training reaches in bf16 or fp16; 0 where it is not known: `sustained_flops_per_s` counts then
+    too."""
     host_bytes_per_s: float = 0.0
     """Between an accelerator and the host's memory, the slower way; 0 where nothing is copied, or not known. For
     people: copies run in the background."""
     measured: tuple[Measurement, ...] = ()
-    """What the speeds above come from, and what was measured beside it."""
+    """The measurements that the speeds above come from, and what was measured beside it."""
     engine: EngineName = "torch"
-    """What computes its stages."""
+    """The framework that computes its stages."""
 
     def __post_init__(self) -> None:
         check_label("device name", self.name)
@@ -162,15 +164,21 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return link
         return msgspec.structs.replace(link, bandwidth_bytes_per_s=site.uplink_bytes_per_s)
 
+    def line_bytes_per_s(self, device: str) -> float:
+        """Into the device, from the fastest of the others; infinite where it is alone. It stands for the way to the
+        coordinator, of which a fleet says nothing."""
+        links = [self.link(other, device) for other in self.names if other != device]
+        return max((link.bandwidth_bytes_per_s for link in links), default=math.inf)
+
     def region_link(self, source: str, target: str) -> Link | None:
-        """What devices of these two regions use where no pair of devices says otherwise. None: pairs state all."""
+        """The link of devices of these two regions, where no pair of devices has its own. None: pairs state all."""
         link = self._region_routes.get((source, target))
         if link is None and source == target:
             link = self.links.intra
         return self.links.default if link is None else link
 
     def region_info_of(self, region: str) -> Region:
-        """What the devices of a region share; nothing, where the fleet does not say."""
+        """The uplink that the devices of a region share, and its prices; none where the fleet does not say."""
         return self._by_region.get(region) or Region(region=region)
 
     def uplink(self, source: str, target: str) -> Region | None:

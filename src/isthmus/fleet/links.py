@@ -21,12 +21,16 @@ import msgspec
 
 from isthmus.errors import UserError
 from isthmus.units import parse_bandwidth, parse_duration
+from isthmus.wire_types import MOST_NAME, Above, Many, NotNegative
 
 
 def check_label(field: str, text: str) -> None:
     # One printable line: names end up in TOML, in messages and in tables.
-    if not text or not text.isprintable() or text != text.strip():
-        raise UserError(f"{field}: got {text!r}, expected printable text without spaces at its ends")
+    if not 0 < len(text) <= MOST_NAME or not text.isprintable() or text != text.strip():
+        raise UserError(
+            f"{field}: got {text[:MOST_NAME]!r}, expected printable text of at most {MOST_NAME} characters without "
+            "spaces at its ends"
+        )
 
 
 def check_number(field: str, number: float, *, above_zero: bool = False) -> None:
@@ -41,9 +45,9 @@ class LinkTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Raises `UserError` for no sample, lists of different lengths, or times that do not start at 0 and rise.
     """
 
-    times_s: tuple[float, ...]
-    latency_s: tuple[float, ...]
-    bandwidth_bytes_per_s: tuple[float, ...]
+    times_s: Many[NotNegative]
+    latency_s: Many[NotNegative]
+    bandwidth_bytes_per_s: Many[Above]
 
     def __post_init__(self) -> None:
         counts = {len(self.times_s), len(self.latency_s), len(self.bandwidth_bytes_per_s)}
@@ -99,8 +103,8 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     1.02
     """
 
-    latency_s: float
-    bandwidth_bytes_per_s: float
+    latency_s: NotNegative
+    bandwidth_bytes_per_s: Above
     trace: LinkTrace | None = None
 
     def __post_init__(self) -> None:
@@ -165,7 +169,10 @@ def _file_rows(path: Path, where: str) -> list[list[str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    head, *rows = csv.reader(lines, skipinitialspace=True) if lines else [[]]
+    try:
+        head, *rows = csv.reader(lines, skipinitialspace=True) if lines else [[]]
+    except csv.Error as error:
+        raise UserError(f"{where}: cannot read {path}: {error}") from None
     names = [name.strip() for name in head]
     if sorted(names) != sorted(COLUMNS):
         raise UserError(f"{where}: {path}: got columns {names}, expected {', '.join(COLUMNS)}")

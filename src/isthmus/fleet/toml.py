@@ -73,7 +73,7 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     """A device, or several that are equal."""
 
     name: str
-    """What it is called; with `count`, NAME-0, NAME-1, ..."""
+    """The device's name; with `count`, NAME-0, NAME-1, ..."""
     region: str = "local"
     """Where it is. Links can be given between regions."""
     compute: object
@@ -95,7 +95,7 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     measured: dict[str, object] = {}
     """What `isthmus probe` measured, for people: "products in fp32" = "8 TFLOPS", ..."""
     engine: str = "torch"
-    """What computes its stages: `torch` or `jax`."""
+    """The framework that computes its stages: `torch` or `jax`."""
 
 
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,14 +127,14 @@ class _RouteTable(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "
 
 
 class _RegionTable(msgspec.Struct, frozen=True, kw_only=True):
-    """What the devices of a region share towards other regions."""
+    """The uplink and the prices that the devices of a region share towards other regions."""
 
     region: str
     """The region."""
     uplink: object = None
     """Bandwidth that all links out of it share, as "200 Mbit/s"."""
     egress_price_per_gb: float = 0.0
-    """Of bytes that leave it."""
+    """The price of bytes that leave the region."""
 
 
 class _LinksTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +150,7 @@ class _FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     """A fleet file."""
 
     name: str | None = None
-    """Of the fleet; without it the file's name."""
+    """The fleet's name; without it the file's name."""
     description: str = ""
     """For people."""
     device: list[object]
@@ -160,7 +160,7 @@ class _FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     link: list[object] = []
     """Links between two devices or two regions: one table [[link]] each."""
     region: list[object] = []
-    """What the devices of a region share: one table [[region]] each."""
+    """Uplinks and prices that the devices of a region share: one table [[region]] each."""
 
 
 TABLES: Mapping[str, type[msgspec.Struct]] = {

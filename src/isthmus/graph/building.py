@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 from unittest import mock
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -22,10 +25,14 @@ from torch.utils._pytree import tree_leaves
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.graph.capture_errors import built_by, reason_of, user_line
+from isthmus.graph.places import place_of
 from isthmus.graph.schema import base_name, storage_of
 
 SMALL = 1024
 """Elements of the largest real tensor that is made from nothing."""
+
+LARGEST = 1 << 30
+"""Bytes of storage in which views are compared element by element."""
 
 GROWING = {"repeat", "tile", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
 """Operators whose results may be much larger than what they take."""
@@ -43,12 +50,23 @@ def _trunc_normal_of(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return trunc_normal
 
 
+class Built(NamedTuple):
+    """What is known of a module that was built."""
+
+    made: Sequence[Tensor]
+    """The real tensors made on the way."""
+    overlapping: Sequence[tuple[str, str]]
+    """Names of tensors that share memory: see `overlapping`."""
+
+
 class HeldTensors(NamedTuple):
     """Tensors that a module holds: each of their names -> the first name of the same tensor."""
 
     names: Mapping[str, str]
     storages: frozenset[int]
     """Of the real tensors made while it was built: their values are not those that a run starts from."""
+    place_of: Callable[[Tensor], str]
+    """Where another one is held, for people; empty where that is not known."""
 
 
 class _SmallIsReal(TorchDispatchMode):
@@ -79,8 +97,8 @@ class _SmallIsReal(TorchDispatchMode):
         return result
 
 
-def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
-    """The module with fake parameters, buffers and tensor attributes, and the real tensors made on the way.
+def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.Module, Built]:
+    """The module with fake parameters, buffers and tensor attributes.
 
     Floating-point parameters and buffers take the type `dtype`, unless it is float32: the builder may choose.
     Runs under a FakeTensorMode. UserError when the module cannot be built.
@@ -97,6 +115,7 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
         raise UserError(f"model: building {built_by(e)} failed{user_line(e)}: {reason_of(e)}") from e
     if not isinstance(module, nn.Module):
         raise UserError(f"model: building it gave {type(module).__name__}, expected an nn.Module")
+    shared = overlapping(_named(module))
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
     """Identity of a tensor -> itself, so that the identity stays its own, and what takes its place everywhere."""
     for part in module.modules():
@@ -112,7 +131,7 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
                     converts = dtype is not torch.float32 and value.is_floating_point() and table is not vars(part)
                     new = _fake(value, dtype if converts else value.dtype)
                     table[name] = fakes.setdefault(id(value), (value, new))[1]
-    return module, small.made
+    return module, Built(small.made, shared)
 
 
 @contextlib.contextmanager
@@ -131,17 +150,51 @@ def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def held_by(module: nn.Module, made: Sequence[Tensor]) -> HeldTensors:
+def held_by(module: nn.Module, built: Built) -> HeldTensors:
     """The names of all parameters, buffers and tensor attributes of a module from `build_fake`."""
     first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    attributes = (
-        (f"{path}.{key}" if path else key, value)
-        for path, part in module.named_modules(remove_duplicate=False)
-        for key, value in vars(part).items()
-        if isinstance(value, Tensor)
-    )
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    for name, tensor in (*named, *attributes):
-        names[name] = first.setdefault(id(tensor), name)
-    return HeldTensors(names, frozenset(storage_of(t) for t in made))
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in _named(module)}
+    return HeldTensors(names, frozenset(storage_of(t) for t in built.made), partial(place_of, module))
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+    for path, part in module.named_modules(remove_duplicate=False):
+        for key, value in vars(part).items():
+            if isinstance(value, Tensor):
+                yield (f"{path}.{key}" if path else key), value
+
+
+def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """Names of tensors that share memory and are not the same; a name twice where a tensor's own elements do."""
+    found: list[tuple[str, str]] = []
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in named:
+        if tensor.layout is not torch.strided or is_lazy(tensor) or not tensor.numel():
+            continue
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            found.append((name, name))
+        others = by_storage.setdefault(storage_of(tensor), [])
+        if not any(other is tensor for _, other in others):
+            found += [(first, name) for first, other in others if _overlap(other, tensor)]
+            others.append((name, tensor))
+    return found
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    starts = [t.storage_offset() * t.element_size() for t in (a, b)]
+    ends = [start + _extent(t) * t.element_size() for start, t in zip(starts, (a, b), strict=True)]
+    if max(starts) >= min(ends) or a.dtype != b.dtype or max(ends) > LARGEST:
+        return max(starts) < min(ends)
+    size = a.element_size()
+    taken = np.zeros(max(ends) // size, dtype=np.bool_)
+    views = [as_strided(taken[start // size :], t.shape, t.stride()) for start, t in zip(starts, (a, b), strict=True)]
+    views[0][...] = True
+    return bool(views[1].any())
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from its first one in memory to its last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -8,12 +8,14 @@ symbolic where the module allows it; where it does not, the graph is valid at th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from typing import Literal, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.export import Dim, ExportedProgram, export
@@ -22,9 +24,12 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.graph.building import HeldTensors, build_fake, held_by
 from isthmus.graph.capture_errors import ModulePath, explain, quiet, refuse_hooks
 from isthmus.graph.captured import Captured, Column
-from isthmus.graph.convert import convert
+from isthmus.graph.convert import MADE, convert
+from isthmus.graph.forward_state import ForwardState, StateChange, check_changes
+from isthmus.graph.label_means import LabelMeans
 from isthmus.graph.measure import measure
-from isthmus.graph.opgraph import OpGraph
+from isthmus.graph.metrics import LossAndOutput, MetricSums
+from isthmus.graph.opgraph import Op, OpGraph
 from isthmus.graph.sizes import NotAffine
 from isthmus.graph.tidy import mark_training
 
@@ -33,19 +38,45 @@ EXAMPLE_BATCH = 4
 
 
 class LossModule(nn.Module):
-    """A user's module behind one calling convention: a dict of columns in, (loss, count or None, outputs) out."""
+    """A user's module behind one calling convention: a dict of columns in; (loss, count or None, outputs, tensors that
+    it keeps, by the names of buffers, or `MADE` and a number) out. `changed` gets all that it changed but buffers.
 
-    def __init__(self, module: nn.Module) -> None:
+    In eval mode, with `metrics`, the loss is a vector: the loss, and then sums and counts of metrics.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        changed: Callable[[Sequence[StateChange]], None],
+        *,
+        uneven: bool,
+        metrics: MetricSums | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
+        self._changed = changed
+        self._uneven = uneven
+        self._metrics = metrics
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        before = plain_state(self.module)
-        loss, count, others = split_outputs(self.module(**batch))
-        check_unchanged(self.module, before)
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+        before = ForwardState(self.module)
+        with LabelMeans(self.module, batch.values(), uneven=self._uneven) as means:
+            outputs = self.module(**batch)
+        loss, count, others = means.summed(*split_outputs(outputs))
+        before.check_random()
+        kept, changes = before.assigned(), before.changes()
+        for number, change in enumerate(changes):
+            change.put_back()
+            if isinstance(change.value, Tensor):
+                kept[f"{MADE}{number}"] = change.value
+        self._changed(changes)
         if self.module.training:
             check_gradients(loss)
-        return loss, count, others
+        elif self._metrics is not None:
+            sums = self._metrics(outputs, batch)
+            dtype = torch.float64 if torch.float64 in (loss.dtype, sums.dtype) else torch.float32
+            loss = torch.cat([loss.reshape(1).to(dtype), sums.to(dtype)])
+        return loss, count, others, kept
 
 
 def capture(
@@ -55,12 +86,14 @@ def capture(
     name: str = "model",
     batch: int = EXAMPLE_BATCH,
     dtype: torch.dtype = torch.float32,
+    metrics: MetricSums | None = None,
 ) -> Captured:
     """Build the module and export its train and eval graphs; no weight is allocated.
 
     `columns` are the keyword arguments of the forward; every tensor's first dimension is the batch. `batch` is the
     size to capture at when the module does not allow a symbolic one. `dtype` is the compute type: parameters
-    and floating-point columns are cast to it.
+    and floating-point columns are cast to it. `metrics` computes sums and counts, [n], of the model's outputs and the
+    batch: the eval graph's loss is then a vector that they follow.
 
     Raises UserError, naming the module path and what to change, for whatever torch.export cannot take and for a
     forward that does not return a scalar loss.
@@ -68,13 +101,14 @@ def capture(
     constants: dict[str, Tensor] = {}
     graphs: dict[str, OpGraph] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), refuse_hooks():
-        module, made = build_fake(build, dtype)
+        module, built = build_fake(build, dtype)
         check_columns(module, columns)
         check_parts(module)
         for mode in ("train", "eval"):
-            held = held_by(module, made)
+            held = held_by(module, built)
             try:
-                graph, found = _capture_mode(module.train(mode == "train"), columns, batch, dtype, name, held)
+                example = _Example(columns, batch, dtype, metrics)
+                graph, found = _capture_mode(module.train(mode == "train"), example, name, held)
             except UserError as e:
                 if mode == "eval":
                     raise UserError(f"{e} (in eval mode)") from e
@@ -82,21 +116,51 @@ def capture(
             graphs[mode] = graph
             constants |= found
     train, evaluation = mark_training(graphs["train"], graphs["eval"])
+    _check_memory(built.overlapping, (*train.ops, *evaluation.ops))
     return Captured(train=train, eval=evaluation, constants=constants)
 
 
-def _capture_mode(
-    module: nn.Module, columns: Mapping[str, Column], batch: int, dtype: torch.dtype, name: str, held: HeldTensors
-) -> tuple[OpGraph, dict[str, Tensor]]:
+def _check_memory(overlapping: Sequence[tuple[str, str]], ops: Sequence[Op]) -> None:
+    """UserError where one of two variables changes in training, and eager code would change the other with it."""
+    variables = {op.target: op for op in ops if op.kind in ("parameter", "buffer", "constant")}
+    for pair in overlapping:
+        known = [variables[name] for name in pair if name in variables]
+        if len(known) < 2 or not any(op.learns for op in known):
+            continue
+        first, second = (f"{'tensor' if op.kind == 'constant' else op.kind} {op.target!r}" for op in known)
+        if pair[0] == pair[1]:
+            raise UserError(f"model: {first} was expanded, so that elements share memory: expected memory of its own")
+        raise UserError(
+            f"model: {first} and {second} share their memory, and training would change one of them alone: tie them as "
+            "one parameter (a.weight = b.weight), or .clone() one"
+        )
+
+
+class _Example(NamedTuple):
+    """What a module is captured on."""
+
+    columns: Mapping[str, Column]
+    batch: int
+    dtype: torch.dtype
+    metrics: MetricSums | None
+
+
+def _capture_mode(module: nn.Module, on: _Example, name: str, held: HeldTensors) -> tuple[OpGraph, dict[str, Tensor]]:
+    columns, batch, dtype, metrics = on
     mode: Literal["train", "eval"] = "train" if module.training else "eval"
+    if dtype is torch.float32 and {p.dtype for p in module.parameters() if p.is_floating_point()} == {torch.float64}:
+        dtype = torch.float64  # as the builder chose, columns too
     example = _example(columns, max(batch, 2), dtype)
+    wrap = partial(LossModule, uneven=any(column.uneven for column in columns.values()), metrics=metrics)
+
+    def of(program: ExportedProgram, made: Mapping[str, UserError], batch: int | None) -> _Found:
+        return convert(program, name=name, mode=mode, batch=batch, held=held, made=made)
+
     try:
-        program = _export(module, example, symbolic=True)
-        graph, constants = convert(program, name=name, mode=mode, batch=None, held=held)
+        graph, constants = _graph(module, example, partial(of, batch=None), symbolic=True, wrap=wrap)
     except (NotAffine, _Specialised):
         example = _example(columns, batch, dtype)
-        program = _export(module, example, symbolic=False)
-        graph, constants = convert(program, name=name, mode=mode, batch=batch, held=held)
+        graph, constants = _graph(module, example, partial(of, batch=batch), symbolic=False, wrap=wrap)
     with quiet():
         graph = measure(graph)
     if mode == "train" and not any(graph.op(graph.loss.op).requires_grad):
@@ -108,12 +172,68 @@ class _Specialised(Exception):
     """The module fixes its batch size."""
 
 
-def _export(module: nn.Module, example: dict[str, Tensor], *, symbolic: bool) -> ExportedProgram:
+_Found = tuple[OpGraph, dict[str, Tensor]]
+_Wrap = Callable[[nn.Module, Callable[[Sequence[StateChange]], None]], LossModule]
+_Convert = Callable[[ExportedProgram, Mapping[str, UserError]], _Found]
+
+
+def _graph(module: nn.Module, example: dict[str, Tensor], convert: _Convert, *, symbolic: bool, wrap: _Wrap) -> _Found:
+    """UserError where a forward reads what the one before has changed: unless all after the first change nothing any
+    more and have the same graph, as where it warns once, or a library installs its hooks."""
+    program, made = _export(module, example, symbolic=symbolic, wrap=wrap)
+    if isinstance(made, dict):
+        return convert(program, made)
+    before = ForwardState(module)
+    try:
+        with quiet():
+            module(**example)
+        before.assigned()
+        try:
+            settled, still = _export(module, example, symbolic=symbolic, wrap=wrap)
+        except UserError:  # of what the first forward has left
+            raise made from None
+        if not isinstance(still, dict):
+            raise made
+        found = convert(settled, still)
+        same = _is_same(convert(program, {}), found)
+    finally:
+        for change in before.changes():
+            change.put_back()
+        before.assigned()
+    if not same:
+        raise made
+    return found
+
+
+def _is_same(first: _Found, second: _Found) -> bool:
+    with unset_fake_temporarily():
+        return (
+            first[0] == second[0]
+            and first[1].keys() == second[1].keys()
+            and all(torch.equal(tensor, second[1][name]) for name, tensor in first[1].items())
+        )
+
+
+def _export(
+    module: nn.Module, example: dict[str, Tensor], *, symbolic: bool, wrap: _Wrap
+) -> tuple[ExportedProgram, dict[str, UserError] | UserError]:
+    """The program; and of the tensors that its forward keeps and reads again what to raise for one that changes. In
+    place of these the error for another value that it keeps and reads."""
+    changes: list[StateChange] = []
+
+    def changed(found: Sequence[StateChange]) -> None:
+        changes[:] = found
+
     shapes = {"batch": {k: {0: Dim("batch", min=2, max=1 << 20)} for k in example}} if symbolic else None
     path = ModulePath(module)
     try:
         with path, quiet():
-            return export(LossModule(module), (example,), strict=False, dynamic_shapes=shapes)
+            program = export(wrap(module, changed), (example,), strict=False, dynamic_shapes=shapes)
+            try:
+                read = check_changes(changes, lambda: module(**example))
+            except UserError as e:
+                return program, e
+            return program, {f"{MADE}{changes.index(change)}": change.refusal() for change in read}
     except IsthmusError:
         raise
     except Exception as e:  # torch.export raises many types, some of them private
@@ -135,10 +255,6 @@ def _example(columns: Mapping[str, Column], batch: int, dtype: torch.dtype) -> d
             raise UserError(f"column {name!r}: got dtype {column.dtype!r}, expected a torch dtype such as float32")
         example[name] = torch.zeros((batch, *column.shape), dtype=dtype if kind.is_floating_point else kind)
     return example
-
-
-PlainState = Mapping[str, Mapping[str, object]]
-"""Per submodule, its attributes that are plain numbers and texts."""
 
 
 def check_columns(module: nn.Module, columns: Collection[str]) -> None:
@@ -164,25 +280,6 @@ def check_parts(module: nn.Module) -> None:
                 f"model: module {path or type(module).__name__!r} has a hook on its backward, which would be lost in "
                 "the graph: leave it out"
             )
-
-
-def plain_state(module: nn.Module) -> PlainState:
-    return {
-        path: {k: v for k, v in vars(part).items() if isinstance(v, (int, float, str)) and k != "training"}
-        for path, part in module.named_modules()
-    }
-
-
-def check_unchanged(module: nn.Module, before: PlainState) -> None:
-    """UserError where the forward changed a plain attribute: the graph holds its first value for ever."""
-    for path, state in plain_state(module).items():
-        for name, value in state.items():
-            old = before.get(path, {}).get(name, value)
-            if old != value and not (old != old and value != value):
-                raise UserError(
-                    f"model: in module {path or type(module).__name__!r}: forward changes self.{name} from {old!r} to "
-                    f"{value!r}, which a graph cannot follow: make it a buffer (register_buffer), or leave it out"
-                )
 
 
 def check_gradients(loss: Tensor) -> None:
@@ -214,15 +311,15 @@ def split_outputs(result: object) -> tuple[Tensor, Tensor | None, dict[str, Tens
     """
     count: Tensor | None = None
     others: dict[str, Tensor] = {}
-    loss = result
-    if isinstance(result, Mapping):
-        found = cast(Mapping[str, object], result)
+    loss = result["loss"] if isinstance(result, LossAndOutput) else result
+    if isinstance(loss, Mapping):
+        found = cast(Mapping[str, object], loss)
         if "loss" not in found:
             raise UserError(f"model: forward returned a mapping with {sorted(found)}, expected a scalar under 'loss'")
         loss, count = found["loss"], _as_count(found.get("count"))
         others = {k: v for k, v in found.items() if k not in ("loss", "count") and isinstance(v, Tensor)}
-    elif isinstance(result, (tuple, list)) and result:
-        values = cast("tuple[object, ...]", tuple(result))
+    elif isinstance(loss, (tuple, list)) and loss:
+        values = cast("tuple[object, ...]", tuple(loss))
         loss, rest = values[0], values[1:]
         if rest and (isinstance(rest[0], (int, torch.SymInt)) or (isinstance(rest[0], Tensor) and rest[0].ndim == 0)):
             count, rest = _as_count(rest[0]), rest[1:]

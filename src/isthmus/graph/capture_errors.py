@@ -23,6 +23,10 @@ from isthmus.errors import UserError
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
 LOUD = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace")
 WITHOUT_DATA = "compute with torch.where or a mask instead of `if`, `while`, .item(), .tolist() or x[mask]"
+ASSIGNED = "assigned during export"
+"""Torch's warning of attributes that a forward assigns: capture follows or refuses them, but for what RNNs cache."""
+_shown: set[str] = set()
+"""Warnings of this process: each mode is captured, and measured, with the same ones of other sizes."""
 SCALAR_ERRORS = ("DataDependent", "DynamicOutputShape", "PendingUnbackedSymbolNotFound")
 
 
@@ -56,18 +60,26 @@ class ModulePath:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """Torch prints graphs and warnings of its own while it exports; ours is the one message a user sees."""
+    """Torch prints graphs while it exports, and errors; ours is the one message a user sees. Warnings are shown when it
+    is done, each once: they may be the only word on a result that differs."""
     loggers = [logging.getLogger(name) for name in LOUD]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("always")
             yield
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
+    for one in caught:
+        text = re.sub(r"\bs\d+\b", "batch", str(one.message))
+        alike = re.sub(r"\b(batch|\d+)\b", "#", text)
+        known = alike in _shown or ASSIGNED in text or issubclass(one.category, DeprecationWarning | FutureWarning)
+        if not known:
+            _shown.add(alike)
+            warnings.warn_explicit(text, one.category, one.filename, one.lineno)
 
 
 @contextlib.contextmanager

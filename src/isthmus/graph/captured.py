@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
+from isthmus.graph.metrics import MetricSums
 from isthmus.graph.opgraph import OpGraph, decode, encode
 
 
@@ -30,6 +31,8 @@ class Column(msgspec.Struct, frozen=True):
 
     dtype: str
     shape: tuple[int, ...]
+    uneven: bool = False
+    """Whether a loss may leave values of it out, as labels of -100."""
 
 
 class Capture(Protocol):
@@ -43,6 +46,7 @@ class Capture(Protocol):
         name: str = ...,
         batch: int = ...,
         dtype: torch.dtype = ...,
+        metrics: MetricSums | None = ...,
     ) -> Captured: ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
 import msgspec
@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.export.graph_signature import CustomObjArgument, InputKind, InputSpec, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import TreeSpec, tree_leaves
 
@@ -21,7 +21,7 @@ from isthmus.errors import UserError
 from isthmus.graph.building import HeldTensors
 from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, source_of, where_in
 from isthmus.graph.operators import is_callable
-from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref
+from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref, TensorSpec
 from isthmus.graph.schema import (
     IN_PLACE_VIEWS,
     aliased_position,
@@ -43,6 +43,8 @@ from isthmus.graph.tidy import count_beside_loss, reachable
 from isthmus.graph.writes import CannotWrite, Writes
 
 DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel")
+MADE = "."
+"""Begins the names of tensors that a forward keeps elsewhere than in registered buffers."""
 KINDS: dict[InputKind, OpKind] = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
@@ -58,12 +60,14 @@ def convert(
     mode: Literal["train", "eval"],
     batch: int | None,
     held: HeldTensors,
+    made: Mapping[str, UserError] = {},
 ) -> tuple[OpGraph, dict[str, Tensor]]:
-    """The graph, and the real values of the constants that the forward makes itself.
+    """The graph, and the real values of the constants that the forward makes itself. `made`: tensors that the forward
+    makes once, with the errors for those that depend on what changes.
 
     Raises NotAffine when the program must be exported at a fixed batch size.
     """
-    converter = _Converter(program, mode, batch, held)
+    converter = _Converter(program, mode, batch, held, made)
     graph = count_beside_loss(reachable(converter.run(name)))
     graph = msgspec.structs.replace(graph, schemas=schemas_of(graph.ops))
     used = {op.target for op in graph.ops}
@@ -72,8 +76,14 @@ def convert(
 
 class _Converter:
     def __init__(
-        self, program: ExportedProgram, mode: Literal["train", "eval"], batch: int | None, held: HeldTensors
+        self,
+        program: ExportedProgram,
+        mode: Literal["train", "eval"],
+        batch: int | None,
+        held: HeldTensors,
+        made: Mapping[str, UserError],
     ) -> None:
+        self.made = made
         self.program = program
         self.mode: Literal["train", "eval"] = mode
         self.batch = batch
@@ -83,17 +93,26 @@ class _Converter:
         self.writes = Writes(self.ops, batch)
         self.constants: dict[str, Tensor] = {}
         self.gradients_on = True
+        self.assigned: dict[str, tuple[Ref, Ref]] = {}
+        """Buffers that the forward assigns: the variable, and the copy of it that is read."""
+        self.caches: set[str] = set()
+        """Buffers that no state_dict has."""
         self.trainable: set[Ref] = set()
         """Values that depend on a trainable parameter, as far as autograd sees."""
 
     def run(self, name: str) -> OpGraph:
         self._inputs()
         results = tuple(self._latest(a) for a in self._body(self.program.graph_module))
-        loss, count, outputs = self._outputs(results)
+        loss, count, outputs, kept = self._outputs(results)
+        for key, value in kept.items():
+            if key in self.made:
+                self._check_constant(value, self.made[key])
+            elif not key.startswith(MADE):
+                self._assign(key, value)
         return OpGraph(
             name=name,
             mode=self.mode,
-            ops=tuple(self.ops.values()),
+            ops=self._with_constants(),
             loss=loss,
             count=count,
             outputs=outputs if self.mode == "eval" else {},
@@ -104,9 +123,19 @@ class _Converter:
         nodes = {node.name: node for node in self.program.graph.find_nodes(op="placeholder")}
         columns = iter(_column_names(self.program))
         first: dict[str, Ref] = {}
+        kept = cast(TreeSpec, self.program.call_spec.out_spec).children()[-1]
+        assigned = {name for name in cast("list[str]", kept.context or []) if not name.startswith(MADE)}
+        for name in assigned:
+            if list(self.held.names.values()).count(self.held.names[name]) > 1:
+                raise UserError(f"model: forward assigns buffer {name!r}, which has several names: give it one")
         for spec in self.program.graph_signature.input_specs:
             node = nodes[spec.arg.name]
             kind = KINDS.get(spec.kind)
+            if isinstance(spec.arg, CustomObjArgument) and "Generator" in spec.arg.class_fqn:
+                raise UserError(
+                    "model: forward draws from a torch.Generator of its own: draw from torch's default one, which is "
+                    "seeded for every micro-batch"
+                )
             if kind is None:
                 raise UserError(f"model: forward uses {spec.target!r}: expected tensors and numbers only")
             target = next(columns) if kind == "placeholder" else self._own_name(spec)
@@ -120,8 +149,36 @@ class _Converter:
                 name=op_name, kind=kind, target=target, outputs=(spec_of(tensor),), requires_grad=(trainable,)
             )
             self.values[node] = first[target] = Ref(op_name)
+            if kind == "buffer" and spec.persistent is False:
+                self.caches.add(op_name)
+            if spec.target is not None and spec.target.removeprefix("module.") in assigned:
+                self._read_copy(spec.target.removeprefix("module."), node, Ref(op_name))
             if trainable:
                 self.trainable.add(Ref(op_name))
+
+    def _with_constants(self) -> tuple[Op, ...]:
+        """A buffer that no state_dict has is a constant, as the module has its value, unless the forward writes it."""
+        constants, replace = self.caches - self._written(), msgspec.structs.replace
+        return tuple(replace(op, kind="constant") if op.name in constants else op for op in self.ops.values())
+
+    def _written(self) -> set[str]:
+        """Names of the variables that the forward writes."""
+        return {name for op in self.ops.values() for name in op.mutates}
+
+    def _read_copy(self, name: str, node: fx.Node, variable: Ref) -> None:
+        """Reads of a buffer that the forward assigns are of a copy: see `_assign`."""
+        spec = self.ops[variable.op].outputs[0]
+        copy = Op(
+            name=f"{variable.op}_before",
+            kind="operator",
+            target="aten.clone.default",
+            args=(variable,),
+            outputs=(spec,),
+            requires_grad=(False,),
+        )
+        self.ops[copy.name] = copy
+        self.values[node] = Ref(copy.name)
+        self.assigned[name] = variable, Ref(copy.name)
 
     def _own_name(self, spec: InputSpec) -> str:
         """The module's name of a variable; constants that the forward makes are called after the mode."""
@@ -132,6 +189,8 @@ class _Converter:
             return target
         value = cast(Tensor, self.program.constants[cast(str, spec.target)])
         if isinstance(value, FakeTensor) or storage_of(value) in self.held.storages:  # it has no value before the run
+            if place := self.held.place_of(value):
+                raise UserError(f"model: forward uses tensor {place}: make it a buffer (register_buffer)")
             raise UserError(
                 "model: forward uses a tensor through .data, or one kept in a list or dict: use .detach(), "
                 "or make it a buffer (register_buffer)"
@@ -139,19 +198,63 @@ class _Converter:
         self.constants[f"{self.mode}.{target}"] = value
         return f"{self.mode}.{target}"
 
-    def _outputs(self, results: tuple[Arg, ...]) -> tuple[Ref, Ref | None, dict[str, Ref]]:
+    def _outputs(self, results: tuple[Arg, ...]) -> tuple[Ref, Ref | None, dict[str, Ref], dict[str, Arg]]:
         kinds = [spec.kind for spec in self.program.graph_signature.output_specs]
         user = [value for value, kind in zip(results, kinds, strict=True) if kind is OutputKind.USER_OUTPUT]
-        _, count_spec, others_spec = cast(TreeSpec, self.program.call_spec.out_spec).children()
+        _, count_spec, others_spec, kept_spec = cast(TreeSpec, self.program.call_spec.out_spec).children()
         loss, *user = user
         count: Arg = None
         if count_spec.num_leaves == 1:
             count, *user = user
-        names = cast("list[str]", others_spec.context or [])
-        outputs = {k: v for k, v in zip(names, user, strict=True) if isinstance(v, Ref)}
+        names, kept_names = (cast("list[str]", spec.context or []) for spec in (others_spec, kept_spec))
+        outputs = {k: v for k, v in zip(names, user, strict=False) if isinstance(v, Ref)}
+        kept = dict(zip(kept_names, user[len(names) :], strict=True))
         if not isinstance(loss, Ref) or self.ops[loss.op].kind != "operator":
             raise UserError("model: the loss is not computed from the inputs")
-        return loss, count if isinstance(count, Ref) else None, outputs
+        return loss, count if isinstance(count, Ref) else None, outputs, kept
+
+    def _assign(self, name: str, value: Arg) -> None:
+        """The forward assigned a buffer: it is written as soon as the value is there. Before that all reads are of a
+        copy, as eager code keeps the tensor that was there before."""
+        variable, copy = self.assigned[name]
+        buffer = self.ops[variable.op]
+        where = f"model: forward assigns buffer {buffer.target!r}"
+        if not isinstance(value, Ref) or self.ops[self.writes.root(value).op].kind != "operator":
+            raise UserError(f"{where} a parameter, a buffer or a column itself: assign its .clone()")
+        if value in self.trainable:
+            raise UserError(f"{where} a tensor that carries gradients, which end with the step: .detach() it")
+        value = self.writes.latest(value)
+        spec, got = buffer.outputs[0], self.ops[value.op].outputs[value.index]
+        if (spec.dtype, spec.shape) != (got.dtype, got.shape):
+            raise UserError(f"{where} {_described(got)}, expected {_described(spec)}, as it has in __init__")
+        write = Op(
+            name=self.writes.new_name(variable.op),
+            kind="operator",
+            target="aten.copy_.default",
+            args=(variable, value),
+            outputs=(spec,),
+            requires_grad=(False,),
+            module=self.ops[value.op].module,
+            source=self.ops[value.op].source,
+            mutates=(variable.op,),
+        )
+        order = list(self.ops.values())
+        names = [op.name for op in order]
+        order.insert(1 + max(names.index(value.op), names.index(copy.op)), write)
+        self.ops.clear()
+        self.ops.update({op.name: op for op in order})
+
+    def _check_constant(self, value: Arg, error: UserError) -> None:
+        """Raise the error if the value depends on columns, parameters, written buffers or random numbers."""
+        written = self._written()
+        todo, seen = [value] if isinstance(value, Ref) else list[Ref](), set[str]()
+        while todo:
+            op = self.ops[todo.pop().op]
+            if op.kind in ("placeholder", "parameter") or op.name in written or op.random:
+                raise error
+            if op.name not in seen:
+                seen.add(op.name)
+                todo += op.refs()
 
     def _body(self, module: torch.nn.Module) -> tuple[Arg, ...]:
         """Convert every node of a graph module; returns the arguments of its output."""
@@ -291,7 +394,9 @@ class _Converter:
         if root.kind == "parameter":
             raise UserError(f"{where} writes parameter {root.target!r} in forward: only the optimizer may")
         if root.kind == "constant":
-            raise UserError(f"{where} writes tensor {root.target!r} in forward: make it a buffer (register_buffer)")
+            made = self.constants.get(root.target)
+            named = repr(root.target) if made is None else self.held.place_of(made) or "that it made of constants"
+            raise UserError(f"{where} writes tensor {named} in forward: make it a buffer (register_buffer)")
         unseen = not self.gradients_on or self.writes.passes_detach(ref)
         if unseen and {ref, self.writes.root(ref)} & self.trainable:
             raise UserError(
@@ -340,6 +445,11 @@ class _Converter:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise UserError(f"model: an operator takes a {type(value).__name__}, expected tensors and numbers")
+
+
+def _described(spec: TensorSpec) -> str:
+    sizes = ", ".join(str(s) if isinstance(s, int) else "batch" for s in spec.shape)
+    return f"a tensor of shape [{sizes}] and dtype {spec.dtype}"
 
 
 def _column_names(program: ExportedProgram) -> list[str]:

@@ -19,7 +19,7 @@ def mixes(stage: StageGraph, *, synchronised: bool = False) -> Op | None:
     """
     here = {op.name for op in stage.ops}
     received = {crossing.value: crossing.spec for crossing in stage.receives}
-    own = {value for value, spec in received.items() if _is_shared_out(spec)}
+    own = {value for value, spec in received.items() if is_shared_out(spec)}
     over_all: dict[Ref, Op] = {}
     for op in stage.ops:
         refs = op.refs()
@@ -30,7 +30,7 @@ def mixes(stage: StageGraph, *, synchronised: bool = False) -> Op | None:
         if (op.mutates and not _normalises_batches(op)) if synchronised else _normalises_batches(op):
             return op
         for index, spec in enumerate(op.outputs):
-            if not _is_shared_out(spec):
+            if not is_shared_out(spec):
                 over_all[Ref(op.name, index)] = source or op
             elif source is not None:
                 return source
@@ -51,7 +51,7 @@ def _normalises_batches(op: Op) -> bool:
     return op.target.startswith("aten.batch_norm.") and op.args[5] is True
 
 
-def _is_shared_out(spec: TensorSpec) -> bool:
+def is_shared_out(spec: TensorSpec) -> bool:
     """Whether one axis, and only one, is in proportion to the number of samples."""
     few, many = (spec.shape_at(size) for size in SIZES)
     grown = [(a, b) for a, b in zip(few, many, strict=True) if a != b]

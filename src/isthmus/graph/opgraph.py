@@ -13,7 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from isthmus.errors import UserError
+from isthmus.reading import parse_json
+from isthmus.wire_types import Count, Id, Int64, Many, Name, Table, Text
 
 DTYPE_BYTES = {
     "bool": 1,
@@ -36,8 +37,8 @@ OpKind = Literal["placeholder", "parameter", "buffer", "constant", "operator"]
 class Affine(msgspec.Struct, frozen=True, array_like=True, tag="affine"):
     """A quantity that is affine in the batch size: `per_sample * batch + fixed`."""
 
-    per_sample: int
-    fixed: int = 0
+    per_sample: Int64
+    fixed: Int64 = 0
 
     def at(self, batch: int) -> int:
         return self.per_sample * batch + self.fixed
@@ -49,25 +50,25 @@ class Affine(msgspec.Struct, frozen=True, array_like=True, tag="affine"):
 class Ref(msgspec.Struct, frozen=True, array_like=True, tag="ref"):
     """Output `index` of the op called `op`."""
 
-    op: str
-    index: int = 0
+    op: Text
+    index: Count = 0
 
 
 class Named(msgspec.Struct, frozen=True, array_like=True, tag="named"):
     """A value that JSON has no word for: kind is `dtype`, `device`, `layout`, `memory_format` or `float`."""
 
     kind: Literal["dtype", "device", "layout", "memory_format", "float"]
-    name: str
+    name: Name
 
 
 class ArgList(msgspec.Struct, frozen=True, array_like=True, tag="list"):
     """A list argument; a struct because a JSON union may hold one array type only."""
 
-    items: tuple[Arg, ...]
+    items: Many[Arg]
 
 
-Arg = None | bool | int | float | str | Ref | Affine | Named | ArgList
-Size = int | Affine
+Arg = None | bool | Int64 | float | Text | Ref | Affine | Named | ArgList
+Size = Int64 | Affine
 
 
 def size_at(size: Size, batch: int) -> int:
@@ -83,9 +84,9 @@ def add_sizes(a: Size, b: Size) -> Size:
 class TensorSpec(msgspec.Struct, frozen=True):
     """Type, shape and memory layout of one tensor. Strides count elements, as in torch."""
 
-    dtype: str
-    shape: tuple[Size, ...]
-    stride: tuple[Size, ...]
+    dtype: Id
+    shape: Many[Size]
+    stride: Many[Size]
 
     def shape_at(self, batch: int) -> tuple[int, ...]:
         return tuple(size_at(s, batch) for s in self.shape)
@@ -106,23 +107,23 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     multiply-add as two; element-wise work counts one per element.
     """
 
-    name: str
+    name: Text
     kind: OpKind
-    target: str
-    args: tuple[Arg, ...] = ()
-    kwargs: dict[str, Arg] = {}
-    outputs: tuple[TensorSpec, ...] = ()
-    requires_grad: tuple[bool, ...] = ()
-    module: str = ""
+    target: Text
+    args: Many[Arg] = ()
+    kwargs: Table[Name, Arg] = {}
+    outputs: Many[TensorSpec] = ()
+    requires_grad: Many[bool] = ()
+    module: Text = ""
     """Path of the submodule whose forward calls it; empty for the model itself."""
-    source: str = ""
+    source: Text = ""
     """For people: that module's class, and the line of its author's, as "Head, model.py:12"."""
     flops_forward: Affine = Affine(0)
     flops_backward: Affine = Affine(0)
     saved_bytes: Affine = Affine(0)
     """Bytes that autograd keeps from this op's forward until its backward."""
     random: bool = False
-    mutates: tuple[str, ...] = ()
+    mutates: Many[Text] = ()
     """Names of the buffer ops that this op writes in place."""
     written: bool = False
     """For a buffer: whether the train graph writes it, so that only the stage that does has its value."""
@@ -189,7 +190,4 @@ def encode(graph: OpGraph) -> bytes:
 
 def decode(text: bytes) -> OpGraph:
     """The graph of a JSON text; UserError when it is not one."""
-    try:
-        return msgspec.json.decode(text, type=OpGraph)
-    except ValueError as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"operator graph: not a valid document: {e}") from None
+    return parse_json(text, OpGraph, "operator graph")

@@ -6,8 +6,8 @@ its own edge; nothing is relayed.
 
 The train graph and the eval graph of a model list nearly the same operators in the same order: dropout becomes the
 identity, batch norm reads its running statistics, a module may add or leave out a branch. An eval operator goes where
-its train twin is. One without a twin goes where what it takes is, and every operator where the parameters that it takes
-are trained.
+its train twin is. One without a twin, as of a metric, goes where what it takes is, and no column is read by an earlier
+stage than in training. Every operator goes where the parameters that it takes are trained.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import msgspec
 from isthmus.errors import InternalError, UserError
 from isthmus.graph.cuts import Flow
 from isthmus.graph.opgraph import Op, Ref, TensorSpec
+from isthmus.wire_types import Many, Place, Table, Text
 
 
 class Crossing(msgspec.Struct, frozen=True):
     """One value that travels from stage `source` to stage `target`; its gradient, if due, comes back."""
 
     value: Ref
-    source: int
-    target: int
+    source: Place
+    target: Place
     spec: TensorSpec
     gradient: bool
 
@@ -36,22 +37,31 @@ class Crossing(msgspec.Struct, frozen=True):
 class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a graph that one stage runs."""
 
-    index: int
-    ops: tuple[Op, ...]
+    index: Place
+    ops: Many[Op]
     """Variables and operators in execution order; operators that need no input appear in every stage that uses them."""
-    columns: tuple[str, ...]
+    columns: Many[Text]
     """Batch columns that this stage reads from its own data."""
-    receives: tuple[Crossing, ...]
-    sends: tuple[Crossing, ...]
-    shared_from: dict[str, int]
+    receives: Many[Crossing]
+    sends: Many[Crossing]
+    shared_from: Table[Text, Place]
     """Trainable parameters that another stage owns: parameter -> owner. Values come once per step."""
-    shared_with: dict[str, tuple[int, ...]]
+    shared_with: Table[Text, Many[Place]]
     """Trainable parameters that this stage owns and others use too: parameter -> users."""
     loss: Ref | None = None
     count: Ref | None = None
-    outputs: dict[str, Ref] = {}
-    schemas: dict[str, str] = {}
+    outputs: Table[Text, Ref] = {}
+    schemas: Table[Text, Text] = {}
     """Of its operators, as the graph has them."""
+
+    def __post_init__(self) -> None:
+        """ValueError for a value that nothing in the stage makes, and that does not come."""
+        received = {crossing.value for crossing in self.receives}
+        made = dict.fromkeys((ref.op for ref in received), 0) | {op.name: len(op.outputs) for op in self.ops}
+        used = [*(ref for op in self.ops for ref in op.refs()), *(c.value for c in self.sends), *self.outputs.values()]
+        for ref in (*used, self.loss, self.count):
+            if ref is not None and ref not in received and ref.index >= made.get(ref.op, 1):  # 1: a column of the batch
+                raise ValueError(f"output {ref.index} of {ref.op!r} is used in stage {self.index}, which has none")
 
     def received_from(self, source: int) -> tuple[Crossing, ...]:
         """What arrives from another stage in the forward pass, in the order in which it travels."""
@@ -178,12 +188,14 @@ def align(train: Flow, evaluation: Flow, stage_of: Mapping[str, int]) -> dict[st
     """
     twins = _twins(train, evaluation)
     homes = _variable_homes(train, stage_of)
+    read = _column_homes(train, stage_of)
     found: dict[str, int] = {}
     before = 0
     for op in evaluation.operators:
         sources = [found[ref.op] for ref in op.refs() if ref.op in found]
         earliest = max(sources, default=0)
-        wish = stage_of[twins[op.name]] if op.name in twins else max(sources, default=before)
+        readers = [read[column] for r in op.refs() if (column := evaluation.by_name[r.op].target) in read]
+        wish = stage_of[twins[op.name]] if op.name in twins else max([*sources, *readers], default=before)
         variables = {evaluation.by_name[ref.op].target for ref in op.refs()} & homes.keys()
         before = found[op.name] = _place(op, wish, earliest, {v: homes[v] for v in variables})
     return found
@@ -222,6 +234,16 @@ def _variable_homes(train: Flow, stage_of: Mapping[str, int]) -> dict[str, set[i
             variable = train.by_name[ref.op]
             if variable.learns:
                 homes.setdefault(variable.target, set()).add(stage_of[op.name])
+    return homes
+
+
+def _column_homes(train: Flow, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """Column -> the first stage that computes with it in training."""
+    homes: dict[str, int] = {}
+    for op in train.operators:
+        for ref in op.refs():
+            if (column := train.by_name[ref.op]).kind == "placeholder":
+                homes[column.target] = min(stage_of[op.name], homes.get(column.target, stage_of[op.name]))
     return homes
 
 

@@ -37,12 +37,12 @@ class NextLogits(nn.Module):
         last = "logits_to_keep" in inspect.signature(module.forward).parameters
         self._only_last = {"logits_to_keep": 1} if last else {}
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, None, dict[str, Tensor]]:
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, None, dict[str, Tensor], dict[str, Tensor]]:
         found = self.module(**batch, **self._only_last)
         logits: object = found.get("logits") if hasattr(found, "get") else None
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             raise UserError(f"{CANNOT}: its forward gives no `logits` of [batch, tokens, vocabulary]")
-        return logits[:, -1].float(), None, {}
+        return logits[:, -1].float(), None, {}, {}
 
 
 def capture_serving(
@@ -52,7 +52,7 @@ def capture_serving(
     Sizes are affine in the number of new tokens. `trained` is the length of training's sequences: the longest of a
     model whose config does not say. UserError for a model that does not generate token by token."""
     with FakeTensorMode(allow_non_fake_inputs=True), refuse_hooks():
-        module, made = build_fake(build, dtype)
+        module, built = build_fake(build, dtype)
         _check_forward(module)
         most = context_length(module) or trained
         if most < LEAST_TOKENS:
@@ -65,7 +65,7 @@ def capture_serving(
         try:
             with path, quiet():
                 program = export(NextLogits(module), (example,), strict=False, dynamic_shapes=shapes)
-            graph, constants = convert(program, name=name, mode="eval", batch=None, held=held_by(module, made))
+            graph, constants = convert(program, name=name, mode="eval", batch=None, held=held_by(module, built))
         except IsthmusError:
             raise
         except NotAffine as e:

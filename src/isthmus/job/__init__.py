@@ -1,6 +1,6 @@
 """A job: which model, which data, how to train it, on which fleet. One TOML file."""
 
-from isthmus.job.loading import checked, constraints_of, fleet_of, load_job
+from isthmus.job.loading import check_metrics, checked, constraints_of, fleet_of, load_job
 from isthmus.job.prepared import (
     Prepared,
     described_here,
@@ -19,6 +19,7 @@ __all__ = [
     "PrivacyConfig",
     "RuntimeConfig",
     "TrainingConfig",
+    "check_metrics",
     "checked",
     "constraints_of",
     "described_here",

@@ -1,7 +1,7 @@
-"""Captures of built-in models, kept in the user's cache folder: torch's exporter takes seconds, to import and to run.
+"""Captures, kept in the user's cache folder: torch's exporter takes seconds, to import and to run.
 
-A capture follows from the model's options, the columns and the code of the packages that made it. Models of the user's
-own code are captured every time.
+A capture follows from the model's options, the columns and the code of the packages that made it. A model of the
+user's own code is kept if it follows from the text of its file; others are captured every time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+import torch
 
 from isthmus import graph, models
 from isthmus.graph.captured import Captured, Column, read_captured, write_captured
+from isthmus.job.own_code import digest_of_module
 from isthmus.job.settings import Job
-from isthmus.models.registry import is_built_in
+from isthmus.models.registry import is_built_in, is_own_code
 
 MOST_KEPT = 64
 """Files; the one that was written first goes first."""
@@ -28,14 +30,15 @@ _PACKAGES = ("torch", "transformers", "peft")
 
 def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[], Captured]) -> Captured:
     """What was kept, or else what `capture` gives. Who may not write there captures again."""
-    if not is_built_in(job.model):
+    code = "" if is_built_in(job.model) else digest_of_module(job.model.name) if is_own_code(job.model) else None
+    if code is None or any(":" in name for name in job.metrics):
         return capture()
     for batch in (None, job.micro_batch_size):
-        found = read_captured(_path(job, columns, batch))
+        found = read_captured(_path(job, columns, code, batch))
         if found is not None:
             return found[0]
     captured = capture()
-    path = _path(job, columns, only_batch(captured))
+    path = _path(job, columns, code, only_batch(captured))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_captured(path, captured, job.model.name)
@@ -48,15 +51,21 @@ def only_batch(captured: Captured) -> int | None:
     return captured.train.batch or captured.eval.batch
 
 
-def _path(job: Job, columns: Mapping[str, Column], batch: int | None) -> Path:
-    asked = (job.model, dict(columns), batch, job.training.precision, _made_by())
+def _defaults() -> tuple[str, str]:
+    """The type and device of tensors that a model makes without naming them."""
+    return str(torch.get_default_dtype()), str(torch.get_default_device())
+
+
+def _path(job: Job, columns: Mapping[str, Column], code: str, batch: int | None) -> Path:
+    """Of a capture at this micro-batch size, or at every size; `code` is a digest of the user's own, or empty."""
+    asked = (job.model, dict(columns), code, batch, job.training.precision, job.metrics, _defaults(), made_by())
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
     return Path(base) / "isthmus" / "captures" / f"{name}.safetensors"
 
 
 @functools.cache
-def _made_by() -> tuple[str, ...]:
+def made_by() -> tuple[str, ...]:
     """Versions of the packages that a capture depends on; a digest of our own code, which changes between versions."""
     digest = hashlib.sha256()
     for package in (graph, models):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from isthmus.cost.compression import ratio_planner_names
-from isthmus.documents import check_is_local, convert, read_toml
+from isthmus.documents import beside, check_is_local, convert, folder_of, read_toml
 from isthmus.engines import check_engine
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
+from isthmus.graph.metrics import Metrics
 from isthmus.job.settings import Job
-from isthmus.overrides import overridden
+from isthmus.overrides import counted_from, overridden
 from isthmus.plans import CHOICES, Constraints, LackingOperators, OwnSamples
 from isthmus.trackers import check_trackers
 from isthmus.training.optim import settings_of
@@ -24,19 +26,34 @@ from isthmus.units import parse_duration
 
 def load_job(path: Path, overrides: Mapping[str, object] = {}) -> Job:
     """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
-    job = convert(overridden(read_toml(path, "job file"), overrides), Job, str(path))
+    folder = folder_of(path)
+    changed_keys = counted_from(overrides, os.getcwd()) if folder else overrides
+    job = convert(overridden(read_toml(path, "job file"), changed_keys), Job, str(path))
+    job = _counted_from(job, folder)
     try:
         return checked(job)
     except UserError as e:
         raise type(e)(f"{path}: {e}") from None
 
 
+def _counted_from(job: Job, folder: str) -> Job:
+    """As a file in this folder says it: with its paths."""
+    job = msgspec.structs.replace(job, fleet=beside(job.fleet, folder), data=job.data.counted_from(folder))
+    pretrained = job.model.options.get("path")
+    if isinstance(pretrained, str):
+        options = {**job.model.options, "path": beside(pretrained, folder)}
+        job = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, options=options))
+    return job
+
+
 def checked(job: Job) -> Job:
-    """The job, cut into the first of its numbers of micro-batches. UserError for settings that do not go together."""
+    """The job, cut into the first of its numbers of micro-batches, if it says any. UserError for settings that do not
+    go together."""
     _check_training(job)
     _check_holders(job)
     check_is_local("run_dir", job.run_dir)
     check_trackers(job.track)
+    check_metrics(job)
     if job.store is not None and job.privacy is not None:
         raise UserError(
             "store: got one with privacy.activations, expected none: a run that goes on must know all that was sent "
@@ -57,7 +74,13 @@ def checked(job: Job) -> Job:
         raise UserError("runtime.changes: only an emulated fleet can be changed, and runtime.emulate is false")
     if not 1 <= job.timeout_s < math.inf:
         raise UserError(f"runtime.timeout: got {job.runtime.timeout!r}, expected at least 1 s")
-    return job.cut_into(job.counts[0])
+    return job.cut_into(job.plan.micro_batches[0]) if job.plan.micro_batches else job
+
+
+def check_metrics(job: Job) -> None:
+    """UserError for names that mean nothing, and where nothing is evaluated."""
+    if Metrics(job.metrics).names and not job.evaluates:
+        raise UserError(f"metrics: got {list(job.metrics)} with training.eval_every = 0, expected 1 or more")
 
 
 def _check_delayed(job: Job) -> None:

@@ -5,28 +5,32 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import msgspec
-import torch
 from torch import nn
 
 from isthmus.callbacks import find_callback
 from isthmus.cost import ParameterState, Problem, parameter_state
 from isthmus.cost.problem import FLOAT32_BYTES
+from isthmus.data.dataset import any_left_out, may_be_left_out
 from isthmus.data.description import DataDescription, describe, joined_descriptions, read_description
 from isthmus.errors import UserError
 from isthmus.extensions import import_object
 from isthmus.fleet import Device, Fleet, Links
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
-from isthmus.job.capture_cache import cached_capture
+from isthmus.graph.label_means import is_even, own_mean
+from isthmus.graph.metrics import Metrics
+from isthmus.job.capture_cache import cached_capture, made_by, only_batch
 from isthmus.job.loading import constraints_of
 from isthmus.job.settings import Job
 from isthmus.models import as_eager, build_model
 from isthmus.plans import LackingOperators
+from isthmus.reading import parse_json
 from isthmus.training.engine_operators import EngineOperators, engine_operators
 from isthmus.training.preflight import check_limits, check_optimizers, check_types
 
@@ -35,6 +39,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A job whose model is captured on its data's columns. No weight is allocated yet."""
 
     job: Job
+    """With its number of micro-batches."""
     captured: Captured
     samples: DataDescription
     """What is known of the data; nobody need have read them here."""
@@ -53,6 +58,22 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     def cut_into(self, micro_batches: int) -> Prepared:
         return msgspec.structs.replace(self, job=self.job.cut_into(micro_batches))
+
+    @property
+    def eval_micro_batches(self) -> int:
+        """Whole micro-batches of an evaluation."""
+        size, samples = self.job.micro_batch_size, min(self.job.training.eval_samples, self.samples.heldout)
+        return min(samples // size, self.samples.heldout_batches(size))
+
+    @property
+    def eval_rest(self) -> int:
+        """Samples of an evaluation beyond those; none of several holders' data, none where what leaves of each sample
+        is counted, and none of a loss whose mean weighs samples unlike: these are evaluated in whole micro-batches
+        alone."""
+        rest = min(self.job.training.eval_samples, self.samples.heldout) % self.job.micro_batch_size
+        if not rest or self.job.plan.feeders or self.job.privacy is not None:
+            return 0
+        return rest if is_even(self.captured.train, uneven=any_left_out(self.samples.columns)) else 0
 
     @property
     def schemas(self) -> dict[str, str]:
@@ -84,14 +105,13 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         """What a planner is asked. UserError where nothing is to be planned."""
         if self.job.sync.mode == "decoupled":
             raise UserError(
-                "sync.mode: got 'decoupled', expected another for a plan: `isthmus simulate` plans each replica"
+                "sync.mode: got 'decoupled', expected another for one plan: `isthmus plan JOB.toml` plans each replica"
             )
-        t = self.job.training
         return Problem(
             flow=self.flow,
             fleet=fleet,
             micro_batch_size=self.job.micro_batch_size,
-            micro_batches=t.micro_batches,
+            micro_batches=self.job.micro_batches,
             schedule=self.job.schedule,
             sync=self.job.sync,
             state=_state(self.job),
@@ -102,9 +122,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepared_again(before: Prepared, job: Job) -> Prepared:
     """As `prepare`. The model is captured again only if something that a capture depends on has changed."""
-    if before.origin != _origin(job):
+    if not _is_of(before.origin, job):
         return prepare(job)
-    return _checked(msgspec.structs.replace(before, job=job))
+    cut = _checked(job, before.captured, before.samples)
+    return msgspec.structs.replace(before, job=cut) if _is_at(before.captured, cut) else prepare(job)
 
 
 class _About(msgspec.Struct, frozen=True):
@@ -114,9 +135,14 @@ class _About(msgspec.Struct, frozen=True):
     samples: DataDescription
 
 
-def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
+def prepare(
+    job: Job, samples: DataDescription | None = None, *, least: int = 1, field: str = "training.micro_batches"
+) -> Prepared:
     """Build the model under fake tensors and capture it on batches made from what the data are like: `samples`, or the
     job's description file, or the data themselves, which are opened only where neither is given.
+
+    A job that says no number of micro-batches gets its default, or `least` where the loss may be another with each.
+    `field` is what the user calls that number.
 
     Raises UserError for whatever is wrong with them, with how they fit together and the optimizers, or with a callback.
     """
@@ -130,9 +156,23 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
         except UserError as e:
             elsewhere = "; of data that are elsewhere, data.description names what `isthmus describe-data` wrote there"
             raise type(e)(f"{e}{elsewhere if job.plan.holders else ''}") from e
-    columns = {name: Column(c.dtype, c.shape) for name, c in samples.columns.items()}
+    if field == "training.micro_batches":  # a client may have less than a batch of its own
+        _check_batch(job, samples)
+    columns = {name: Column(c.dtype, c.shape, may_be_left_out(c)) for name, c in samples.columns.items()}
     captured = cached_capture(job, columns, lambda: _captured(job, columns))
-    return _checked(Prepared(job=job, captured=captured, samples=samples, origin=_origin(job)))
+    job = _checked(job, captured, samples, least=least, field=field)
+    if not _is_at(captured, job):
+        captured = cached_capture(job, columns, lambda: _captured(job, columns))
+    return Prepared(job=job, captured=captured, samples=samples, origin=_origin(job))
+
+
+def _check_batch(job: Job, samples: DataDescription) -> None:
+    """UserError for a step that would use samples twice."""
+    if job.training.batch_size > samples.train:
+        what = (
+            f"got {job.training.batch_size}, expected at most {samples.train}: the data have no more training samples"
+        )
+        raise UserError(f"training.batch_size: {what}")
 
 
 def _captured(job: Job, columns: Mapping[str, Column]) -> Captured:
@@ -147,7 +187,9 @@ def _captured(job: Job, columns: Mapping[str, Column]) -> Captured:
 
         # stdout is data, and the user's constructor or forward may print.
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        return capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=job.training.dtype)
+        size, metrics = job.micro_batch_size, Metrics(job.metrics)
+        sums = metrics.sums if metrics.counted else None
+        return capture(build, columns, name=job.model.name, batch=size, dtype=job.training.dtype, metrics=sums)
 
 
 def described_here(job: Job) -> DataDescription:
@@ -163,12 +205,49 @@ def described_in(job: Job) -> DataDescription:
     return read_description(Path(job.data.description), job.data, heldout=job.evaluates)
 
 
-def _checked(prepared: Prepared) -> Prepared:
-    train, columns = prepared.captured.train, prepared.samples.columns
-    check_optimizers(prepared.job.optimizer, train)
+def _checked(
+    job: Job, captured: Captured, samples: DataDescription, *, least: int = 1, field: str = "training.micro_batches"
+) -> Job:
+    """The job with its number of micro-batches."""
+    train, columns = captured.train, samples.columns
+    check_optimizers(job.optimizer, train)
     check_types(train)
     check_limits(train, {name: c.limit for name, c in columns.items() if c.limit is not None})
-    return prepared
+    if not is_even(train, uneven=any_left_out(columns)):
+        job = _cut_for_own_mean(job, least, field)
+    return job.cut_into(job.micro_batches)
+
+
+def _cut_for_own_mean(job: Job, least: int, field: str) -> Job:
+    """The job, of a loss that may be another with each number of micro-batches. UserError for several numbers."""
+    if len(set(job.counts)) > 1:
+        raise UserError(
+            f"plan.micro_batches: got {list(job.counts)}, expected one number: the model's loss is a mean of "
+            "its own, which may be another with each. A loss that is returned as (loss_sum, count) is the same with all"
+        )
+    count = job.micro_batches
+    if job.training.micro_batches is None and not job.plan.feeders:  # those take turns with micro-batches
+        if count > least:
+            warnings.warn(
+                "the model's loss is a mean of its own, which may be another with each number of micro-batches: by "
+                f"default that is {least} here, not {count}. For more return (loss_sum, count), or set {field}",
+                stacklevel=4,
+            )
+        return job.cut_into(least)
+    if count > least:
+        warnings.warn(own_mean(count, "plan.micro_batches" if job.plan.micro_batches else field), stacklevel=4)
+    return job
+
+
+def _is_at(captured: Captured, job: Job) -> bool:
+    """Whether it is valid for the job's micro-batches."""
+    return only_batch(captured) in (None, job.micro_batch_size)
+
+
+def _is_of(origin: str, job: Job) -> bool:
+    """Whether it was captured for the job, with any number of micro-batches that this may get."""
+    found = (job.micro_batches,) if job.training.micro_batches else (job.micro_batches, 1)
+    return origin in [_origin(job.cut_into(count)) for count in found]
 
 
 def keep_prepared(prepared: Prepared, path: Path) -> None:
@@ -185,12 +264,17 @@ def kept_prepared(job: Job, path: Path) -> Prepared | None:
         return None
     captured, text = found
     try:
-        about = msgspec.json.decode(text, type=_About)
-    except ValueError:  # of another version
+        about = parse_json(text, _About, "")
+    except UserError:  # of another version
         return None
-    if about.origin != _origin(job):
+    if not _is_of(about.origin, job):
         return None
-    return _checked(Prepared(job=job, captured=captured, samples=about.samples, origin=about.origin))
+    job = _checked(job, captured, about.samples)
+    return (
+        Prepared(job=job, captured=captured, samples=about.samples, origin=about.origin)
+        if _is_at(captured, job)
+        else None
+    )
 
 
 def _origin(job: Job) -> str:
@@ -199,9 +283,10 @@ def _origin(job: Job) -> str:
         job.data,
         job.plan.feeders,
         job.evaluates,
+        job.metrics,
         job.micro_batch_size,
         job.training.precision,
-        str(torch.__version__),
+        made_by(),  # what another version captured may be what this one refuses
     )
     return hashlib.sha256(msgspec.json.encode(document)).hexdigest()
 

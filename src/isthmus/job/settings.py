@@ -25,12 +25,15 @@ from isthmus.training.learning_rate import LearningRate
 from isthmus.training.optim import OptimizerConfig
 from isthmus.training.scaling import LossScaling
 from isthmus.units import parse_duration
+from isthmus.wire_types import MOST_COUNT, Seed, Threads
 
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
+NotNegative = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 
 
 Precision = Literal["fp32", "bf16", "fp16"]
+MOST_MICRO_BATCHES = 8
+"""By default."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,10 +44,11 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Optimizer steps of the whole run."""
     batch_size: Positive = 32
     """Samples per optimizer step."""
-    micro_batches: Positive = 8
-    """Parts of a batch that are in the pipeline at once; must divide `batch_size`."""
-    seed: NotNegative = 0
-    """Of weights, dropout and the order of samples."""
+    micro_batches: Positive | None = None
+    """Parts of a batch that are in the pipeline at once; must divide `batch_size`. By default as many as divide it, up
+    to 8; or 1, where the loss is a mean of the model's own, which may be another with each number."""
+    seed: Seed = 0
+    """The seed of weights, dropout and the order of samples."""
     shuffle: bool = True
     """Whether every pass over the data has an order of its own; false: as they lie."""
     precision: Precision = "fp32"
@@ -61,7 +65,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     eval_every: NotNegative = 0
     """Steps between evaluations on held-out samples; 0: none."""
     eval_samples: NotNegative = 256
-    """Held-out samples of an evaluation, at most."""
+    """Held-out samples of an evaluation, at most: of more, so many drawn at random, the same in every evaluation."""
     save_every: NotNegative = 0
     """Steps between checkpoints; 0: at the end only."""
     keep_checkpoints: Positive = 2
@@ -133,7 +137,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the device processes on this machine."""
 
-    threads: Positive = 1
+    threads: Threads = 1
     """Torch threads of each device."""
     emulate: bool = True
     """Shape links and stretch compute to the fleet's figures."""
@@ -141,7 +145,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Where device processes compute: `cpu`, `cuda:0`, ..., or `auto`, which deals this machine's accelerators out in
     turn. A table has a name per device; those that it leaves out take the CPU. Machines that join say it themselves."""
     engine: str | dict[str, str] = {}
-    """What computes the stages of device processes: `torch` or `jax`. A table has a name per device; those that it
+    """The framework of device processes: `torch` or `jax`. A table has a name per device; those that it
     leaves out have what the fleet file says, which is torch by default. Machines that join say it themselves."""
     tf32: bool | None = None
     """Whether float32 products and convolutions may use TF32, where the hardware has it; by default as torch does: in
@@ -152,7 +156,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whether a stage's operators are joined by torch.compile, where a measurement on its device says that it pays.
     Rounding then differs, from device to device and from run to run."""
     timeout: str = "60 s"
-    """Silence after which a party counts as lost."""
+    """Silence after which a peer counts as lost."""
     lease_ahead: Positive = 3
     """Steps that a device receives before it needs them."""
     recovery_attempts: Positive = 3
@@ -172,7 +176,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     adapt: bool = True
     """Measure devices and links from the work itself, and change the plan where that pays."""
     changes: tuple[FleetChange, ...] = ()
-    """Of the emulated fleet, along the run: to see what becomes of it."""
+    """Changes of the emulated fleet during the run, to see what becomes of it."""
 
 
 class PrivacyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,7 +206,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     name: Annotated[str, Meta(pattern=JOB_NAME)]
-    """Of the run: its folder is RUN_DIR/NAME."""
+    """The run's name: its folder is RUN_DIR/NAME."""
     model: ModelSpec
     """Which model to train."""
     data: DataSpec
@@ -218,9 +222,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     nothing else is ready), `auto`, the quicker of `1f1b` and `zero-bubble` for the plan; or `delayed`: `1f1b` without a
     pause between steps, each of which computes at the weights before the last update."""
     plan: PlanConfig = PlanConfig()
-    """What a plan must respect besides time."""
+    """Conditions on a plan besides time."""
     compression: CompressionConfig | None = None
     """Without this table messages travel as they are."""
+    metrics: tuple[str, ...] = ()
+    """Figures of evaluations beside the loss: `accuracy`, `perplexity`, or `package.module:function` of your own."""
     run_dir: str = "runs"
     """Where run folders are made."""
     training: TrainingConfig = TrainingConfig()
@@ -230,7 +236,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     learning_rate: LearningRate = LearningRate()
     """The learning rate by step: a factor on every optimizer's own, or a scheduler of torch."""
     sync: SyncPolicy = SyncPolicy()
-    """Of several replicas."""
+    """How several replicas synchronise."""
     privacy: PrivacyConfig | None = None
     """Without this table values leave data holders as they were computed."""
     runtime: RuntimeConfig = RuntimeConfig()
@@ -243,14 +249,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Where the run is kept besides its folder; without this table nowhere."""
 
     @property
+    def micro_batches(self) -> int:
+        """Of a batch, unless a plan has another number. By default it is so before the model is known (`Prepared.job`
+        says it)."""
+        batch, most = self.training.batch_size, range(MOST_MICRO_BATCHES, 0, -1)
+        return self.training.micro_batches or next(count for count in most if batch % count == 0)
+
+    @property
     def micro_batch_size(self) -> int:
         """Samples."""
-        return self.training.batch_size // self.training.micro_batches
+        return self.training.batch_size // self.micro_batches
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Into how many micro-batches a plan may cut a batch."""
-        return self.plan.micro_batches or (self.training.micro_batches,)
+        return self.plan.micro_batches or (self.micro_batches,)
 
     def cut_into(self, micro_batches: int) -> Job:
         """The job with batches of so many micro-batches."""
@@ -275,7 +288,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             learning_rate=self.learning_rate.tabled(t.steps),
             clip_norm=t.clip_norm,
             steps=t.steps,
-            micro_batches=t.micro_batches,
+            micro_batches=self.micro_batches,
             micro_batch_size=self.micro_batch_size,
             seed=t.seed,
             non_finite=t.non_finite,

@@ -23,22 +23,22 @@ class SweepEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     on: str
     """The engine: local, ssh, ray, slurm, kubernetes, skypilot, or one of another package."""
     nodes: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Of each run; by default those of the job's fleet file, or all that the engine has."""
+    """Nodes of each run; by default those of the job's fleet file, or all that the engine has."""
     options: dict[str, object] = {}
-    """Of the engine, as --on-option of `isthmus up`."""
+    """Options of the backend, as --on-option of `isthmus up`."""
 
 
 class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sweep's file says. Settings are keys of the job with their tables, as "training.batch_size"."""
+    """The file of a sweep. Settings are keys of the job with their tables, as "training.batch_size"."""
 
     name: Annotated[str, msgspec.Meta(pattern=JOB_NAME)]
-    """Of its folder."""
+    """The name of its folder."""
     job: str
     """The job's file. A relative path counts from the sweep's file."""
     run_dir: str = "runs"
     """The sweep's folder is made in this one."""
     grid: dict[str, object] = {}
-    """By setting, a list of values. Every combination is a point of the sweep."""
+    """A list of values for each setting. Every combination is a point of the sweep."""
     points: list[dict[str, object]] = []
     """Single points, each a table of settings. With a grid, each is combined with each of the grid's."""
     seeds: tuple[NotNegative, ...] = ()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 from isthmus.models.residual_stream import find_stream
 from isthmus.models.subspace import confine
+from isthmus.wire_types import MOST_BYTES, Many, Seed, Table, Text
 
-Rate = Annotated[float, Meta(ge=1)]
+Rate = Annotated[float, Meta(ge=1, le=MOST_BYTES)]
 
 
 class BoundaryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,10 +31,10 @@ class BoundaryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     `after`, trained with the model. `none`: as it is."""
     rate: Rate = 50
     """The stream's width per number that crosses."""
-    after: tuple[str, ...] | dict[str, Rate] = ()
-    """Of `residual`: blocks behind which there is a bottleneck ("blocks.3"), or a table with a rate for each."""
-    seed: Annotated[int, Meta(ge=0)] = 0
-    """Of the subspace."""
+    after: Many[Text] | Table[Text, Rate] = ()
+    """Only for `residual`: blocks behind which there is a bottleneck ("blocks.3"), or a table with a rate for each."""
+    seed: Seed = 0
+    """The seed of the subspace."""
 
     def __post_init__(self) -> None:
         if bool(self.after) != (self.method == "residual"):

@@ -11,6 +11,7 @@ import inspect
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -63,11 +64,11 @@ class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     path: str
     """A directory with a model that transformers saved, or an id on the hub."""
     task: Literal["causal-lm", "sequence-classification", "image-classification"]
-    """What the model is trained for."""
+    """The task that the model is trained for."""
     random_weights: bool = False
     """Take the config alone and draw new weights."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights."""
+    """The type of the weights."""
     config: dict[str, object] = {}
     """Entries of the model's config that are to differ."""
 
@@ -181,6 +182,8 @@ def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
     path = Path(chosen.path).expanduser()
     if chosen.path.startswith(("/", ".", "~")) and not path.is_dir():
         raise UserError(f"hf option 'path': no directory {chosen.path}")
+    if not path.is_dir():
+        _check_is_id(chosen.path, path)
     location = str(path) if path.is_dir() else chosen.path
     library = _transformers()
     auto_class = getattr(library, _AUTO_CLASS[chosen.task])
@@ -193,14 +196,39 @@ def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
         if chosen.random_weights or isinstance(torch.empty(0), FakeTensor):
             module = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
         else:
-            module = auto_class.from_pretrained(
-                location, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            module, loaded = auto_class.from_pretrained(
+                location,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
+            _warn_of_new_weights(chosen, sorted(loaded["missing_keys"]))
     except UserError:
         raise
     except Exception as error:  # missing files, no network, wrong task, unreadable weights: one family each
         raise UserError(f"hf option 'path': {chosen.path} as {chosen.task}: {_one_line(error)}") from error
     return module.train()
+
+
+def _check_is_id(given: str, path: Path) -> None:
+    """UserError for what is rather a folder that is not here: nothing is asked of the hub for it."""
+    folders = [str(one) for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(str(path), folders, n=1, cutoff=0.8) if path.parent != Path() else []
+    if near or given.count("/") > 1:
+        hint = f": did you mean {near[0]!r}?" if near else ", and it is no id of the hub"
+        raise UserError(f"hf option 'path': no directory {given} in {Path.cwd()}{hint}")
+
+
+def _warn_of_new_weights(chosen: PretrainedOptions, names: Sequence[str]) -> None:
+    """A new head is as it should be; anything else is a model that is not the one that was saved."""
+    if names:
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        warnings.warn(
+            f"hf option 'path': {chosen.path} as {chosen.task} has no {shown} ({len(names)} such): drawn at random",
+            stacklevel=2,
+        )
 
 
 def is_hugging_face(module: nn.Module) -> bool:

@@ -6,21 +6,24 @@ The library is the optional extra `lora` and is imported on first use.
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
 
 import msgspec
+import torch
 from msgspec import Meta
 from torch import nn
 
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.models.hugging_face import finish_directory, tokenizer_files
+from isthmus.wire_types import Int64, Many, Positive, Table, Text
 
-Positive = Annotated[int, Meta(ge=1)]
 ENDINGS = {
     "LMHeadModel": "CAUSAL_LM",
     "ForCausalLM": "CAUSAL_LM",
@@ -36,10 +39,10 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Rank of the matrices A and B."""
     lora_alpha: Positive = 8
     """B A x is multiplied by lora_alpha / r."""
-    target_modules: str | tuple[str, ...] | None = None
+    target_modules: Text | Many[Text] | None = None
     """Layers that get them: ends of their names, a regular expression over whole names, or "all-linear". By default
     what peft knows of the architecture."""
-    exclude_modules: str | tuple[str, ...] | None = None
+    exclude_modules: Text | Many[Text] | None = None
     """Layers that get none, in the same way."""
     lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Dropout on x before A."""
@@ -49,15 +52,15 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Multiply by lora_alpha / sqrt(r) instead (rsLoRA)."""
     use_dora: bool = False
     """Learn the norms of the weights' columns apart (DoRA)."""
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: Many[Text] = ()
     """Layers that are trained as a whole, and are saved with the adapter: a new head."""
     init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
     """How A and B begin. True: A is drawn, B is 0, and so the first step's loss is the base model's."""
-    layers_to_transform: tuple[int, ...] | None = None
+    layers_to_transform: Many[Int64] | None = None
     """Numbers of the blocks that get them; by default all."""
-    rank_pattern: dict[str, Positive] = {}
+    rank_pattern: Table[Text, Positive] = {}
     """Another `r` for layers whose name matches."""
-    alpha_pattern: dict[str, Positive] = {}
+    alpha_pattern: Table[Text, Positive] = {}
     """Another `lora_alpha` for layers whose name matches."""
 
 
@@ -72,10 +75,10 @@ def add_lora(module: nn.Module, options: LoraOptions) -> nn.Module:
     task = next((task for end, task in ENDINGS.items() if type(module).__name__.endswith(end)), None)
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in _fields(options).items()}
     try:
-        with _quiet():
+        with _heard():
             return peft.get_peft_model(module, peft.LoraConfig(task_type=task, **given)).train()
     except Exception as error:  # peft raises ValueError, TypeError and errors of its own
-        raise UserError(f"model.lora: {' '.join(str(error).split())}") from error
+        raise UserError(f"model.lora: {' '.join(str(error).split()).removeprefix('model.lora: ')}") from error
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -95,16 +98,56 @@ def save_adapter(module: nn.Module, directory: Path, tokenizer_dir: Path | None 
     Raises `UserError` if `tokenizer_dir` holds no tokenizer.
     """
     tokenizer = tokenizer_files(tokenizer_dir)
-    with _quiet():
+    with _heard():
         # "auto" asks the hub whether the embeddings grew: they are frozen, or in `modules_to_save`.
         module.save_pretrained(directory, save_embedding_layers=False)  # pyright: ignore[reportCallIssue]
     finish_directory(directory, tokenizer)
 
 
 def merged(module: nn.Module) -> nn.Module:
-    """The base model with B A added to its weights; the `peft.PeftModel` is used up."""
-    with _quiet():
-        return module.merge_and_unload()  # pyright: ignore[reportCallIssue]
+    """The base model with B A added to its weights; the `peft.PeftModel` is used up.
+
+    What shares a weight with a layer that has LoRA (a head with the embedding) keeps the weight as it was. UserError
+    where a model of its class cannot have the two apart.
+    """
+    untied = _untie(module)
+    with _heard():
+        model: nn.Module = module.merge_and_unload()  # pyright: ignore
+    if tied := _still_tied(model, untied):
+        raise UserError(
+            f"export: --merge: the model ties {' and '.join(tied)}, and LoRA changes one of them: expected the "
+            "adapter, without --merge, or [model.lora] target_modules and modules_to_save without them"
+        )
+    return model
+
+
+def _untie(module: nn.Module) -> list[str]:
+    """Give each layer with LoRA a weight of its own, as what shares it does not get what is added to it; returns the
+    names of weights that were shared."""
+    holders = Counter(id(p) for _, p in base_of(module).named_parameters(remove_duplicate=False))
+    found: list[str] = []
+    for name, layer in module.named_modules():
+        base = getattr(layer, "base_layer", None)
+        weight = getattr(base, "weight", None)
+        if isinstance(base, nn.Module) and isinstance(weight, nn.Parameter) and holders[id(weight)] > 1:
+            base.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+            found.append(name)
+    return found
+
+
+def _still_tied(model: nn.Module, untied: Sequence[str]) -> Sequence[str]:
+    """Names of weights that the model has apart, and that one of its class and settings would have as one."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "tie_word_embeddings"):
+        return untied
+    with torch.device("meta"):
+        again: nn.Module = type(model)(copy.deepcopy(config))
+    named: dict[int, list[str]] = {}
+    for name, parameter in again.named_parameters(remove_duplicate=False):
+        named.setdefault(id(parameter), []).append(name)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    tied = (names for names in named.values() if len({own[name].data_ptr() for name in names if name in own}) > 1)
+    return next(tied, ())
 
 
 def _fields(options: LoraOptions) -> dict[str, object]:
@@ -117,9 +160,23 @@ def _peft() -> ModuleType:
     return import_extra("peft", "model.lora")
 
 
+_HARMLESS = ("fan_in_fan_out", "ensure_weight_tying", "tied_target_modules", "no longer tied after merging")
+"""Of peft's warnings: what it corrects for a layer that keeps its weights transposed, as GPT-2's do; and ties, which
+`merged` takes apart."""
+_WITHOUT_EFFECT = ("were ignored", "no modules were excluded", "no module was matched")
+"""Of a setting that a run would not have."""
+
+
 @contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """peft says which settings it corrects for a layer that keeps its weights transposed, as GPT-2's do."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def _heard() -> Generator[None]:
+    """UserError where peft warns that a setting has no effect. Its other warnings are shown, but for those without
+    consequence."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         yield
+    for one in caught:
+        text = " ".join(str(one.message).split())
+        if any(words in text for words in _WITHOUT_EFFECT):
+            raise UserError(f"model.lora: {text}")
+        if not issubclass(one.category, DeprecationWarning | FutureWarning) and not any(w in text for w in _HARMLESS):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

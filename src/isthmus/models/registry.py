@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+from torch._guards import detect_fake_mode
 
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import check_arguments, import_object, load_third_party, read_options, third_party
 from isthmus.graph.capture_errors import built_by, reason_of, user_line
+from isthmus.graph.metrics import LossAndOutput
 from isthmus.models import hugging_face
 from isthmus.models.boundary import BoundaryOptions, add_boundary
 from isthmus.models.gpt import GPT, GPTConfig
@@ -24,6 +25,7 @@ from isthmus.models.lora import LoraOptions, add_lora
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.unet import UNet, UNetConfig
 from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_docs
+from isthmus.wire_types import Table, Text
 
 ENTRY_POINTS = "isthmus.models"
 
@@ -36,9 +38,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ever read from the user's own job file, never from a link.
     """
 
-    name: str
+    name: Text
     """One of `isthmus models`, `hf:CLASS` for a class of transformers, or `package.module:callable` of your own."""
-    options: dict[str, object] = {}
+    options: Table[Text, object] = {}
     """The model's own settings: `isthmus describe NAME` lists them."""
     lora: LoraOptions | None = None
     """With this table the model stays as it is, and small matrices beside its layers are trained (`peft`)."""
@@ -80,6 +82,11 @@ def model_names() -> list[str]:
 def is_built_in(spec: ModelSpec) -> bool:
     """Whether the module follows from the spec and installed packages alone: from no file and no code of the user's."""
     return (spec.name in _OURS and spec.name != "hf") or spec.name in hugging_face.BY_NAME
+
+
+def is_own_code(spec: ModelSpec) -> bool:
+    """Whether the name is a `module:callable` that is imported from the user's own files."""
+    return ":" in spec.name and not spec.name.startswith(("hf:", GIVEN))
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
@@ -182,18 +189,15 @@ class WithLoss(nn.Module):
         self.loss = loss
         self._inputs, self._target = inputs, target
 
-    def forward(self, **columns: Tensor) -> Tensor:
-        return self.loss(self.model(*(columns[name] for name in self._inputs)), columns[self._target])
-
-
-def is_with_loss(name: str) -> bool:
-    """Whether a name that was given is that of a model with a loss around it."""
-    return name.startswith(f"{GIVEN}{WithLoss.__name__}-")
+    def forward(self, **columns: Tensor) -> LossAndOutput:
+        output = self.model(*(columns[name] for name in self._inputs))
+        return LossAndOutput(loss=self.loss(output, columns[self._target]), output=output)
 
 
 def own_names(name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the model called `name`, under the names that the module which was given has for them."""
-    if not is_with_loss(name):
+    """Weights of the model called `name`, under the names that the module which was given has for them: those of a loss
+    around it are left out."""
+    if not name.startswith(f"{GIVEN}{WithLoss.__name__}-"):
         return dict(weights)
     prefix = "model."  # the field of `WithLoss`
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
@@ -207,12 +211,20 @@ def build_given(name: str) -> nn.Module:
     model = _given[name]
     if not isinstance(model, nn.Module):
         return model()
-    if not isinstance(torch.empty(0), FakeTensor):
+    if detect_fake_mode() is None:
         return copy.deepcopy(model).train()
     held: list[Tensor] = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): _fake(tensor) for tensor in held}).train()
+    storages: dict[int, Tensor] = {}
+    return copy.deepcopy(model, {id(tensor): _fake(tensor, storages) for tensor in held}).train()
 
 
-def _fake(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+def _fake(tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
+    """Of the same sizes; tensors that share memory do so again, which a capture refuses where one of them learns."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+    else:
+        memory = tensor.untyped_storage()
+        elements = memory.nbytes() // tensor.element_size()
+        whole = storages.setdefault(memory._cdata, torch.empty(elements, dtype=tensor.dtype))  # pyright: ignore[reportPrivateUsage]
+        empty = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -37,7 +37,7 @@ class UNetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     task: Literal["classification", "segmentation"] = "classification"
     """One label per image, or one per pixel."""
     norm: Norm = "group"
-    """What normalises after a convolution."""
+    """The normalisation after a convolution."""
 
 
 def _normalisation(norm: Norm, channels: int) -> nn.Module:

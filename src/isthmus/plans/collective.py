@@ -8,14 +8,12 @@ what they wait for alone. Every part is summed once and then copied, so all memb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from isthmus.errors import UserError
-
-Member = Annotated[int, Meta(ge=0)]
+from isthmus.wire_types import Many, Place
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,16 +24,16 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     `ring`: parts travel around once to be summed and once more to be known (n - 1 rounds each).
     `hierarchical`: an island's members send all to its first, the first of all islands share out the sum, and hand it
     on inside."""
-    islands: tuple[tuple[Member, ...], ...] = ()
+    islands: tuple[tuple[Place, ...], ...] = ()
     """`ring`: one tuple, the members in the order of the ring. `hierarchical`: each island's members."""
 
 
 class Parts(msgspec.Struct, frozen=True):
     """Parts `first` .. `last` - 1 of a buffer that is cut into `of`."""
 
-    first: int
-    last: int
-    of: int
+    first: Place
+    last: Place
+    of: Place
 
     def span(self, elements: int) -> tuple[int, int]:
         """The elements that these parts are, of a buffer of so many."""
@@ -47,7 +45,7 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 class CollectiveMessage(msgspec.Struct, frozen=True):
-    other: int
+    other: Place
     """To whom, or from whom."""
     parts: Parts
 
@@ -55,8 +53,8 @@ class CollectiveMessage(msgspec.Struct, frozen=True):
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """One round of one member."""
 
-    sends: tuple[CollectiveMessage, ...] = ()
-    receives: tuple[CollectiveMessage, ...] = ()
+    sends: Many[CollectiveMessage] = ()
+    receives: Many[CollectiveMessage] = ()
     adds: bool = False
     """What arrives is added, in the order of the senders; else it replaces."""
 

@@ -13,6 +13,7 @@ from msgspec import Meta
 from isthmus.errors import UserError
 from isthmus.plans.packing import DENSE
 from isthmus.units import format_share
+from isthmus.wire_types import Count, Positive
 
 Objective = Literal["time", "cost"]
 
@@ -25,11 +26,11 @@ class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ratio: Annotated[float, Meta(ge=1)] = 100.0
     """Elements per element that is sent; what it bounds is the method's."""
     backward: str | None = None
-    """Of `bf16`, `int8` and `int4`: which of them packs gradients. None: the same."""
+    """With `bf16`, `int8` and `int4`: which of them packs gradients. None: the same."""
     feedback: bool = False
     """Whether what is left out of a sample's gradients is added when the sample comes again."""
     loss_budget: Annotated[float, Meta(ge=0)] | None = None
-    """Of `just-enough`: how much higher the loss may become by measured figures; 0.01 is 1 %. None: by any amount."""
+    """With `just-enough`: how much higher the loss may become by measured figures; 0.01 is 1 %. None: by any amount."""
 
     def __post_init__(self) -> None:
         if self.loss_budget is not None and self.method != "just-enough":
@@ -47,8 +48,8 @@ class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class OwnSamples(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The number of samples of one holder."""
 
-    train: Annotated[int, Meta(ge=1)]
-    heldout: Annotated[int, Meta(ge=0)] = 0
+    train: Positive
+    heldout: Count = 0
 
 
 class LackingOperators(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,7 +97,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise UserError("plan.labels_stay: got true without a data_holder, expected one where the labels stay")
         if self.own_samples and len(self.own_samples) != len(self.data_holders):
             expected = f"{len(self.data_holders)}, one per holder"
-            raise UserError(f"terms.own_samples: got {len(self.own_samples)} entries, expected {expected}")
+            raise UserError(f"constraints.own_samples: got {len(self.own_samples)} entries, expected {expected}")
 
     @property
     def feeders(self) -> tuple[str, ...]:

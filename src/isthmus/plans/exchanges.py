@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
+from isthmus.wire_types import Above, Count
 
 RATE, MOMENTUM = 0.7, 0.9
 """DiLoCo's."""
@@ -29,9 +30,9 @@ class OuterOptimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     DiLoCo (2023, Alg. 1) has no delay and no mixing, Streaming DiLoCo (2025, Alg. 2) has both.
     """
 
-    rate: Annotated[float, Meta(gt=0)] = RATE
+    rate: Above = RATE
     momentum: Annotated[float, Meta(ge=0, lt=1)] = MOMENTUM
-    delay: Annotated[int, Meta(ge=0)] = 0
+    delay: Count = 0
     """Steps between the start of an exchange and its use: tau. 0 waits for it."""
     mixing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of a replica's own parameters that stays when the outer ones arrive: alpha."""

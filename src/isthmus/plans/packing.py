@@ -14,6 +14,7 @@ import msgspec
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.graph.opgraph import DTYPE_BYTES
+from isthmus.wire_types import Id, NotNegative
 
 INT8_BLOCK = 256
 """Elements that share a float32 scale."""
@@ -28,8 +29,8 @@ PACKED_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A codec and its setting. Raises UserError for an unknown codec, or a ratio that it cannot have."""
 
-    codec: str
-    ratio: float = 1.0
+    codec: Id
+    ratio: NotNegative = 1.0
     """Elements of a tensor per element that is sent: 100 keeps 1 % of them, 1 keeps all."""
     feedback: bool = False
     """Of gradients: what was left out of a sample's is added to that of the same sample when it comes again."""

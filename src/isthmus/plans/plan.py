@@ -19,6 +19,7 @@ from isthmus.plans.exchanges import OuterOptimizer
 from isthmus.plans.packing import Compression
 from isthmus.plans.schedule import STEPS_AT_ONCE, Schedule
 from isthmus.plans.worker_ids import worker_ids_of
+from isthmus.reading import read_json
 
 PLAN_VERSION = 9
 Positive = Annotated[int, Meta(ge=1)]
@@ -264,7 +265,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[Replica, ...]
     sync: ReplicaSync = ReplicaSync()
     constraints: Constraints = Constraints()
-    """What was asked of the plan besides time."""
+    """Conditions on the plan besides time."""
     predicted: Prediction
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
@@ -336,11 +337,9 @@ def save_plan(plan: Plan, path: Path) -> None:
 def load_plan(path: Path) -> Plan:
     """UserError when the file is missing, is not a plan, or has another version."""
     try:
-        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+        plan = read_json(path, Plan, f"plan file {path}")
     except FileNotFoundError:
         raise UserError(f"plan file {path}: not found") from None
-    except ValueError as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"plan file {path}: not a plan: {e}") from None
     if plan.version != PLAN_VERSION:
         raise UserError(f"plan file {path}: version: got {plan.version}, expected {PLAN_VERSION}")
     return plan

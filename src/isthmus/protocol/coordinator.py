@@ -47,7 +47,7 @@ from isthmus.protocol.coordinator_events import (
 )
 from isthmus.protocol.failures import Attempts, StepFailure, Suspects
 from isthmus.protocol.finite import Divergence
-from isthmus.protocol.leases import ItemReports, Leases, mean_loss, non_finite
+from isthmus.protocol.leases import ItemReports, Leases, evaluation_sums, mean_loss, non_finite
 from isthmus.protocol.machine import EpochMachine, FromDevice
 from isthmus.protocol.members import Members, Restarts
 from isthmus.protocol.phases import COORDINATOR, CoordinatorStatistics, Phase
@@ -140,9 +140,9 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         return self._recalls.queued if self._phase == "recalling" else frozenset()
 
     @property
-    def open_items(self) -> Collection[int]:
-        """Indices of the items that are leased, and that not all have reported."""
-        return self._leases.open
+    def leases(self) -> Leases:
+        """Items that devices may be at work on."""
+        return self._leases
 
     @property
     def behind(self) -> tuple[int, frozenset[str]]:
@@ -268,15 +268,15 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
     # Running
 
     def _on_item_reported(self, device: str, report: ItemReported) -> Out:
-        reports = self._reports.add(device, report, self.devices)
-        if reports is None:
+        known = report.item in self._leases.open  # of others nothing is kept
+        if not known or (reports := self._reports.add(device, report, self.devices)) is None:
             return []
         item = self._leases.finish(report.item)
         note_, ends = non_finite(item, reports, self._divergence)
         if ends:
             saved = f"the newest checkpoint is of step {self._saved}" if self._saved else "nothing was saved before"
             return [ItemDone(item, mean_loss(reports)), *self._end("diverged", f"{note_}; {saved}")]
-        out: Out = [ItemDone(item, mean_loss(reports), note_)]
+        out: Out = [ItemDone(item, mean_loss(reports), note_, evaluation_sums(item, reports))]
         if item.kind == "save":
             self._saved = item.step
             out.append(CommitCheckpoint(item, finite=not note_))

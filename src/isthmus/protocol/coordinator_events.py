@@ -97,6 +97,8 @@ class ItemDone(msgspec.Struct, frozen=True):
     loss: float | None = None
     note_: str = ""
     """What a person may want to know of it."""
+    sums: tuple[float, ...] = ()
+    """Of an evaluation: losses, counts, and sums and counts of metrics."""
 
 
 class CommitCheckpoint(msgspec.Struct, frozen=True):

@@ -13,8 +13,10 @@ often, and nothing that it has learned is lost.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+from isthmus.errors import PeerError
 from isthmus.protocol.deadlines import STARTING
 from isthmus.protocol.decoupled_events import (
     AskReplica,
@@ -92,15 +94,25 @@ _SHORTEST_S = 1e-3
 """Between two looks at a merge that could not end."""
 _QUORUM_TIMEOUT = 2.0
 """Times between two merges after which a quorum counts only replicas that show life."""
+_FASTEST_STEP_S = 1e-3
+"""Of a replica that is away, where the pace of none is known."""
+_FASTER = 8
+"""Times the fastest pace that was seen: what one that was away may have had."""
 
 
 class _Member:
     """A replica that is connected, or was."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: float, steps: int = 0) -> None:
         self.connected = True
+        self.joined_s = self.heard_s = now_s
+        self.reports = 0
+        """Steps that it has reported on this connection."""
+        self.connections = 1
+        self.merged_steps: dict[int, int] = {}
+        """By fragment, how many it had made when it gave the newest contribution that is merged."""
         self.leaves = False
-        self.steps = 0
+        self.steps = steps
         self.shows_life = False
         """Whether it has made a step since the newest merge was announced."""
         self.is_ready = False
@@ -127,6 +139,8 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         """When the host is to say `ClockRead`, whatever else happens."""
         self._members: dict[str, _Member] = {}
         self._now_s = self._announced_s = 0.0
+        self._step_s = math.inf
+        """Of the fastest replica, as far as is known."""
         self._interval_s = 0.0
         """From one announcement to the next, as it was lately."""
         self._merged_samples = 0
@@ -155,6 +169,54 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         """That it has made, as far as is known."""
         return self._members[replica].steps if replica in self._members else 0
 
+    def check(self, replica: str, body: StepsMade | Contributed) -> None:
+        """Before the machine takes it. PeerError for figures that are not of what this replica can have done."""
+        member, most = self._members[replica], self._most_steps(replica)
+        least = 0 if isinstance(body, Contributed) else most if member.reports else 1
+        if not least <= body.steps <= most:
+            expected = f"at most {most}" if body.steps > most else f"at least {least}"
+            raise PeerError(f"reported {body.steps} steps after {member.steps}, expected {expected}")
+        each = self.rules.step_samples
+        if isinstance(body, StepsMade):
+            if each is not None and body.samples > each:
+                raise PeerError(f"reported a step of {body.samples} samples, expected at most {each}")
+            return
+        if body.merge > self.merge:
+            raise PeerError(f"contributed to merge {body.merge}, expected at most {self.merge}")
+        numbers = set(body.fragments)
+        if len(numbers) < len(body.fragments) or any(f >= self.rules.fragments for f in numbers):
+            raise PeerError(f"contributed to fragments {list(body.fragments)}, expected some of {self.rules.fragments}")
+        self._check_taken(member, body)
+        for fragment, samples in zip(body.fragments, body.samples, strict=True):
+            merged = 0 if member.leaves else member.merged_steps.get(fragment, 0)
+            if body.steps <= merged:
+                raise PeerError(f"contributed fragment {fragment} after {body.steps} steps again: it is merged already")
+            if each is not None and samples > each * (body.steps - merged):
+                limit = each * (body.steps - merged)
+                raise PeerError(f"contributed fragment {fragment} of {samples} samples, expected at most {limit}")
+
+    def _check_taken(self, member: _Member, body: Contributed) -> None:
+        """Each connection gives every fragment once, and each merge one, but for the last."""
+        fragments = self.rules.fragments
+        most = self.merge + fragments * (member.connections + 1)
+        if (found := body.taken_before + len(body.taken)) > most:
+            raise PeerError(f"took {found} versions, expected at most {most}")
+        for taken in body.taken:
+            if taken.fragment >= fragments or taken.merge > self.merge or taken.steps > body.steps:
+                raise PeerError(
+                    f"took version {taken.merge} of fragment {taken.fragment} after {taken.steps} steps, expected one "
+                    f"of {fragments} fragments, at most version {self.merge} and {body.steps} steps"
+                )
+
+    def _most_steps(self, replica: str) -> int:
+        """That it can have made. On a connection each one is reported, nobody trains before the first one, and one that
+        was away may have trained on."""
+        member = self._members[replica]
+        if member.reports or member.connections == 1:
+            return member.steps + 1
+        step_s = self._step_s if math.isfinite(self._step_s) else _FASTER * _FASTEST_STEP_S
+        return member.steps + 1 + int(_FASTER * (self._now_s - member.heard_s) / step_s)
+
     def _is_stale(self, event: MergerEvent) -> bool:
         return False
 
@@ -181,8 +243,12 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
     def _joined(self, replica: str) -> Out:
         again = replica in self._members
         steps = self._members[replica].steps if again else 0
-        self._members[replica] = member = _Member()
-        member.steps = steps
+        member = _Member(self._now_s, steps)
+        if again:
+            before = self._members[replica]
+            member.heard_s, member.merged_steps = before.heard_s, before.merged_steps
+            member.connections = before.connections + 1
+        self._members[replica] = member
         self._invited.discard(replica)
         self._expected.discard(replica)
         for held in self._held:
@@ -219,7 +285,12 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
     def _stepped(self, replica: str, made: StepsMade) -> Out:
         member = self._members[replica]
         self.samples += made.samples * max(1, made.steps - member.steps)  # also those made without a connection
+        if made.steps < member.steps:
+            member.merged_steps = {}  # it has begun anew
         member.steps, member.shows_life = made.steps, True
+        member.heard_s, member.reports = self._now_s, member.reports + 1
+        if member.reports > 1 and self._now_s > member.joined_s:
+            self._step_s = min(self._step_s, (self._now_s - member.joined_s) / member.reports)
         if replica in self._invited:
             self._expected.add(replica)  # it will answer: what it was asked is on its way
         return self._next() if self._phase == "training" else []
@@ -346,6 +417,8 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
 
     def _taken_out(self, fragment: int) -> MergedFragment:
         held, self._held[fragment] = self._held[fragment], {}
+        for name, contribution in held.items():
+            self._members[name].merged_steps[fragment] = contribution.steps
         return MergedFragment(fragment=fragment, contributions=tuple(held[name] for name in sorted(held)))
 
     def _stop(self) -> Out:

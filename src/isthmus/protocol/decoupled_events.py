@@ -5,18 +5,15 @@ A merge has a number, from 1 on. A fragment's version is the number of the merge
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
-from msgspec import Meta
 
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import Halt
+from isthmus.wire_types import Count, CountOrNone, Finite, Many
 
 NEVER = -1
 """In place of a merge's number."""
-Count = Annotated[int, Meta(ge=0)]
 
 
 class MergeRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +30,8 @@ class MergeRules(msgspec.Struct, frozen=True, kw_only=True):
     """How long a merge that has its quorum waits for others, as a share of the time between two merges."""
     timeout_s: float
     """After which a run ends that has no replica."""
+    step_samples: int | None = None
+    """Of a replica's step, at most; None: its own script says how many."""
 
 
 # Replica to merger
@@ -45,7 +44,7 @@ class StepsMade(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkn
     """Of this replica, this one included."""
     samples: Count
     """Of this step."""
-    loss: float | None = None
+    loss: Finite | None = None
     """None for one that is not a number."""
 
 
@@ -61,11 +60,11 @@ class Contributed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
     """With it come the packed changes of the fragments that were asked for."""
 
     merge: Count
-    fragments: tuple[Count, ...]
+    fragments: Many[Count]
     steps: Count
-    samples: tuple[Count, ...]
+    samples: Many[Count]
     """Of each fragment: trained on since the last contribution that was merged."""
-    taken: tuple[VersionTaken, ...] = ()
+    taken: Many[VersionTaken] = ()
     """Versions since the newest contribution that it knows to be merged."""
     taken_before: Count = 0
     """How many it took before those."""
@@ -85,7 +84,7 @@ class CollectChanges(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
     """Contribute after the present step."""
 
     merge: Count
-    fragments: tuple[Count, ...]
+    fragments: Many[Count]
     last: bool = False
     """No step comes after it."""
 
@@ -97,7 +96,7 @@ class FragmentSent(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     merge: Count
     """The version."""
     whole: bool
-    included: int
+    included: CountOrNone
     """The newest contribution of this replica to this fragment that is merged, by the merge that asked for it."""
     first: bool
     """On this connection: a contribution that is not merged yet is void, and its change is to be given again."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from isthmus.errors import PeerError
 from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contribute,
@@ -99,11 +100,24 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
     def __init__(self, fragments: int, per_step: int, steps: int = 0) -> None:
         """`per_step` is as of `SamplesKnown`; `steps` were made by an earlier process of this replica."""
         super().__init__()
+        self._fragments = fragments
         self._missing = set(range(fragments))
         """Fragments that it has no version of yet."""
         self.steps = steps
         self._known = SamplesKnown(per_step)
         self._asked: CollectChanges | None = None
+
+    def check(self, order: CollectChanges | FragmentSent) -> None:
+        """Before the machine takes it. PeerError for figures that no merger of these fragments says."""
+        named = (order.fragment,) if isinstance(order, FragmentSent) else order.fragments
+        if len(set(named)) < len(named) or any(fragment >= self._fragments for fragment in named):
+            raise PeerError(f"named fragments {list(named)}, expected some of {self._fragments}")
+        if isinstance(order, CollectChanges):
+            return
+        if not order.whole and order.fragment in self._missing:
+            raise PeerError(f"sent a change of fragment {order.fragment}, of which nothing was sent before")
+        if order.included > order.merge:
+            raise PeerError(f"named contribution {order.included} in version {order.merge}, which is older")
 
     def _is_stale(self, event: ReplicaEvent) -> bool:
         return False

@@ -37,6 +37,8 @@ AGREE = 0.8
 """Of the steps in a window, how many must say so."""
 LAG_STEPS = 2
 """The two ends of a message report it at most so many steps apart, or it is not counted."""
+AHEAD_STEPS = 64
+"""Nor is what a device says of steps that are so far ahead: nothing is kept of those."""
 LEAST_BYTES = 1 << 14
 """Smaller messages say more of threads than of links."""
 
@@ -184,7 +186,7 @@ class Drift:
     def note(self, step: int, spans: Iterable[Span]) -> list[RateChange]:
         """What was reported up to the end of a step; returns what is believed anew."""
         for span in spans:
-            if span.step < self._first or span.end_s <= span.start_s:
+            if not self._first <= span.step <= step + AHEAD_STEPS or span.end_s <= span.start_s:
                 continue
             if span.track == "compute":
                 self._computed(span)
@@ -253,8 +255,8 @@ class Drift:
     def _carried(self, span: Span) -> None:
         sends = span.track == "send"
         source, target = (span.device, span.other) if sends else (span.other, span.device)
-        if source == target:  # between two stages of one device
-            return
+        if source == target or not {source, target} <= set(self._fleet.names):
+            return  # between two stages of one device, or one that nobody knows
         key = (source, target, span.name, span.micro_batch)
         halves = self._halves.setdefault(span.step, {})
         other = halves.pop(key, None)

@@ -15,14 +15,15 @@ import msgspec
 from isthmus.plans.collective import Round
 from isthmus.protocol.events import Merge, SendParts
 from isthmus.protocol.run_messages import PartsArrived
+from isthmus.wire_types import Count, Many, Place
 
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     """One group from one member's side. In its rounds the others are workers' numbers."""
 
-    group: int
-    rounds: tuple[Round, ...]
-    iterations: tuple[int, ...] = (0,)
+    group: Place
+    rounds: Many[Round]
+    iterations: Many[Count] = (0,)
     """In which steps of a period it is summed."""
 
 

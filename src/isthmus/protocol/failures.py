@@ -8,9 +8,15 @@ from collections.abc import Mapping, Set
 import msgspec
 
 from isthmus.errors import IsthmusError, PeerError
+from isthmus.wire_types import CountOrNone, Name, Text
 
 GRACE_S = 1.0
 """How long to wait for a better explanation than the first one."""
+EXIT_S = 10.0
+"""How long to wait for the exit of a process that is known to run and whose connection closed. It ends in this moment,
+and how it ended is the better explanation: on a machine that is busy it is heard of later than the grace is long."""
+CLOSED = "its connection closed"
+"""Why a device is lost of which nothing more is known."""
 
 
 class FailureDetector:
@@ -57,9 +63,11 @@ class FailureDetector:
         """Whether the device of the next verdict cannot work, however often it is asked."""
         return bool(self._reported)
 
-    def decide(self, now_s: float, ended: Mapping[str, str]) -> tuple[str, IsthmusError] | None:
+    def decide(
+        self, now_s: float, ended: Mapping[str, str], running: Set[str] = frozenset()
+    ) -> tuple[str, IsthmusError] | None:
         """The device that the run has lost and why, once that is clear. Asked again and again. `ended`: by device, how
-        its process ended."""
+        its process ended; `running`: devices whose process is not known to have ended."""
         if self._reported:
             return self._reported[0]
         for device, reason in self._failed.items():
@@ -74,6 +82,8 @@ class FailureDetector:
             return None
         for device, reason in self._disconnected.items():
             if device not in self._accusers:
+                if reason == CLOSED and device in running and now_s - self._since_s < EXIT_S:
+                    return None
                 return device, PeerError(f"device {device!r} was lost: {reason}")
         # Both ends of a link that is cut may accuse each other. Which was heard first is chance.
         device, reason = min(self._accusers.items())
@@ -88,10 +98,10 @@ def without_name(failure: IsthmusError, device: str) -> str:
 class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
     """What the job's model or data raised on a device. Devices that fail alike fail at the same step, by the same."""
 
-    step: int
-    what: str
+    step: CountOrNone
+    what: Name
     """The operator and its module, or what else raised."""
-    reason: str
+    reason: Text
     """In words, with samples."""
     memory: bool = False
     """It was memory that was short: no fault of the job's, and with a smaller stage the device is as good as before."""

@@ -37,7 +37,7 @@ class Buffer:
         here: Callable[[int], Integers | None] = lambda round_: None,
     ) -> None:
         """`sizes` (population,) in samples; `here` gives the clients that can begin in a round, None for all."""
-        self.at_work = min(len(sizes), round(rules.needed(len(sizes)) * rules.over_select))
+        self.at_work = rules.asked(len(sizes))
         self.size = min(self.at_work, rules.expected(len(sizes)))
         """K, of the paper."""
         self._rules, self._sizes, self._seed, self._here = rules, sizes, seed, here
@@ -63,8 +63,7 @@ class Buffer:
         return self._made[round_]
 
     def _play(self, round_: int) -> Mapping[int, int]:
-        among = self._here(round_)
-        among = np.arange(len(self._sizes)) if among is None else among
+        among = self._rules.candidates(self._sizes, self._here(round_))
         sums = np.cumsum(self._sizes[among].astype(np.float64) if self._rules.weighted else np.ones(len(among)))
         done: dict[int, int] = {}
         self._fill(round_, done, among, sums)

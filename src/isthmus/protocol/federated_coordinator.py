@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,8 +50,8 @@ from isthmus.protocol.federated_messages import (
     TasksReturned,
     UpdateRefused,
 )
-from isthmus.protocol.federated_phase import OpenPhase
-from isthmus.protocol.federated_reports import fault_of, has_diverged, record_of, refusal_texts
+from isthmus.protocol.federated_phase import FederatedStatistics, OpenPhase
+from isthmus.protocol.federated_reports import empty_round, fault_of, has_diverged, record_of, refusal_texts
 from isthmus.protocol.federated_rules import RoundRules, Waiting, Why
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
@@ -62,13 +61,6 @@ from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.work_stealing import assign_idle, assign_returned, forget_executor, grant_tasks, reassign
 
 Integers = NDArray[np.int64]
-
-
-class FederatedStatistics(msgspec.Struct, frozen=True):
-    phase: CoordinatorPhase
-    round: int
-    alive: int
-    stale: int
 
 
 class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, CoordinatorInstruction]):
@@ -229,7 +221,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         """Plan the next round while this one trains: its cohort is known, and times that are a round older do."""
         following = self._next.round + 1
         planned = self._scheduler.pinned or self._scheduler.cohort_ahead(following) is not None
-        if self._phase != "running" or planned or following >= self.rules.rounds:
+        if self._phase != "running" or planned or following >= self.rules.rounds or self._is_empty(PhaseId(following)):
             return []
         return [PlanRound(following, self._scheduler.ask(following, self._cohort_of(following), self._present()))]
 
@@ -270,6 +262,19 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         return self._end("lost", f"round {self._next.round + 1}: {waited}")
 
     def _open_phase(self, phase: PhaseId) -> list[CoordinatorInstruction]:
+        out: list[CoordinatorInstruction] = []
+        while self._is_empty(phase):
+            out += empty_round(phase, self.rules.passes)
+            phase = PhaseId(phase.round + 1)
+        return [*out, *self._open_drawn(phase)]
+
+    def _is_empty(self, phase: PhaseId) -> bool:
+        """Whether every client was drawn by itself, and none was: nobody need be there."""
+        begins = self.rules.poisson and not (phase.number or self._late) and phase.round < self.rules.rounds
+        waits = self.rules.gathering is not None and len(self._alive) < self.rules.minimum
+        return begins and not waits and not len(self._cohort_of(phase.round))
+
+    def _open_drawn(self, phase: PhaseId) -> list[CoordinatorInstruction]:
         self._next = phase
         if phase.round >= self.rules.rounds:
             return self._end("done")
@@ -293,17 +298,15 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         out: list[CoordinatorInstruction] = []
         alive = self._free()
         assignment = self._scheduler.assignment(self._cohort, alive)
-        clients = sum(map(len, assignment.tasks.values()))
-        line = self._scheduler.line
-        expected = clients + len(self._late)
-        opened = OpenPhase(phase=phase, opened_s=self._now_s, needed=min(self.rules.needed, expected), line=line)
-        opened.late, self._late = self._late, {}
+        expected = sum(map(len, assignment.tasks.values())) + len(self._late)
+        needed = len(self._asked) if self.rules.poisson else self.rules.needed
+        enough = min(self.rules.enough(needed), expected)
+        opened = OpenPhase(phase=phase, opened_s=self._now_s, enough=enough, line=self._scheduler.line)
+        self._open, opened.late, self._late = opened, self._late, {}
         if (schedule := assignment.schedule) is not None:
             opened.predicted_s, opened.bound_s = schedule.makespan_s, schedule.lower_bound_s
-        self._open = opened
-        asked = self._cohort
-        if opened.late:
-            asked = np.union1d(asked, [task.client for _, task in opened.late.values()]).astype(np.int64)
+        late = [task.client for _, task in opened.late.values()]
+        asked = np.union1d(self._cohort, late).astype(np.int64) if late else self._cohort
         opening = PhaseSetup(
             phase=phase, clients=len(asked), samples=self._scheduler.samples(asked), durable_round=self.durable_round
         )
@@ -362,7 +365,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         self, victim: str, tasks: tuple[ClientTask, ...], opened: OpenPhase
     ) -> list[CoordinatorInstruction]:
         thief = opened.recalls.pop(victim, None)
-        if not opened.take(victim, tasks):
+        if thief is None or not opened.take(victim, tasks):
             return self._expel(victim, "gave back clients that it was not given")
         return [*assign_returned(tasks, thief, opened, self._scheduler, holds=self._steals)]
 
@@ -398,7 +401,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         if self.rules.quorum == 1:  # else they may be among those that make a quorum
             behind += len(opened.late)
         open_s = self._now_s - opened.opened_s
-        why = self.rules.why_over(opened.outstanding, opened.done, opened.needed, open_s, behind)
+        why = self.rules.why_over(opened.outstanding, opened.done, opened.enough, open_s, behind)
         if why is not None and self.rules.secure is not None and opened.done >= self.rules.minimum:
             self._phase, self._why = "unmasking", why
             return [UnmaskSums(opened.phase, frozenset(name for name, timed in opened.timed.items() if timed))]

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from isthmus.planners.cohort import CohortSchedule
+from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
@@ -108,6 +109,8 @@ class Unmasked(msgspec.Struct, frozen=True, kw_only=True):
     phase: PhaseId
     reason: str = ""
     """Why the masks cannot be taken off; empty: they are off."""
+    wrong: tuple[tuple[str, str], ...] = ()
+    """Holder and owner of each share that is wrong; the others were enough."""
 
 
 CoordinatorEvent = (
@@ -165,6 +168,8 @@ class UpdateServer(msgspec.Struct, frozen=True):
     """Every sum of the pass is in: the server's update."""
 
     phase: PhaseId
+    opening: PhaseSetup | None = None
+    """Of a pass of nobody: no executor opens it."""
 
 
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +193,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Clients that changed hands."""
     stale: tuple[tuple[int, int], ...] = ()
     """(client, rounds late) of updates that were made for a round before."""
-    closed_by: Literal["all", "quorum", "deadline"] = "all"
+    closed_by: Literal["all", "quorum", "behind", "deadline"] = "all"
 
 
 class CommitRound(msgspec.Struct, frozen=True):
@@ -227,7 +232,7 @@ class ExecutorDisconnected(msgspec.Struct, frozen=True, kw_only=True):
     """Its connection closed, or it was silent for too long."""
 
     executor: str
-    reason: str
+    reason: str = CLOSED
 
 
 class ReportRefused(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,24 +12,33 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from isthmus.wire_types import MOST_CLIENTS, Client, Count, CountOrNone, Finite, Many, Seconds, Text
+
 NONE = -1
 """In place of a state's number, of a client that keeps nothing yet."""
+MOST_SAMPLES = (1 << 40) - 1
+"""Of a site."""
+State = Annotated[int, Meta(ge=NONE, le=MOST_CLIENTS)]
+"""An executor numbers the states that it keeps, of its clients."""
 
 
 class PhaseId(msgspec.Struct, frozen=True, order=True):
-    round: int
-    attempt: int = 0
-    number: int = 0
+    round: Count
+    attempt: Count = 0
+    number: Count = 0
     """The pass within the round, from 0 on."""
+
+    def __str__(self) -> str:
+        return f"round {self.round + 1} (attempt {self.attempt + 1}, pass {self.number + 1})"
 
 
 class ClientTask(msgspec.Struct, frozen=True, array_like=True, gc=False):  # a million of them are looked at in vain
     """A client to be trained. `state` is the number of the state to go on from, given by the executor that keeps it."""
 
-    client: int
-    samples: int
-    state: int = NONE
-    late: int = 0
+    client: Client
+    samples: Count
+    state: State = NONE
+    late: Count = 0
     """Rounds: it is trained from the model of so many rounds before, and counts for less (FedBuff, simulated)."""
 
 
@@ -37,18 +46,18 @@ class PhaseSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What every executor must know of a phase."""
 
     phase: PhaseId
-    clients: int
+    clients: Client
     """Of the whole cohort, as are its samples: they fix the scale of exact sums."""
-    samples: int
-    durable_round: int = -1
+    samples: Count
+    durable_round: CountOrNone = -1
     """Rounds up to this one are on disk: states that they replaced can go."""
 
 
 class LinearFit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An executor's time for a client: N t + b (Parrot, Eq. 2)."""
 
-    seconds_per_sample: float
-    fixed_s: float
+    seconds_per_sample: Finite
+    fixed_s: Finite
 
     def seconds(self, samples: int) -> float:
         return samples * self.seconds_per_sample + self.fixed_s
@@ -57,10 +66,10 @@ class LinearFit(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ClientTime(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A client that was trained, how long it took there, and which is its new state."""
 
-    client: int
-    samples: int
-    seconds: float
-    state: int = NONE
+    client: Client
+    samples: Count
+    seconds: Seconds
+    state: State = NONE
     renewed: bool = False
     """Its state of before was lost: it went on with that of a new client."""
 
@@ -68,8 +77,8 @@ class ClientTime(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class RefusedUpdate(msgspec.Struct, frozen=True, array_like=True):
     """A client whose update was not taken in, and why."""
 
-    client: int
-    reason: str
+    client: Client
+    reason: Text
     diverged: bool = False
     """Its numbers are not finite, or too large to be added up."""
 
@@ -85,7 +94,7 @@ class PhaseOpened(RoundBody, frozen=True, kw_only=True):
     """A phase begins. The broadcast comes with it. Once per executor and phase."""
 
     opening: PhaseSetup
-    tasks: tuple[ClientTask, ...]
+    tasks: Many[ClientTask]
     holds: bool = False
     """Say when the tasks are done, and keep the sums until the phase closes: there may be more tasks."""
     brief: bool = False
@@ -96,7 +105,7 @@ class TasksGranted(RoundBody, frozen=True, kw_only=True):
     """More tasks."""
 
     phase: PhaseId
-    tasks: tuple[ClientTask, ...]
+    tasks: Many[ClientTask]
     holds: bool = False
 
 
@@ -118,7 +127,7 @@ class PhaseDropped(RoundBody, frozen=True, kw_only=True):
     """The phase is over without this executor, or for all of them: forget it, but for clients whose updates are in."""
 
     phase: PhaseId
-    kept: tuple[int, ...] = ()
+    kept: Many[Client] = ()
     again: bool = False
     """The round is tried again."""
 
@@ -127,7 +136,7 @@ class UpdateRefused(RoundBody, frozen=True, kw_only=True):
     """Its update is not taken in, for this reason. Nothing follows from it but that its owner should know."""
 
     phase: PhaseId
-    reason: str
+    reason: Text
 
 
 PhaseOrder = TasksGranted | TasksRecalled | PhaseClosed | PhaseDropped | UpdateRefused
@@ -142,7 +151,7 @@ ExecutorOrder = PhaseOpened | PhaseOrder
 class ExecutorJoined(RoundBody, frozen=True, kw_only=True):
     """The executor takes part."""
 
-    samples: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None
+    samples: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
     """Of a site's one client; None where the coordinator has the data too."""
 
 
@@ -156,7 +165,7 @@ class TasksReturned(RoundBody, frozen=True, kw_only=True):
     """The answer to a recall: tasks that had not begun, or none."""
 
     phase: PhaseId
-    tasks: tuple[ClientTask, ...]
+    tasks: Many[ClientTask]
 
 
 class SumsSent(RoundBody, frozen=True, kw_only=True):
@@ -164,8 +173,8 @@ class SumsSent(RoundBody, frozen=True, kw_only=True):
     host holds them until `MergeSums` or `IgnoreSums`."""
 
     phase: PhaseId
-    timed: tuple[ClientTime, ...]
-    refused: tuple[RefusedUpdate, ...] = ()
+    timed: Many[ClientTime]
+    refused: Many[RefusedUpdate] = ()
 
 
 PhaseReport = ExecutorDrained | TasksReturned | SumsSent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from isthmus.errors import UserError
 from isthmus.rng import stream
-from isthmus.units import parse_duration
+from isthmus.units import exact, parse_duration
 
 Integers = NDArray[np.int64]
 
@@ -24,21 +25,25 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Share of all clients per round."""
     weighted: bool = False
-    """Draw clients in proportion to their samples, in place of evenly."""
+    """Draw clients in proportion to their samples, in place of evenly. A mean that weighs by samples does so still."""
     poisson: bool = False
-    """Draw every client by itself, so that their number varies: what differential privacy counts on."""
+    """Draw every client by itself, so that their number varies: what differential privacy counts on. A round of nobody
+    has its noise and changes nothing else."""
+    min_samples: Annotated[int, Meta(ge=1)] = 1
+    """Clients with fewer samples never take part: batch norm, say, cannot train on one."""
     availability: str | None = None
     """A CSV file of clients and the times from and to which they can take part."""
     round_length: str = "60 s"
-    """Of that file: the time between two rounds."""
+    """The time between two rounds."""
     over_select: Annotated[float, Meta(ge=1)] = 1.0
     """So many times more clients are asked than are needed; the round closes when enough are in."""
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Probability that a client that was drawn does not take part after all."""
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of the clients needed at which the round closes."""
+    """Share of the clients needed at which the round closes, rounded up, also where some are away or late: 0.5 of 5 are
+    3."""
     minimum: Annotated[int, Meta(ge=1)] = 1
-    """Fewer clients than this never make a round."""
+    """Fewer clients than this never make a round, but that `poisson` may draw nobody."""
     deadline: str = "600 s"
     """After this time a round closes with the updates received so far, or is tried again if they are fewer than
     `minimum`."""
@@ -56,33 +61,49 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def needed(self, population: int) -> int:
         """Clients per round. UserError for more than there are, and for none or both of the ways to say it."""
         if (self.clients is None) == (self.fraction is None):
-            raise UserError("participation: got both or none of clients and fraction, expected one of them")
+            got = "none" if self.clients is None else "both"
+            instead = "" if self.clients is None else ": leave one out, or set participation.fraction to None"
+            raise UserError(f"participation: got {got} of clients and fraction, expected one of them{instead}")
         if self.clients is None:
-            return max(1, round((self.fraction or 0) * population))
+            return max(1, round(exact(self.fraction or 0) * population))
         if self.clients > population:
             raise UserError(f"participation.clients: got {self.clients}, expected at most the {population} clients")
         return self.clients
 
+    def asked(self, population: int, here: int | None = None) -> int:
+        """Clients that are asked so that `needed` ones answer, of those that can take part; None: all can."""
+        most = population if here is None else here
+        return min(most, at_least(self.over_select, self.needed(population)))
+
+    def candidates(self, sizes: Integers, here: Integers | None) -> Integers:
+        """(candidates,) clients that can take part, ascending: of those that are `here`, or of all, those with enough
+        of their `sizes` (population,) samples."""
+        among = np.arange(len(sizes)) if here is None else here
+        return among if self.min_samples == 1 else among[sizes[among] >= self.min_samples]
+
     def expected(self, population: int) -> int:
         """Updates in a round when all goes well: where late ones count, as many as close it."""
         wanted = self.needed(population)
-        return min(population, max(self.minimum, round(self.quorum * wanted))) if self.staleness else wanted
+        return min(population, max(self.minimum, at_least(self.quorum, wanted))) if self.staleness else wanted
 
 
-def cohort(
-    rules: Participation, sizes: Integers, seed: int, round_: int, candidates: Integers | None = None
-) -> Integers:
+def at_least(share: float, count: int) -> int:
+    """The smallest whole number that is at least this share of a count: 0.1 of 30 is 3, whatever floats make of it."""
+    return math.ceil(exact(share) * count)
+
+
+def cohort(rules: Participation, sizes: Integers, seed: int, round_: int, here: Integers | None = None) -> Integers:
     """(drawn,) client numbers, ascending; those that drop out are drawn and left out.
 
-    `sizes` (population,) in samples; `candidates` are the clients that can take part, ascending, None for all. The same
-    for the same arguments, on every machine. Never empty where there are candidates: if all would drop out, the first
-    stays.
+    `sizes` (population,) in samples; `here` are the clients that can take part, ascending, None for all. The same
+    for the same arguments, on every machine. Where there are candidates only `poisson` draws nobody: else, if all would
+    drop out, the first stays.
     """
-    among = np.arange(len(sizes)) if candidates is None else candidates
-    wanted = min(len(among), round(rules.needed(len(sizes)) * rules.over_select))
+    among = rules.candidates(sizes, here)
+    wanted = rules.asked(len(sizes), len(among))
     draws = stream(seed, "cohort", round_)
     if rules.poisson:
-        drawn = _each_by_itself(among, rules.needed(len(sizes)) / len(sizes), draws)
+        drawn = among[draws.random(len(among)) < rules.needed(len(sizes)) / len(sizes)]
     elif wanted == len(among):
         drawn = among
     elif rules.weighted:
@@ -93,13 +114,5 @@ def cohort(
     drawn = np.sort(drawn)
     if rules.dropout:
         stays = stream(seed, "dropout", round_).random(len(drawn)) >= rules.dropout
-        drawn = drawn[stays] if stays.any() else drawn[:1]
+        drawn = drawn[stays] if stays.any() or rules.poisson else drawn[:1]
     return drawn.astype(np.int64)
-
-
-def _each_by_itself(among: Integers, probability: float, draws: np.random.Generator) -> Integers:
-    """Drawn again while there is nobody: a round trains somebody."""
-    drawn = among[:0]
-    while not len(drawn) and len(among):
-        drawn = among[draws.random(len(among)) < probability]
-    return drawn

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from isthmus.protocol.federated_messages import (
     ClientTask,
@@ -13,6 +15,14 @@ from isthmus.protocol.federated_messages import (
     PhaseId,
     RefusedUpdate,
 )
+from isthmus.protocol.federated_transitions import CoordinatorPhase
+
+
+class FederatedStatistics(msgspec.Struct, frozen=True):
+    phase: CoordinatorPhase
+    round: int
+    alive: int
+    stale: int
 
 
 @dataclass(kw_only=True)
@@ -21,7 +31,8 @@ class OpenPhase:
 
     phase: PhaseId
     opened_s: float
-    needed: int
+    enough: int
+    """Clients that close it, before the last of them is in."""
     line: Callable[[str], LinearFit]
     held: dict[str, dict[int, ClientTask]] = field(default_factory=dict)
     unassigned: list[ClientTask] = field(default_factory=list)
@@ -69,16 +80,16 @@ class OpenPhase:
         self._count(executor, len(given), sum(task.samples for task in given.values()))
         self._look_again(executor)
 
-    def take(self, executor: str, tasks: Iterable[ClientTask]) -> bool:
-        """Tasks that an executor gave back; False for a task that it was not given."""
-        held, some = self.held.get(executor, {}), False
+    def take(self, executor: str, tasks: Collection[ClientTask]) -> bool:
+        """Tasks that an executor gave back; False, and none is taken, for others than it was given."""
+        held, clients = self.held.get(executor, {}), {task.client for task in tasks}
+        if len(clients) < len(tasks) or any(held.get(task.client) != task for task in tasks):
+            return False
         for task in tasks:
-            if held.pop(task.client, None) is None:
-                return False
+            del held[task.client]
             self._out -= 1
             self._count(executor, -1, -task.samples)
-            some = True
-        if some:  # it may have more
+        if tasks:  # it may have more
             self._look_again(executor)
         return True
 

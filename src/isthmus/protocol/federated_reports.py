@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.protocol.federated_events import CommitRound, RoundRecord, UpdateServer
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
     LinearFit,
+    PhaseId,
+    PhaseSetup,
     RefusedUpdate,
     SumsSent,
 )
@@ -34,6 +36,9 @@ def fault_of(event: SumsSent, held: Mapping[int, ClientTask]) -> str | None:
         return "reported clients that it was not given"
     if len(set(reported)) < len(reported):
         return "reported a client twice"
+    if wrong := [t for t in event.timed if t.samples != held[t.client].samples]:
+        got, expected = wrong[0], held[wrong[0].client].samples
+        return f"reported {got.samples} samples of client {got.client}, expected {expected}"
     if any(not 0 <= t.seconds < math.inf for t in event.timed):
         return "reported a time that is none"
     if any(not NONE <= t.state < MOST_STATES for t in event.timed):
@@ -45,6 +50,13 @@ def has_diverged(opened: OpenPhase, why: Why) -> bool:
     """Whether every client of the phase was trained, and none to finite numbers."""
     everyone = why == "all" and not opened.done and not opened.reasons
     return everyone and bool(opened.refused) and all(refusal.diverged for refusal in opened.refused)
+
+
+def empty_round(phase: PhaseId, passes: int) -> list[UpdateServer | CommitRound]:
+    """Of a round that begins with this phase, and of which nobody is asked."""
+    phases = [PhaseId(phase.round, phase.attempt, number) for number in range(passes)]
+    updates = [UpdateServer(one, PhaseSetup(phase=one, clients=0, samples=0)) for one in phases]
+    return [*updates, CommitRound(RoundRecord(round=phase.round, attempt=phase.attempt, trained={}))]
 
 
 def record_of(

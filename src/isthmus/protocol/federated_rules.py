@@ -6,7 +6,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-Why = Literal["all", "quorum", "deadline"]
+from isthmus.protocol.federated_participation import at_least
+
+Why = Literal["all", "quorum", "behind", "deadline"]
+"""What closed a round: the last of those that were asked; its quorum; that all others still work for an earlier round;
+the deadline."""
 
 
 class ExecutorChurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +68,8 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     """None: a run begins when all executors are connected, and a lost executor stays lost."""
 
     def enough(self, needed: int) -> int:
-        """Clients that close a round of which `needed` are wanted, before the last of them is in."""
-        return max(self.minimum, round(self.quorum * needed))
+        """Clients that close a round of which `needed` are wanted, also where others are still at work."""
+        return max(self.minimum, at_least(self.quorum, needed))
 
     @property
     def description(self) -> str:
@@ -78,16 +82,16 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
         late = f", late ones count for {self.staleness} rounds" if self.staleness else ""
         return f"{share}, at least {self.minimum}, deadline {self.deadline_s:g} s{late}"
 
-    def why_over(self, outstanding: int, done: int, needed: int, open_s: float, behind: int = 0) -> Why | None:
-        """Why a phase is over with `done` clients finished and others `outstanding`; None while it is not. `behind` of
-        the outstanding ones are with executors that still work for an earlier phase: a round with its `minimum` goes on
-        without them."""
-        waiting = outstanding - behind
-        if not outstanding or (not waiting and done >= self.minimum):
+    def why_over(self, outstanding: int, done: int, enough: int, open_s: float, behind: int = 0) -> Why | None:
+        """Why a phase is over with `done` clients finished and others `outstanding`; None while it is not. `enough`
+        close it. `behind` of the outstanding ones are with executors that still work for an earlier phase: a round
+        with its `minimum` goes on without them."""
+        if not outstanding:
             return "all"
-        wanted = min(needed, waiting + done) if behind else needed
-        if (self.quorum < 1 or wanted < waiting + done) and done >= self.enough(wanted):
+        if done >= enough:
             return "quorum"
+        if outstanding == behind and done >= self.minimum:
+            return "behind"
         return "deadline" if open_s >= self.deadline_s else None
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from isthmus.protocol.deadlines import Deadlines, Waits
+from isthmus.protocol.failures import CLOSED, EXIT_S
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
     CoordinatorEvent,
@@ -33,7 +34,14 @@ from isthmus.protocol.federated_events import (
     Unmasked,
     UnmaskSums,
 )
-from isthmus.protocol.federated_messages import PhaseDropped, PhaseId, PhaseOpened, RefusedUpdate, SumsSent
+from isthmus.protocol.federated_messages import (
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    PhaseReport,
+    RefusedUpdate,
+    SumsSent,
+)
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
@@ -48,12 +56,14 @@ from isthmus.protocol.secure_coordinator import (
     TakeMasksOff,
     TellSite,
     TimePassed,
+    UnmaskTried,
 )
-from isthmus.protocol.secure_messages import KeysSent, SharesRevealed, SharesSent
+from isthmus.protocol.secure_messages import KeysSent, SecureReport, SharesDisputed, SharesRevealed, SharesSent
 
 Out = list[FederatedInstruction]
 EXIT_GRACE_S = 0.5
-"""How long to wait for the exit of a process whose connection closed: it says more."""
+"""How long to wait for the exit of a process that cannot go on: it says more. One of which no more is known than that
+its connection closed has `EXIT_S`."""
 
 
 class FederatedRunMachine:
@@ -138,8 +148,19 @@ class FederatedRunMachine:
                     self._on_ended(executor, reason)
             case FromDevice(device=executor, body=DeviceFailed() as failed):
                 self._on_failed(executor, failed)
-            case FromDevice(device=site, body=KeysSent() | SharesSent() | SharesRevealed() as body):
+            case FromDevice(device=executor, body=report) if isinstance(
+                report, PhaseReport | SecureReport
+            ) and not self._was_opened(report.phase):
+                self._on_unopened(executor, report)
+            case FromDevice(device=site, body=KeysSent() | SharesSent() | SharesDisputed() | SharesRevealed() as body):
                 self._mask(FromDevice(site, body))
+            case Unmasked(phase=phase, reason=reason, wrong=wrong):
+                for holder, owner in wrong:
+                    what = f"the share that {owner} dealt and {holder} revealed is wrong: one of the two lies"
+                    self._note(f"round {phase.round + 1}: {what}")
+                self._mask(UnmaskTried(phase=phase, reason=reason, wrong=frozenset(wrong)))
+                if not reason:  # else more shares may come
+                    self._coordinate(event)
             case FromDevice(device=site, body=SumsSent() as sums) if self._secure is not None:
                 self._on_masked(self._secure, site, sums)
             case _:
@@ -160,6 +181,20 @@ class FederatedRunMachine:
         if self._reasons.pop(executor, None) is not None:
             self._note(f"{self._who} {executor} is back")
 
+    def _was_opened(self, phase: PhaseId) -> bool:
+        rules = self.coordinator.rules
+        tried = phase.attempt < rules.attempts or not self._returns  # where executors stay lost, more are made
+        begun = self._phase is not None and phase <= self._phase
+        return begun and rules.first_round <= phase.round and phase.number < rules.passes and tried
+
+    def _on_unopened(self, executor: str, report: PhaseReport | SecureReport) -> None:
+        if isinstance(report, SumsSent):
+            self._out.append(IgnoreSums(executor, report.phase))
+        if executor in self._here:
+            reason = f"sent {type(report).__name__} of {report.phase}, which was not opened"
+            self._out.append(DismissExecutor(executor, reason))
+            self._on_ended(executor, reason)
+
     def _on_failed(self, executor: str, failed: DeviceFailed) -> None:
         if failed.fault == "user" and not self._returns:
             self._over = True
@@ -171,7 +206,8 @@ class FederatedRunMachine:
         """Its connection is of no more use. How its process ended says more, and is known a little later."""
         self._here.discard(executor)
         if self._exit_grace_s and executor not in self._tick.ended:
-            self._ending[executor] = reason, self._tick.now_s + self._exit_grace_s
+            grace_s = EXIT_S if reason == CLOSED else self._exit_grace_s
+            self._ending[executor] = reason, self._tick.now_s + grace_s
         else:
             self._lose(executor, reason)
 
@@ -225,8 +261,15 @@ class FederatedRunMachine:
         joining = self.coordinator.phase == "joining"
         missing = set(self.coordinator.executors) - self._here if joining else set[str]()
         what = "for sites that left" if self._returns and self._came & missing else "to join"
-        self._joining.look(what, missing, now_s, until=self._until(now_s, missing))
+        until = self._until(now_s, missing)
+        if self._returns and self._all_left(missing):
+            missing = {f"all {len(missing)}"}  # the line of each one that left has its reason
+        self._joining.look(what, missing, now_s, until=until)
         self._lags.lag(*self.coordinator.behind, now_s)
+
+    def _all_left(self, missing: Collection[str]) -> bool:
+        """Whether several were here, and nobody is any more."""
+        return 1 < len(missing) == len(self.coordinator.executors) and self._came.issuperset(missing)
 
     def _until(self, now_s: float, missing: Collection[str]) -> str:
         """What the wait for those who come and go is for, how it ends, and why they left."""
@@ -235,9 +278,13 @@ class FederatedRunMachine:
         count = len(self.coordinator.executors)
         here = f"{count - len(missing)} of {count} sites are here"
         end = f"the round begins with {waiting.needed}"
-        if waiting.until_s is not None:
+        if waiting.until_s is None and waiting.needed > 1:
+            end = f"{end}; for fewer, set deployment.start"
+        elif waiting.until_s is not None:
             left = f"in {max(0.0, waiting.until_s - now_s):.0f} s"
             end = f"{left} the round begins without the others" if waiting.goes_on else f"{end}, {left} the run ends"
+        if self._all_left(missing):
+            return f" ({end})"
         gone = "; ".join(f"{name} left: {self._reasons[name]}" for name in sorted(missing) if name in self._reasons)
         return f" ({here}; {end}{'; ' if gone else ''}{gone})"
 

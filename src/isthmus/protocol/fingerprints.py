@@ -16,7 +16,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+from isthmus.wire_types import Count, Name, Table
+
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 SUMMANDS, GRADIENTS, STATE = "summands", "gradients", "state"
 OWN = (SUMMANDS, GRADIENTS, STATE)
 """Nodes that are no messages."""
@@ -39,9 +41,9 @@ INPUTS: Mapping[str, frozenset[str]] = {
 class StepFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a worker sent, received and computed in a step."""
 
-    step: Annotated[int, msgspec.Meta(ge=0)]
+    step: Count
     """Steps that are done with it."""
-    digests: dict[Annotated[str, msgspec.Meta(max_length=500)], Digest]
+    digests: Table[Name, Digest]
     """By node; in an audit by `NODE/LEAF`."""
 
 

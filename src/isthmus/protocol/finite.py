@@ -1,7 +1,9 @@
 """Numbers that are not finite: where in a step they appeared first, and when they end a run.
 
-Every device checks what its stage computes and says the first place of a step where it found NaN or infinity. What is
-not finite spreads along the pipeline, so several devices may say something of one step; the earliest place counts:
+Every device checks what its stage computes and says the first place of a step where it found NaN or infinity. Only
+losses, gradients of parameters and saved weights decide: a mask of -inf is a value like others on its way to the loss.
+What is not finite spreads along the pipeline, so several devices may say something of one step; where it is not finite,
+the earliest place counts:
 
     micro-batch by micro-batch:  outputs of stage 0, 1, ..., the loss, gradients from the last stage back to stage 0
     after all of them:           gradients of parameters; at a checkpoint: parameters, buffers
@@ -14,6 +16,8 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.wire_types import CountOrNone, PlaceOrNone, Text
+
 OnNonFinite = Literal["stop", "skip", "ignore"]
 """What becomes of a step whose loss or gradient norm is not finite: it ends the run; its update is left out on every
 stage; nothing."""
@@ -25,14 +29,17 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     """The first place on one stage where an item's numbers are not finite."""
 
     where: Where
-    stage: int
+    stage: PlaceOrNone
     """Of its replica."""
-    micro_batch: int = -1
+    micro_batch: CountOrNone = -1
     """Of the step's; -1 for what belongs to the whole step."""
-    name: str = ""
+    name: Text = ""
     """Of the value."""
-    cause: str = ""
+    cause: Text = ""
     """What was not finite before this stage computed anything."""
+    decides: bool = False
+    """Whether a loss, a parameter's gradient or a saved weight is not finite on this stage. Otherwise this is where it
+    may have begun, if another stage decides."""
 
     @property
     def order(self) -> tuple[float, int, int]:
@@ -49,8 +56,10 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def earliest(found: Mapping[str, NonFinite]) -> tuple[str, NonFinite] | None:
-    """The device that saw it first, and where, among what devices say of one item."""
-    return min(found.items(), key=lambda one: (one[1].order, one[0]), default=None)
+    """The device that saw it first, and where, among what devices say of one item; None if the item is finite."""
+    if not any(seen.decides for seen in found.values()):
+        return None
+    return min(found.items(), key=lambda one: (one[1].order, one[0]))
 
 
 class Divergence:

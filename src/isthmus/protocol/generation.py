@@ -21,8 +21,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from isthmus.protocol.machine import Event, FromDevice, Machine, Transitions
+from isthmus.protocol.machine import Event, FromDevice, Machine, OutOfPhase, Transitions
 from isthmus.protocol.run_messages import Body
+from isthmus.wire_types import Count, Many, NotNegative, Positive, Seed, Text
 
 RETRIES = 3
 """How often a chain is loaded again without a token in between, where a link broke and no device was lost."""
@@ -31,17 +32,17 @@ RETRIES = 3
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen of logits, in the order of transformers: temperature, top-k, top-p."""
 
-    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    max_tokens: Positive = 16
     """New tokens at most."""
-    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    temperature: NotNegative = 0.0
     """0 takes the likeliest token; logits are divided by any other."""
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_k: Count = 0
     """Draw from so many likeliest tokens; 0: from all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the likeliest tokens that have this probability together."""
-    seed: Annotated[int, Meta(ge=0)] = 0
+    seed: Seed = 0
     """Of the random numbers: those that torch draws after `torch.manual_seed(seed)`."""
-    stop: tuple[int, ...] = ()
+    stop: Many[Count] = ()
     """Tokens that end the text."""
 
 
@@ -98,24 +99,24 @@ class StageLoaded(Body, frozen=True, kw_only=True):
 class StageUnable(Body, frozen=True, kw_only=True):
     """A link of the stage broke, or could not be made. What a device cannot compute ends its process."""
 
-    reason: str
+    reason: Text
 
 
 class TokenGenerated(Body, frozen=True, kw_only=True):
     """Of the last stage."""
 
-    prompt: int
-    place: int
+    prompt: Count
+    place: Count
     """How many were generated before it."""
-    token: int
+    token: Count
     last: bool
 
 
 class PromptFailed(Body, frozen=True, kw_only=True):
     """No token can be chosen: of the last stage."""
 
-    prompt: int
-    reason: str
+    prompt: Count
+    reason: Text
     of_request: bool = False
     """The request asks for what cannot be; else nothing can be chosen for any request."""
 
@@ -241,9 +242,10 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
 
     transitions = GENERATION
 
-    def __init__(self, chain: Sequence[str], fleet: Collection[str], *, at_once: int) -> None:
-        """`at_once`: prompts in flight; others wait in the order in which they came."""
+    def __init__(self, chain: Sequence[str], fleet: Collection[str], *, at_once: int, vocabulary: int) -> None:
+        """`at_once`: prompts in flight; others wait in the order in which they came. Tokens are below `vocabulary`."""
         super().__init__()
+        self._vocabulary = vocabulary
         self.epoch = 0
         self.chain = tuple(chain)
         self.losses = 0
@@ -288,9 +290,11 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
                 return self._stage_loaded(device)
             case FromDevice(device=device, body=StageUnable(reason=reason)):
                 return self._again(device, reason)
-            case FromDevice(body=TokenGenerated() as made):
+            case FromDevice(device=device, body=TokenGenerated() as made):
+                self._check_last(device)
                 return self._generated(made)
-            case FromDevice(body=PromptFailed(prompt=number, reason=reason, of_request=of_request)):
+            case FromDevice(device=device, body=PromptFailed(prompt=number, reason=reason, of_request=of_request)):
+                self._check_last(device)
                 return [RefusePrompt(number, reason, of_request), *self._cancel(number)]
             case _:
                 raise AssertionError("all events are above")
@@ -330,10 +334,19 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
             found.append(StartPrompt(prompt, ()))
         return found
 
+    def _check_last(self, device: str) -> None:
+        if device != self.chain[-1]:
+            raise OutOfPhase("sent a request's token, which is for the last stage to send")
+
     def _generated(self, made: TokenGenerated) -> list[GenerationInstruction]:
-        _, before = self._running.get(made.prompt, (None, []))
-        if made.prompt not in self._running or made.place != len(before):
+        """OutOfPhase for what no honest last stage sends."""
+        if not 0 <= made.token < self._vocabulary:
+            raise OutOfPhase(f"sent token {made.token}, the model has 0 to {self._vocabulary - 1}")
+        if (found := self._running.get(made.prompt)) is None or made.place != len(found[1]):
             return []  # of one that was cancelled
+        prompt, before = found
+        if made.place >= prompt.sampling.max_tokens:
+            raise OutOfPhase(f"sent token {made.place + 1} of a request for {prompt.sampling.max_tokens}")
         before.append(made.token)
         self._retries = 0
         if made.prompt == self._tried:

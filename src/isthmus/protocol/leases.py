@@ -8,6 +8,7 @@ steps from where it began in order, and states of steps that were done on anothe
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import zip_longest
 
 import msgspec
 
@@ -173,6 +174,13 @@ def mean_loss(reports: Reports) -> float | None:
     with_loss = [r for r in reports.values() if r.loss is not None]
     count = sum(r.count or 0.0 for r in with_loss)
     return sum(r.loss or 0.0 for r in with_loss) / count if count else None
+
+
+def evaluation_sums(item: Item, reports: Reports) -> tuple[float, ...]:
+    """(losses, counts, sums and counts of metrics), added up over the stages with the loss; empty of other items."""
+    found = [(r.loss, r.count or 0.0, *r.metrics) for r in reports.values() if r.loss is not None]
+    together = zip_longest(*found, fillvalue=0.0)  # a replica without a micro-batch of the item has no metrics
+    return tuple(map(sum, together)) if item.kind == "eval" else ()
 
 
 def non_finite(item: Item, reports: Reports, divergence: Divergence) -> tuple[str, bool]:

@@ -18,12 +18,13 @@ from typing import ClassVar, Generic, TypeVar, cast
 import msgspec
 
 from isthmus.errors import InternalError
+from isthmus.wire_types import Count
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened, as a machine hears of it."""
 
-    epoch: int = 0
+    epoch: Count = 0
     """The plan epoch under which it arose."""
 
 

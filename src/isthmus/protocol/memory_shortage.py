@@ -5,19 +5,20 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.units import format_size
+from isthmus.wire_types import Amount
 
 
 class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes, when memory was short."""
 
-    asked: int
+    asked: Amount
     """What could not be had; 0 where that is not known."""
-    free: int
+    free: Amount
     """Of the hardware's memory, for all processes."""
-    total: int
-    reserved: int
+    total: Amount
+    reserved: Amount
     """By the device's process, with what it had before it got the stage."""
-    before: int = 0
+    before: Amount = 0
 
     @property
     def capacity(self) -> int:
@@ -41,9 +42,9 @@ class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a stage took while it ran, in bytes."""
 
-    size_bytes: int
+    size_bytes: Amount
     """Of an accelerator, in tensors; of the CPU, by how much the process's resident set exceeded what it was before."""
-    reserved_bytes: int
+    reserved_bytes: Amount
     """Of an accelerator, what torch's allocator took from it, for tensors and to give it to others of them; of the CPU,
     the same again."""
     resident: bool

@@ -17,13 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import msgspec
 
+from isthmus.wire_types import Count, Distinct, Text
+
 
 class StateHolding(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the state after `step` steps, as plan epoch `epoch` made it, in a device's memory."""
 
-    epoch: int
-    step: int
-    parts: frozenset[str]
+    epoch: Count
+    step: Count
+    parts: Distinct[Text]
 
 
 class StateLayout(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from isthmus.protocol.coordinator_events import CoordinatorEvent, CoordinatorInstruction
+from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.machine import Event
 from isthmus.trace import Span
 
@@ -34,7 +35,7 @@ class Disconnected(Event, frozen=True, kw_only=True):
     """A device's connection closed, or it was silent for too long."""
 
     device: str
-    reason: str
+    reason: str = CLOSED
 
 
 class StepMeasured(Event, frozen=True, kw_only=True):

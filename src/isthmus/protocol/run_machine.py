@@ -41,6 +41,7 @@ from isthmus.protocol.deadlines import Deadlines
 from isthmus.protocol.failures import FailureDetector, without_name
 from isthmus.protocol.interruptions import Interruptions, Recovery
 from isthmus.protocol.machine import FromDevice, OutOfPhase
+from isthmus.protocol.report_checks import ReportChecks
 from isthmus.protocol.run_events import (
     AcceptReport,
     Disconnected,
@@ -79,6 +80,7 @@ class RunMachine:
         self._observe = observe
         self._adaptation = adaptation
         self._out: Out = []
+        self._checks = ReportChecks(coordinator.spec, coordinator.epoch, coordinator.leases.last_step)
         self._failures = FailureDetector()
         self._deadlines = Deadlines(timeout_s, start_s, self._note)
         self._interruptions = Interruptions(self._note)
@@ -112,6 +114,26 @@ class RunMachine:
         """Take one event at this time, in seconds of whatever clock; return what to do now."""
         if self._over:
             return []
+        if not self._refused(event):
+            self._take(event, now_s)
+        out, self._out = self._out, []
+        if self._observe is not None:
+            self._observe(now_s, event, out)
+        return out
+
+    def _refused(self, event: RunEvent) -> bool:
+        """Whether a device says what none of this run can: it is lost then."""
+        late = isinstance(event, FromDevice) and event.epoch != self.epoch
+        if late or not isinstance(event, DeviceJoined | FromDevice):
+            return False
+        try:
+            self._checks.check(event, len(self.coordinator.devices))
+        except PeerError as e:
+            self._failures.reported(device_of(event.device), PeerError(f"device {event.device!r}: {e}"))
+            return True
+        return False
+
+    def _take(self, event: RunEvent, now_s: float) -> None:
         match event:
             case Observation():
                 self._on_observation(event, now_s)
@@ -129,10 +151,6 @@ class RunMachine:
                 self._on_reported(device, report, now_s)
             case _:
                 self._from_peer(event, now_s)
-        out, self._out = self._out, []
-        if self._observe is not None:
-            self._observe(now_s, event, out)
-        return out
 
     # Time
 
@@ -171,7 +189,7 @@ class RunMachine:
         joining = self.coordinator.phase == "joining"
         concerned = self._connected | (self.coordinator.awaited if joining else frozenset())
         ended = {device: how for device, how in self._tick.ended.items() if device in concerned}
-        if (verdict := self._failures.decide(now_s, ended)) is None:
+        if (verdict := self._failures.decide(now_s, ended, self._tick.starting)) is None:
             return False
         device, failure = verdict
         self._verdict = str(failure)
@@ -217,7 +235,7 @@ class RunMachine:
             self._from_peer(FromDevice(device, report), now_s)
             return
         due = self._due.get(device)
-        if report.item != due or report.item not in self.coordinator.open_items:
+        if report.item != due or report.item not in self.coordinator.leases.open:
             refused = PeerError(f"device {device!r}: reported item {report.item}, not {due}")
             self._failures.reported(device_of(device), refused)
             return
@@ -291,6 +309,7 @@ class RunMachine:
         match instruction:
             case BeginEpoch(step=step, first_item=first_item):
                 self._due = dict.fromkeys(self.coordinator.devices, first_item)
+                self._checks.began(instruction)
                 self._out.append(instruction)
                 self._interruptions.epoch_began(instruction)
                 if self._adaptation is not None:
@@ -303,7 +322,8 @@ class RunMachine:
                     self._interruptions.begin(self._verdict, now_s)
                 believed = self._adaptation.believed if self._adaptation is not None else None
                 instruction = msgspec.structs.replace(instruction, believed=believed)
-            case OpenItem():
+            case OpenItem(item=item):
+                self._checks.opened(item)
                 if self._interruptions.end(now_s):
                     self._verdict = ""
             case ItemDone(item=item) if item.kind == "train":
@@ -313,6 +333,8 @@ class RunMachine:
                 self._connected.discard(device)
                 self._failures.cleared(device)
                 self._offered -= {device}
+            case Order():
+                self._checks.ordered(instruction)
             case FinishRun(outcome=outcome):
                 self._over = True
                 reason = instruction.reason

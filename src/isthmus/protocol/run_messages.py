@@ -17,11 +17,11 @@ from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.work import Item
 from isthmus.trace import Span
+from isthmus.wire_types import Count, CountOrNone, Distinct, Many, Name, NotNegative, Place, Seconds, Text
 
 Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
 """What one stage sends another: activations and gradients per micro-batch; per item the value of a shared parameter,
 its gradient, the number of items that a summed loss counts, and the gradient norms for clipping."""
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Body(Event, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -35,10 +35,10 @@ class Arrived(Body, frozen=True, kw_only=True):
     """A parcel from stage `source`: FusionLLM's OP-Data, the tensors of one edge, one direction, one micro-batch."""
 
     parcel: Parcel
-    source: int
-    item: int
-    micro_batch: int = -1
-    number: float = 0.0
+    source: Place
+    item: Count
+    micro_batch: CountOrNone = -1
+    number: NotNegative = 0.0
     """The value of a `count` parcel."""
     finite: bool = True
     """Of `norms`: whether the sender's loss and gradients are."""
@@ -47,10 +47,10 @@ class Arrived(Body, frozen=True, kw_only=True):
 class PartsArrived(Body, frozen=True, kw_only=True):
     """What worker `source` sends in a round of a group's sum: a stretch of the buffer, as one tensor."""
 
-    group: int
-    round: int
-    source: int
-    item: int
+    group: Place
+    round: Place
+    source: Place
+    item: Count
 
 
 # Coordinator to device
@@ -63,16 +63,16 @@ class Pause(Body, frozen=True, kw_only=True):
 class PlaceWeights(Body, frozen=True, kw_only=True):
     """The weights of the stage follow, except the parts in `own`: the device has those in memory."""
 
-    own: frozenset[str] = frozenset()
+    own: Distinct[Text] = frozenset()
 
 
 class WeightExchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of a training step whose weights others change too: before it the devices add the amounts that come with it, and
     report the weights that are asked for."""
 
-    rate_step: NotNegative
+    rate_step: Count
     """The learning rate is that of this step of training."""
-    wanted: tuple[str, ...] = ()
+    wanted: Many[Text] = ()
     """Parameters, by the module's own names."""
 
 
@@ -86,24 +86,24 @@ class OpenItem(Body, frozen=True, kw_only=True):
 class FetchState(Body, frozen=True, kw_only=True):
     """Give these parts of the state after `step` steps: another device needs them."""
 
-    step: int
-    parts: frozenset[str]
+    step: Count
+    parts: Distinct[Text]
 
 
 class RetireSnapshots(Body, frozen=True, kw_only=True):
     """The snapshot of this step is complete, with its copies: forget older snapshots."""
 
-    step: int
+    step: Count
 
 
 class SendState(Body, frozen=True, kw_only=True):
     """Give these parts of the state after `step` steps, which the device has not passed yet, and each later step's
     gradients, in the background. No parts: give no more."""
 
-    number: NotNegative
+    number: Count
     """Of the state transfer, in the run."""
-    step: NotNegative
-    parts: frozenset[str]
+    step: Count
+    parts: Distinct[Text]
 
 
 class Halt(Body, frozen=True, kw_only=True):
@@ -122,11 +122,11 @@ RunOrder = OpenItem | RetireSnapshots | Halt
 class PeerPath(msgspec.Struct, frozen=True, kw_only=True):
     """How a device got to another one."""
 
-    device: str
+    device: Name
     relayed: bool
-    latency_s: float | None
+    latency_s: Seconds | None
     """One way, as the kernel sees it; of a relayed one, as far as the coordinator."""
-    streams: int = 1
+    streams: Place = 1
     bbr: bool = False
     """Whether this end sends by it."""
 
@@ -134,8 +134,8 @@ class PeerPath(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceReady(Body, frozen=True, kw_only=True):
     """The stage, its weights and its links are in place. `paths`: to those devices that this one has dialled."""
 
-    paths: tuple[PeerPath, ...] = ()
-    notes: tuple[Annotated[str, msgspec.Meta(max_length=400)], ...] = ()
+    paths: Many[PeerPath] = ()
+    notes: Many[Annotated[str, msgspec.Meta(max_length=400)]] = ()
     """For people: how the stage computes."""
 
 
@@ -143,24 +143,26 @@ class ItemReported(Body, frozen=True, kw_only=True):
     """The device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage.
     With a save comes the stage's part of the checkpoint."""
 
-    item: int
+    item: Count
     loss: float | None = None
-    count: float | None = None
-    spans: tuple[Span, ...] = ()
-    late_s: float = 0.0
+    count: NotNegative | None = None
+    metrics: Many[float] = ()
+    """Of an evaluation, from the loss's stage: sum and count of each metric, one after another."""
+    spans: Many[Span] = ()
+    late_s: Seconds = 0.0
     """Emulation only: by how much this item's tasklets overran their emulated durations, in sum."""
     non_finite: NonFinite | None = None
     """The first place on this device where the item's numbers were not finite."""
     peak: MemoryPeak | None = None
     """With a save: of the stage so far."""
-    fingerprints: tuple[StepFingerprint, ...] = ()
+    fingerprints: Many[StepFingerprint] = ()
     """Of this step or earlier ones, as far as they are hashed; with a save, of all steps before it."""
 
 
 class DeviceFailed(Body, frozen=True, kw_only=True):
     """The device cannot go on with its stage."""
 
-    reason: str
+    reason: Text
     fault: Literal["user", "device", "other"]
     """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
     failure: StepFailure | None = None
@@ -175,7 +177,7 @@ class DeviceFailed(Body, frozen=True, kw_only=True):
 class Inventory(Body, frozen=True, kw_only=True):
     """The device has closed its stage, and holds these states in memory."""
 
-    holdings: tuple[StateHolding, ...]
+    holdings: Many[StateHolding]
 
 
 class StateFetched(Body, frozen=True, kw_only=True):
@@ -185,30 +187,30 @@ class StateFetched(Body, frozen=True, kw_only=True):
 class SnapshotCopied(Body, frozen=True, kw_only=True):
     """The device holds a copy of another one's part of a snapshot."""
 
-    of: str
-    step: int
+    of: Name
+    step: Count
 
 
 class StateReceived(Body, frozen=True, kw_only=True):
     """A joining device has the state of another device's parts, as it is after `step` steps."""
 
-    number: NotNegative
+    number: Count
     """Of the state transfer, in the run."""
-    of: str
-    step: NotNegative
+    of: Name
+    step: Count
 
 
 class TransferEnded(Body, frozen=True, kw_only=True):
     """The device sends no more, as its steps are quicker than what it sends of them; or it takes no more."""
 
-    number: NotNegative
+    number: Count
 
 
 class WeightsRead(Body, frozen=True, kw_only=True):
     """A training step begins: with it come those of the stage's weights that its exchange wanted. For the run's host:
     the machine takes no notice."""
 
-    item: NotNegative
+    item: Count
 
 
 DeviceReport = (

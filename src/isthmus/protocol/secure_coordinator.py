@@ -29,6 +29,7 @@ from isthmus.protocol.secure_messages import (
     SecureOrder,
     SecureReport,
     SharesDelivered,
+    SharesDisputed,
     SharesRevealed,
     SharesSent,
     SiteKeys,
@@ -56,11 +57,21 @@ class SumsWanted(msgspec.Struct, frozen=True, kw_only=True):
     summed: frozenset[str]
 
 
+class UnmaskTried(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `TakeMasksOff`."""
+
+    phase: PhaseId
+    reason: str = ""
+    """Why the shares that are here do not give back the secrets; empty: the masks are off."""
+    wrong: frozenset[tuple[str, str]] = frozenset()
+    """Holder and owner of each share that is wrong."""
+
+
 class TimePassed(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
 
 
-SecureEvent = FromDevice[SecureReport] | SecureOpened | SiteGone | SumsWanted | TimePassed
+SecureEvent = FromDevice[SecureReport] | SecureOpened | SiteGone | SumsWanted | UnmaskTried | TimePassed
 
 
 # From the machine
@@ -84,7 +95,11 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
 
     keys: SiteKeys
     shares: Mapping[int, bytes]
-    """By holder's number, from 1 on; as many as it takes."""
+    """By holder's number, from 1 on; as many as it takes, or more."""
+    threshold: int
+    """So many give it back."""
+    holders: Mapping[int, str]
+    """Of all numbers, whose share it is, here or not."""
 
 
 class TakeMasksOff(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +123,8 @@ SecureInstruction = TellSite | LeaveOut | TakeMasksOff | SumsLost
 SecurePhase = Literal["idle", "keys", "shares", "training", "unmasking", "over"]
 
 _EVER: Mapping[type[msgspec.Struct], str] = {SecureOpened: "keys"}
+MOST_DISPUTED = 1
+"""Of two sites between whom a share is wrong either may lie: nobody is named for one."""
 
 SECURE_COORDINATOR = Transitions(
     "idle",
@@ -128,10 +145,17 @@ SECURE_COORDINATOR = Transitions(
             TimePassed: "shares training idle",
             SumsWanted: "idle",
         },
-        "training": {**_EVER, SiteGone: "training", TimePassed: "training", SumsWanted: "unmasking idle"},
+        "training": {
+            **_EVER,
+            SharesDisputed: "training",
+            SiteGone: "training",
+            TimePassed: "training",
+            SumsWanted: "unmasking idle",
+        },
         "unmasking": {
             **_EVER,
             SharesRevealed: "unmasking idle",
+            UnmaskTried: "unmasking idle",
             SiteGone: "unmasking idle",
             TimePassed: "unmasking idle",
         },
@@ -153,6 +177,7 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         super().__init__()
         self._rules = rules
         self._phase_id = PhaseId(-1)
+        self._opened: frozenset[str] = frozenset()
         self._waits: set[str] = set()
         """Sites whose answer of this step is not in."""
         self._since_s = self._now_s = 0.0
@@ -162,11 +187,19 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         self._dealt: dict[str, dict[str, bytes]] = {}
         """By owner, its sealed shares by holder."""
         self._gone: set[str] = set()
+        self._out_of: dict[str, str] = {}
+        """Sites that lied, and how: the run goes on without them."""
+        self._apart: set[str] = set()
+        """Sites of this phase that are no neighbours of all that they would be, after a wrong share."""
+        self._disputes: set[tuple[str, str]] = set()
+        """Holder and owner of each share that was wrong or could not be opened, in any phase: one of the two lies."""
         self._masking: frozenset[str] = frozenset()
         """Sites that were delivered shares: they mask with their neighbours among them."""
         self._summed: frozenset[str] = frozenset()
         self._seeds: dict[str, dict[int, bytes]] = {}
         self._mask_keys: dict[str, dict[int, bytes]] = {}
+        self._failed = False
+        """Some shares of this phase are wrong: the next try is the last, of all that come."""
 
     @property
     def due_s(self) -> float | None:
@@ -178,9 +211,14 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         return self._phase == "training" and phase == self._phase_id and site in self._masking
 
     def _is_stale(self, event: SecureEvent) -> bool:
+        if isinstance(event, FromDevice) and isinstance(event.body, SharesDisputed):
+            here = self._phase == "training" and event.device in self._masking
+            return event.body.phase != self._phase_id or not here
         if isinstance(event, FromDevice):
             wrong_step = type(event.body) is not _STEP.get(self._phase)
             return event.body.phase != self._phase_id or wrong_step or event.device not in self._waits
+        if isinstance(event, UnmaskTried):
+            return event.phase != self._phase_id or self._phase != "unmasking"
         return isinstance(event, SumsWanted) and event.phase != self._phase_id
 
     def _take(self, event: SecureEvent) -> list[SecureInstruction]:
@@ -197,10 +235,14 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
                 return self._end_step("did not answer in time") if late else []
             case SumsWanted(summed=summed):
                 return self._unmask(summed)
+            case UnmaskTried(reason=reason, wrong=wrong):
+                return self._on_tried(reason, wrong)
 
     def _on_report(self, site: str, report: SecureReport) -> list[SecureInstruction]:
         self._waits.discard(site)
         match report:
+            case SharesDisputed(owners=owners):
+                return self._on_disputed(site, owners)
             case KeysSent(keys=keys):
                 self._keys[site] = msgspec.structs.replace(keys, site=site)
                 return self._go_on()
@@ -210,11 +252,11 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
                 return self._on_revealed(site, seeds, keys)
 
     def _open(self, phase: PhaseId, sites: frozenset[str]) -> list[SecureInstruction]:
-        self._phase_id, self._phase = phase, "keys"
-        self._waits, self._since_s = set(sites), self._now_s
+        self._phase_id, self._phase, self._out_of = phase, "keys", self._liars()
+        self._opened, self._waits, self._since_s = sites, set(sites - self._out_of.keys()), self._now_s
         self._keys, self._peers, self._dealt = {}, {}, {}
         self._seeds, self._mask_keys = {}, {}
-        self._gone, self._masking, self._summed = set(), frozenset(), frozenset()
+        self._gone, self._masking, self._summed, self._failed = set(), frozenset(), frozenset(), False
         return []
 
     def _lose(self, site: str) -> list[SecureInstruction]:
@@ -230,7 +272,9 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         late, self._waits, self._since_s = tuple(sorted(self._waits)), set(), self._now_s
         match self._phase:
             case "keys":
-                return [*self._leave_out(late, reason), *self._list_keys()]
+                lied = [(site, self._out_of[site]) for site in sorted(self._opened & self._out_of.keys())]
+                without = [out for site, how in lied for out in self._leave_out([site], how)]
+                return [*without, *self._leave_out(late, reason), *self._list_keys()]
             case "shares":
                 return [*self._leave_out(late, reason), *self._deliver()]
             case _:
@@ -247,7 +291,7 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         if len(here) < self._rules.fewest:
             self._phase = "idle"
             return self._leave_out(here, f"{len(here)} sites sent keys, expected at least {self._rules.fewest}")
-        self._peers = neighbours({site: keys.mask for site, keys in here.items()})
+        self._peers = self._graph(here)
         self._phase, self._waits = "shares", set(here)
         return [
             TellSite(site, KeysListed(phase=self._phase_id, peers=tuple(here[peer] for peer in peers)))
@@ -261,6 +305,39 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
             return [*self._leave_out([site], "dealt shares that are not those of its neighbours"), *self._go_on()]
         self._dealt[site] = dealt
         return self._go_on()
+
+    def _on_disputed(self, site: str, owners: tuple[str, ...]) -> list[SecureInstruction]:
+        self._disputes |= {(site, owner) for owner in owners if owner in self._peers[site]}
+        self._gone.add(site)
+        return []
+
+    def _liars(self) -> dict[str, str]:
+        """And how they are known. One word stands against another: who is in a pair with several that are in fewer, and
+        with none that is in more. Of one site that lies all pairs are, so it makes no other a liar."""
+        found: dict[str, str] = {}
+        while True:
+            left = [pair for pair in self._disputes if pair[0] != pair[1] and not found.keys() & set(pair)]
+            against = {site: {x for pair in left if site in pair for x in pair} - {site} for p in left for site in p}
+            named = [
+                site
+                for site, others in sorted(against.items())
+                if all(len(against[other]) <= len(others) for other in others)
+                and sum(len(against[other]) < len(others) for other in others) > MOST_DISPUTED
+            ]
+            if not named:
+                return found
+            found |= {site: f"shares between it and {len(against[site])} other sites were wrong" for site in named}
+
+    def _graph(self, here: Mapping[str, SiteKeys]) -> dict[str, tuple[str, ...]]:
+        """Sites between whom a share was wrong are no neighbours any more, while each keeps as many as a sum needs."""
+        peers, self._apart = neighbours({site: keys.mask for site, keys in here.items()}), set()
+        for pair in sorted({tuple(sorted(pair)) for pair in self._disputes}):
+            one, other = pair
+            if other in peers.get(one, ()) and min(len(peers[one]), len(peers[other])) >= self._rules.fewest:
+                peers[one] = tuple(peer for peer in peers[one] if peer != other)
+                peers[other] = tuple(peer for peer in peers[other] if peer != one)
+                self._apart |= {one, other}
+        return peers
 
     def _deliver(self) -> list[SecureInstruction]:
         able = self._able(self._dealt.keys() - self._gone)
@@ -316,6 +393,9 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
             held, needed = len(self._holders(site) & set(here)), self._threshold(site)
             if held < needed:
                 return f"secure aggregation: {held} sites have shares of {site}'s secret, expected {needed}"
+        for site in sorted(self._apart & set(here)):
+            if (known := len(self._question(site).summed)) < self._rules.fewest:
+                return f"secure aggregation: {site} knows {known} sites of the sum, expected {self._rules.fewest}"
         return None
 
     @property
@@ -335,7 +415,7 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
                 for share in shares:
                     found.setdefault(share.site, {})[self._number(site, share.site)] = share.share
         enough = all(len(self._revealed(one)) >= self._threshold(one) for one in self._wanted)
-        return self._recover() if enough else self._go_on()
+        return self._recover() if enough and not self._failed else self._go_on()
 
     def _number(self, holder: str, owner: str) -> int:
         """At which the owner's polynomials were evaluated for this holder."""
@@ -349,7 +429,6 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         if short:
             got, needed = len(self._revealed(short[0])), self._threshold(short[0])
             return self._fail(f"secure aggregation: {got} shares of {short[0]}'s secret came, expected {needed}")
-        self._phase = "idle"
         secrets = {one: self._secrets(one) for one in self._wanted}
         dropped = sorted(secrets.keys() - self._summed)
         return [
@@ -361,9 +440,21 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
             )
         ]
 
+    def _on_tried(self, reason: str, wrong: Collection[tuple[str, str]]) -> list[SecureInstruction]:
+        """Until all answers are in, those that are missing may make the honest ones enough."""
+        self._disputes |= set(wrong)
+        if reason and self._waits:
+            self._failed = True
+            return []
+        if reason:
+            return self._fail(reason)
+        self._phase, self._waits = "idle", set()
+        return []
+
     def _secrets(self, site: str) -> Secrets:
-        shares = sorted(self._revealed(site).items())[: self._threshold(site)]
-        return Secrets(keys=self._keys[site], shares=dict(shares))
+        holders = {self._number(holder, site): holder for holder in self._holders(site)}
+        shares = dict(sorted(self._revealed(site).items()))
+        return Secrets(keys=self._keys[site], shares=shares, threshold=self._threshold(site), holders=holders)
 
     def _summed_peers(self, site: str) -> tuple[SiteKeys, ...]:
         return tuple(self._keys[peer] for peer in self._peers[site] if peer in self._summed)

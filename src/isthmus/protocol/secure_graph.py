@@ -11,6 +11,8 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
+from isthmus.units import exact
+
 COMPLETE_BELOW = 100
 """Sites: fewer are all neighbours."""
 LEAST_SUMMED = 2
@@ -45,4 +47,4 @@ def _at(ring: Sequence[str], place: int, steps: Sequence[int]) -> list[str]:
 
 def threshold_of(holders: int, share: float) -> int:
     """Shares that give back a secret that was dealt to so many: more than `share` of them."""
-    return min(holders, math.floor(share * holders) + 1)
+    return min(holders, math.floor(exact(share) * holders) + 1)

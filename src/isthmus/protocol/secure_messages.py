@@ -5,14 +5,18 @@ Keys, shares and signatures are bytes to the machines. Only a site's driver know
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from isthmus.protocol.federated_messages import PhaseId, RoundBody
+from isthmus.wire_types import Name
 
-Name = Annotated[str, Meta(max_length=200)]
+MOST_SITES = 1 << 16
+"""Of a sum, and so neighbours of a site: 32 bytes of each are two MiB, half of what a frame's header may have."""
+_Each = TypeVar("_Each")
+Sites = Annotated[tuple[_Each, ...], Meta(max_length=MOST_SITES)]
 Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Share = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
@@ -55,23 +59,23 @@ class KeysListed(RoundBody, frozen=True, kw_only=True):
     """The keys of a site's neighbours, its own not among them: it deals them shares."""
 
     phase: PhaseId
-    peers: tuple[SiteKeys, ...]
+    peers: Sites[SiteKeys]
 
 
 class SharesDelivered(RoundBody, frozen=True, kw_only=True):
     """What a site's neighbours dealt it. It masks its update with these neighbours."""
 
     phase: PhaseId
-    shares: tuple[SealedShare, ...]
+    shares: Sites[SealedShare]
 
 
 class UnmaskAsked(RoundBody, frozen=True, kw_only=True):
     """The sums are in. Of `summed`, shares of their own masks are wanted; of `dropped`, shares of their keys."""
 
     phase: PhaseId
-    summed: tuple[Name, ...]
+    summed: Sites[Name]
     """The receiver itself among them."""
-    dropped: tuple[Name, ...]
+    dropped: Sites[Name]
 
 
 SecureOrder = KeysListed | SharesDelivered | UnmaskAsked
@@ -91,17 +95,25 @@ class SharesSent(RoundBody, frozen=True, kw_only=True):
     """The answer to `KeysListed`: a sealed share for each neighbour."""
 
     phase: PhaseId
-    shares: tuple[SealedShare, ...]
+    shares: Sites[SealedShare]
+
+
+class SharesDisputed(RoundBody, frozen=True, kw_only=True):
+    """Shares of these owners cannot be opened: they did not seal them for the sender, or somebody changed them. It has
+    no update of the phase: a holder without shares masks with nobody."""
+
+    phase: PhaseId
+    owners: Sites[Name]
 
 
 class SharesRevealed(RoundBody, frozen=True, kw_only=True):
     """The answer to `UnmaskAsked`: of each owner one share, never two."""
 
     phase: PhaseId
-    seeds: tuple[RevealedShare, ...]
+    seeds: Sites[RevealedShare]
     """Of the seeds of summed sites' own masks, the sender's own among them."""
-    keys: tuple[RevealedShare, ...]
+    keys: Sites[RevealedShare]
     """Of dropped sites' mask keys."""
 
 
-SecureReport = KeysSent | SharesSent | SharesRevealed
+SecureReport = KeysSent | SharesSent | SharesDisputed | SharesRevealed

@@ -8,13 +8,17 @@ believed: a site reveals of each peer one share, of its seed or of its key, and 
 in the sum as it takes to give back a secret. So nobody can take off both masks of one update.
 
 A round may be repeated. Two sums of it with different sites differ by the others' updates. So in each pass of a round a
-site reveals shares for one set of sites, whatever the attempt, also after a restart. A sum takes shares of more than
-half of its sites, so each of the sums that differ takes some that no other takes: no combination is one update.
+site reveals shares for one set of sites, whatever the attempt, also after a restart. The numbers are the coordinator's,
+so what was revealed is kept under what it reveals of too: the model that was trained from, and the update. Of one
+model, and of one update, no two sums of different sites are opened, in whatever rounds and runs.
+
+A sum takes shares of more than half of its sites, so each of the sums that differ takes some that no other takes: no
+combination is one update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 import msgspec
@@ -33,6 +37,8 @@ class UpdateReady(msgspec.Struct, frozen=True, kw_only=True):
 
     phase: PhaseId
     refused: bool = False
+    of: tuple[str, ...] = ()
+    """What shares of its masks reveal of: digests of the model that it was trained from, and of itself."""
 
 
 SecureSiteEvent = (
@@ -87,6 +93,10 @@ class RevealShares(msgspec.Struct, frozen=True):
     phase: PhaseId
     seeds: tuple[str, ...]
     keys: tuple[str, ...]
+    of: tuple[str, ...] = ()
+    """As the update's."""
+    parties: tuple[str, ...] = ()
+    """The sites of the sum as they are remembered: by name and device."""
 
 
 class ForgetSecrets(msgspec.Struct, frozen=True):
@@ -102,8 +112,14 @@ class Distrust(msgspec.Struct, frozen=True):
 SecureSiteInstruction = (
     MakeKeys | DealShares | OpenShares | MaskUpdate | SendRefusal | RevealShares | ForgetSecrets | Distrust
 )
-Revealed = Mapping[tuple[int, int], frozenset[str]]
-"""By round and pass, the sites of the sum for which shares were revealed."""
+Revealed = Mapping[str, frozenset[str]]
+"""By what they reveal of, the sites of the sum for which shares were revealed. A peer by name and device, `NAME:ID`: a
+coordinator that has certificates of its own has another device under the same name, and knows that one's update."""
+TOO_MUCH = "with other sites, are revealed: two sums would tell too much"
+REMEDY = (
+    ". Begin with the sites and devices of that sum, or from another model: by another federated.seed; where weights "
+    "are given, by others, for example these after some steps of training"
+)
 SecureSitePhase = Literal["idle", "keyed", "dealt", "ready", "masked", "stopped"]
 
 _OVER = {PhaseOpened: "keyed", PhaseDropped: "idle", UpdateRefused: "idle", Halt: "stopped"}
@@ -120,7 +136,7 @@ SECURE_SITE = Transitions(
             UpdateReady: "idle",
         },
         "keyed": {**_OVER, KeysListed: "dealt idle stopped", UpdateReady: "keyed idle"},
-        "dealt": {**_OVER, SharesDelivered: "ready masked stopped", UpdateReady: "dealt idle"},
+        "dealt": {**_OVER, SharesDelivered: "ready masked idle stopped", UpdateReady: "dealt idle"},
         "ready": {**_OVER, UpdateReady: "masked idle"},
         "masked": {**_OVER, UnmaskAsked: "idle stopped"},
     },
@@ -132,13 +148,25 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
 
     transitions = SECURE_SITE
 
-    def __init__(self, site: str, share: float, revealed: Revealed | None = None, fewest: int = LEAST_SUMMED) -> None:
-        """More than `share` of a secret's shares give it back. `revealed` is of this run, before; None: nothing.
-        `fewest`: updates in a sum, where all sites are neighbours."""
+    def __init__(
+        self,
+        site: str,
+        share: float,
+        revealed: Revealed | None = None,
+        fewest: int = LEAST_SUMMED,
+        device_of: Callable[[SiteKeys], str] = lambda keys: "",
+    ) -> None:
+        """More than `share` of a secret's shares give it back. `revealed`: of rounds of this run, and of models and
+        updates of any, before; None: nothing.
+        `fewest`: updates in a sum, where all sites are neighbours. `device_of`: the id in a peer's certificate, which
+        the driver checks before it deals shares; PeerError for none."""
         super().__init__()
         self._site = site
         self._share = share
         self._fewest = fewest
+        self._device_of = device_of
+        self._parties: dict[str, str] = {}
+        """By peer, its name and device."""
         self._revealed = dict(revealed or {})
         self._phase_id: PhaseId | None = None
         self._holders: frozenset[str] = frozenset()
@@ -189,9 +217,9 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
         if len(names) + 1 < LEAST_SUMMED:
             return self._distrust(f"listed {len(names) + 1} sites, expected at least {LEAST_SUMMED}")
         self._holders = frozenset(names | {self._site})
-        if self._revealed.get((phase.round, phase.number), self._holders) != self._holders:
-            why = "its shares of a sum of this round, with other sites, are revealed: two sums would tell too much"
-            return [SendRefusal(phase, why), *self._forget("idle")]
+        self._parties = {p.site: f"{p.site}:{device}" if (device := self._device_of(p)) else p.site for p in peers}
+        if self._tells_more((round_key(phase),), self._holders):
+            return self._refuse(phase, "this round")
         self._phase = "dealt"
         return [DealShares(phase, peers, threshold_of(len(self._holders), self._share))]
 
@@ -214,7 +242,9 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
         if self._phase != "ready":
             self._update = event
             return []
-        self._phase = "masked"
+        if self._tells_more(event.of, self._owners | {self._site}):
+            return self._refuse(event.phase, "this update, or of one from the same model", REMEDY)
+        self._phase, self._update = "masked", event
         return [MaskUpdate(event.phase, tuple(sorted(self._owners)))]
 
     def _on_asked(
@@ -227,9 +257,30 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
             return self._distrust("asked for shares of both kinds, or not of every neighbour")
         if len(wanted) < max(self._fewest, threshold_of(len(self._holders), self._share)):
             return self._distrust(f"asked to unmask a sum of {len(wanted)} sites that this one knows: too few")
-        if self._revealed.setdefault((phase.round, phase.number), wanted) != wanted:
+        assert self._update is not None, "it is masked"
+        of = self._update.of
+        if self._tells_more((round_key(phase), *of), wanted):
             return [RevealShares(phase, (), ()), *self._forget("idle")]
-        return [RevealShares(phase, tuple(sorted(wanted)), tuple(sorted(gone))), *self._forget("idle")]
+        parties = self._known(wanted)
+        self._revealed |= dict.fromkeys((round_key(phase), *of), parties)
+        shares = RevealShares(phase, tuple(sorted(wanted)), tuple(sorted(gone)), of, tuple(sorted(parties)))
+        return [shares, *self._forget("idle")]
+
+    def _known(self, sites: Collection[str]) -> frozenset[str]:
+        return frozenset(self._parties.get(site, site) for site in sites)
+
+    def _tells_more(self, of: Collection[str], sites: Collection[str]) -> bool:
+        """Whether shares for a sum of these sites tell more than those that are revealed."""
+        parties = self._known(sites)
+        return any(self._revealed.get(key, parties) != parties for key in of)
+
+    def _refuse(self, phase: PhaseId, of: str, remedy: str = "") -> list[SecureSiteInstruction]:
+        return [SendRefusal(phase, f"its shares of a sum of {of}, {TOO_MUCH}{remedy}"), *self._forget("idle")]
 
     def _distrust(self, reason: str) -> list[SecureSiteInstruction]:
         return [*self._forget("stopped"), Distrust(reason)]
+
+
+def round_key(phase: PhaseId) -> str:
+    """Of a pass of a round, whatever the attempt."""
+    return f"round {phase.round} pass {phase.number}"

@@ -11,7 +11,7 @@ from isthmus.plans.collective import CollectiveMessage, Round, rounds
 from isthmus.plans.plan import Plan, Replica
 from isthmus.plans.schedule import whole
 from isthmus.protocol.exchange import GroupView
-from isthmus.protocol.work import Feeding
+from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.worker import StageView
 
 Pair = tuple[int, int]

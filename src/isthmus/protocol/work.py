@@ -1,5 +1,4 @@
-"""The work of a run as a sequence of items, a pure function of the job: what is leased, in which order, and which data
-holder feeds a micro-batch."""
+"""The work of a run as a sequence of items, a pure function of the job: what is leased, and in which order."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from isthmus.plans.schedule import feeder_slot
+from isthmus.wire_types import Count
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,23 +19,23 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     `first_sample` and `samples` are positions in the data order, which the coordinator owns.
     """
 
-    index: int
+    index: Count
     kind: Literal["train", "eval", "save", "keep"]
-    step: int
+    step: Count
     """Train: the step's number, from 0. The others: how many steps came before."""
-    first_sample: int = 0
-    micro_batches: int = 0
-    first_micro_batch: int = 0
+    first_sample: Count = 0
+    micro_batches: Count = 0
+    first_micro_batch: Count = 0
     """Of the step's, the number of this item's first: a replica's item is a part of everybody's."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's part of every item: of each step's `of` micro-batches, `count` from number `first` on."""
 
-    first: int
-    count: int
-    of: int
-    micro_batch_size: int
+    first: Count
+    count: Count
+    of: Count
+    micro_batch_size: Count
 
     def part(self, item: Item) -> Item:
         """What the replica does of an item. Of a shorter item, an evaluation's, it does about the same part."""
@@ -67,6 +66,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: int
     eval_every: int = 0
     eval_micro_batches: int = 0
+    """Whole ones."""
+    eval_rest: int = 0
+    """Samples of an evaluation beyond whole micro-batches."""
     save_every: int = 0
     lease_ahead: int = 3
     """Items that a device may know of before it finishes the first of them: the coordinator is never waited for."""
@@ -78,7 +80,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def items(spec: RunSpec, *, due: bool = False) -> Iterator[Item]:
-    """The run's items. An evaluation is split so that no item has more micro-batches than a training step.
+    """The run's items. An evaluation is split so that no item has more micro-batches than a training step. Its rest is
+    two items: a micro-batch that copies of the first sample fill up, and one of such copies alone, whose share is taken
+    off again.
 
     `due` begins with what comes after the step before the first one.
     """
@@ -97,39 +101,10 @@ def _after(done: int, spec: RunSpec, count: Iterator[int]) -> Iterator[Item]:
     """What is due after so many steps."""
     last = done == spec.steps
     if spec.eval_every and (done % spec.eval_every == 0 or last):
-        for start in range(0, spec.eval_micro_batches, spec.micro_batches):
-            yield Item(
-                index=next(count),
-                kind="eval",
-                step=done,
-                first_sample=start * spec.micro_batch_size,
-                micro_batches=min(spec.micro_batches, spec.eval_micro_batches - start),
-            )
+        whole, most = spec.eval_micro_batches, spec.micro_batches
+        parts = [(start, min(most, whole - start)) for start in range(0, whole, most)]
+        for start, size in parts + ([(whole, 1), (whole + 1, 1)] if spec.eval_rest else []):
+            first = start * spec.micro_batch_size
+            yield Item(index=next(count), kind="eval", step=done, first_sample=first, micro_batches=size)
     if last or (spec.save_every and done % spec.save_every == 0):
         yield Item(index=next(count), kind="save", step=done)
-
-
-class Feeding(msgspec.Struct, frozen=True, kw_only=True):
-    """Pure: all devices tell the same from the same counts."""
-
-    train: tuple[int, ...]
-    """Samples of each holder."""
-    heldout: tuple[int, ...]
-    """Whole micro-batches of each holder's held-out samples."""
-    micro_batch_size: int
-    copies: tuple[tuple[int, ...], ...]
-    """Workers that run copies of one stage, in the order of the holders; for each stage that has copies."""
-
-    def does(self, worker: int, item: Item, micro_batch: int) -> bool:
-        """Whether a worker has to do with a micro-batch of an item: who runs no copy has to do with all."""
-        own = next((copies for copies in self.copies if worker in copies), None)
-        return own is None or own[self.holder(item, micro_batch)] == worker
-
-    def holder(self, item: Item, micro_batch: int) -> int:
-        """Whose micro-batch of an item it is: the number of the holder."""
-        number = item.first_sample // self.micro_batch_size + micro_batch
-        return feeder_slot(self.train if item.kind == "train" else self.heldout, number).holder
-
-    def present(self, workers: tuple[int, ...], item: Item, micro_batch: int) -> tuple[int, ...]:
-        """Those of some workers that have to do with a micro-batch."""
-        return tuple(worker for worker in workers if self.does(worker, item, micro_batch))

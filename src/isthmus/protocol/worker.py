@@ -54,10 +54,12 @@ from isthmus.protocol.events import (
     WorkerInstruction,
 )
 from isthmus.protocol.exchange import Exchange, GroupView
+from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.machine import EpochMachine
 from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, Parcel, PartsArrived
-from isthmus.protocol.work import Feeding, Item
+from isthmus.protocol.work import Item
 from isthmus.protocol.worker_phases import WORKER, Phase, WorkerStatistics
+from isthmus.wire_types import Count, Many, Place
 
 _OF_OTHERS = (OpenItem, Arrived, PartsArrived)
 """Events that other machines cause. The rest are ends of this worker's own instructions."""
@@ -70,28 +72,28 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     Stages are numbered through all replicas, so a number names one worker.
     """
 
-    stage: int
-    stages: int
+    stage: Place
+    stages: Place
     """Of its replica."""
-    first: int = 0
+    first: Place = 0
     """Its replica's first."""
-    in_flight: int
+    in_flight: Count
     """Micro-batches that may be between their forward and the end of their backward here."""
     splits: bool = False
     """Weight gradients are computed apart, behind the backward."""
-    forward_from: tuple[int, ...]
-    forward_to: tuple[int, ...]
-    backward_from: tuple[int, ...]
-    backward_to: tuple[int, ...]
-    eval_from: tuple[int, ...] = ()
-    eval_to: tuple[int, ...] = ()
-    parameter_users: tuple[int, ...] = ()
+    forward_from: Many[Place]
+    forward_to: Many[Place]
+    backward_from: Many[Place]
+    backward_to: Many[Place]
+    eval_from: Many[Place] = ()
+    eval_to: Many[Place] = ()
+    parameter_users: Many[Place] = ()
     """Stages that use parameters that this one owns."""
-    parameter_owners: tuple[int, ...] = ()
+    parameter_owners: Many[Place] = ()
     trains: bool = True
     """Whether this stage has a backward pass at all."""
     has_loss: bool = False
-    losses: int = 1
+    losses: Place = 1
     """Workers of its replica that have the loss: several, where that stage has copies."""
     counts: bool = False
     """The loss is a sum over a count that only the loss's stage knows."""
@@ -99,12 +101,12 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """Gradients are clipped by the norm of the whole model."""
     skips: bool = False
     """Where gradients of any stage of its replica are not finite, all leave the update out."""
-    groups: tuple[GroupView, ...] = ()
+    groups: Many[GroupView] = ()
     """Sums with workers of other replicas."""
     averages: Averages = "gradients"
-    delay: int = 0
+    delay: Count = 0
     """Steps between the start of a sum and its use."""
-    period: int = 1
+    period: Count = 1
     """Steps after which the groups' iterations start again."""
     feeding: Feeding | None = None
     """Where several holders feed the chain: who does which micro-batches."""

@@ -88,7 +88,7 @@ def ranked(rows: Sequence[ComparedPlan], objective: Objective = "time") -> tuple
 def compared_table(comparison: Comparison) -> RenderableType:
     """A row for each planner, in the order of the comparison."""
     numbers = (
-        "closed form",
+        "formula",
         "simulated",
         "price of\n1,000 steps",
         "lower bound\n[1]",
@@ -107,7 +107,7 @@ def compared_table(comparison: Comparison) -> RenderableType:
     refusals += [f"{row.planner} was interrupted: its best till then" for row in comparison.rows if row.interrupted]
     if comparison.not_asked:
         refusals.append(f"without a row, for planning was interrupted: {', '.join(comparison.not_asked)}")
-    caption = "step times by the closed form and by the simulator; price: devices for steps as simulated, and egress; "
+    caption = "step times by the formula and by the simulator; price: devices for steps as simulated, and egress; "
     caption += "memory left: least of all devices, as a share of its own"
     return titled(title, table, "\n".join([*refusals, *_bounds(comparison), caption]))
 
@@ -124,7 +124,7 @@ def _bounds(comparison: Comparison) -> Iterator[str]:
             yield f"[1] of {who}: no bound"
             continue
         priced = "; per 1,000 steps" if comparison.objective == "cost" else ""
-        yield f"[1] of {who}: on {question}{priced}; gap = what this plan has by the closed form / bound - 1"
+        yield f"[1] of {who}: on {question}{priced}; gap = what this plan has by the formula / bound - 1"
 
 
 def _cells(row: ComparedPlan) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def _cells(row: ComparedPlan) -> tuple[str, ...]:
 def _bound(row: ComparedPlan) -> str:
     bound = row.lower_bound_per_1000_steps
     text = _duration(row.lower_bound_s) if bound is None else f"{bound:.4g}"
-    return f"{text}\nattained" if row.exact else text
+    return f"{text}\nreached" if row.exact else text
 
 
 def _duration(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of a federated run: accuracy by round, who trained when in a round, and the executors' fitted times."""
+"""Pictures of a federated run: loss and metrics by round, who trained when, and the executors' fitted times."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from isthmus.federated.evaluation import ClientFigures
 from isthmus.federated.history import RoundLine
 
 # Okabe and Ito's palette, as in the other pictures.
@@ -22,40 +23,54 @@ MOST_EDGED = 100
 
 
 def draw_rounds(lines: Sequence[RoundLine], path: Path) -> bool:
-    """Accuracy over the rounds, on held-out samples and of clients on their own data, whichever was taken; False where
-    none was."""
+    """The loss and each metric over the rounds, on held-out samples and of clients on their own data, whichever was
+    taken, one below the other; False where none was."""
     known = [(line.record.round + 1, line.evaluation) for line in lines if line.evaluation is not None]
-    points = [(number, e.accuracy) for number, e in known if e.accuracy is not None]
-    each = [(number, e.clients) for number, e in known if e.clients is not None]
-    if not points and not each:
+    found = [{"loss": e.loss, **e.metrics} for _, e in known]
+    names = [name for name in dict.fromkeys(n for figures in found for n in figures) if name != "loss"]
+    names += [name for _, e in known for name in e.clients if name not in (*names, "loss")]
+    shown: list[tuple[str, list[tuple[int, float]], list[tuple[int, ClientFigures]]]] = []
+    for name in ("loss", *dict.fromkeys(names)):
+        points = [
+            (at, v) for (at, _), figures in zip(known, found, strict=True) if (v := figures.get(name)) is not None
+        ]
+        each = [(at, e.clients[name]) for at, e in known if name in e.clients]
+        if points or each:
+            shown.append((name, points, each))
+    if not shown:
         return False
-    figure, axes = _figure()
+    figure, first = _figure(height=1.2 + 3.0 * len(shown))
+    first.remove()
+    for place, (name, points, each) in enumerate(shown):
+        axes = figure.add_subplot(len(shown), 1, place + 1)
+        _style(axes)
+        _draw_metric(axes, name, points, each)
+        if place == 0:
+            _legend_above(axes)
+    figure.axes[-1].set_xlabel("round", color=_INK)
+    _save(figure, path)
+    return True
+
+
+def _draw_metric(
+    axes: Axes, name: str, points: Sequence[tuple[int, float]], each: Sequence[tuple[int, ClientFigures]]
+) -> None:
     if points:
         axes.plot(*zip(*points, strict=True), color=_COLOURS[0], linewidth=1.8, label="held-out samples")
     if each:
         numbers = [number for number, _ in each]
         mean = np.array([c.mean for _, c in each])
         spread = np.array([c.deviation for _, c in each])
-        axes.fill_between(
-            numbers,
-            np.clip(mean - spread, 0, 1),
-            np.clip(mean + spread, 0, 1),
-            color=_COLOURS[2],
-            alpha=0.15,
-            linewidth=0,
-            label="one standard deviation",
-        )
+        low, high, label = mean - spread, mean + spread, "one standard deviation"
+        axes.fill_between(numbers, low, high, color=_COLOURS[2], alpha=0.15, linewidth=0, label=label)
         axes.plot(numbers, mean, color=_COLOURS[2], linewidth=1.4, label="mean of clients, each on its own data")
         worst = [c.worst_decile for _, c in each]
         axes.plot(numbers, worst, color=_COLOURS[1], linewidth=1.4, label="mean of the worst tenth of clients")
-    axes.set_xlabel("round", color=_INK)
-    axes.set_ylabel("accuracy", color=_INK)
-    axes.set_ylim(-0.02, 1.02)  # lines at 0 and 1 are seen
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylabel(name, color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    _legend_above(axes)
-    _save(figure, path)
-    return True
+    if name.endswith("accuracy"):
+        axes.set_ylim(-0.02, 1.02)  # lines at 0 and 1 are seen
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 def draw_round_timeline(line: RoundLine, path: Path) -> None:
@@ -70,7 +85,7 @@ def draw_round_timeline(line: RoundLine, path: Path) -> None:
             bars, (row - 0.35, 0.7), facecolors=(_COLOURS[0], _COLOURS[5]), edgecolor="white", linewidth=edge
         )
     if line.record.predicted_s is not None:
-        axes.axvline(line.record.predicted_s, color=_INK, linewidth=1, linestyle=(0, (5, 3)), label="planned makespan")
+        axes.axvline(line.record.predicted_s, color=_INK, linewidth=1, linestyle=(0, (5, 3)), label="planned")
         _legend_above(axes)
     axes.set_yticks(range(len(names)), labels=names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -116,12 +131,16 @@ def _figure(height: float = 4.5) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7.5, height), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    _style(axes)
+    return figure, axes
+
+
+def _style(axes: Axes) -> None:
     axes.tick_params(colors=_FAINT, labelsize=9)
     axes.grid(color="#E4E4E4", linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    return figure, axes
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -20,25 +20,25 @@ from isthmus.report.progress import still_live
 from isthmus.report.tables import new_table, titled
 from isthmus.sanitize import sanitize
 from isthmus.simulator.federated import SimulatedRound
-from isthmus.units import format_duration, format_size
+from isthmus.units import format_duration, format_metric, format_size
 
 COLUMNS = (
     "round",
     "clients",
     "loss",
-    "accuracy",
+    "metrics",
     "worst\ndecile",
     "round\ntime",
-    "makespan",
+    "longest\nexecutor",
     "planned",
     "bound",
     "time\nerror",
-    "stolen",
+    "re-\nassigned",
     "busy",
     "bytes",
-    "closed\nby",
+    "ended\nby",
 )
-WIDE, SPARED = 116, {"worst\ndecile", "planned", "bound", "time\nerror", "stolen"}
+WIDE, SPARED = 116, {"worst\ndecile", "planned", "bound", "time\nerror", "re-\nassigned"}
 """In a window of fewer columns than that these are left out: cut numbers say nothing."""
 SHOWN_ROUNDS = 12
 REFRESH_S = 0.25
@@ -87,44 +87,65 @@ class FederatedProgress:
         self._console.print(Text(sanitize(text)), soft_wrap=True, highlight=False)
 
 
+_ENDED: Mapping[Why, str] = {
+    "all": "",
+    "quorum": "ended with the share that must answer",
+    "behind": "ended without those still at work for an earlier round",
+    "deadline": "ended by the deadline",
+}
+"""What ended a round; of a round in which all have answered there is nothing to say."""
+
+
 def _sentence(line: RoundLine, rounds: int) -> str:
     e = line.evaluation
-    parts = [f"round {line.record.round + 1}/{rounds}", f"{line.clients} clients"]
+    parts = [f"round {line.record.round + 1}/{rounds}", _clients(line)]
     if e is not None:
         parts += [f"loss {e.loss:.4f}"] if e.loss is not None else []
-        parts += [f"accuracy {e.accuracy:.1%}"] if e.accuracy is not None else []
-        parts += [f"clients' own {e.clients.mean:.1%}"] if e.clients is not None and e.loss is None else []
-    parts += [format_duration(line.seconds), f"makespan {format_duration(line.makespan_s)}"]
+        parts += [f"{name} {format_metric(name, value)}" for name, value in e.metrics.items() if value is not None]
+        if e.loss is None:
+            parts += [f"clients' own {name} {format_metric(name, f.mean)}" for name, f in e.clients.items()]
+    parts.append(format_duration(line.seconds))
     if line.record.refused:
         parts.append(f"{len(line.record.refused)} refused")
     if line.record.stale:
         parts.append(f"{len(line.record.stale)} late")
     if line.record.missing:
         parts.append(f"{len(line.record.missing)} missing")
-    left = " who were left" if line.record.missing and line.record.closed_by == "all" else ""
-    return ", ".join([*parts, f"closed by {line.record.closed_by}{left} ({line.rules})"])
+    ended = _ENDED[line.record.closed_by]
+    return ", ".join([*parts, f"{ended} ({line.rules})"] if ended else parts)
+
+
+def _clients(line: RoundLine) -> str:
+    """How many answered, of those that were asked."""
+    answered = line.clients + len(line.record.refused)
+    return f"{line.clients} of {answered + len(line.record.missing)} clients"
 
 
 def _table(lines: Sequence[RoundLine] | deque[RoundLine], rounds: int, width: int) -> RenderableType:
-    shown = [place for place, name in enumerate(COLUMNS) if width >= WIDE or name not in SPARED]
-    table = new_table([COLUMNS[place] for place in shown], COLUMNS[:11] + COLUMNS[12:13])
+    metrics = list(dict.fromkeys(n for line in lines if line.evaluation is not None for n in line.evaluation.metrics))
+    columns = [*COLUMNS[:3], *metrics, *COLUMNS[4:]]
+    shown = [place for place, name in enumerate(columns) if width >= WIDE or name not in SPARED]
+    left = {"busy", COLUMNS[-1]}
+    table = new_table([columns[place] for place in shown], [name for name in columns if name not in left])
     executors = sorted({name for line in lines for name in line.busy_s()}, key=lambda name: (len(name), name))
     for line in lines:
-        cells = _cells(line, executors)
+        cells = _cells(line, executors, metrics)
         table.add_row(*(cells[place] for place in shown))
     return titled(f"federated run, round {lines[-1].record.round + 1} of {rounds}", table)
 
 
-def _cells(line: RoundLine, executors: Sequence[str]) -> tuple[RenderableType, ...]:
+def _cells(line: RoundLine, executors: Sequence[str], metrics: Sequence[str]) -> tuple[RenderableType, ...]:
     e, record = line.evaluation, line.record
+    named = "loss" if e is None or not e.metrics else next(iter(e.metrics))
+    clients = None if e is None else e.clients.get(named)
     error = line.time_error()
     lacking = len(record.refused) + len(record.missing)
     return (
         Text(f"{record.round + 1}"),
         Text(f"{line.clients}/{line.clients + lacking}" if lacking else f"{line.clients}"),
         Text("-" if e is None or e.loss is None else f"{e.loss:.4f}"),
-        Text("-" if e is None or e.accuracy is None else f"{e.accuracy:.1%}"),
-        Text("-" if e is None or e.clients is None else f"{e.clients.worst_decile:.1%}"),
+        *(Text(format_metric(name, None if e is None else e.metrics.get(name))) for name in metrics),
+        Text("-" if clients is None else format_metric(named, clients.worst_decile)),
         Text(format_duration(line.seconds)),
         Text(format_duration(line.makespan_s)),
         Text("-" if record.predicted_s is None else format_duration(record.predicted_s)),
@@ -151,10 +172,10 @@ def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
     steady = lines[1:] or lines
     series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
         "round time": ([line.seconds for line in steady], format_duration),
-        "makespan": ([line.makespan_s for line in steady], format_duration),
-        "planned makespan": ([line.record.predicted_s for line in steady], format_duration),
+        "longest executor": ([line.makespan_s for line in steady], format_duration),
+        "longest executor, planned": ([line.record.predicted_s for line in steady], format_duration),
         "error of client times": ([line.time_error() for line in steady], lambda share: f"{share:.0%}"),
-        "clients stolen": ([float(line.record.stolen) for line in steady], lambda count: f"{count:g}"),
+        "clients reassigned": ([float(line.record.stolen) for line in steady], lambda count: f"{count:g}"),
         "messages with values": ([float(line.trips) for line in steady], lambda count: f"{count:g}"),
         "sent": ([float(line.sent_bytes) for line in steady], format_size),
         "received": ([float(line.received_bytes) for line in steady], format_size),
@@ -166,7 +187,12 @@ def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
     return titled(f"{len(lines)} rounds, the first left out", table)
 
 
-_ENDS: Mapping[Why, str] = {"all": "the last client", "quorum": "the quorum", "deadline": "the deadline"}
+_ENDS: Mapping[Why, str] = {
+    "all": "the last client",
+    "quorum": "the quorum",
+    "behind": "the last client that was not behind",
+    "deadline": "the deadline",
+}
 """What closed a round."""
 
 
@@ -177,11 +203,11 @@ def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit, fleet: st
     busy = [float(r.busy_s.sum() / (len(r.busy_s) * r.seconds)) if r.seconds else 0.0 for r in steady]
     series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
         "round time": ([r.seconds for r in steady], format_duration),
-        "planned makespan": ([r.record.predicted_s for r in steady], format_duration),
+        "longest executor, planned": ([r.record.predicted_s for r in steady], format_duration),
         "its lower bound": ([r.record.bound_s for r in steady], format_duration),
         "executors busy": (busy, lambda share: f"{share:.0%}"),
         "clients": ([float(sum(map(len, r.record.trained.values()))) for r in steady], lambda count: f"{count:g}"),
-        "clients stolen": ([float(r.record.stolen) for r in steady], lambda count: f"{count:g}"),
+        "clients reassigned": ([float(r.record.stolen) for r in steady], lambda count: f"{count:g}"),
     }
     if any(r.record.stale for r in steady):
         series["late updates"] = [float(len(r.record.stale)) for r in steady], lambda count: f"{count:g}"

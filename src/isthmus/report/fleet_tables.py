@@ -169,7 +169,11 @@ def _link_text(link: Link) -> str:
 
 
 def fitted_text(fleet: Fleet) -> str:
-    """Stated speed x factor of each device."""
-    other = [d for d in fleet.devices if d.scale != 1]
-    text = ", ".join(f"{d.name} computes at {format_compute(d.flops_per_s)} x {d.scale:.3g}" for d in other)
+    """The speed of each device that differs from the fleet file."""
+    text = ", ".join(
+        f"{d.name} computes at {format_compute(d.sustained_flops_per_s)}, {100 * d.scale:.3g} % of what "
+        "the fleet file says"
+        for d in fleet.devices
+        if d.scale != 1
+    )
     return text or "all devices compute as stated"

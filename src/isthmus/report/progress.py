@@ -15,7 +15,7 @@ from rich.text import Text
 
 from isthmus.plans import Plan
 from isthmus.sanitize import sanitize
-from isthmus.units import format_duration, format_size
+from isthmus.units import format_duration, format_metrics, format_size
 
 MOST_DEVICES, MOST_LINKS = 6, 3
 LEAST_SHARE = 0.01
@@ -91,11 +91,12 @@ class Progress:
             parts.append(f"{format_duration((now_s - self._started_s) / since * (steps - step))} left")
         self._line(", ".join(part for part in parts if part))
 
-    def validation(self, step: int, loss: float) -> None:
-        """The held-out loss after `step` steps."""
+    def validation(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
+        """The held-out loss and the metrics after `step` steps."""
+        found = f"{_loss(loss)}{format_metrics(metrics)}"
         if self._live is not None:
-            self._live.validation(step, loss)
-        self._line(f"step {step}: held-out loss {_loss(loss)}")
+            self._live.validation(step, found)
+        self._line(f"step {step}: held-out loss {found}")
 
     def note(self, text: str) -> None:
         """Say something now, on a line of its own."""
@@ -150,8 +151,8 @@ class _View:
         ]
         self._live.update(Group(self._bar, *lines))
 
-    def validation(self, step: int, loss: float) -> None:
-        self._held_out = f"held out {_loss(loss)} (step {step})"
+    def validation(self, step: int, found: str) -> None:
+        self._held_out = f"held out {found} (step {step})"
 
 
 def _heading(plan: Plan) -> str:

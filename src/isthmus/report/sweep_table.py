@@ -30,7 +30,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Of a failed one: its error."""
     metrics: dict[str, float] = {}
-    """Of one that is done: the newest loss, held-out loss and accuracy, and the seconds of a step, as far as it has
+    """Of one that is done: the newest loss, held-out loss and metrics, and the seconds of a step, as far as it has
     them."""
 
 

@@ -118,7 +118,7 @@ def _plan_caption(plan: PlanSummary) -> str:
     summed = f" + sums of {whose} {format_duration(predicted.sync_s)}" if predicted.sync_s else ""
     lines = [
         f"step {format_duration(predicted.step_s)} = fill {format_duration(predicted.fill_s)} "
-        f"+ {later} x period {format_duration(predicted.period_s)}{shared}{summed} (closed form); "
+        f"+ {later} x period {format_duration(predicted.period_s)}{shared}{summed} (formula); "
         f"FusionLLM Eq. 3: {format_duration(predicted.eq3_step_s)}",
         f"throughput: {plan.samples_per_s:.4g} samples/s, {plan.flops_per_s / 1e15:.3g} PFLOPS; "
         f"FusionLLM Eq. 4: {plan.eq4_samples_per_s:.4g} samples/s",
@@ -183,7 +183,7 @@ def _step_table(summary: ComparisonSummary) -> RenderableType:
     table.add_row(Text("measured"), Text(_seconds(summary.measured_step_s)), Text("-"))
     rows = (
         ("simulator", summary.predicted_step_s, summary.error),
-        ("closed form", summary.closed_form_step_s, summary.closed_form_error),
+        ("formula", summary.closed_form_step_s, summary.closed_form_error),
     )
     for name, seconds, error in rows:
         table.add_row(Text(name), Text(_seconds(seconds)), Text(f"{error:+.1%}"))
@@ -238,15 +238,22 @@ def bound_text(certificate: Certificate) -> str:
 def certificate_text(certificate: Certificate) -> str:
     """With the question in full."""
     known = "at best" if certificate.exact else "at least"
-    return f"gap {certificate.gap:.2%} to a lower bound: {known} {bound_text(certificate)} is {certificate.question}"
+    bound = f"{known} {bound_text(certificate)} is {certificate.question}"
+    return f"gap {certificate.gap:.2%} to a lower bound by the formula: {bound}"
 
 
 def proof_text(certificate: Certificate) -> str:
-    """For a reader who knows no bounds."""
-    best = "cheapest" if certificate.objective == "cost" else "best"
+    """For a reader who knows no bounds. The proof is of the formula of `isthmus.cost`, which simulated and real steps
+    differ from."""
+    costs = certificate.objective == "cost"
     whose = "possible plan" if is_of_any_plan(certificate.question) else "plan of this planner's kind"
-    how = "to be" if certificate.gap == 0 else f"within {100 * certificate.gap:.1f} % of"
-    return f"Proven {how} the {best} {whose}"
+    if certificate.gap == 0:
+        return f"No {whose} is {'cheaper' if costs else 'faster'}: this is proven"
+    takes = certificate.lower_bound * (1 + certificate.gap)
+    here = f"{1000 * takes:.4g}" if costs else format_duration(takes)
+    more = f"{1 + certificate.gap:.1f} times" if certificate.gap >= 1 else f"{100 * certificate.gap:.1f} % more"
+    can, this = ("cost less", "this one costs") if costs else ("be faster", "this one takes")
+    return f"No {whose} can {can} than {bound_text(certificate)}; {this} {here} ({more})"
 
 
 def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:

@@ -28,7 +28,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from isthmus.errors import UserError
 from isthmus.report.summary import prediction_error
-from isthmus.trace import Span, Trace, steady_step_s, step_times
+from isthmus.trace import Span, Trace, steady_step_s, step_bounds
 
 # Okabe and Ito's palette, which the common forms of colour blindness keep apart; by lightness too, for a grey print.
 FORWARD, BACKWARD, WEIGHTS = "#56B4E9", "#E69F00", "#F0E442"
@@ -123,15 +123,14 @@ def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: i
 
 def _window(trace: Trace, steps: int) -> _Window:
     """The consecutive steps whose total time is nearest to the typical one; never the first step if there are more."""
-    typical_s, times = steady_step_s(trace), step_times(trace)
-    runs = [first for first in times if all(first + i in times for i in range(steps))]
+    typical_s, bounds = steady_step_s(trace), step_bounds(trace)
+    runs = [first for first in bounds if all(first + i in bounds for i in range(steps))]
     if not runs:
         return _window(trace, steps - 1)
-    later = [first for first in runs if first != min(times)] or runs
-    first = min(later, key=lambda k: abs(sum(times[k + i] for i in range(steps)) - steps * typical_s))
-    forwards = [s for s in trace.spans if s.track == "compute" and s.name == "F" and s.step == first]
-    origin = min(span.start_s for span in forwards)
-    starts = tuple(sum(times[first + i] for i in range(n)) for n in range(steps + 1))
+    later = [first for first in runs if first != min(bounds)] or runs
+    first = min(later, key=lambda k: abs(bounds[k + steps - 1][1] - bounds[k][0] - steps * typical_s))
+    origin = bounds[first][0]
+    starts = (0.0, *(bounds[first + i][1] - origin for i in range(steps)))
     own = range(first, first + steps)
     # The tails of these steps stay, wherever they end; of other work (evaluations, say) only what runs in between.
     chosen = tuple(

@@ -33,7 +33,7 @@ class Connections:
         self._handle = handle
         self._factor = Jitter(options.jitter, options.seed + 1)
         self._numbers = itertools.count(1)
-        self._arrivals: dict[tuple[str, str], float] = {}
+        self._arrivals: dict[tuple[str, int], float] = {}
         self._released: set[str] = set()
         """Devices that do not come back."""
         self.open: dict[str, ControlSession] = {}
@@ -50,7 +50,7 @@ class Connections:
         """A message to the coordinator; it is lost with the connection that it travels on."""
         self.act_up(worker, lambda: self._handle(FromDevice(worker.name, body)))
 
-    def act_up(self, worker: SimulatedWorker, act: Callable[[], None]) -> None:
+    def act_up(self, worker: SimulatedWorker, act: Callable[[], None], seconds: float = 0.0) -> None:
         session = self.open.get(worker.name)
         if session is None:
             return
@@ -59,7 +59,7 @@ class Connections:
             if self.open.get(worker.name) == session:
                 act()
 
-        self._travel("coordinator", worker, arrive, 0.0)
+        self._travel("coordinator", session, arrive, seconds)
 
     def down(self, worker_id: str, act: Callable[[SimulatedWorker], None], seconds: float = 0.0) -> None:
         """A message from the coordinator, which takes `seconds` besides the latency."""
@@ -72,16 +72,14 @@ class Connections:
             if self.open.get(worker_id) == session:
                 self._world.on(worker.device, partial(act, worker))
 
-        self._travel("control", worker, arrive, seconds)
+        self._travel("control", session, arrive, seconds)
 
-    def _travel(self, way: str, worker: SimulatedWorker, arrive: Callable[[], None], seconds: float) -> None:
-        """Messages on one connection stay in order."""
-        now_s = self._world.clock.now_s
-        arrival_s = max(
-            now_s + self.latency_s() * self._factor() + seconds, self._arrivals.get((way, worker.name), 0.0)
-        )
-        self._arrivals[way, worker.name] = arrival_s
-        self._world.clock.at(arrival_s, (way, worker.name), arrive)
+    def _travel(self, way: str, session: ControlSession, arrive: Callable[[], None], seconds: float) -> None:
+        """Messages on one connection stay in order, and their bytes follow each other."""
+        now_s, key = self._world.clock.now_s, (way, session.number)
+        free_s = max(now_s + self.latency_s() * self._factor(), self._arrivals.get(key, 0.0))
+        arrival_s = self._arrivals[key] = free_s + seconds
+        self._world.clock.at(arrival_s, (way, session.worker.name), arrive)
 
     def join(self, worker_id: str) -> None:
         """Connect to the coordinator, or try again: it may be away, or not have noticed that the last connection is

@@ -118,7 +118,11 @@ class Epoch:
         stages = [stage for replica in plan.replicas for stage in replica.workers]
         self.state_bytes = [stage.memory.weights + stage.memory.optimizer for stage in stages]
         """Of each worker's weights and optimizer state."""
-        self.gradient_bytes = [stage.memory.gradients for stage in stages]
+        ways = [options.recovery.control_s_per_byte.get(stage.device, 0.0) for stage in stages]
+        self.copy_s = [size * way for size, way in zip(self.state_bytes, ways, strict=True)]
+        """What a copy of each worker's state takes on the way to the coordinator, or from it."""
+        self.savers = len(plan.replicas[0].stages) if plan.sync.averages == "gradients" else len(stages)
+        """So many workers, the first ones, give theirs to a checkpoint: equal parameters are saved once."""
         self.neighbours = {worker: self._neighbours(worker) for worker in self.worker_ids}
         """By worker id, those on other devices to which it has a link."""
 

@@ -168,15 +168,15 @@ def record_texts(record: RoundRecord, moves: Moves | None = None) -> list[str]:
     found: list[str] = []
     if record.closed_by != "all":
         missing = f"; clients missing: {len(record.missing)}" if record.missing else ""
-        found.append(f"round {record.round + 1}: closed by its {record.closed_by}{missing}")
+        by = {"behind": "without those behind"}.get(record.closed_by, f"by its {record.closed_by}")
+        found.append(f"round {record.round + 1}: closed {by}{missing}")
     if moves:
         taken = (f"{thief} took {_clients(clients)} from {victim}" for (thief, victim), clients in moves.items())
         found.append(f"round {record.round + 1}: {'; '.join(taken)}")
     elif record.stolen:
         found.append(f"round {record.round + 1}: clients given to other executors: {record.stolen}")
-    for client, late in record.stale:
-        made, counts = record.round + 1 - late, record.round + 1
-        found.append(f"client {client}: its update of round {made} counts in round {counts}")
+    at = record.round + 1
+    found += [f"client {client}: its update of round {at - late} counts in round {at}" for client, late in record.stale]
     return found
 
 
@@ -284,7 +284,7 @@ class _RoundsSimulation:
             return
         executor.gone = True
         self._lost_s = self._clock.now_s
-        self._decide(ExecutorDisconnected(executor=name, reason="its connection closed"))
+        self._decide(ExecutorDisconnected(executor=name))
 
     def _decide(self, event: FederatedEvent) -> None:
         """The machine learns the time with whatever may open or close a phase."""

@@ -128,9 +128,8 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     waited for it: a sleeping lane wakes up. It occupies neither the lane nor the link."""
 
     def __post_init__(self) -> None:
-        _check("overheads.tasklet_s", self.tasklet_s)
-        _check("overheads.message_s", self.message_s)
-        _check("overheads.handover_s", self.handover_s)
+        for name in ("tasklet_s", "message_s", "handover_s"):
+            _check(f"overheads.{name}", getattr(self, name))
 
 
 class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,8 +143,8 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """To make a stage from its weights."""
     redial_s: float = 1.0
     """Until a device whose connection was closed tries again."""
-    control_bytes_per_s: float = math.inf
-    """Of the way between a device and the coordinator, which carries weights."""
+    control_s_per_byte: Mapping[str, float] = {}
+    """By device: of its way to the coordinator, which carries weights; 0 of others."""
     timeout_s: float = 60.0
     """Silence after which a connection is given up."""
     start_s: float = 60.0
@@ -154,8 +153,8 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for name in ("plan_s", "process_s", "stage_s", "redial_s", "timeout_s", "start_s"):
             _check(f"recovery.{name}", getattr(self, name))
-        if not self.control_bytes_per_s > 0:
-            raise UserError(f"recovery.control_bytes_per_s: got {self.control_bytes_per_s}, expected more than 0")
+        for device, seconds in self.control_s_per_byte.items():
+            _check(f"recovery.control_s_per_byte: {device}", seconds)
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -267,7 +267,8 @@ class RunSimulation:
             self._at_hand = worker.name, item, saved
             self.handle(event)
 
-        self.connections.act_up(worker, arrive)
+        saves = item.kind == "save" and worker.number < self._epoch.savers
+        self.connections.act_up(worker, arrive, self.world.copy_s(worker) if saves else 0.0)
 
     def stepped(self, worker: SimulatedWorker) -> None:
         self._donations.stepped(worker)
@@ -424,7 +425,7 @@ class RunSimulation:
         if worker_id not in epoch.number or not own:
             return 0.0
         share = min(1.0, len(parts) / len(own))
-        return share * epoch.state_bytes[epoch.number[worker_id]] / self._options.recovery.control_bytes_per_s
+        return share * epoch.copy_s[epoch.number[worker_id]]
 
     # The coordinator is away
 

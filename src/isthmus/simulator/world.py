@@ -139,8 +139,7 @@ class World:
         assert epoch is not None, "who starts a stage has one"
         parts = epoch.layout.parts.get(worker.name, frozenset[str]())
         share = len(parts - own) / len(parts) if parts else 0.0
-        seconds = times.stage_s + share * epoch.state_bytes[worker.number] / times.control_bytes_per_s
-        wait_s = seconds if self.setting_up else 0.0
+        wait_s = times.stage_s + share * self.copy_s(worker) if self.setting_up else 0.0
         self.later(wait_s, ("start", worker.name), partial(self.on, worker.device, started))
 
     def _give_up(self, worker: SimulatedWorker, epoch: int, reason: str) -> None:
@@ -303,6 +302,5 @@ class World:
         return device.workers.get(worker_id) if device is not None else None
 
     def copy_s(self, worker: SimulatedWorker) -> float:
-        """What a copy of a worker's state takes on the way to the coordinator."""
-        assert worker.epoch is not None, "who gives its state has a stage"
-        return worker.epoch.state_bytes[worker.number] / self._options.recovery.control_bytes_per_s
+        assert worker.epoch is not None, "who gives or gets its state has a stage"
+        return worker.epoch.copy_s[worker.number]

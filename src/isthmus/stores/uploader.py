@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.errors import UserError
+from isthmus.reading import parse_json
 from isthmus.run_files import CHECKPOINTS, ROUNDS, write_json
 from isthmus.stores.layout import commits_in, number_of, parts_of_commits
 from isthmus.stores.settings import StoreConfig
@@ -45,10 +45,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 def read_owner(store: Store) -> Owner | None:
     """None where no run ever was. RemoteStoreError."""
     found = store.read(OWNER)
-    try:
-        return None if found is None else msgspec.json.decode(found, type=Owner)
-    except msgspec.MsgspecError as e:
-        raise UserError(f"store {store.url}: {OWNER}: {e}") from None
+    return None if found is None else parse_json(found, Owner, f"store {store.url}: {OWNER}")
 
 
 def commits_of(folder: Path) -> dict[str, list[str]]:

@@ -35,9 +35,12 @@ def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
                 state[f"optimizer.{name}.{key}{suffix}"] = _kept(value, optimizer, key)
     state.update({f"sync.{name}": tensor for name, tensor in sync.state_dict().items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as new:
-        # Parameters are views of one memory, which safetensors refuses: it receives copies.
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, new)
+    try:
+        with atomic_path(path) as new:
+            # Parameters are views of one memory, which safetensors refuses: it receives copies.
+            save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, new)
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"{path}: cannot be written: {e}") from None
 
 
 @torch.no_grad()

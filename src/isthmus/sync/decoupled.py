@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class DecoupledMode(Mode):
         self._samples = samples[rank]
         self._total = options.steps * together or None
         self._merger: MergerProcess | None = None
-        place = self._place(together, rank)
+        place = self._place(samples, rank)
         self._replica = ReplicaHost(self._fragments, together, MergerLink(place))
         opened(self)
         self._replica.receive(options.timeout_s)
@@ -69,9 +69,9 @@ class DecoupledMode(Mode):
                     self._merger.kill()
                 raise UserError(f"{setting.monitor.workers[number]}: {failed}, which is worker 0 by its MASTER_ADDR")
 
-    def _place(self, together: int, rank: int) -> ReplicaPlace:
-        """Start the merger on worker 0, whose address all workers get."""
-        setting, own = self.setting, None
+    def _place(self, samples: Sequence[int], rank: int) -> ReplicaPlace:
+        """Start the merger on worker 0, whose address all workers get. `samples` are of a step of each worker."""
+        setting, own, together = self.setting, None, sum(samples)
         options, group = setting.options, setting.averager.group
         names = tuple(f"worker {number}" for number in range(setting.averager.workers))
         if rank == 0:
@@ -86,6 +86,7 @@ class DecoupledMode(Mode):
                     quorum=options.decoupled.quorum,
                     grace=options.decoupled.grace,
                     timeout_s=options.timeout_s,
+                    step_samples=max(samples),
                 ),
                 decoupled=options.decoupled,
                 record=options.record,

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
+from isthmus.reading import parse_msgpack
 
 T = TypeVar("T")
 
@@ -51,12 +52,12 @@ def to_bytes(value: object) -> Tensor:
 
 
 def from_bytes(data: Tensor, kind: type[T]) -> T:
-    """What `to_bytes` was given. Raises msgspec.DecodeError for anything else."""
-    return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=kind)
+    """What `to_bytes` was given. UserError for anything else."""
+    return parse_msgpack(data.cpu().numpy().tobytes(), kind, f"expected {kind}")
 
 
 def _of_worker(data: Tensor, kind: type[T], rank: int) -> T:
     try:
         return from_bytes(data, kind)
-    except msgspec.DecodeError as error:
+    except UserError as error:
         raise PeerError(f"worker {rank}: sent what is no {kind}: {error}. Do all run the same version?") from None

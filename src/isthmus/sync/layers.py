@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
+from isthmus.graph.building import overlapping
 
 _ALIGNMENT_BYTES = 64
 
@@ -123,12 +124,14 @@ def _by_module(model: nn.Module) -> list[tuple[str, _Named]]:
 
 
 def _check_apart(model: nn.Module) -> None:
-    """Parameters tied by their memory (`a.data = b.data`) would come apart when they are moved."""
-    at: dict[tuple[torch.device, int], str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.numel() and (other := at.setdefault((parameter.device, parameter.data_ptr()), name)) != name:
+    """Parameters tied by their memory (`a.data = b.data`), and buffers, would come apart when they are moved."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for other, name in overlapping([*parameters.items(), *buffers.items()]):
+        pair = [parameters[n] for n in (other, name) if n in parameters]
+        if other != name and (len(pair) == 2 or any(p.requires_grad for p in pair)):
+            kinds = [f"{'parameter' if n in parameters else 'buffer'} {n!r}" for n in (other, name)]
             raise UserError(
-                f"parameters {other!r} and {name!r} share their memory: tie them as one parameter (a.weight = b.weight)"
+                f"{' and '.join(kinds)} share their memory: tie them as one parameter (a.weight = b.weight)"
             )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -159,5 +158,5 @@ def restored_document(state: Mapping[str, Tensor], name: str, kind: type[T]) -> 
         raise UserError(f"saved sync state: {name!r} is missing. Was it saved in this mode?")
     try:
         return from_bytes(state[name], kind)
-    except msgspec.DecodeError as error:
+    except UserError as error:
         raise UserError(f"saved sync state: {name!r}: {error}: expected what Sync.state_dict() gave") from None

@@ -56,8 +56,8 @@ class TrackerCallback(Callback):
     def evaluation(self, evaluated: Evaluated) -> None:
         found = {
             "heldout_loss": evaluated.loss,
-            "accuracy": evaluated.accuracy,
-            "client_accuracy": evaluated.client_accuracy,
+            **evaluated.metrics,
+            **{f"clients/{name}": value for name, value in evaluated.clients.items()},
         }
         figures = {name: value for name, value in found.items() if value is not None}
         if figures:

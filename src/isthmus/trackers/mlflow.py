@@ -15,6 +15,8 @@ from isthmus.extensions import import_extra
 from isthmus.trackers.tracker import TrackedRun
 
 OWNER = "track.to: mlflow"
+DATABASES = frozenset({"sqlite", "postgresql", "mysql", "mssql"})
+"""Schemes of stores that MLflow opens itself, in this process."""
 RUN_TAG = "isthmus.run"
 """Of a run: how a later session finds it."""
 FLUSH_S = 1.0
@@ -28,8 +30,15 @@ class MlflowOptions(msgspec.Struct, frozen=True, kw_only=True):
     """MLflow: a server, or an SQLite file that `mlflow ui` shows."""
 
     uri: str = ""
-    """Of the server or the store, as `sqlite:///runs/mlflow.db`. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` beside
-    the run's folder."""
+    """The address of the server or the store, as `sqlite:///runs/mlflow.db`. Empty: MLFLOW_TRACKING_URI, else
+    `mlflow.db` beside the run's folder."""
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """What it needs: `mlflow-skinny` speaks with servers, and brings nothing that stores figures here."""
+        uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI", "sqlite:")
+        database = uri.partition(":")[0].partition("+")[0] in DATABASES
+        return ("mlflow", "sqlalchemy", "alembic") if database else ("mlflow",)
 
 
 class MlflowTracker:
@@ -50,13 +59,16 @@ class MlflowTracker:
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it names each table that it makes
         self._entities = import_extra("mlflow.entities", OWNER)
         beside = run.folder.parent
-        uri = self._options.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-        self._client = library.MlflowClient(tracking_uri=uri or f"sqlite:///{beside / 'mlflow.db'}")
+        uri = said = self._options.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        uri = uri or f"sqlite:///{beside / 'mlflow.db'}"
+        for module in self._options.libraries:
+            import_extra(module, OWNER)
+        self._client = library.MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name(run.project)
         if found is not None:
             experiment = found.experiment_id
         else:
-            artifacts = None if uri else (beside / "mlartifacts").as_uri()
+            artifacts = None if said else (beside / "mlartifacts").as_uri()
             experiment = self._client.create_experiment(run.project, artifact_location=artifacts)
         known = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'") if run.resumed else []
         if known:

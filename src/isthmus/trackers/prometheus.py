@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +41,8 @@ class PrometheusTracker:
         self._server: Any = None
         self._gauges: dict[str, Any] = {}
         self._labels: dict[str, str] = {}
+        self._shown: defaultdict[str, set[str]] = defaultdict(set)
+        """By gauge, what it has a figure `of`."""
         self._file = ""
         self._written_s = 0.0
 
@@ -58,6 +61,7 @@ class PrometheusTracker:
         self._set("step", step, "steps or rounds done")
         for name, value in figures.items():
             self._set(name, value, name.partition("/")[0].replace("_", " "))
+        self._forget(figures)
         if time.monotonic() - self._written_s >= WRITE_S:
             self._write()
 
@@ -75,14 +79,32 @@ class PrometheusTracker:
             self._server.shutdown()
             self._server.server_close()
 
+    def _forget(self, figures: Mapping[str, float]) -> None:
+        """A device that is lost has no figure any more: Prometheus would show its last one for ever."""
+        given: dict[str, set[str]] = {}
+        for figure in figures:
+            name, _, of = figure.partition("/")
+            if of:
+                given.setdefault(_metric(name), set()).add(of)
+        for name, now in given.items():
+            for of in self._shown[name] - now:
+                self._gauges[name].remove(*(self._labels | {"of": of}).values())
+            self._shown[name] = now
+
     def _set(self, figure: str, value: float, words: str) -> None:
         name, _, of = figure.partition("/")
-        name = "isthmus_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+        name = _metric(name)
         labels = self._labels | ({"of": of} if of else {})
         if name not in self._gauges:
             self._gauges[name] = self._library.Gauge(name, words, list(labels), registry=self._registry)
         self._gauges[name].labels(**labels).set(value)
+        if of:
+            self._shown[name].add(of)
 
     def _write(self) -> None:
         self._written_s = time.monotonic()
         self._library.write_to_textfile(self._file, self._registry)  # complete or as it was
+
+
+def _metric(name: str) -> str:
+    return "isthmus_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.extensions import EXTRAS, check_arguments, import_object, load_third_party, read_options, third_party
+from isthmus.extensions import check_arguments, import_object, load_third_party, read_options, third_party, to_install
 from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_docs
 from isthmus.trackers.settings import Track
 from isthmus.trackers.tracker import Tracker
@@ -38,6 +38,8 @@ def _ours(module: str, name: str, library: str) -> OurTracker:
 
 
 _OURS: Mapping[str, OurTracker] = {
+    "csv": _ours("files", "CsvFile", "csv"),
+    "jsonl": _ours("files", "JsonLines", "json"),
     "tensorboard": _ours("tensorboard", "TensorBoard", "tensorboard"),
     "wandb": _ours("wandb", "Wandb", "wandb"),
     "trackio": _ours("trackio", "Trackio", "trackio"),
@@ -80,9 +82,24 @@ def tracker_builders(track: Track) -> dict[str, Callable[[], object]]:
     name, option or value, and for a library that is not installed."""
     check_trackers(track)
     for name in track.names:
-        if name in _OURS and importlib.util.find_spec(library := _OURS[name].library) is None:
-            raise UserError(f'track.to: {name} needs {library}: pip install "isthmus[{EXTRAS[library]}]"')
+        if name in _OURS:
+            _check_libraries(name, track.options.get(name, {}))
     return {name: _builder(name, track.options.get(name, {})) for name in track.names}
+
+
+def _check_libraries(name: str, options: Mapping[str, object]) -> None:
+    """UserError for one that is not installed. Options may say which they need."""
+    first = _OURS[name].library
+    read = read_options(f"track.options.{name}:", options, tracker_options(name))
+    libraries: tuple[str, ...] = getattr(read, "libraries", (first,))
+    missing = [library for library in libraries if importlib.util.find_spec(library) is None]
+    if first in missing:
+        raise UserError(f"track.to: {name} needs {first}: {to_install(first)}")
+    if missing:
+        raise UserError(
+            f"track.to: {name} stores figures on this machine with {', '.join(missing)}, not installed here: "
+            f'{to_install(first)}, or name a server: track.options.{name}.uri = "https://..."'
+        )
 
 
 def _builder(name: str, options: Mapping[str, object]) -> Callable[[], object]:

@@ -17,14 +17,14 @@ class Track(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     to: str | tuple[str, ...] = ()
-    """`tensorboard`, `wandb`, `trackio`, `mlflow`, `prometheus`, a name registered under the entry-point group
-    `isthmus.trackers`, or `package.module:Class` of your own."""
+    """`csv`, `jsonl`, `tensorboard`, `wandb`, `trackio`, `mlflow`, `prometheus`, a name registered under the
+    entry-point group `isthmus.trackers`, or `package.module:Class` of your own."""
     project: Annotated[str, msgspec.Meta(min_length=1)] = "isthmus"
     """Project of wandb and trackio, experiment of mlflow."""
     group: str = ""
     """Runs that belong together. Empty: of a sweep its name, else none."""
     options: dict[str, dict[str, object]] = {}
-    """By tracker, a table of its own options (`isthmus describe NAME`)."""
+    """A table of options for each tracker (`isthmus describe NAME`)."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run as trackers get it at its start."""
 
     name: str
-    """Of its folder."""
+    """The name of its folder."""
     project: str
     group: str
     """Runs of one sweep have the same; empty: none."""

@@ -33,10 +33,12 @@ from torch import Tensor, nn
 
 from isthmus.atomic_write import atomic_path, atomic_write, flush
 from isthmus.errors import UserError
+from isthmus.reading import read_json
 from isthmus.run_files import MANIFEST, newest_whole, write_json
 from isthmus.training.left_out import digest_of, rest
 from isthmus.training.scaling import LOSS_SCALE
 
+Named = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 OPTIMIZER = "optimizer."
 _REPLICA = re.compile(r"replica\.(\d+)\.")
 """A module's own name cannot begin so: `replica_prefix` is distinguished by a number in second place."""
@@ -226,13 +228,9 @@ def latest_checkpoint(directory: Path) -> Path:
 def read_manifest(checkpoint: Path) -> Manifest:
     """UserError when the manifest is missing, broken or of another step than its directory; when a file is missing."""
     try:
-        manifest = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=Manifest)
+        manifest = read_json(checkpoint / MANIFEST, Manifest, f"checkpoint {checkpoint}: {MANIFEST}")
     except FileNotFoundError:
         raise UserError(f"checkpoint {checkpoint}: no {MANIFEST}: not a complete checkpoint") from None
-    except OSError as e:
-        raise UserError(f"checkpoint {checkpoint}: {MANIFEST} cannot be read: {e.strerror or e}") from None
-    except ValueError as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"checkpoint {checkpoint}: {MANIFEST}: {e}") from None
     if manifest != manifest.sealed():
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST} is not as it was saved: altered since")
     number = checkpoint.name.removeprefix("step-")
@@ -260,6 +258,22 @@ def read_tensors(checkpoint: Path, names: Collection[str] | None = None) -> dict
     return found
 
 
+def check_shapes(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """UserError for a checkpoint that lacks one of these tensors, or has it in another shape. Nothing else is read."""
+    files = {tensor: name for name, file in read_manifest(checkpoint).files.items() for tensor in file.tensors}
+    for tensor, shape in shapes.items():
+        if tensor not in files:
+            raise UserError(f"checkpoint {checkpoint}: has no weight {tensor!r}: it is of another model")
+        try:
+            with safe_open(checkpoint / files[tensor], framework="pt") as opened:
+                saved = tuple(opened.get_slice(tensor).get_shape())
+        except (SafetensorError, OSError):
+            continue  # its reader names it
+        if saved != shape:
+            got = f"of shape {list(saved)}: the model has {list(shape)}"
+            raise UserError(f"checkpoint {checkpoint}: weight {tensor!r} {got}")
+
+
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """The first replica's weights and buffers under the module's own names; of tied ones, one name. UserError as for
     `read_tensors`."""
@@ -268,17 +282,20 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if name not in others}
 
 
-def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
-    """Fill a plain module with a checkpoint's weights; returns the step. Tied parameters are filled once.
+def load_checkpoint(module: nn.Module, checkpoint: Path, named: Named = lambda weights: weights) -> int:
+    """Fill a plain module with a checkpoint's weights; returns the step. Tied parameters are filled once. `named` gives
+    the weights that are the module's, under its own names.
 
     UserError when a weight of the checkpoint is not in the module or has another shape, when a parameter of the module
     is not in the checkpoint, and when weights that the checkpoint leaves out are not those it was made with.
     """
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     kind, filled = type(module).__name__, set[int]()
-    weights, manifest = read_weights(checkpoint), read_manifest(checkpoint)
+    weights, manifest = named(read_weights(checkpoint)), read_manifest(checkpoint)
     with torch.no_grad():
         for name, value in weights.items():
+            if name not in own and isinstance(attribute_of(module, name), Tensor):
+                continue  # earlier versions saved them: they are as the module was built
             if name not in own:
                 raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {kind}")
             if own[name].shape != value.shape:
@@ -289,12 +306,30 @@ def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
             own[name].copy_(value)
             filled.add(id(own[name]))
     if manifest.base:
-        check_base(manifest, digest_of(rest(own, set(weights), set(own))), checkpoint)
+        kept = own.keys() - not_persistent(module)
+        check_base(manifest, digest_of(rest(own, set(weights), kept)), checkpoint)
         return manifest.step
     for name, parameter in module.named_parameters():
         if id(parameter) not in filled:
             raise UserError(f"checkpoint {checkpoint}: holds no value for {name!r} of {kind}")
     return manifest.step
+
+
+def not_persistent(module: nn.Module) -> set[str]:
+    """Names of the buffers that its state_dict leaves out: `register_buffer(..., persistent=False)`."""
+    return {
+        f"{path}.{key}" if path else key
+        for path, part in module.named_modules(remove_duplicate=False)
+        for key in part._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+    }
+
+
+def attribute_of(module: nn.Module, path: str) -> object:
+    """Of a submodule, by its path; None where there is none."""
+    value: object = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def check_base(manifest: Manifest, digest: str, checkpoint: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.cost import Decoupled
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.plans import OuterOptimizer, Packing
 from isthmus.training.compression import Codec, DeltaCodec, EntropyCoded, Int4, codec_of
 from isthmus.training.optim import OuterStep
@@ -28,6 +28,15 @@ from isthmus.training.optim import OuterStep
 INT4_TILE = 256
 """Elements of a change that share a step: more than in other messages, for eight times fewer bytes than float32."""
 _INT4 = EntropyCoded(Int4(INT4_TILE))
+
+
+LARGEST_CHANGE = 100.0
+"""Root mean square of a replica's change of a fragment, as a multiple of the weights' own, or of 1 if that is more."""
+
+
+def size_of(values: Tensor) -> float:
+    """Root mean square, which does not overflow."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) / max(1, values.numel()) ** 0.5
 
 
 def delta_codec(rules: Decoupled) -> Codec:
@@ -167,6 +176,8 @@ class ReplicaFragments:
     def __init__(self, parameters: Sequence[Sequence[Tensor]], codec: DeltaCodec) -> None:
         """`parameters` of each fragment, which are written in place."""
         self._parameters, self.count = parameters, len(parameters)
+        self.elements = [sum(parameter.numel() for parameter in fragment) for fragment in parameters]
+        """Of each fragment."""
         self.account = ReplicaAccount(self.count, codec)
 
     def give(self, fragment: int, number: int) -> Tensor:
@@ -199,10 +210,18 @@ class MergedFragments:
 
     @torch.no_grad()
     def unpacked(self, fragment: int, payload: Tensor, codec: DeltaCodec) -> Tensor | None:
-        """A replica's delta; None where it is not finite. PeerError for what is no payload."""
+        """A replica's delta; None where it is not finite. PeerError for what is no payload, or so large that the
+        replica has diverged: others would train on it, and overflow in its place."""
         known = self.known[fragment]
         delta = codec.decode(payload, known.shape, known.dtype, f"fragment {fragment}")
-        return delta if bool(torch.isfinite(delta).all()) else None
+        if not bool(torch.isfinite(delta).all()):
+            return None
+        found, limit = size_of(delta), LARGEST_CHANGE * max(1.0, size_of(known))
+        if found > limit:
+            raise PeerError(
+                f"its change of fragment {fragment} has a root mean square of {found:.3g}, above {limit:.3g}"
+            )
+        return delta
 
     @torch.no_grad()
     def merge(self, fragment: int, deltas: Sequence[tuple[Tensor, int]]) -> Tensor:

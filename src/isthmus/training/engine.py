@@ -25,19 +25,20 @@ from isthmus.training.loss_accumulator import LossAccumulator
 from isthmus.training.optim import OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program, RunsOperators
 from isthmus.training.scaling import LOSS_SCALE, LossScale, LossScaling
+from isthmus.wire_types import Count, Many, NotNegative, Seed
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every stage of a job does alike."""
 
-    optimizers: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
+    optimizers: Many[OptimizerConfig] = (OptimizerConfig(),)
     learning_rate: LearningRate = LearningRate()
-    clip_norm: float = 0.0
+    clip_norm: NotNegative = 0.0
     """Largest global gradient norm; 0 turns clipping off."""
-    steps: int = 1
-    micro_batches: int = 1
-    micro_batch_size: int = 1
-    seed: int = 0
+    steps: Count = 1
+    micro_batches: Count = 1
+    micro_batch_size: Count = 1
+    seed: Seed = 0
     non_finite: OnNonFinite = "stop"
     """With `skip` a loss that is not finite has gradients of NaN: every stage and replica that they reach knows it."""
     kernels: Kernels = Kernels()
@@ -140,8 +141,8 @@ class Engine(Protocol):
         """(sum of losses, sum of counts) of the training step that ends, if this stage has the loss."""
         ...
 
-    def take_evaluation_loss(self) -> tuple[float, float] | None:
-        """The same for evaluation."""
+    def take_evaluation_loss(self) -> tuple[float, ...] | None:
+        """The same for evaluation, and after them sums and counts of metrics."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -416,8 +417,8 @@ class TorchEngine:
     def take_loss(self) -> tuple[float, float] | None:
         return self._tallies["train"].take() if self.train.loss is not None else None
 
-    def take_evaluation_loss(self) -> tuple[float, float] | None:
-        return self._tallies["eval"].take() if self.evaluation.loss is not None else None
+    def take_evaluation_loss(self) -> tuple[float, ...] | None:
+        return self._tallies["eval"].take_all() if self.evaluation.loss is not None else None
 
     def shared_values(self, names: Sequence[str], step: int | None = None) -> dict[str, Tensor]:
         return {n: self._variables[n].detach() for n in names}

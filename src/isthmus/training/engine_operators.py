@@ -15,6 +15,7 @@ from isthmus.graph.operators import overload_of
 from isthmus.graph.schema import RECURRENT
 from isthmus.graph.schemas import lacking, operators_here
 from isthmus.training.jax.names import is_computed
+from isthmus.wire_types import Text
 
 MOST_OPERATORS = 4096
 
@@ -25,7 +26,7 @@ class EngineOperators(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineName = "torch"
     torch: Annotated[str, Meta(max_length=100)]
     """Version, which JAX's devices have too."""
-    operators: Annotated[dict[str, str], Meta(max_length=MOST_OPERATORS)]
+    operators: Annotated[dict[Text, Text], Meta(max_length=MOST_OPERATORS)]
     """Targets and digests of their schemas."""
 
     def lacks(self, schemas: Mapping[str, str]) -> tuple[str, ...]:

@@ -128,9 +128,10 @@ class TokenChooser:
                 torch.multinomial(torch.ones(1, vocabulary), 1, generator=self._generator)
 
     def choose(self, logits: Tensor) -> tuple[int, bool]:
-        """The next token of [1, vocabulary] float32 logits, and whether it is the last one. Diverged where they are
-        not finite, UserError where they are not after division by the temperature."""
-        if not bool(torch.isfinite(logits).all()):
+        """The next token of [1, vocabulary] float32 logits, and whether it is the last one. A token whose logit is
+        -inf is never chosen. Diverged where the largest is not finite or one is NaN, UserError where that comes of the
+        division by the temperature."""
+        if not bool(torch.isfinite(logits.max())):  # NaN comes through
             raise Diverged("the model's logits are not finite")
         token = self._drawn(logits.cpu()) if self._sampling.temperature else int(logits.argmax(dim=-1))
         self.made += 1
@@ -138,7 +139,7 @@ class TokenChooser:
 
     def _drawn(self, logits: Tensor) -> int:
         scores = logits / self._sampling.temperature
-        if not bool(torch.isfinite(scores).all()):
+        if not bool(torch.isfinite(scores.max())):
             raise UserError(f"temperature: got {self._sampling.temperature:g}, which is too small for these logits")
         if (top_k := min(self._sampling.top_k, scores.shape[-1])) > 0:
             scores = scores.masked_fill(scores < torch.topk(scores, top_k)[0][..., -1, None], -torch.inf)

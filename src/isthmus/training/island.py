@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isthmus.accelerators.copies import all_to_device
 from isthmus.errors import RankLost, StepError, UserError
+from isthmus.graph.label_means import is_even
 from isthmus.graph.mixing import mixes
 from isthmus.graph.opgraph import Ref, TensorSpec
 from isthmus.graph.partition import StageGraph
@@ -32,7 +33,7 @@ from isthmus.training.ranks import Command, Ranks, StageSetUp, Tensors
 from isthmus.training.sharded import ShardedEngine
 
 NORMS = "norms"
-Result = tuple[dict[str, Tensor], "tuple[float, float] | None"]
+Result = tuple[dict[str, Tensor], tuple[float, ...] | None]
 """Values by label; loss and count, where the stage has the loss."""
 
 
@@ -49,6 +50,11 @@ def check_shares(config: EngineConfig, train: StageGraph, ranks: int) -> None:
         raise UserError(
             f"island of {ranks} ranks: stage {train.index} computes {mixing.target}{where} over all samples of a "
             "micro-batch, and each sample's values depend on it: its samples cannot be shared out"
+        )
+    if not is_even(train):
+        raise UserError(
+            f"island of {ranks} ranks: the model's loss is a mean of its own, which would be the mean of the ranks' as "
+            "they share out a micro-batch's samples, expected (loss_sum, count)"
         )
 
 
@@ -211,7 +217,7 @@ class IslandEngine:
         self.loss_scale = self._engine.loss_scale
         self.owned = self._engine.owned
         self._counts = {"forward": made.train.count is not None, "evaluate": made.evaluation.count is not None}
-        self._loss_counts: dict[str, list[tuple[float, float]]] = {"forward": [], "evaluate": []}
+        self._loss_counts: dict[str, list[tuple[float, ...]]] = {"forward": [], "evaluate": []}
         self._summed = True
         """Whether what the ranks have added up is at rank 0."""
 
@@ -252,11 +258,9 @@ class IslandEngine:
             raise failed
         loss_count = [one for _, one in results if one is not None]
         if loss_count:
-            loss, count = (sum(column) for column in zip(*loss_count, strict=True))
-            counts = self._counts[command.kind]
-            self._loss_counts[command.kind].append(
-                (loss, count) if counts else (loss / len(loss_count), count / len(loss_count))
-            )
+            loss, count, *metrics = (sum(column) for column in zip(*loss_count, strict=True))
+            of = 1 if self._counts[command.kind] else len(loss_count)
+            self._loss_counts[command.kind].append((loss / of, count / of, *metrics))
         return _by_ref(self._together([values for values, _ in results], adds=backward))
 
     def _shares(self, values: Mapping[str, Tensor], *, once: bool) -> list[dict[str, Tensor]]:
@@ -301,25 +305,26 @@ class IslandEngine:
         self._tell(Command(kind="values"), [self._engine.shared_values(names)])
 
     def count(self, step: int) -> float:
-        return sum(count for _, count in self._loss_counts["forward"])
+        return sum(count for _, count, *_ in self._loss_counts["forward"])
 
     @property
     def loss(self) -> float:
-        return sum(loss for loss, _ in self._loss_counts["forward"])
+        return sum(loss for loss, *_ in self._loss_counts["forward"])
 
     @property
     def last_loss(self) -> Tensor:
         return torch.full((), self._loss_counts["forward"][-1][0], device=self.accelerator.device)
 
     def take_loss(self) -> tuple[float, float] | None:
-        return self._take("forward") if self._engine.train.loss is not None else None
+        return self._take("forward")[:2] if self._engine.train.loss is not None else None
 
-    def take_evaluation_loss(self) -> tuple[float, float] | None:
+    def take_evaluation_loss(self) -> tuple[float, ...] | None:
         return self._take("evaluate") if self._engine.evaluation.loss is not None else None
 
-    def _take(self, kind: Literal["forward", "evaluate"]) -> tuple[float, float]:
+    def _take(self, kind: Literal["forward", "evaluate"]) -> tuple[float, float, *tuple[float, ...]]:
         loss_count, self._loss_counts[kind] = self._loss_counts[kind], []
-        return sum(loss for loss, _ in loss_count), sum(count for _, count in loss_count)
+        loss, count, *metrics = map(sum, zip(*loss_count, strict=True)) if loss_count else (0.0, 0.0)
+        return loss, count, *metrics
 
     def shared_values(self, names: Sequence[str], step: int | None = None) -> dict[str, Tensor]:
         return self._engine.shared_values(names, step)

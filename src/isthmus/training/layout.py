@@ -21,6 +21,7 @@ from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import Packing
 from isthmus.training.compression import codec_of
 from isthmus.training.compression.codec import FLOATS
+from isthmus.wire_types import Id, Shape, Text
 
 MAX_DIMS = 16
 MAX_SPREAD = 64
@@ -33,10 +34,10 @@ _INT64 = 2**63
 class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One tensor of a message: what it is, how its elements lie in memory, how they travel. Strides count elements."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    name: Text
+    dtype: Id
+    shape: Shape
+    stride: Shape
     packing: Packing | None = None
     """None sends the elements' own bytes."""
 

@@ -6,20 +6,18 @@ and set the same rate, and a resumed run asks it for the step that it is at.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
-from msgspec import Meta
 from torch.optim import lr_scheduler
 
 from isthmus.errors import UserError, unknown_name, users_code
-from isthmus.extensions import import_object
+from isthmus.extensions import check_options, import_object
+from isthmus.wire_types import Count, NotNegative, Positive, Table, Text
 
-NotNegative = Annotated[float, Meta(ge=0)]
 NESTED, FUNCTION = "schedulers", "lr_lambda"
 """Arguments that hold other schedulers, and a function of the step's number."""
 OURS = {"optimizer", "last_epoch"}
@@ -32,16 +30,16 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "warmup-stable-decay"] = "constant"
     """After the warm-up: stays at 1; falls to `final` in a line or half a cosine; falls with the root of the step
     number; or stays at 1 and falls to `final` in a line over the last `decay_steps`."""
-    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    warmup_steps: Count = 0
     """Steps over which the factor rises linearly from 1/warmup_steps to 1."""
-    decay_steps: Annotated[int, Meta(ge=1)] | None = None
-    """Of `warmup-stable-decay`; without it a fifth of the run."""
+    decay_steps: Positive | None = None
+    """Steps of decay, for `warmup-stable-decay`; without it a fifth of the run."""
     final: NotNegative = 0.1
     """The factor in the last step, unless the schedule is `constant` or `inverse-sqrt`."""
-    torch: str = ""
+    torch: Text = ""
     """A class of torch.optim.lr_scheduler in place of all that: each optimizer has one of its own, with a step of it
     after each step of training."""
-    options: dict[str, object] = {}
+    options: Table[Text, object] = {}
     """Its arguments. `schedulers` are tables with `torch` and `options`; a function is "package.module:function"."""
 
     def __post_init__(self) -> None:
@@ -141,10 +139,7 @@ def _class_of(name: str, options: Mapping[str, object]) -> Any:
     if name not in schedulers():
         raise unknown_name("learning_rate.torch", name, schedulers())
     found = getattr(lr_scheduler, name)
-    known = inspect.signature(found).parameters.keys() - OURS
-    for key in options:
-        if key not in known:
-            raise unknown_name(f"learning_rate option of {name}", key, known)
+    check_options(f"learning_rate option of {name}", found, options, OURS)
     if "scale_fn" in options:
         raise UserError(f"learning_rate: {name}: scale_fn: got a function, expected one of torch's modes")
     return found

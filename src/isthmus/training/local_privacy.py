@@ -14,7 +14,8 @@ Gradients that come back are those of the released values, and go back through t
     dL/dv = s g                            where |v| <= C, s = 1
     dL/dv = s (g - v <v, g> / |v|^2)       elsewhere, s = C / |v|
 
-A sample whose values are not finite counts as zero: it has no length to clip to, and must not differ from others.
+A sample whose values are not finite counts as zero: it has no length to clip to, and must not differ from others. In
+training the stage reports them, and the run ends as diverged.
 Noise is drawn and added in float64 and rounded once to the type that travels. Floating-point noise is not the ideal
 Gaussian: its lowest digits can tell values apart (Mironov 2012), which the accounting does not know of.
 
@@ -48,6 +49,7 @@ from isthmus.accelerators.copies import to_device
 from isthmus.disclosure import SampleRange
 from isthmus.extensions import import_extra
 from isthmus.graph.opgraph import Ref
+from isthmus.wire_types import Amount, Count, Many, NotNegative
 
 KEY_BYTES = 32
 _START = bytes(16)
@@ -80,14 +82,14 @@ class SecretNoise:
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     """What leaves a stage for devices that hold no data, in one pass of one of its graphs."""
 
-    values: tuple[tuple[Ref, int], ...] = ()
+    values: Many[tuple[Ref, Amount]] = ()
     """Each with the axis along which the samples lie. All of a sample's are clipped together."""
-    per_sample: int = 0
+    per_sample: Amount = 0
     """How many numbers they are."""
-    targets: tuple[int, ...] = ()
+    targets: Many[Count] = ()
     """Stages that take them."""
-    clip: float = 0.0
-    deviation: float = 0.0
+    clip: NotNegative = 0.0
+    deviation: NotNegative = 0.0
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ class LossAccumulator:
         self._begun: _Begun | None = None
 
     def add(self, loss: Tensor, count: Tensor | None) -> None:
-        """Of a micro-batch; without a count it is one."""
+        """Of a micro-batch; without a count it is one. A loss [1 + n] has n sums and counts of metrics after it."""
         # A copy: the loss may be a view of all that it was computed from.
         self._pending.append((loss.detach().clone(), None if count is None else count.detach().clone()))
 
@@ -45,15 +45,25 @@ class LossAccumulator:
 
     def sums(self) -> tuple[float, float]:
         """Of losses and of counts, added up in order."""
+        loss, count, *_ = self._all()
+        return loss, count
+
+    def _all(self) -> tuple[float, ...]:
         self.begin()
         if self._begun is None:
             return 0.0, 0.0
-        losses = [float(loss) for loss in self._begun.losses.values()]
+        found = [loss.reshape(-1).tolist() for loss in self._begun.losses.values()]
+        losses, *metrics = map(sum, zip(*found, strict=True))
         counts = self._begun.counts
-        return sum(losses), float(len(losses)) if counts is None else sum(float(c) for c in counts.values())
+        return losses, float(len(found)) if counts is None else sum(float(c) for c in counts.values()), *metrics
 
     def take(self) -> tuple[float, float]:
         """The sums, which it forgets."""
-        found = self.sums()
+        loss, count, *_ = self.take_all()
+        return loss, count
+
+    def take_all(self) -> tuple[float, ...]:
+        """(losses, counts, sums and counts of metrics), which it forgets."""
+        found = self._all()
         self._pending, self._begun = [], None
         return found

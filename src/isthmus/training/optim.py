@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 import torch
@@ -21,15 +21,21 @@ from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import check_options
 from isthmus.plans import OuterOptimizer
 from isthmus.training.learning_rate import CONSTANT, LearningRate, TorchSchedule
+from isthmus.wire_types import NotNegative, Table, Text
 
 STEP = "step"
 """Of what optimizers keep of a parameter: how often they updated it. All else has its elements."""
 FUSED_KINDS = ("cuda", "xpu", "mps", "checked")
 """Accelerators for which torch has fused optimizers."""
-NotNegative = Annotated[float, Meta(ge=0)]
+CANNOT = {
+    "LBFGS": "it computes the loss several times a step",
+    "SparseAdam": "it takes sparse gradients alone",
+}
+"""Optimizers of torch that no step of ours can take, and why."""
 Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -38,24 +44,53 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     name: Literal["sgd", "adamw", "muon"] = "adamw"
     """AdamW, SGD, or Muon, which is of matrices alone."""
-    pattern: str = "*"
+    pattern: Text = "*"
     """Shell pattern over the module's own parameter names. The first entry that matches wins."""
     lr: NotNegative = 1e-3
     """Learning rate, before the factor of [learning_rate]."""
     momentum: Share = 0.0
-    """Of SGD and Muon, for which 0.95 is usual."""
+    """The momentum of SGD and Muon, for which 0.95 is usual."""
     nesterov: bool = False
-    """Of SGD and Muon with momentum."""
+    """Nesterov momentum, for SGD and Muon."""
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """Of AdamW: decay of the mean of gradients, and of their squares."""
+    """AdamW: decay of the mean of gradients, and of their squares."""
     eps: NotNegative = 1e-8
-    """Of AdamW: added to the denominator."""
+    """AdamW: added to the denominator."""
     weight_decay: NotNegative = 0.0
     """Decoupled for AdamW and Muon, added to gradients for SGD."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
-    """Of Muon: how the learning rate follows a matrix's shape; `match_rms_adamw` takes one that suits AdamW."""
+    """Muon: how the learning rate follows a matrix's shape; `match_rms_adamw` takes one that suits AdamW."""
     fused: bool | Literal["auto"] = "auto"
-    """One kernel for all parameters; auto: on accelerators whose torch has it. Its bits are others."""
+    """One kernel for all parameters; auto: on accelerators whose torch has it. It rounds differently."""
+
+
+class AnyOptimizerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the optimizers of a pipeline's job, or a class of torch.optim by name."""
+
+    torch: Text = ""
+    """A class of torch.optim in place of `name`, as `RMSprop`."""
+    options: Table[Text, object] = {}
+    """Its arguments, but the learning rate, which is `lr`."""
+
+    def __post_init__(self) -> None:
+        if self.options and not self.torch:
+            raise ValueError("options: got some without the key torch, expected the name of an optimizer there")
+        ours = {f.name: f.default for f in msgspec.structs.fields(OptimizerConfig) if f.name not in ("pattern", "lr")}
+        given = [name for name, default in ours.items() if getattr(self, name) != default]
+        if self.torch and given:
+            raise ValueError(f"{given[0]}: got it beside torch, expected the optimizer's arguments in options")
+
+    @property
+    def called(self) -> str:
+        """Its name for people."""
+        return self.torch or self.name
+
+    def set_to(self, settings: Mapping[str, object]) -> AnyOptimizerConfig:
+        """With a learning rate, and a momentum or betas where a schedule cycles them."""
+        if not self.torch:
+            return msgspec.structs.replace(self, **settings)
+        rest = {name: value for name, value in settings.items() if name != "lr"}
+        return msgspec.structs.replace(self, lr=settings["lr"], options={**self.options, **rest})
 
 
 class Optimizers:
@@ -152,6 +187,8 @@ class _Muon(_NotCompiled, torch.optim.Muon):
 
 
 def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if isinstance(config, AnyOptimizerConfig) and config.torch:
+        return _of_torch(config, parameters)
     if config.name == "muon":
         return _Muon(
             parameters,
@@ -183,6 +220,24 @@ def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.opti
         weight_decay=config.weight_decay,
         fused=fused or None,
     )
+
+
+def _of_torch(config: AnyOptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """UserError for a class that torch has not, and for what it refuses."""
+    if config.torch in CANNOT:
+        raise UserError(f"optimizer.torch: got {config.torch!r}, expected another optimizer: {CANNOT[config.torch]}")
+    others = {"Optimizer", *CANNOT}
+    names = [name for name in torch.optim.__all__ if name[0].isupper() and name not in others]
+    if config.torch not in names:
+        raise unknown_name("optimizer.torch", config.torch, names)
+    kind = getattr(torch.optim, config.torch)
+    check_options(f"optimizer option of {config.torch}", kind, config.options, {"params", "lr"})
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    made = cast("Callable[..., torch.optim.Optimizer]", type(config.torch, (_NotCompiled, kind), {"step": step}))
+    try:
+        return made(parameters, lr=config.lr, **config.options)
+    except Exception as e:  # each class raises its own
+        raise UserError(f"optimizer: {config.torch}: {' '.join(str(e).split())}") from e
 
 
 NO_GRADIENT = -1.0

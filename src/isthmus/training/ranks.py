@@ -85,7 +85,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     loss_scale: float = 1.0
     """Of a backward, where the loss has one."""
     stage: StageSetUp | None = None
-    loss_count: tuple[float, float] | None = None
+    loss_count: tuple[float, ...] | None = None
     """Of an answer: loss and count of the share."""
     failed: tuple[str, str] | None = None
     """Of an answer: what raised, and why."""

@@ -16,6 +16,8 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from isthmus.wire_types import MOST_COUNT
+
 LOSS_SCALE = ".loss_scale"
 """Among the tensors of a state: [scale, steps since it changed], float32. No module has a name that begins so."""
 LOSS_SCALE_SHAPE = (2,)
@@ -26,7 +28,7 @@ class LossScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     init_scale: Annotated[float, Meta(gt=0, le=2.0**100)] = 2.0**16
     """The scale of the first step."""
-    growth_factor: Annotated[float, Meta(ge=1)] = 2.0
+    growth_factor: Annotated[float, Meta(ge=1, le=MOST_COUNT)] = 2.0
     """1 keeps it as it is after steps that are finite."""
     backoff_factor: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """The scale is multiplied by this after a step that is not finite."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.graph.captured import Captured
-from isthmus.training.checkpoint import OPTIMIZER, read_tensors, split_replica
+from isthmus.training.checkpoint import OPTIMIZER, attribute_of, not_persistent, read_tensors, split_replica
 from isthmus.training.optim import NOT_OPTIMIZERS, OptimizerConfig, choose
 from isthmus.training.scaling import LOSS_SCALE
 
@@ -25,9 +25,11 @@ def initial_weights(build: Callable[[], nn.Module], captured: Captured, seed: in
 
 
 def weights_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
-    """The same of a module that is there. They share its memory."""
+    """The same of a module that is there. They share its memory. Buffers that no graph uses are there where the
+    module's state_dict has them."""
     found: dict[str, Tensor] = dict(captured.constants)
-    found |= dict(module.named_buffers(remove_duplicate=False))
+    unused = not_persistent(module) - {op.target for op in (*captured.train.ops, *captured.eval.ops)}
+    found |= {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in unused}
     found |= {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
     for op in (*captured.train.ops, *captured.eval.ops):
         if op.kind == "constant" and op.target not in found:
@@ -45,9 +47,7 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def _attribute(module: nn.Module, path: str) -> Tensor:
     """A tensor that is a plain attribute of a submodule."""
-    value: object = module
-    for part in path.split("."):
-        value = getattr(value, part, None)
+    value = attribute_of(module, path)
     if not isinstance(value, Tensor):
         raise UserError(f"model: constant {path!r} of the captured graph is not a tensor attribute of the module")
     return value

@@ -78,10 +78,10 @@ def _limits(ledger: DifferenceList, question: Question, step_s: float, price: fl
     """A step no longer, or no dearer, than was asked."""
     longest, dearest = question.constraints.max_step_s, question.constraints.max_price
     if longest is not None:
-        ledger.judge("terms.max_step_s", step_s <= longest * (1 + CLOSE), step_s, f"at most {longest:g}")
+        ledger.judge("constraints.max_step_s", step_s <= longest * (1 + CLOSE), step_s, f"at most {longest:g}")
     if dearest is not None:
         most = f"at most {dearest:g} for 1,000 steps"
-        ledger.judge("terms.max_price", 1000 * price <= dearest * (1 + CLOSE), 1000 * price, most)
+        ledger.judge("constraints.max_price", 1000 * price <= dearest * (1 + CLOSE), 1000 * price, most)
 
 
 def _loss(ledger: DifferenceList, plan: Plan, question: Question) -> None:
@@ -97,7 +97,7 @@ def _loss(ledger: DifferenceList, plan: Plan, question: Question) -> None:
         if packed is not None
     )
     within = expected <= asked.loss_budget + CLOSE
-    ledger.judge("terms.loss_budget", within, expected, f"at most {asked.loss_budget:g}")
+    ledger.judge("constraints.compression.loss_budget", within, expected, f"at most {asked.loss_budget:g}")
 
 
 def _setup(replica: Replica) -> Setup:
@@ -114,16 +114,20 @@ def _structure(ledger: DifferenceList, plan: Plan, reading: GraphReading) -> boo
     question = reading.question
     ledger.same("model", plan.model, question.graph.name)
     ledger.same("fleet", plan.fleet, question.fleet.name)
-    ledger.same("terms.objective", plan.constraints.objective, question.constraints.objective)
-    ledger.same("terms.compression", str(plan.constraints.compression), str(question.constraints.compression))
-    ledger.same("terms.lacking", str(plan.constraints.lacking), str(question.constraints.lacking))
-    ledger.same("terms.memory_headroom", plan.constraints.memory_headroom, question.constraints.memory_headroom)
+    ledger.same("constraints.objective", plan.constraints.objective, question.constraints.objective)
+    ledger.same("constraints.compression", str(plan.constraints.compression), str(question.constraints.compression))
+    ledger.same("constraints.lacking", str(plan.constraints.lacking), str(question.constraints.lacking))
+    ledger.same("constraints.memory_headroom", plan.constraints.memory_headroom, question.constraints.memory_headroom)
     held = [
         ledger.same(
-            "terms.data_holders", ", ".join(plan.constraints.data_holders), ", ".join(question.constraints.data_holders)
+            "constraints.data_holders",
+            ", ".join(plan.constraints.data_holders),
+            ", ".join(question.constraints.data_holders),
         ),
-        ledger.same("terms.own_samples", str(plan.constraints.own_samples), str(question.constraints.own_samples)),
-        ledger.same("terms.labels_stay", plan.constraints.labels_stay, question.constraints.labels_stay),
+        ledger.same(
+            "constraints.own_samples", str(plan.constraints.own_samples), str(question.constraints.own_samples)
+        ),
+        ledger.same("constraints.labels_stay", plan.constraints.labels_stay, question.constraints.labels_stay),
         ledger.same("micro_batch_size", plan.micro_batch_size, question.micro_batch_size),
         ledger.same("micro_batches", plan.micro_batches, question.micro_batches),
         ledger.judge("replicas", bool(plan.replicas), len(plan.replicas), "at least one"),

@@ -107,7 +107,7 @@ def test_a_fleet_without_the_memory_is_refused_by_device_and_bytes(
     name: str, planner: Callable[[Problem], Plan]
 ) -> None:
     problem = problem_of(gpt_graph(1), fleet_of([1.0, 2.0], memory=[1000, 1000]))
-    with pytest.raises(FleetTooSmall, match=r"does not fit fleet 'hand'.* device d\d would .* \d+ bytes short"):
+    with pytest.raises(FleetTooSmall, match=r"does not fit fleet 'hand'.* device d\d would .* [\d.]+ \w+ short"):
         planner(problem)
 
 

@@ -194,8 +194,8 @@ def test_a_device_that_only_delays_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("sizes", "memory", "message"),
     [
-        ([1.0, 5.0, 1.0], [4.0, 3.0], "device 0 cannot hold layers 1..1: .* 1 bytes short"),
-        ([3.0, 2.0, 2.0], [3.0, 3.0], "no order of the devices holds the layers: 1 bytes short in all"),
+        ([1.0, 5.0, 1.0], [4.0, 3.0], "device 0 cannot hold layers 1..1: .* 1 B short"),
+        ([3.0, 2.0, 2.0], [3.0, 3.0], "no order of the devices holds the layers: 1 B short in all"),
         ([2.0, 1.0, 2.0], [3.0, 1.0, 1.0], "no order of the devices holds the layers: whole layers do not go"),
         ([2.0, 2.0, 2.0], [3.0, 3.0], "equal layers of 2 B.*: the devices hold 2 of them, so 1 are without a place"),
     ],

@@ -16,6 +16,7 @@ function stepFigures(run, at, bars) {
     ["step", `${at.step} of ${run.of}`],
     ["loss", number(loss, 4)],
     ["held-out loss", number(at.heldout, 4)],
+    ...Object.entries(at.metrics ?? {}).map(([name, value]) => [name, metricText(name, value)]),
     [run.unit || "speed", number(per_s)],
     ["step time", time(compared?.measured_step_s ?? bars?.measured?.step_s),
       `predicted ${time(compared?.predicted_step_s ?? at.predicted?.step_s)}`],
@@ -26,21 +27,38 @@ function roundFigures(run, round) {
   return [
     ["round", `${round.round} of ${run.of}`],
     ["held-out loss", number(round.evaluation.loss, 4)],
-    ["accuracy", share(round.evaluation.accuracy)],
-    ["clients", round.clients, `${round.refused.length} refused, ${round.stolen} stolen, ${round.missing} missing`],
+    ...Object.entries(round.evaluation.metrics ?? {}).map(([name, value]) => [name, metricText(name, value)]),
+    ["clients", round.clients, `${round.refused.length} refused, ${round.stolen} reassigned, ${round.missing} missing`],
     ["round time", time(round.makespan_s), `forecast ${time(round.planned_s)}`],
     ["bytes", size(round.bytes)],
   ];
 }
 
+const isShare = (name) => name.endsWith("accuracy");
+const metricText = (name, value) => isShare(name) ? share(value) : number(value, 4);
 export const lossSeries = [["training", "blue"], ["held out", "orange", [7, 4]]];
 export const losses = (run) => uPlot.join([run.train, run.heldout]);
 export function drawCurves(run, at) {
   const options = { marker: at.step, range: fromZero };
   chart("loss", lossSeries, losses(run), { marker: at.step });
+  drawMetrics(Object.entries(run.metrics).map(([name, columns]) => [name, [["held out", "orange"]], columns]),
+    { marker: at.step });
   $("speed-title").textContent = run.unit || "Speed";
   chart("speed", [[run.unit || "speed", "green"]], run.speed, options);
   chart("bytes", [["sent by all devices", "pink"]], [run.bytes[0], run.bytes[1].map((x) => x / 2 ** 20)], options);
+}
+// One card per metric, before the timeline: [name, series, columns] each.
+function drawMetrics(shown, options) {
+  for (const card of [...document.querySelectorAll(".card.metric")].slice(shown.length)) card.remove();
+  for (const [number, [name, series, columns]] of shown.entries()) {
+    const id = `metric-${number}`;
+    if (!$(id)) {
+      document.querySelector(".card.timeline").before(element("section", { class: "card metric" },
+        element("h2", { id: `${id}-title` }), element("div", { class: "chart", id })));
+    }
+    $(`${id}-title`).textContent = name;
+    chart(id, series, columns, { ...options, text: (value) => metricText(name, value) });
+  }
 }
 
 function meter(x, of, name, planned) {
@@ -109,20 +127,23 @@ export function roundLosses(run) {
 }
 export function drawRounds(run, at) {
   const options = { marker: at.step, x: "round" }, column = (get) => run.rounds.map((r) => get(r) ?? null);
-  const [rounds, loss] = roundLosses(run), accuracy = column((r) => r.evaluation.accuracy);
-  const graded = accuracy.some((x) => x != null);
-  chart("loss", graded ? [["held-out loss", "orange"], ["accuracy", "blue"]] : [["held-out loss", "orange"]],
-    graded ? [rounds, loss, accuracy] : [rounds, loss], options);
-  const spread = (get) => column((r) => r.evaluation.clients && get(r.evaluation.clients));
-  const edges = [spread((c) => Math.min(1, c.mean + c.deviation)), spread((c) => Math.max(0, c.mean - c.deviation))];
+  const [rounds, loss] = roundLosses(run);
+  chart("loss", [["held-out loss", "orange"]], [rounds, loss], options);
+  const names = [...new Set(run.rounds.flatMap((r) => Object.keys(r.evaluation.metrics ?? {})))];
+  drawMetrics(names.map((name) => [name, [["held out", "orange"]], [rounds, column((r) => r.evaluation.metrics?.[name])]]),
+    options);
+  const shown = names[0] ?? "loss", spread = (get) => column((r) => r.evaluation.clients?.[shown] && get(r.evaluation.clients[shown]));
+  const edges = [spread((c) => c.mean + c.deviation), spread((c) => c.mean - c.deviation)];
   const bands = [{ series: [1, 2], fill: `${colour("green")}22` }];
+  $("spread-title").textContent = `${shown} of clients`;
   chart("spread",
     [["high", "soft"], ["low", "soft"], ["mean", "green"], ["worst tenth", "red", [6, 4]]],
-    [rounds, ...edges, spread((c) => c.mean), spread((c) => c.worst_decile)], { ...options, text: share, bands });
+    [rounds, ...edges, spread((c) => c.mean), spread((c) => c.worst_decile)],
+    { ...options, text: (value) => metricText(shown, value), bands });
   chart("times", [["measured", "blue"], ["forecast", "orange", [6, 4]]],
     [rounds, column((r) => r.makespan_s), column((r) => r.planned_s)], { ...options, text: time });
-  const counts = ["clients", "time", "forecast", "stolen", "refused", "missing", "late"].map((name) => [name, "n"]);
-  fill("rounds", table([["round"], ...counts, ["closed by"]], run.rounds.slice(-300).reverse().map((r) => ({
+  const counts = ["clients", "time", "forecast", "reassigned", "refused", "missing", "late"].map((name) => [name, "n"]);
+  fill("rounds", table([["round"], ...counts, ["ended by"]], run.rounds.slice(-300).reverse().map((r) => ({
     "data-tip": r.refused.length ? r.refused.join("\n") : null,
     cells: [String(r.round), r.clients, time(r.makespan_s), time(r.planned_s), r.stolen, r.refused.length, r.missing,
       r.late, r.closed_by],

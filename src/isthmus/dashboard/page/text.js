@@ -18,8 +18,8 @@ export const share = (x) => x == null ? "–" : `${Math.round(100 * x)} %`;
 export function time(s) {
   if (s == null || !isFinite(s)) return "–";
   if (s < 1) return s < 1e-3 ? `${number(1e6 * s)} µs` : `${number(1e3 * s)} ms`;
-  if (s < 120) return `${number(s)} s`;
-  return s < 7200 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`;
+  if (s < 60) return `${number(s)} s`;
+  return s < 3600 ? `${number(s / 60)} min` : s < 86400 ? `${number(s / 3600)} h` : `${number(s / 86400)} d`;
 }
 export const clock = (s) => [s / 3600, s / 60 % 60, s % 60].map((x) => String(Math.floor(x)).padStart(2, "0")).join(":");
 

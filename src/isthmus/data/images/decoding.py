@@ -37,7 +37,7 @@ class PixelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     mode: Mode = "RGB"
-    """What every image is converted to; the names are Pillow's."""
+    """The mode that every image is converted to; the names are Pillow's."""
     background: tuple[Colour, Colour, Colour] | None = None
     """Colour (red, green, blue) on which transparent images are laid; without it alpha is dropped."""
     exif_orientation: bool = True

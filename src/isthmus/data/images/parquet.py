@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,6 +17,7 @@ from isthmus.data.images.folder import HELD_OUT_NAMES, TRAIN, the_held_out
 from isthmus.data.images.parquet_table import KIND, Table
 from isthmus.errors import StepError, UserError, unknown_name
 from isthmus.extensions import import_extra
+from isthmus.reading import parse_json
 
 MOST_LABEL = (1 << 31) - 1
 """A model has an output for each class: labels beyond this are something else."""
@@ -189,7 +189,7 @@ def declared_classes(schema: Any, label: str) -> int:
     """As Hugging Face's `datasets` writes them beside the columns; 0 where it did not."""
     written: bytes = (schema.metadata or {}).get(b"huggingface", b"{}")
     try:
-        found: Any = msgspec.json.decode(written)
+        found: Any = parse_json(written, object, "")
         return len(found["info"]["features"][label]["names"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (UserError, KeyError, TypeError):
         return 0

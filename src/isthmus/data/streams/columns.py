@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ from isthmus.data.images.decoding import PixelOptions, decode
 from isthmus.data.images.pipeline import ImagePipeline
 from isthmus.data.streams.files import KIND
 from isthmus.data.streams.shards import Shards
-from isthmus.data.tokenizer import Tokenizer
+from isthmus.data.tokenizer import Tokenizer, tokens_of
 from isthmus.errors import StepError
 from isthmus.rng import stream
 
@@ -144,8 +144,20 @@ class TokenRings:
 
     def tokens(self, block: StreamBlock) -> NDArray[np.integer]:
         """[tokens] of a block. StepError for one without any."""
+        return self._tokens_of(block, self._lines(block))
+
+    def measured(self, block: StreamBlock) -> tuple[int, int]:
+        """Bytes and tokens of a block."""
+        lines = self._lines(block)
+        return sum(map(len, lines)), len(self._tokens_of(block, lines))
+
+    def _lines(self, block: StreamBlock) -> list[bytes]:
         texts = self._shards.contents(block.file, block.number, self._name)
-        parts = [self._tokenizer.tokens(text.rstrip(b"\n") + b"\n") for text in texts]
+        return [text.rstrip(b"\n") + b"\n" for text in texts]
+
+    def _tokens_of(self, block: StreamBlock, lines: Sequence[bytes]) -> NDArray[np.integer]:
+        named = f"{KIND} {self._shards.files[block.file].url} column {self._name!r}, block {block.number}"
+        parts = [tokens_of(self._tokenizer, line, f"{named}, text {n}") for n, line in enumerate(lines, 1)]
         found = np.concatenate(parts) if parts else np.empty(0, np.uint8)
         if not len(found):
             url = self._shards.files[block.file].url

@@ -54,8 +54,8 @@ class StreamOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fie
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """That share, drawn at random."""
     index: str = ""
-    """Of tar shards, a JSON file of `widsindex create`, which says how many samples each has; without it the headers of
-    all shards are looked through before the first step."""
+    """For tar shards: a JSON file of `widsindex create`, which says how many samples each has; without it the headers
+    of all shards are looked through before the first step."""
     text: str = ""
     """The column of texts, for a language model: they are joined, one per line, and cut into windows of tokens. Without
     it rows are samples."""
@@ -65,7 +65,7 @@ class StreamOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fie
     shuffle_blocks: Annotated[int, Meta(ge=1)] = 8
     """Blocks (row groups of Parquet, up to 256 samples of a tar shard) whose samples are mixed, and held in memory."""
     mode: Mode = "RGB"
-    """What every image is converted to; the names are Pillow's."""
+    """The mode that every image is converted to; the names are Pillow's."""
     transforms: tuple[Table, ...] = ()
     """Tables with the `name` of a transform of torchvision.transforms.v2 and its arguments, in order."""
     heldout_transforms: tuple[Table, ...] | None = None
@@ -160,7 +160,7 @@ def load_stream(options: StreamOptions, split: Split) -> StreamDataset:
     rings = None
     if options.text:
         rings = TokenRings(shards, options.text, load_tokenizer(options.tokenizer), options.sequence_length, most)
-    sizes = _rows(index) if rings is None else _windows(rings, index, options)
+    sizes = _rows(index) if rings is None else _windows(rings, index, options, bytes_known=shards.sizes_are_bytes)
     blocks: list[StreamBlock] = []
     for at in chosen.tolist():
         first = blocks[-1].first + blocks[-1].samples if blocks else 0
@@ -190,11 +190,14 @@ def _rows(index: Sequence[Shard]) -> list[int]:
     return [samples for shard in index for samples in shard.blocks]
 
 
-def _windows(rings: TokenRings, index: Sequence[Shard], options: StreamOptions) -> list[int]:
-    """Of each block, what its size promises, by the tokens that the first block has for its size."""
+def _windows(rings: TokenRings, index: Sequence[Shard], options: StreamOptions, *, bytes_known: bool) -> list[int]:
+    """Of each block, what its size promises, by the tokens that the first block has for its size: its true one, as
+    those of Parquet files are estimates."""
     sizes = [size for shard in index for size in shard.text_sizes]
     file = next(number for number, shard in enumerate(index) if shard.blocks)
-    tokens = len(rings.tokens(StreamBlock(file, 0, 0, 0)))
+    size_bytes, tokens = rings.measured(StreamBlock(file, 0, 0, 0))
+    if bytes_known:
+        sizes[0] = size_bytes
     return [max(1, size * tokens // (sizes[0] * options.sequence_length)) for size in sizes]
 
 

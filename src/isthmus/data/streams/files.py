@@ -21,7 +21,7 @@ FETCHED = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "h
 """Protocols that a device opens for somebody else, where its owner allows this kind. Others lead back into the machine
 or its network."""
 _LOCAL = ("file", "local")
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_RANGE = re.compile(r"\{(\d{1,18})\.\.(\d{1,18})\}")
 MOST_IN_RANGE = 1_000_000
 
 
@@ -158,8 +158,10 @@ def readable(url: str) -> Generator[None]:
     """What goes wrong with a file is one line that names it."""
     try:
         yield
-    except (UserError, StepError, MemoryError):
+    except (UserError, StepError):
         raise
+    except MemoryError as e:  # pyarrow's is one
+        raise MemoryError(f"{KIND}: cannot read {url}: {' '.join(str(e).split()) or 'not enough memory'}") from e
     except OSError as e:
         nothing = "nothing is there, or nobody answers" if isinstance(e, FileNotFoundError) else ""
         raise UserError(f"{KIND}: cannot read {url}: {e.strerror or nothing or ' '.join(str(e).split())}") from e

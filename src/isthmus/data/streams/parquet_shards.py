@@ -4,26 +4,34 @@ are read."""
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-
+from isthmus.data.arrow_numbers import number_type, numbers_of
 from isthmus.data.dataset import Array
 from isthmus.data.images.parquet import declared_classes
 from isthmus.data.streams.files import KIND, StreamFile, readable
-from isthmus.data.streams.shards import HEAD_BYTES, Form, Shard, as_numbers, kept
+from isthmus.data.streams.shards import HEAD_BYTES, Form, Shard, kept
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 
 MOST_OPEN_FILES = 8
 _TAIL_BYTES = 8
 """The footer's length and PAR1."""
+_HEADER_BYTES = 64
+"""A page's header has less."""
+_PAGES_BYTES = 1 << 10
+"""For headers of pages."""
+_LENGTH_BYTES = 4
+"""Before each text."""
+_I32, _STRUCT = 5, 12
+_SIZE_FIELD, _DICTIONARY_FIELD = 2, 7
 
 
 class ParquetShards:
+    sizes_are_bytes = True
+
     def __init__(self, files: Sequence[StreamFile]) -> None:
         self.files = files
         self._parquet = import_extra("pyarrow.parquet", f"data of kind {KIND}")
@@ -35,17 +43,19 @@ class ParquetShards:
     def shard(self, file: int, text: str) -> Shard:
         found = self.files[file]
         if found.is_remote:
-            return kept(found, f"parquet {text}", Shard, lambda: self._shard(file, text))
+            return kept(found, f"parquet sizes {text}", Shard, lambda: self._shard(file, text))
         return self._shard(file, text)
 
     def _shard(self, file: int, text: str) -> Shard:
         # Not one of the opened readers: several threads look into files at once.
         with readable(self.files[file].url), self.files[file].open() as opened:
             metadata = self._parquet.ParquetFile(opened).metadata
-        groups = [metadata.row_group(number) for number in _filled(metadata)]
+            groups = [metadata.row_group(number) for number in _filled(metadata)]
+            url = self.files[file].url
+            sizes = tuple(_text_size(opened, group, text, url) for group in groups) if text else ()
         return Shard(
             blocks=tuple(group.num_rows for group in groups),
-            text_sizes=tuple(_text_size(group, text, self.files[file].url) for group in groups) if text else (),
+            text_sizes=sizes,
             digest=_digest(self.files[file]),
         )
 
@@ -58,36 +68,26 @@ class ParquetShards:
             return "text"
         if (types.is_struct(held) and held.get_field_index("bytes") >= 0) or types.is_binary(held):
             return "image"
-        while (inner := _inner(held)) is not None:
-            held = inner
-        numbers = types.is_integer(held) or types.is_floating(held) or types.is_boolean(held)
-        return "numbers" if numbers else "other"
+        return "other" if number_type(held) is None else "numbers"
 
     def classes(self, name: str) -> int | None:
         return declared_classes(self._file(0).schema_arrow, name) or None
 
     def numbers(self, file: int, block: int, name: str) -> Array:
-        values: Any = self._column(file, block, name)
-        shape = [len(values)]
-        while (inner := _inner(values.type)) is not None:
-            values = getattr(values, "storage", values)  # Hugging Face's Array2D and others
-            if values.type == inner:
-                continue
-            lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
-            if values.null_count or len(lengths) != 1:
-                raise UserError(f"{KIND} {self.files[file].url} column {name!r}: rows differ in shape")
-            shape.append(int(lengths[0]))
-            values = values.flatten()
-        if values.null_count:
-            raise UserError(f"{KIND} {self.files[file].url} column {name!r}: a row holds no number")
-        found = values.to_numpy(zero_copy_only=False)
-        if found.dtype.kind not in "biuf" or len(found) != math.prod(shape):
-            raise UserError(f"{KIND} {self.files[file].url} column {name!r}: got {values.type}, expected numbers")
-        return as_numbers(found.reshape(shape))
+        named = f"{KIND} {self.files[file].url} column {name!r}"
+        values = self._column(file, block, name)
+        return numbers_of(values, named, self._rows(file, block))
 
     def contents(self, file: int, block: int, name: str) -> list[bytes]:
         found: list[object] = self._column(file, block, name).to_pylist()
-        return [_as_bytes(cell, self.files[file].url, name) for cell in found]
+        named = f"{KIND} {self.files[file].url} column {name!r}"
+        return [_as_bytes(cell, named, row) for cell, row in zip(found, self._rows(file, block), strict=True)]
+
+    def _rows(self, file: int, block: int) -> range:
+        """Numbers of a block's rows in the file, from 0."""
+        metadata, group = self._file(file).metadata, self._groups[file][block]
+        first = sum(metadata.row_group(number).num_rows for number in range(group))
+        return range(first, first + metadata.row_group(group).num_rows)
 
     def _column(self, file: int, block: int, name: str) -> Any:
         """As one array of pyarrow's."""
@@ -120,32 +120,71 @@ def _filled(metadata: Any) -> list[int]:
     return [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
 
 
-def _text_size(group: Any, column: str, url: str) -> int:
-    sizes = {
-        chunk.path_in_schema: chunk.total_uncompressed_size
-        for chunk in (group.column(number) for number in range(group.num_columns))
-    }
-    if column not in sizes:
-        raise unknown_name(f"column of {url}", column, sizes)
-    return max(1, sizes[column])
+def _text_size(opened: BinaryIO, group: Any, column: str, url: str) -> int:
+    """About how many bytes a row group's texts have, with a line's end each: of texts that repeat, which a dictionary
+    holds once, too."""
+    chunks = {c.path_in_schema: c for c in (group.column(number) for number in range(group.num_columns))}
+    if column not in chunks:
+        raise unknown_name(f"column of {url}", column, chunks)
+    chunk = chunks[column]
+    rows, size = chunk.num_values, chunk.total_uncompressed_size
+    found = size - _LENGTH_BYTES * rows
+    if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
+        opened.seek(chunk.dictionary_page_offset)
+        dictionary = _dictionary(opened.read(_HEADER_BYTES))
+        if dictionary is not None and dictionary.texts:
+            texts = dictionary.size_bytes - _LENGTH_BYTES * dictionary.texts
+            places = rows * (dictionary.texts - 1).bit_length() / 8
+            rest = size - dictionary.size_bytes
+            # More than places of texts: where a dictionary grows too large, the other rows are written as they are.
+            plain = rest > 2 * places + _PAGES_BYTES + rows // 8
+            found = texts + rest if plain else round(texts * rows / dictionary.texts)
+    return max(1, found + rows)
 
 
-def _inner(held: Any) -> Any:
-    """What a type's values consist of: of a list its elements, of an extension its storage; None of all others."""
-    types = import_extra("pyarrow.types")
-    if types.is_list(held) or types.is_large_list(held) or types.is_fixed_size_list(held):
-        return held.value_type
-    return getattr(held, "storage_type", None)
+class _Dictionary(NamedTuple):
+    texts: int
+    size_bytes: int
 
 
-def _as_bytes(cell: object, url: str, name: str) -> bytes:
+def _dictionary(header: bytes) -> _Dictionary | None:
+    """By the page's header, a struct in Thrift's compact protocol: field 2 is its size, field 7 a struct whose field 1
+    is how many values it has. None for anything else."""
+    at, size, field = 0, -1, 0
+    try:
+        while header[at]:
+            field, kind, at = field + (header[at] >> 4), header[at] & 15, at + 1
+            if kind == _STRUCT and field == _DICTIONARY_FIELD:
+                at, field = at, 0
+                return _Dictionary(_varint(header, at + 1)[0], size) if header[at] == 1 << 4 | _I32 else None
+            if kind != _I32:
+                return None
+            number, at = _varint(header, at)
+            size = number if field == _SIZE_FIELD else size
+    except IndexError:  # it is longer than what was read
+        pass
+    return None
+
+
+def _varint(header: bytes, at: int) -> tuple[int, int]:
+    """A number, zigzag, and where the next begins."""
+    number = shift = 0
+    while header[at] & 128:
+        number |= (header[at] & 127) << shift
+        shift, at = shift + 7, at + 1
+    number |= header[at] << shift
+    return number >> 1, at + 1
+
+
+def _as_bytes(cell: object, named: str, row: int) -> bytes:
     if isinstance(cell, dict):
         cell = cell.get("bytes")
     if isinstance(cell, str):
         return cell.encode()
     if isinstance(cell, bytes):
         return cell
-    raise UserError(f"{KIND} {url} column {name!r}: got {type(cell).__name__}, expected texts or encoded images")
+    got = "null" if cell is None else type(cell).__name__
+    raise UserError(f"{named}, row {row + 1}: got {got}, expected texts or encoded images")
 
 
 def _digest(file: StreamFile) -> str:

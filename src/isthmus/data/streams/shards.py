@@ -15,6 +15,8 @@ import msgspec
 from isthmus.atomic_write import atomic_write
 from isthmus.data.dataset import Array
 from isthmus.data.streams.files import StreamFile, readable
+from isthmus.errors import UserError
+from isthmus.reading import parse_msgpack, read_file
 
 Form = Literal["numbers", "image", "text", "other"]
 Kept = TypeVar("Kept")
@@ -42,6 +44,11 @@ class Shards(Protocol):
 
     files: Sequence[StreamFile]
 
+    @property
+    def sizes_are_bytes(self) -> bool:
+        """Whether `Shard.text_sizes` are bytes, with a line's end for each text; else in any unit."""
+        ...
+
     def shard(self, file: int, text: str) -> Shard:
         """`text` is the column of texts, or empty."""
         ...
@@ -63,12 +70,6 @@ class Shards(Protocol):
         ...
 
 
-def as_numbers(values: Array) -> Array:
-    """Whole numbers as int64, fractions as float32, as torch takes Python's."""
-    wanted = {"i": "int64", "u": "int64", "f": "float32"}.get(values.dtype.kind)
-    return values if wanted is None else values.astype(wanted, copy=False)
-
-
 def kept(file: StreamFile, use: str, form: type[Kept], make: Callable[[], Kept]) -> Kept:
     """What `make` finds of a file, or found before, if the file has not changed since. Kept in the user's cache folder,
     where it can be written."""
@@ -77,8 +78,8 @@ def kept(file: StreamFile, use: str, form: type[Kept], make: Callable[[], Kept])
         if not file.is_remote and os.stat(file.url).st_size < WORTH_BYTES:
             return make()
     place = _place(file, use)
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        known, found = msgspec.msgpack.decode(place.read_bytes(), type=tuple[str, form])
+    with contextlib.suppress(OSError, UserError):
+        known, found = parse_msgpack(read_file(place), tuple[str, form], str(place))
         if known == version:
             return found
     begun_ns = time.time_ns()

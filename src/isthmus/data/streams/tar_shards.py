@@ -1,12 +1,26 @@
-"""Tar files as WebDataset has them: files that share the name up to its first dot are a sample, the rest of the name is
-the column. A block is a run of samples. Only members of columns that are asked for are read."""
+"""Tar files in WebDataset's form: members one after another that share the name up to the first dot after its folder
+are a sample, the rest of the name, in small letters, is the column. A block is a run of samples. Only members of
+columns that are asked for are read.
+
+    cls cls2 id index inx     a whole number as Python's int reads it: `007` is 7, as in webdataset and datasets
+    json jsn npy              numbers of any shape, as in both
+    txt text                  UTF-8 text
+    png jpg ...               encoded images
+    all others                no column that can be trained on (npz, pickle, tensors of torch, audio, `.gz`)
+
+A sample that has one column twice is an error, as in both. Left out are folders, what webdataset takes for a shard's
+word about itself (`__NAME__`, or a folder of such a name), and with a warning that names them links, names without a
+dot (as in both), and names that begin with `.` or `__` (as in datasets).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import posixpath
+import re
 import tarfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, BinaryIO, cast
@@ -15,10 +29,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.data.arrow_numbers import as_numbers
 from isthmus.data.dataset import Array
 from isthmus.data.images.decoding import ENDINGS as IMAGES
+from isthmus.data.npy import read_npy
 from isthmus.data.streams.files import KIND, StreamFile, readable
-from isthmus.data.streams.shards import HEAD_BYTES, Form, Shard, as_numbers, kept
+from isthmus.data.streams.shards import HEAD_BYTES, Form, Shard, kept
 from isthmus.errors import UserError, unknown_name
 
 BLOCK_SAMPLES = 256
@@ -28,8 +44,12 @@ MOST_TABLES = 32
 """Of members, in memory."""
 HEADERS_AHEAD_BYTES, CONTENTS_AHEAD_BYTES = 16 << 10, 1 << 20
 """What a request for a header takes with it: those of small members; and a request for a member: its neighbours."""
-_NUMBERS = {"cls", "id", "index", "inx", "json", "npy"}
+_WHOLE = {"cls", "cls2", "id", "index", "inx"}
+_NUMBERS = _WHOLE | {"json", "jsn", "npy"}
 _TEXTS = {"txt", "text"}
+_META = re.compile(r"__[^/]*__($|/)")
+"""What webdataset leaves out: what a shard says of itself."""
+MOST_NAMED = 3
 
 
 class _Members(msgspec.Struct, frozen=True):
@@ -40,6 +60,9 @@ class _Members(msgspec.Struct, frozen=True):
     ends: bytes
     """int64 [blocks]: the sample after each block's last."""
     digest: str
+    dropped: tuple[str, ...] = ()
+    """Some of the members that are part of no sample, and how many those are."""
+    dropped_count: int = 0
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -68,6 +91,10 @@ class TarShards:
         self._listed = listed
         self._tables: OrderedDict[int, _Members] = OrderedDict()
 
+    @property
+    def sizes_are_bytes(self) -> bool:
+        return self._listed is None
+
     def shard(self, file: int, text: str) -> Shard:
         if self._listed is not None:
             one = self._entry(file)
@@ -88,15 +115,20 @@ class TarShards:
         return None
 
     def numbers(self, file: int, block: int, name: str) -> Array:
-        arrays = [self._number(file, name, content) for content in self.contents(file, block, name)]
+        first = int(_of(self._members(file).ends)[block - 1]) if block else 0
+        contents = enumerate(self.contents(file, block, name), first)
+        arrays = [self._number(file, name, sample, content) for sample, content in contents]
+        named = f"{KIND} {self.files[file].url} column {name!r}"
         if len({array.shape for array in arrays}) != 1:
-            raise UserError(f"{KIND} {self.files[file].url} column {name!r}: samples differ in shape")
-        return as_numbers(np.stack(arrays))
+            raise UserError(f"{named}: samples differ in shape")
+        return as_numbers(np.stack(arrays), named)
 
-    def _number(self, file: int, name: str, content: bytes) -> Array:
-        with readable(f"{self.files[file].url} column {name!r}"):
-            if name.endswith("npy"):
-                found: Array = np.load(io.BytesIO(content), allow_pickle=False)
+    def _number(self, file: int, name: str, sample: int, content: bytes) -> Array:
+        with readable(f"{self.files[file].url} column {name!r} (sample {sample})"):
+            if name.rpartition(".")[2] in _WHOLE:
+                found = np.asarray(int(content))
+            elif name.endswith("npy"):
+                found = read_npy(io.BytesIO(content), len(content))
             else:
                 found = np.asarray(msgspec.json.decode(content.strip()))
             if found.dtype.kind not in "biuf":
@@ -136,7 +168,11 @@ class TarShards:
 
     def _looked_through(self, file: int) -> _Members:
         found = self.files[file]
-        members = kept(found, "tar", _Members, lambda: _look_through(found))
+        members = kept(found, "tar members", _Members, lambda: _look_through(found))
+        if members.dropped_count:
+            some = ", ".join(members.dropped) + (", ..." if members.dropped_count > len(members.dropped) else "")
+            what = f"{members.dropped_count} members are part of no sample and are left out: {some}"
+            warnings.warn(f"{KIND} {found.url}: {what}", stacklevel=2)
         if self._listed is None:
             return members
         samples = int(_of(members.ends)[-1]) if members.ends else 0
@@ -173,7 +209,7 @@ def _form(name: str) -> Form:
 def _look_through(file: StreamFile) -> _Members:
     """Reads headers only: it seeks from one to the next."""
     samples: list[dict[str, tuple[int, int]]] = []
-    last_key = ""
+    last_key, dropped, dropped_count = "", list[str](), 0
     with readable(file.url), file.open(HEADERS_AHEAD_BYTES) as opened:
         digest = hashlib.sha256(opened.read(HEAD_BYTES))
         opened.seek(0)
@@ -183,21 +219,28 @@ def _look_through(file: StreamFile) -> _Members:
                 seen.clear()  # they would all be kept
                 found = _named(member)
                 if found is None:
+                    if not member.isdir() and not _META.match(member.name):
+                        dropped_count += 1
+                        dropped += [member.name] if len(dropped) < MOST_NAMED else []
                     continue
                 key, column = found
-                if key != last_key or column in samples[-1]:
+                if key != last_key:
                     samples.append({})
                     last_key = key
+                if column in samples[-1]:
+                    what = f"sample {key!r} has {column!r} twice, expected each name once"
+                    raise UserError(f"{KIND} {file.url}: member {member.name}: {what}")
                 samples[-1][column] = (member.offset_data, member.size)
                 digest.update(f"{member.name}\0{member.offset_data} {member.size} {member.mtime}\n".encode())
-    return _Members(_tables(samples), _ends(samples).astype("<i8").tobytes(), digest.hexdigest())
+    ends = _ends(samples).astype("<i8").tobytes()
+    return _Members(_tables(samples), ends, digest.hexdigest(), tuple(dropped), dropped_count)
 
 
 def _named(member: tarfile.TarInfo) -> tuple[str, str] | None:
     """Sample and column of a member; None for one that is no part of a sample."""
     folder, name = posixpath.split(member.name)
     key, dot, column = name.partition(".")
-    if not member.isreg() or not key or not dot or name.startswith("__"):
+    if not member.isreg() or not key or not dot or name.startswith("__") or _META.match(member.name):
         return None
     if member.issparse():
         raise UserError(f"member {member.name} is sparse, expected one whose bytes lie together")

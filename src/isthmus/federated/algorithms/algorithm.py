@@ -8,6 +8,7 @@ operations must be elementwise, or over the last dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -15,13 +16,25 @@ from typing import Literal, Protocol
 import msgspec
 from torch import Tensor
 
+from isthmus.federated.buffers import is_buffer
+from isthmus.federated.local_steps import Term
+
 Values = dict[str, Tensor]
 """By name; model-sized vectors [P], or anything smaller."""
 Combine = Literal["weighted_mean", "mean", "sum", "collect"]
 """How the clients' values become the server's: Parrot's four operations. `collect` gives them all, [clients, ...]."""
 BUFFERS = "buffers"
-"""The module's running means: averaged like FedAvg's model, whatever the algorithm."""
+"""The module's buffers, `buffers/NAME` each: averaged like FedAvg's model, whatever the algorithm. No value of an
+algorithm has such a name."""
 Batch = Mapping[str, Tensor]
+
+
+def changes_of(values: Values, rows: int = 0) -> Values:
+    """An update's values but buffers, and single numbers beside a larger value. The first `rows` dims of values are of
+    clients."""
+    sizes = {name: math.prod(value.shape[rows:]) for name, value in values.items() if not is_buffer(name)}
+    largest = max(sizes.values(), default=0)
+    return {name: values[name] for name, size in sizes.items() if size > 1 or largest <= 1}
 
 
 class LocalTrainer(Protocol):
@@ -31,7 +44,9 @@ class LocalTrainer(Protocol):
     def samples(self) -> int: ...
 
     @property
-    def learning_rate(self) -> float: ...
+    def learning_rate(self) -> float:
+        """Of this round's SGD. UserError where [local] names other steps."""
+        ...
 
     @property
     def steps(self) -> int:
@@ -50,9 +65,10 @@ class LocalTrainer(Protocol):
         """Of the mean loss of the batch. The caller may change it, and it lasts until the next call."""
         ...
 
-    def descend(self, model: Tensor) -> Tensor:
-        """SGD from the model over all batches: the weights at its end less the model. The caller may change it. Quicker
-        than by `start` and `gradient`."""
+    def descend(self, model: Tensor, term: Term | None = None) -> Tensor:
+        """From the model over all batches, by the steps of [local]: SGD, or its optimizers. The weights at its end less
+        the model; the caller may change it. Quicker than by `start` and `gradient`. `term(gradient, weights)` adds to
+        each gradient, in place, what the client's loss has besides the model's."""
         ...
 
     def full_gradient(self, weights: Tensor) -> Tensor:
@@ -65,9 +81,15 @@ class ClientUpdate:
     """A client's result: a value for every name that the pass declares, and the client's new state if it keeps one."""
 
     values: Values
-    state: Values | None = None
+    state: Values | Callable[[Values], Values] | None = None
+    """A function of the values as they are counted, where the server's values add up what clients keep: `[admission]`
+    and `[privacy]` may have scaled them down."""
     weight: float | None = None
     """Of the weighted means; None is the number of samples."""
+
+    def kept(self, counted: Values) -> Values | None:
+        """The client's new state, where its values were counted as these."""
+        return self.state(counted) if callable(self.state) else self.state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +97,7 @@ class Cohort:
     """Whose values were combined."""
 
     clients: int
-    """So many updates are in."""
+    """So many updates are in; with `[privacy]`, as many as are expected."""
     population: int
     """Clients that there are."""
     weights: tuple[float, ...] = field(default=(), repr=False)
@@ -128,10 +150,26 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         values add up what clients keep, as in SCAFFOLD and FedDyn: they would agree no more."""
         return False
 
+    @property
+    def needs_sgd(self) -> str:
+        """Why its clients can take steps of SGD with a learning rate alone. Empty: whatever `local.descend` takes."""
+        return ""
+
     def own_model(self, model: Tensor, state: Values) -> Tensor | None:
         """The model [P] that a client uses itself, of the server's and what it keeps: what is evaluated on its data.
         None: the server's. A state's value `model` is taken for one."""
         return state.get("model")
+
+    def change(self, values: Values) -> Values:
+        """The part of a client's values that norms are of, and that clipping scales: the model's change. By default all
+        but single numbers beside a larger value, which say how the change is to be taken (FedNova's steps), or are
+        figures (a loss)."""
+        return changes_of(values)
+
+    def largest(self, steps: int) -> Mapping[str, float]:
+        """By name, the largest number that a client of so many steps returns: an update with a larger one is refused.
+        For numbers that scale the change, which no norm bounds."""
+        return {}
 
     def broadcast(self, server: Values) -> Values:
         """What clients receive; sent once per executor and pass."""
@@ -166,6 +204,15 @@ class Wrapping(Algorithm, frozen=True):
         """What the inner algorithm's server is given, for what `operations` gave."""
         raise NotImplementedError
 
+    def counted(self, cohort: Cohort) -> Cohort:
+        """The cohort that the inner algorithm's server is given."""
+        return cohort
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether sums have noise that does not depend on whose updates are in them: those of nobody have it too."""
+        return False
+
     def init_server(self, model: Tensor) -> Values:
         return self.inner.init_server(model)
 
@@ -176,8 +223,18 @@ class Wrapping(Algorithm, frozen=True):
     def state_can_be_lost(self) -> bool:
         return self.inner.state_can_be_lost
 
+    @property
+    def needs_sgd(self) -> str:
+        return self.inner.needs_sgd
+
     def own_model(self, model: Tensor, state: Values) -> Tensor | None:
         return self.inner.own_model(model, state)
+
+    def change(self, values: Values) -> Values:
+        return self.inner.change(values)
+
+    def largest(self, steps: int) -> Mapping[str, float]:
+        return self.inner.largest(steps)
 
     def broadcast(self, server: Values) -> Values:
         return self.inner.broadcast(server)
@@ -188,6 +245,6 @@ class Wrapping(Algorithm, frozen=True):
 
     def _around(self, one: Pass) -> Pass:
         def server(values: Values, combined: Values, cohort: Cohort) -> Values:
-            return one.server(values, self.changed(one.returns, combined, cohort), cohort)
+            return one.server(values, self.changed(one.returns, combined, cohort), self.counted(cohort))
 
         return Pass(returns=self.operations(one.returns), client=one.client, server=server)

@@ -25,6 +25,10 @@ class FedDyn(Algorithm, frozen=True):
         return {"gradient": torch.zeros_like(model)}
 
     @property
+    def needs_sgd(self) -> str:
+        return "it takes alpha times the change for a gradient that was followed, which other steps than SGD's are not"
+
+    @property
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean"}
 
@@ -32,13 +36,11 @@ class FedDyn(Algorithm, frozen=True):
         """SGD on L(y) - <lambda, y> + alpha/2 ||y - x||^2."""
         assert state is not None, "init_client gives one"
         x, linear = broadcast["model"], state["gradient"]
-        y = local.start(x)
-        for batch in local.batches():
-            g = local.gradient(y, batch).sub_(linear)
-            g.add_(y - x, alpha=self.alpha)
-            y.sub_(g, alpha=local.learning_rate)
-        delta = y.sub_(x)
-        return ClientUpdate(values={"delta": delta}, state={"gradient": linear.sub(delta, alpha=self.alpha)})
+        delta = local.descend(x, lambda g, y: g.sub_(linear).add_(y - x, alpha=self.alpha))
+        return ClientUpdate(
+            values={"delta": delta},
+            state=lambda counted: {"gradient": linear.sub(counted["delta"], alpha=self.alpha)},
+        )
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         """h loses alpha/m of the sum over the clients that took part; the model is their mean less h / alpha."""

@@ -18,7 +18,14 @@ class FedNova(Algorithm, frozen=True):
     """
 
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Of clients' SGD."""
+    """The momentum of clients' SGD."""
+
+    @property
+    def needs_sgd(self) -> str:
+        return (
+            "its paper counts the steps of SGD, with the option momentum of [federated.options], and of no other "
+            "optimizer"
+        )
 
     @property
     def returns(self) -> Mapping[str, Combine]:
@@ -34,11 +41,22 @@ class FedNova(Algorithm, frozen=True):
             delta = y.sub_(x)
         else:
             delta = local.descend(x)
-        steps = local.steps
-        norm = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        norm = self._norm(local.steps)
         return ClientUpdate(
             values={"direction": delta.div_(norm), "steps": delta.new_full((*delta.shape[:-1], 1), norm)}
         )
+
+    def _norm(self, steps: int) -> float:
+        """||a_i||_1."""
+        rho = self.momentum
+        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+    def largest(self, steps: int) -> Mapping[str, float]:
+        return {"steps": self._norm(steps)}
+
+    def change(self, values: Values) -> Values:
+        """||a_i||_1 times the direction. No client takes less than one step: a smaller number hides no direction."""
+        return {"direction": values["direction"] * values["steps"].abs().clamp(min=1)}
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         """Eq. 9, with the effective number of steps tau = sum p_i ||a_i||_1."""

@@ -31,9 +31,9 @@ class FedAvgM(ServerOptimizer, frozen=True):
     """FedAvg with momentum on the server (Hsu et al. 2019)."""
 
     server_learning_rate: Positive = 1.0
-    """Of the server's step."""
+    """The rate of the server's step."""
     momentum: Share = 0.9
-    """Of the server's step."""
+    """The momentum of the server's step."""
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "momentum": torch.zeros_like(model)}
@@ -45,7 +45,7 @@ class FedAvgM(ServerOptimizer, frozen=True):
 
 class _Adaptive(ServerOptimizer, frozen=True):
     server_learning_rate: Positive = 0.01
-    """Of the server's step."""
+    """The rate of the server's step."""
     beta1: Share = 0.9
     """Decay of the mean change."""
     beta2: Share = 0.99

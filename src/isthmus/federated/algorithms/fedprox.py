@@ -22,12 +22,7 @@ class FedProx(Algorithm, frozen=True):
 
     def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         x = broadcast["model"]
-        y = local.start(x)
-        for batch in local.batches():
-            g = local.gradient(y, batch)
-            g.add_(y - x, alpha=self.mu)
-            y.sub_(g, alpha=local.learning_rate)
-        return ClientUpdate(values={"delta": y.sub_(x)})
+        return ClientUpdate(values={"delta": local.descend(x, lambda g, y: g.add_(y - x, alpha=self.mu))})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         return {"model": server["model"] + combined["delta"]}

@@ -19,12 +19,16 @@ class Mime(Algorithm, frozen=True):
     """
 
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
-    """Of the server, which clients apply without changing it."""
+    """The server's momentum, which clients apply without changing it."""
     lite: bool = False
     """Without SVRG's correction (MimeLite)."""
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "momentum": torch.zeros_like(model), "control": torch.zeros_like(model)}
+
+    @property
+    def needs_sgd(self) -> str:
+        return "clients apply the server's momentum and keep none of their own, which is defined for SGD"
 
     def broadcast(self, server: Values) -> Values:
         return dict(server) if not self.lite else {name: server[name] for name in ("model", "momentum")}

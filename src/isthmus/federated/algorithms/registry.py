@@ -18,6 +18,7 @@ from isthmus.federated.algorithms.fedprox import FedProx
 from isthmus.federated.algorithms.mime import Mime
 from isthmus.federated.algorithms.scaffold import Scaffold
 from isthmus.option_docs import OptionDoc, first_line, option_docs
+from isthmus.wire_types import Table, Text
 
 ENTRY_POINTS = "isthmus.algorithms"
 
@@ -40,9 +41,9 @@ class AlgorithmSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Naming a class runs its module, so a spec is only ever read from the user's own file, never from a link.
     """
 
-    name: str = "fedavg"
+    name: Text = "fedavg"
     """One of `isthmus algorithms`, or `package.module:Class` of your own."""
-    options: dict[str, object] = {}
+    options: Table[Text, object] = {}
     """Settings of the algorithm."""
 
 
@@ -68,9 +69,9 @@ def load_algorithm(spec: AlgorithmSpec) -> Algorithm:
     if not all(passes) or not passes:
         raise UserError(f"algorithm {spec.name!r}: returns nothing, expected a value at least in every pass")
     for number, returns in enumerate(passes):
-        if BUFFERS in returns:
+        if taken := [name for name in returns if name.partition("/")[0] == BUFFERS]:
             raise UserError(
-                f"algorithm {spec.name!r}: returns {BUFFERS!r}, which are the model's: expected another name"
+                f"algorithm {spec.name!r}: returns {taken[0]!r}, which are the model's: expected another name"
             )
         for value, combine in returns.items():
             if combine not in ("weighted_mean", "mean", "sum", "collect"):

@@ -16,7 +16,7 @@ class Scaffold(Algorithm, frozen=True):
     """Every client keeps a control variate that corrects its drift from the others (Karimireddy et al. 2020)."""
 
     server_learning_rate: Annotated[float, Meta(gt=0)] = 1.0
-    """Of the server's step."""
+    """The rate of the server's step."""
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "control": torch.zeros_like(model)}
@@ -28,22 +28,22 @@ class Scaffold(Algorithm, frozen=True):
         return dict(server)
 
     @property
+    def needs_sgd(self) -> str:
+        return "its control variate is the change over steps times rate, which is a mean gradient for SGD alone"
+
+    @property
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean", "control_delta": "mean"}
 
     def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         assert state is not None, "init_client gives one"
         x, c, c_i, eta = broadcast["model"], broadcast["control"], state["control"], local.learning_rate
-        y = local.start(x)
         correction = c - c_i
-        steps = 0
-        for batch in local.batches():
-            y.sub_(local.gradient(y, batch).add_(correction), alpha=eta)
-            steps += 1
-        delta = y.sub_(x)
-        control_delta = (-c).sub(delta, alpha=1 / (steps * eta))  # c_i+ - c_i = -c + (x - y) / (K eta)
+        delta = local.descend(x, lambda g, y: g.add_(correction))
+        control_delta = (-c).sub(delta, alpha=1 / (local.steps * eta))  # c_i+ - c_i = -c + (x - y) / (K eta)
         return ClientUpdate(
-            values={"delta": delta, "control_delta": control_delta}, state={"control": c_i + control_delta}
+            values={"delta": delta, "control_delta": control_delta},
+            state=lambda counted: {"control": c_i + counted["control_delta"]},
         )
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from torch import Tensor
 
-from isthmus.errors import InternalError
+from isthmus.errors import InternalError, PeerError
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.secure.masks import WEIGHTS, joined, parted
 from isthmus.federated.secure.recovery import MaskedSum
@@ -33,6 +33,7 @@ from isthmus.protocol.secure_coordinator import (
     TakeMasksOff,
     TellSite,
     TimePassed,
+    UnmaskTried,
 )
 from isthmus.protocol.secure_messages import KeysSent, SecureOrder, SecureReport, SharesRevealed, SharesSent
 from isthmus.protocol.secure_site import (
@@ -81,16 +82,18 @@ class SecurePhase:
         lost: Mapping[str, Step] = {},
         late: Collection[str] = (),
         draw: Draw = os.urandom,
+        machine: SecureCoordinator | None = None,
+        round_: int = 0,
         heard: Callable[[str, SecureReport | Mapping[str, Tensor]], None] = lambda site, sent: None,
     ) -> None:
         """`lost` sites are gone before they send that; updates of `late` ones come when the masks are taken off.
-        `heard` gets all that comes to the coordinator."""
+        `heard` gets all that comes to the coordinator. `machine` is the coordinator's of rounds before."""
         self._rules, self._lost, self._late, self._draw, self._heard = rules, lost, late, draw, heard
         self._sites = {name: _Site(name, values, rules) for name, values in updates.items()}
-        self._machine = SecureCoordinator(rules)
+        self._machine = SecureCoordinator(rules) if machine is None else machine
         sizes = {name: len(value) for name, value in next(iter(updates.values())).items() if name != WEIGHTS}
         self._sum = MaskedSum(sizes)
-        self._phase = PhaseId(0)
+        self._phase = PhaseId(round_)
         self._events: deque[SecureEvent] = deque()
         self._summed: set[str] = set()
         self._result: SecureResult | None = None
@@ -130,7 +133,12 @@ class SecurePhase:
                 case TakeMasksOff():
                     for name in self._late:
                         assert not self._machine.takes(name, self._phase), "its update comes too late"
-                    sums, weights = self._sum.unmasked(instruction, "run")
+                    try:
+                        sums, weights = self._sum.unmasked(instruction, "run")
+                    except PeerError as e:
+                        self._take(UnmaskTried(phase=instruction.phase, reason=str(e)))
+                        continue
+                    self._take(UnmaskTried(phase=instruction.phase, wrong=self._sum.wrong))
                     self._result = SecureResult(frozenset(self._summed), sums, weights, "")
                 case SumsLost(reason=reason):
                     none = AggregationWeights(clients=0, total=0)

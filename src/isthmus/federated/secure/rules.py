@@ -55,6 +55,9 @@ def _refusals(
         yield "participation.staleness", str(participation.staleness), why
     if participation.weighted:
         yield "participation.weighted", "true", "where nobody knows how many samples a site has: expected false"
+    if participation.min_samples > 1:
+        why = "where nobody knows how many samples a site has: expected 1"
+        yield "participation.min_samples", str(participation.min_samples), why
     if admission.max_norm is not None and not admission.clip:
         why = "where no norm can be checked without a proof: expected admission.clip = true, and sites clip"
         yield "admission.max_norm", f"{admission.max_norm:g}", why

@@ -32,18 +32,28 @@ def deal(secret: bytes, holders: int, threshold: int, draw: Draw) -> list[bytes]
 
 def recover(shares: Mapping[int, bytes]) -> bytes:
     """The secret of `threshold` shares, by holder's number. PeerError for a share that is none."""
-    factors = _factors([*shares])
+    return share_of(0, shares)
+
+
+def share_of(holder: int, shares: Mapping[int, bytes]) -> bytes:
+    """That holder's share, of `threshold` others, by number; of 0 the secret."""
+    factors = _factors([*shares], holder)
     return _bytes(sum(_number(share) * factor for share, factor in zip(shares.values(), factors, strict=True)))
 
 
-def _factors(holders: Sequence[int]) -> list[int]:
-    """Lagrange's, at 0."""
+def is_share(element: bytes) -> bool:
+    """Whether it is a number of the field."""
+    return len(element) == SECRET_BYTES and int.from_bytes(element, "little") < PRIME
+
+
+def _factors(holders: Sequence[int], at: int) -> list[int]:
+    """Lagrange's, at a number."""
     found: list[int] = []
     for holder in holders:
         above = below = 1
         for other in holders:
             if other != holder:
-                above, below = above * other % PRIME, below * (other - holder) % PRIME
+                above, below = above * (other - at) % PRIME, below * (other - holder) % PRIME
         found.append(above * pow(below, -1, PRIME) % PRIME)
     return found
 
@@ -62,10 +72,9 @@ def _element(draw: Draw) -> int:
 
 
 def _number(element: bytes) -> int:
-    number = int.from_bytes(element, "little")
-    if len(element) != SECRET_BYTES or number >= PRIME:
+    if not is_share(element):
         raise PeerError("a share that is no number of the field")
-    return number
+    return int.from_bytes(element, "little")
 
 
 def _bytes(number: int) -> bytes:

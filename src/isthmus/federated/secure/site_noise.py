@@ -69,6 +69,9 @@ def concentrated(privacy: Privacy, minimum: int, clients: int, numbers: int) -> 
     unit = math.ldexp(1.0, FRACTION_BITS - scale_exponent(clients))
     sensitivity = privacy.clip * unit + math.sqrt(numbers) / 2
     variance = (privacy.noise_multiplier * privacy.clip * unit) ** 2
+    if not variance:
+        what = f"got {privacy.noise_multiplier:g} x clip {privacy.clip:g}, less than a number has room for"
+        raise UserError(f"privacy.noise_multiplier: {what}: expected more noise")
     each = variance / minimum
     apart = 10 * sum(math.exp(-2 * math.pi**2 * each * k / (k + 1)) for k in range(1, minimum))
     first = math.sqrt(sensitivity**2 / variance + apart * numbers / 2)
@@ -76,12 +79,12 @@ def concentrated(privacy: Privacy, minimum: int, clients: int, numbers: int) -> 
     return min(first, second) ** 2 / 2
 
 
-def distributed_guarantee(privacy: Privacy, rounds: int, passes: int, rho: float) -> Guarantee:
-    """Of so many rounds with passes of this rho each, by the RDP accountant of Google's dp-accounting. UserError where
-    that is not installed."""
-    dp = import_extra("dp_accounting", "[federated.privacy]")
-    rdp = import_extra("dp_accounting.rdp", "[federated.privacy]")
+def distributed_guarantee(privacy: Privacy, rounds: int, passes: int, rho: float, repeated: int = 0) -> Guarantee:
+    """Of so many rounds with passes of this rho each, and those that were repeated, by the RDP accountant of Google's
+    dp-accounting. UserError where that is not installed."""
+    dp = import_extra("dp_accounting", "[privacy]")
+    rdp = import_extra("dp_accounting.rdp", "[privacy]")
     accountant = rdp.RdpAccountant()
-    accountant.compose(dp.ZCDpEvent(rho), rounds * passes)
+    accountant.compose(dp.ZCDpEvent(rho), (rounds + repeated) * passes)
     epsilon = float(accountant.get_epsilon(privacy.delta))
-    return Guarantee(epsilon=epsilon, delta=privacy.delta, rounds=rounds, sampling_probability=None)
+    return Guarantee(epsilon=epsilon, delta=privacy.delta, rounds=rounds, sampling_probability=None, unsampled=repeated)

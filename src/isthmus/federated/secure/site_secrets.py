@@ -6,16 +6,19 @@ own seed too. Keys are agreed by X25519 and derived by HKDF; all are of one run,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.federated.secure.masks import Vector, add_mask
@@ -26,6 +29,16 @@ from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SiteKey
 
 _NONCE = bytes(12)
 """Each key seals one message."""
+
+
+def digest_of(values: Mapping[str, Tensor], names: Collection[str] | None = None) -> str:
+    """SHA-256 of values, of these names if they are there: their types, shapes and bits."""
+    found = hashlib.sha256()
+    for name in sorted(values.keys() if names is None else values.keys() & set(names)):
+        value = values[name].detach().cpu().contiguous()
+        found.update(f"{name}|{value.dtype}|{list(value.shape)}|".encode())
+        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 class Signer(Protocol):
@@ -136,16 +149,18 @@ class SiteSecrets:
     def _seal(self, peer: str, shares: bytes) -> bytes:
         return self._cipher_with(peer, self._site, peer).encrypt(_NONCE, shares, None)
 
-    def open(self, shares: Sequence[SealedShare]) -> None:
-        """Keep what peers dealt. PeerError for what they did not seal for this site."""
+    def open(self, shares: Sequence[SealedShare]) -> tuple[str, ...]:
+        """Keep what peers dealt. Returns those who did not seal theirs for this site."""
+        disputed: list[str] = []
         for share in shares:
-            try:
+            opened = b""
+            with contextlib.suppress(InvalidTag):
                 opened = self._cipher_with(share.site, share.site, self._site).decrypt(_NONCE, share.sealed, None)
-            except InvalidTag:
-                raise PeerError(f"delivered a share that {share.site} did not deal") from None
-            if len(opened) != 2 * SECRET_BYTES:
-                raise PeerError(f"{share.site} dealt a share of {len(opened)} bytes")
-            self._held[share.site] = opened
+            if len(opened) == 2 * SECRET_BYTES:
+                self._held[share.site] = opened
+            else:
+                disputed.append(share.site)
+        return tuple(disputed)
 
     def mask(self, vector: Vector, peers: Collection[str]) -> None:
         """Cover an update, in place."""

@@ -114,6 +114,6 @@ class _Filling:
         return FleetTooSmall(
             f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: filled one after another, "
             f"device {name}{why} would have to hold "
-            f"{format_size(stage)}, offers {format_size(room)}{after}: {stage - room} bytes short "
+            f"{format_size(stage)}, offers {format_size(room)}{after}: {format_size(stage - room)} short "
             f"(the whole model needs {format_size(whole)}{hint}, the fleet offers {total}{after})"
         )

@@ -164,7 +164,7 @@ def planned_passes(prepared: Prepared) -> tuple[int, int]:
     """How often a run uses a training sample at most, and a held-out one."""
     t, samples = prepared.job.training, counted_samples(prepared)
     evaluations = -(-t.steps // t.eval_every) if t.eval_every else 0
-    turns = had_before(samples, t.steps * t.micro_batches)
+    turns = had_before(samples, t.steps * prepared.job.micro_batches)
     passes = max(-(-had * prepared.job.micro_batch_size // size) for had, size in zip(turns, samples, strict=True))
     return passes, evaluations
 

@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.job import Job
 from isthmus.plans import Plan
-from isthmus.protocol.fingerprints import STATE, Node, StepFingerprint
+from isthmus.protocol.fingerprints import INPUTS, STATE, Node, StepFingerprint
 from isthmus.run_files import FINGERPRINTS, LinesFile
 from isthmus.runtime.messages.assignment import Fingerprinting
 from isthmus.training.digests import KEY_BYTES
@@ -46,12 +46,20 @@ class Fingerprinted(msgspec.Struct, frozen=True, kw_only=True):
 
 class FingerprintLog:
     def __init__(
-        self, folder: Path, settings: Fingerprinting | None, steps: int, accelerators: Mapping[str, str] = {}
+        self,
+        folder: Path,
+        settings: Fingerprinting | None,
+        steps: int,
+        accelerators: Mapping[str, str] = {},
+        *,
+        leaves: int = 0,
     ) -> None:
-        """None: nothing is kept. `steps`: of the run. `accelerators`: where devices compute, if not on the CPU."""
+        """None: nothing is kept. `steps`: of the run. `accelerators`: where devices compute, if not on the CPU.
+        `leaves`: which one device can report of a step of an audit at most, beside the plan's nodes."""
         self.settings = settings
         self._accelerators = dict(accelerators)
         self._steps = steps
+        self._leaves = leaves
         self._file = _file(folder)
         self._workers = 0
         self._last: dict[str, tuple[int, bool]] = {}
@@ -65,19 +73,33 @@ class FingerprintLog:
             )
 
     def add(self, worker: str, found: Sequence[StepFingerprint]) -> None:
-        """What no honest device reports is ignored: steps out of order, unknown nodes."""
+        """What no honest device reports is ignored: steps out of order, nodes that the plan has not, and other names of
+        those that it has."""
         for one in found if self.settings is not None else ():
-            nodes = {name: node for name in one.digests if (node := Node.parse(name.partition("/")[0])) is not None}
-            reached = (one.step, any(node.kind == STATE for node in nodes.values()))
+            kept = {name: digest for name, digest in one.digests.items() if self._knows(name)}
+            if len(kept) > self._most:
+                continue
+            reached = (one.step, any(name.partition("/")[0] == STATE for name in kept))
             if one.step > self._steps or reached <= self._last.get(worker, (0, False)):
                 continue
             self._last[worker] = reached
-            kept = {name: digest for name, digest in one.digests.items() if self._knows(nodes.get(name))}
             self._file.add(FingerprintLine(step=one.step, worker=worker, digests=kept))
 
-    def _knows(self, node: Node | None) -> bool:
+    @property
+    def _most(self) -> int:
+        """Names of a step: of each kind one with each stage, sent and received, and in an audit their leaves."""
         assert self.settings is not None, "asked for what is kept"
-        return self.settings.leaves or (node is not None and node.other < self._workers)
+        return 2 * len(INPUTS) * self._workers + (self._leaves if self.settings.leaves else 0)
+
+    def _knows(self, name: str) -> bool:
+        """Whether this is a node of the plan, so that the plan says how many names a step has. An audit computes a few
+        steps, with leaves of nodes and of values that cross the cuts of the plan that is audited."""
+        assert self.settings is not None, "asked for what is kept"
+        of, slash, _ = name.partition("/")
+        node = Node.parse(of)
+        if self.settings.leaves and slash:
+            return of.partition(" ")[0] in INPUTS or (node is not None and node.name == of)
+        return node is not None and node.name == name and node.other < self._workers
 
 
 def chosen_fingerprints(job: Job) -> Fingerprinting | None:

@@ -16,6 +16,7 @@ from isthmus.graph import Flow, StageGraph, assign, partition
 from isthmus.graph.serving import POSITIONS
 from isthmus.job.served import Served, token_input
 from isthmus.planners.generation import Chain
+from isthmus.protocol.failures import CLOSED, EXIT_S
 from isthmus.protocol.generation import (
     CallToServe,
     ChainPlanned,
@@ -114,12 +115,16 @@ class GenerationHost:
         self._plan = plan
         self._note = note
         self._chain = chain
-        self._machine = GenerationMachine(chain.devices, fleet.names, at_once=chain.at_once)
+        self._machine = GenerationMachine(
+            chain.devices, fleet.names, at_once=chain.at_once, vocabulary=served.vocabulary
+        )
         self._inbox: queue.SimpleQueue[ReceivedMessage | HostEvent] = queue.SimpleQueue()
         self._devices: dict[str, _Device] = {}
         self._called_s: dict[str, float] = {}
         self._broken: list[tuple[float, GenerationEvent]] = []
         """Reports of broken links, and when they count."""
+        self._closed: dict[str, float] = {}
+        """Devices whose connection closed, and until when the exit of their process, which says more, may come."""
         self._answers: dict[int, Answer] = {}
         self._numbers = iter(range(1 << 62))
         self._numbering = threading.Lock()
@@ -193,14 +198,19 @@ class GenerationHost:
 
     def _look(self) -> None:
         """Processes that have ended or do not come, and links that broke."""
+        now_s, running = time.monotonic(), self._session.starting  # asked before how they ended, which may follow
+        unexplained = [device for device, until_s in self._closed.items() if now_s >= until_s or not running(device)]
         for device, how in self._session.ended().items():
             if device in self._machine.chain or device in self._devices:
                 self._drop(device, how)
+        for device in unexplained:
+            if device in self._closed:
+                self._drop(device, CLOSED)
         for device in self._machine.chain:
             called_s = self._called_s.setdefault(device, time.monotonic())
             if device not in self._devices and time.monotonic() - called_s > START_S:
                 self._drop(device, f"did not come for {START_S:g} s")
-        due = [event for due_s, event in self._broken if due_s <= time.monotonic()]
+        due = [event for due_s, event in self._broken if due_s <= time.monotonic() and not self._closed]
         self._broken = [entry for entry in self._broken if entry[1] not in due]
         for event in due:
             self._handle(event)
@@ -217,8 +227,10 @@ class GenerationHost:
                 return event
             self._broken.append((time.monotonic() + GRACE_S, event))
             return None
-        reason = "its connection closed" if message is None else str(message).removeprefix(f"device {device!r}: ")
-        self._drop(device, reason)
+        if message is None:
+            self._closed.setdefault(device, time.monotonic() + EXIT_S)
+        else:
+            self._drop(device, str(message).removeprefix(f"device {device!r}: "))
         return None
 
     def _joined(self, device: str, message: JoinRun) -> ServerArrived:
@@ -232,6 +244,7 @@ class GenerationHost:
     def _drop(self, device: str, reason: str) -> None:
         """It may come no more."""
         self.acceptor.forget(device, permanent=True)
+        self._closed.pop(device, None)
         if (found := self._devices.pop(device, None)) is not None:
             found.lane.close(0.0)
         self._handle(ServerLost(device=device, reason=reason))
@@ -304,6 +317,8 @@ class GenerationHost:
                 device=name,
                 graph=graph,
                 token_input=token_input(self._flow),
+                vocabulary=self._served.vocabulary,
+                context=self._served.context,
                 neighbours=self._neighbours(number, graphs),
                 flops_per_s=self._fleet.device(name).sustained_flops_per_s if self._settings.emulate else None,
                 threads=self._settings.threads,

@@ -168,8 +168,8 @@ class CoordinatorHost:
         awaited = machine.awaited | machine.queued
         known: Collection[str] = {*map(device_of, self._lanes), *machine.devices, *awaited}
         return Observation(
-            ended=session.ended(),
             starting=frozenset(filter(session.starting, known)),
+            ended=session.ended(),  # after who runs: one that ends meanwhile is in both
             returning=frozenset(filter(session.returns, known)),
             queued=frozenset(filter(self._callbacks.is_known, session.queued())),
             offers=frozenset(filter(self._callbacks.is_known, session.offers())),
@@ -190,7 +190,7 @@ class CoordinatorHost:
         if not isinstance(message, FROM_DEVICES):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
         if isinstance(message, StateMessage | StatePart):
-            self._joiners.check(device, message, self.machine.epoch)
+            self._joiners.check(device, message, self.machine.epoch, self.machine.coordinator.leases.last_step)
             return
         body = content(message)
         item = self._items.get(body.item) if isinstance(body, ItemReported) else None
@@ -213,7 +213,7 @@ class CoordinatorHost:
         if device not in self._lanes:
             return []  # of one that was fenced meanwhile
         if message is None:
-            return [Disconnected(device=device, reason="its connection closed")]
+            return [Disconnected(device=device)]
         if isinstance(message, Exception):
             return [Disconnected(device=device, reason=str(message).removeprefix(f"device {device!r}: "))]
         if isinstance(message, StateMessage | StatePart):
@@ -291,8 +291,10 @@ class CoordinatorHost:
                 self._send(device, ToDevice(run=run, body=body))
             case OpenItem(item=item):
                 self._open(item, instruction)
-            case ItemDone(item=item, loss=loss, note_=note_):
+            case ItemDone(item=item, loss=loss, note_=note_, sums=sums):
                 self._advance(item, loss)
+                if sums:
+                    self._callbacks.evaluated(item, sums)
                 if note_:
                     self._callbacks.note(note_)
             case CommitCheckpoint(item=item, finite=finite):

@@ -33,11 +33,12 @@ class Joiners:
         """By device that sends its state."""
         self._most_waiting_bytes: dict[str, int] = {}
         """By joining device."""
-        self._number = 0
-        """Of the following; what is still under way of an earlier one goes no further."""
+        self._number = self._step = 0
+        """Of the following, and the step from which on states are given; what is still under way of an earlier one goes
+        no further."""
 
     def follow(self, wanted: ReceiveState, epoch: int) -> None:
-        self._number = wanted.number
+        self._number, self._step = wanted.number, wanted.step
         for donor in wanted.donated:
             self._receivers.setdefault(donor, []).append(wanted.device)
         donated = {donor: self._callbacks.shapes(parts) for donor, parts in wanted.donated.items()}
@@ -67,8 +68,9 @@ class Joiners:
         if (lane := self._lanes.get(joiner)) is not None:
             lane.drop_background()
 
-    def check(self, device: str, message: StateMessage | StatePart, epoch: int) -> None:
-        """Before its tensors are received: PeerError unless it is a stretch of bytes, or says what bytes will be."""
+    def check(self, device: str, message: StateMessage | StatePart, epoch: int, done: int) -> None:
+        """Before its tensors are received: PeerError unless it is a stretch of bytes, or says what bytes will be, of a
+        step that it can have done: at most `done` are leased."""
         if isinstance(message, StatePart):
             size = stretch_bytes(message.tensors)
             fits = size is not None and size <= MOST_STRETCH_BYTES
@@ -77,8 +79,15 @@ class Joiners:
         if message.of != device or not fits:
             sizes = [h.nbytes for h in message.tensors]
             raise PeerError(f"sent what is not its own, or no stretch of bytes: {message.of!r}, {sizes}")
-        if isinstance(message, StateMessage) and message.epoch == epoch:
-            self._callbacks.check_parts(message.headers)
+        if not isinstance(message, StateMessage) or message.epoch != epoch:
+            return
+        self._callbacks.check_parts(message.headers)
+        first, last = (self._step, self._step) if message.kind == "state" else (self._step + 1, done)
+        if message.number > self._number or (message.number == self._number and not first <= message.step <= last):
+            raise PeerError(
+                f"sent {message.kind} of step {message.step} in transfer {message.number}, expected "
+                f"{first} to {last} in transfer {self._number}"
+            )
 
     def pass_on(
         self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]

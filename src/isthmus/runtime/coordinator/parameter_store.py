@@ -77,7 +77,9 @@ class ParameterStore:
         found = (
             initial_weights(made.build, made.captured, job.training.seed) if self._given is None else dict(self._given)
         )
-        own = {name for name in found if name not in made.captured.constants}
+        # Tensors that are neither parameters nor buffers are the module's own again when it is built.
+        constants = {op.target for op in (*made.captured.train.ops, *made.captured.eval.ops) if op.kind == "constant"}
+        own = found.keys() - constants - made.captured.constants.keys()
         if (scaling := job.training.loss_scaling) is not None:
             found[LOSS_SCALE] = LossScale(scaling).state()
         unused = rest(found, set(self._written), own)

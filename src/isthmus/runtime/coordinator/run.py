@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.disclosure import PrivacySpent
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
-from isthmus.job import Prepared
+from isthmus.job import Job, Prepared
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.worker_ids import device_of, worker_id
 from isthmus.protocol import Coordinator, Item, Lineage, RunSpec, StateLayout
@@ -43,6 +43,13 @@ from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
 from isthmus.units import format_duration
 
+
+def _most_leaves(prepared: Prepared) -> int:
+    """Of a step's fingerprint in an audit: parameters and buffers, which are operators of the graph, with gradients,
+    norms and what optimizers keep of them; values of each micro-batch, there and back."""
+    return (8 + 2 * prepared.job.micro_batches) * len(prepared.captured.train.ops)
+
+
 START_S = 60.0
 """How long a device may take to start a process, on a machine that is busy."""
 
@@ -57,6 +64,8 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     period: Callable[[PlanPeriod], None] = lambda period: None
     """The same, with the fleet as it is believed to be; its time is the monotonic clock's."""
     advanced: Callable[[Item, float | None, tuple[Span, ...]], None] = lambda item, loss, spans: None
+    evaluated: Callable[[Item, Sequence[float]], None] = lambda item, sums: None
+    """A part of an evaluation is done: its losses, counts, and sums and counts of metrics."""
     saved: Callable[[int, Path], None] = lambda step, directory: None
     acknowledged: Callable[[int], None] = lambda step: None
     """The state after this step is held twice: no single loss takes the run back behind it."""
@@ -100,18 +109,20 @@ def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
     """The counts of the job that the coordinator and the simulator schedule by. Raises UserError where the held-out
     samples do not fill a micro-batch."""
     job, t = prepared.job, prepared.job.training
-    samples = min(t.eval_samples, prepared.samples.heldout)
-    count = min(samples // job.micro_batch_size, prepared.samples.heldout_batches(job.micro_batch_size))
-    if t.eval_every and not count:
+    count, rest = prepared.eval_micro_batches, prepared.eval_rest
+    if t.eval_every and not count and not rest:
+        samples = min(t.eval_samples, prepared.samples.heldout)
         raise UserError(
-            f"training.eval_samples: {samples} held-out samples are fewer than a micro-batch ({job.micro_batch_size})"
+            f"training.eval_samples: {samples} held-out samples are fewer than a micro-batch ({job.micro_batch_size}), "
+            "expected as many, or more training.micro_batches"
         )
     return RunSpec(
         steps=t.steps,
-        micro_batches=t.micro_batches,
+        micro_batches=job.micro_batches,
         micro_batch_size=job.micro_batch_size,
         eval_every=t.eval_every,
         eval_micro_batches=count,
+        eval_rest=rest,
         save_every=t.save_every,
         # A checkpoint and a snapshot may lie between steps that overlap: the step after them is begun before they are.
         lease_ahead=job.runtime.lease_ahead + (2 if job.schedule == "delayed" else 0),
@@ -160,6 +171,7 @@ class RunController:
             options.fingerprints or chosen_fingerprints(self.job),
             self.job.training.steps,
             options.backend.accelerators if isinstance(options.backend, LocalBackend) else {},
+            leaves=_most_leaves(prepared),
         )
         self._values = ParameterStore(prepared, self.now.written, options.weights)
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
@@ -203,7 +215,7 @@ class RunController:
 
     def _begun_from(self, checkpoint: Path) -> int:
         """The step of the checkpoint to go on from. UserError where the run cannot."""
-        manifest = self._manifest(checkpoint)
+        manifest = manifest_of(self.job, checkpoint)
         if self._holders is not None and manifest.data and not unchanged(manifest.data, self._holders.digests):
             self.note(
                 "resume: cannot check whether the data are those of before: of the devices that had them "
@@ -211,25 +223,13 @@ class RunController:
             )
         return manifest.step
 
-    def _manifest(self, checkpoint: Path) -> Manifest:
-        """UserError where the run cannot go on from it."""
-        job, manifest = self.job, read_manifest(checkpoint)
-        for field, got, saved in (
-            ("training.seed", job.training.seed, manifest.seed),
-            ("training.batch_size", job.training.batch_size, manifest.batch),
-            ("training.shuffle", job.training.shuffle, manifest.shuffle),
-        ):
-            if got != saved:
-                raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {saved}")
-        return manifest
-
     def _load(self, checkpoint: Path | None) -> None:
         """The checkpoint's values, or at the very beginning the model's own."""
         if checkpoint is None:
             self._values.begin()
             self._loaded_step = 0
         else:
-            self._loaded_step = self._manifest(checkpoint).step
+            self._loaded_step = manifest_of(self.job, checkpoint).step
             self._values.load(checkpoint)
 
     def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
@@ -272,10 +272,11 @@ class RunController:
         self.now.check_parts(tensors)
 
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
-        epoch, step = (self._begun.epoch, self._begun.step) if self._begun is not None else (0, self.start_step)
-        found = self.now.assignments(self.run, epoch, step, addresses)
+        begun = self._begun or BeginEpoch(0, self.start_step, 0, True)
+        ahead = run_spec(self._prepared, self.start_step).lease_ahead
+        found = self.now.assignments(self.run, begun, addresses, ahead)
         digests, fingerprints = self._digests, self._fingerprints.settings
-        self._fingerprints.begin(step, self.now.plan)
+        self._fingerprints.begin(begun.step, self.now.plan)
         return {
             d: msgspec.structs.replace(entry, digests=digests.get(device_of(d), {}), fingerprints=fingerprints)
             for d, entry in found.items()
@@ -314,6 +315,9 @@ class RunController:
             self.note(entry)
         if item.kind == "train":
             self._reached = item.step + 1
+
+    def evaluated(self, item: Item, sums: Sequence[float]) -> None:
+        self._watcher.evaluated(item, sums)
 
     def emulated(self, link: Pair) -> float | None:
         return self._plans.emulated(link, self._reached)
@@ -429,8 +433,21 @@ def late_warnings(late_s: Mapping[str, float], elapsed_s: float) -> list[str]:
     """A line for each emulated device that this host was too slow for: emulation is honest only while the host computes
     faster than the devices that it plays."""
     return [
-        f"warning: this host could not keep up with emulated device {device}: its tasklets overran by "
-        f"{format_duration(late)} of {format_duration(elapsed_s)}; use slower devices or fewer of them"
+        f"warning: this computer is too slow to emulate {device}: {format_duration(late)} of "
+        f"{format_duration(elapsed_s)} were lost; set runtime.emulate = false, or use fewer devices"
         for device, late in late_s.items()
         if late > LATE_SHARE * elapsed_s
     ]
+
+
+def manifest_of(job: Job, checkpoint: Path) -> Manifest:
+    """Of a checkpoint that the job goes on from. UserError where it cannot."""
+    manifest = read_manifest(checkpoint)
+    for field, got, saved in (
+        ("training.seed", job.training.seed, manifest.seed),
+        ("training.batch_size", job.training.batch_size, manifest.batch),
+        ("training.shuffle", job.training.shuffle, manifest.shuffle),
+    ):
+        if got != saved:
+            raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {saved}")
+    return manifest

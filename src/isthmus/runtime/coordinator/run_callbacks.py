@@ -129,6 +129,10 @@ class RunCallbacks(Protocol):
         """Every device has finished the item; `spans` are those reported since the last call."""
         ...
 
+    def evaluated(self, item: Item, sums: Sequence[float]) -> None:
+        """A part of an evaluation is done: its losses, counts, and sums and counts of metrics."""
+        ...
+
     def emulated(self, link: tuple[str, str]) -> float | None:
         """Bytes/s of a link that is emulated here. Any thread."""
         ...

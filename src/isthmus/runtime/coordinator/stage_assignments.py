@@ -16,6 +16,7 @@ from isthmus.planners import whole_replicas
 from isthmus.plans import Packing, Plan, Stage
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol import StateLayout
+from isthmus.protocol.coordinator_events import BeginEpoch
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.coordinator.activation_privacy import protection
 from isthmus.runtime.coordinator.private_feedback import check_feedback
@@ -60,6 +61,7 @@ class StageAssignments:
         self.plan = plan
         self.job = prepared.job
         self._prepared = prepared
+        self._eval_rest = prepared.eval_rest
         self.fleet = fleet
         self._emulated = emulated
         training = self.job.training
@@ -181,7 +183,7 @@ class StageAssignments:
             missing = parts - now.layout.parts.get(worker_id, frozenset())
             if not missing:
                 continue
-            bytes_per_s = self._line_bytes_per_s(device_of(worker_id))
+            bytes_per_s = self.fleet.line_bytes_per_s(device_of(worker_id))
             gradients_s = self._elements(missing) * FLOAT32_BYTES / bytes_per_s
             follows = (
                 now.layout.repeats and worker_id not in now.layout.parts and gradients_s < now.plan.predicted.step_s
@@ -192,13 +194,9 @@ class StageAssignments:
     @property
     def whole_s(self) -> float:
         """An estimate of how long it takes to bring all devices the state of their stages, by the same assumption."""
+        speed = self.fleet.line_bytes_per_s
         parts = self.layout.parts.items()
-        return max((self._bytes_of(own) / self._line_bytes_per_s(device_of(name)) for name, own in parts), default=0.0)
-
-    def _line_bytes_per_s(self, device: str) -> float:
-        """Into the device, from the fastest of the others; infinite where it is alone."""
-        links = [self.fleet.link(d, device) for d in self.fleet.names if d != device]
-        return max((link.bandwidth_bytes_per_s for link in links), default=math.inf)
+        return max((self._bytes_of(own) / speed(device_of(name)) for name, own in parts), default=0.0)
 
     def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
         return {name: self._shapes[name] for name in sorted(parts)}
@@ -206,7 +204,7 @@ class StageAssignments:
     # Assignments
 
     def assignments(
-        self, run: str, epoch: int, start_step: int, addresses: Mapping[str, Address]
+        self, run: str, begun: BeginEpoch, addresses: Mapping[str, Address], lease_ahead: int = 0
     ) -> Mapping[str, Assignment]:
         graph = self._prepared.captured.train
         placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}
@@ -217,8 +215,10 @@ class StageAssignments:
             view = pair.view
             found[worker_id] = Assignment(
                 run=run,
-                epoch=epoch,
-                start_step=start_step,
+                epoch=begun.epoch,
+                start_step=begun.step,
+                first_item=begun.first_item,
+                lease_ahead=lease_ahead,
                 device=worker_id,
                 view=view,
                 train=pair.train,
@@ -241,6 +241,8 @@ class StageAssignments:
                 threads=self.job.runtime.threads,
                 timeout_s=self.job.timeout_s,
                 evaluates=self.job.training.eval_every > 0,
+                eval_micro_batches=self._prepared.eval_micro_batches,
+                eval_rest=self._eval_rest,
                 share=self._shares[view.stage],
                 groups=self._groups(view.stage),
                 outer=self.plan.sync.outer,
@@ -380,7 +382,7 @@ class StageAssignments:
         for graphs in ([p.train for p in self.stages], [p.evaluation for p in self.stages]):
             for graph in graphs:
                 crossing = [c.spec.nbytes(size) for c in graph.sends if {c.source, c.target} == {a, b}]
-                total += self.job.training.micro_batches * sum(crossing)
+                total += self.job.micro_batches * sum(crossing)
         first = 0
         for replica in self.plan.replicas:
             ends = {a - first, b - first}

@@ -15,6 +15,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
+from isthmus.protocol.coordinator_events import BeginEpoch
 from isthmus.runtime.coordinator.backend import Backend, RunRequest, Session
 from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.run_callbacks import Address
@@ -57,9 +58,9 @@ class FleetReplicas(MergedRun):
     def __init__(self, prepared: Prepared, fleet: Fleet, plans: Mapping[str, Plan], holders: DataHolders) -> None:
         """`plans` are those of each device alone; `holders` says which devices have the data. UserError for a model
         that cannot be merged."""
-        super().__init__(prepared.job, timeout_s=float("inf"))  # devices may be away for long
-        self._prepared, self._fleet, self._plans, self._holders = prepared, fleet, plans, holders
         self._groups: Groups = replica_groups(prepared.job, fleet)
+        super().__init__(prepared.job, len(self._groups), timeout_s=float("inf"))  # devices may be away for long
+        self._prepared, self._fleet, self._plans, self._holders = prepared, fleet, plans, holders
         self._shapes = _shapes(self.model, prepared)
         self._looked_s = 0.0
         self._trains = False
@@ -120,7 +121,7 @@ class FleetReplicas(MergedRun):
         job, number = self._job, list(self._groups).index(replica)
         own = pipeline_prepared(self._prepared, self._groups, replica)
         stages = StageAssignments(own, self._plans[replica], self._fleet)
-        assignment = stages.assignments(self._run, 0, 0, {replica: Address("", 0)})[replica]
+        assignment = stages.assignments(self._run, BeginEpoch(0, 0, 0, False), {replica: Address("", 0)})[replica]
         assignment = msgspec.structs.replace(
             assignment,
             data=job.data.at(replica),

@@ -3,6 +3,7 @@ are, with the same bits."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 
@@ -14,10 +15,35 @@ from isthmus.accelerators.copies import to_device
 from isthmus.data import Dataset
 from isthmus.errors import PeerError
 from isthmus.graph import Ref
-from isthmus.runtime.decoupled.pipeline_job import ReplicaData
+from isthmus.runtime.decoupled.pipeline_job import MOST_STEPS, ReplicaData
 from isthmus.runtime.messages.decoupled import TrainReplica
+from isthmus.runtime.processes.memory import machine_memory_bytes
 from isthmus.training.decoupled import ReplicaFragments, delta_codec
 from isthmus.training.engine import TorchEngine
+
+MOST_BATCH = (1 << 63) // MOST_STEPS - 1
+"""So that the last sample's place is a whole number of 64 bits."""
+
+
+def check_order(order: TrainReplica, kept: Mapping[str, Tensor]) -> None:
+    """Before anything is allocated or read. PeerError for what no merger orders; `kept` came with it."""
+    share, engine = order.share, order.assignment.engine
+    if not (share.number + 1) * share.own <= share.batch <= MOST_BATCH:
+        raise PeerError(f"ordered {share.own} samples of a batch of {share.batch} for replica {share.number}")
+    if order.assignment.train_samples != MOST_STEPS * share.own or order.steps >= MOST_STEPS:
+        raise PeerError(f"ordered step {order.steps} of {order.assignment.train_samples} samples, {share.own} each")
+    if engine.micro_batches * engine.micro_batch_size != share.own or engine.steps < 1:
+        sizes = f"{engine.micro_batches} micro-batches of {engine.micro_batch_size} samples"
+        raise PeerError(f"ordered {engine.steps} steps of {sizes}, expected {share.own} samples a step")
+    shapes = {name: shape for fragment in order.fragments for name, shape in fragment.items()}
+    if order.rules.fragments != len(order.fragments) or len(shapes) != sum(map(len, order.fragments)):
+        raise PeerError(f"ordered {len(order.fragments)} fragments, expected {order.rules.fragments}, a name in one")
+    if 4 * sum(map(math.prod, shapes.values())) > machine_memory_bytes():
+        raise PeerError("ordered fragments that are larger than this machine's memory")
+    given = {name: tuple(tensor.shape) for name, tensor in kept.items()} | shapes
+    for op in order.assignment.train.variables():
+        if (got := given.get(op.target)) != (expected := op.outputs[0].shape_at(engine.micro_batch_size)):
+            raise PeerError(f"ordered {op.target} of shape {got}, the graph has {expected}")
 
 
 class GraphTrainer:
@@ -43,7 +69,7 @@ class GraphTrainer:
         names = self._engine.trainable
         held = {names[op]: value for op, value in self._engine.parameters(list(names)).items()}
         if strange := held.keys() - trained.keys():
-            raise PeerError(f"merger: named no fragment with {', '.join(sorted(strange))}")
+            raise PeerError(f"named no fragment with {', '.join(sorted(strange))}")
         self.fragments = ReplicaFragments(
             [[held.get(name, trained[name]) for name in fragment] for fragment in order.fragments],
             delta_codec(order.rules),

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from isthmus.accelerators import open_accelerator
-from isthmus.errors import UserError
-from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.decoupled.graph_trainer import GraphTrainer, check_order
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.decoupled.replica import train_replica
-from isthmus.runtime.device.coordinator_link import AWAY_TIMEOUTS
+from isthmus.runtime.device.coordinator_link import AWAY_TIMEOUTS, unfollowable
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.device.stage_preparation import check_operators
@@ -34,10 +34,23 @@ def serve_joined(coordinator: tuple[str, int], site: Endpoint, run: str, timeout
     )
     link = MergerLink(place)
     with link.reporting():
-        order, tensors = link.assigned()
+        trainer = _assigned(link, site)
         tune_process()
+        train_replica(trainer, link)
+
+
+def _assigned(link: MergerLink, site: Endpoint) -> GraphTrainer:
+    """As the first order says that a merger can give; others are refused. PeerError where it cannot be reached."""
+    while True:
+        order, tensors = link.assigned()
         kept = {header.name: tensor for header, tensor in zip(order.tensors, tensors, strict=True)}
-        train_replica(_trainer(order, kept, site), link)
+        try:
+            check_order(order, kept)
+            return _trainer(order, kept, site)
+        except Exception as e:
+            if not isinstance(error := unfollowable(e, order), PeerError):
+                raise
+            link.refuse_order(error)
 
 
 def _trainer(order: TrainReplica, kept: dict[str, torch.Tensor], site: Endpoint) -> GraphTrainer:
@@ -46,5 +59,6 @@ def _trainer(order: TrainReplica, kept: dict[str, torch.Tensor], site: Endpoint)
         raise UserError(f"got {got} with sync.mode 'decoupled', expected a device of one rank with engine 'torch'")
     torch.set_num_threads(order.assignment.threads)
     check_operators(order.assignment, site.engine)
-    data = stage_data(order.assignment, site.data_key, foreign=site.identity is not None, kinds=site.data_kinds)
+    foreign = site.identity is not None
+    data = stage_data(order.assignment, site.data_key, foreign=foreign, kinds=site.data_kinds, counted=False)
     return GraphTrainer(order, kept, data["train"], open_accelerator(site.accelerator))

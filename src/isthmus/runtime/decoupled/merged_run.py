@@ -21,8 +21,8 @@ from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, fragments_of
 
 
-def merge_rules(job: Job) -> MergeRules:
-    """What the job says of merges and of its end. A period that is not planned yet is 1."""
+def merge_rules(job: Job, replicas: int = 1) -> MergeRules:
+    """What the job says of merges and of its end, with so many replicas. A period that is not planned yet is 1."""
     training, rules = job.training, job.sync.decoupled
     period = 1 if job.sync.period == "auto" else job.sync.period
     return MergeRules(
@@ -32,6 +32,7 @@ def merge_rules(job: Job) -> MergeRules:
         quorum=rules.quorum,
         grace=rules.grace,
         timeout_s=job.timeout_s,
+        step_samples=training.batch_size // replicas,
     )
 
 
@@ -58,14 +59,14 @@ class DecoupledOutcome:
 class MergedRun:
     """Replicas may be processes here or devices of a fleet."""
 
-    def __init__(self, job: Job, timeout_s: float | None = None) -> None:
+    def __init__(self, job: Job, replicas: int, timeout_s: float | None = None) -> None:
         """Without a replica it ends after `timeout_s`, None: that of the job. UserError for a model that cannot be
         merged."""
         torch.set_num_threads(job.runtime.threads)
         self._job = job
         self.model: nn.Module = seeded_model(job)
         check_model(self.model)
-        rules = merge_rules(job)
+        rules = merge_rules(job, replicas)
         self.machine = Merger(rules if timeout_s is None else msgspec.structs.replace(rules, timeout_s=timeout_s))
         self.merged: MergedFragments = merged_fragments(job)
         self._run = secrets.token_hex(16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from torch import Tensor
 
 from isthmus.errors import PeerError
@@ -27,6 +29,7 @@ from isthmus.protocol.decoupled_events import (
     FragmentSent,
     LastStepMade,
     MergeChanges,
+    MergedFragment,
     MergerEvent,
     ReplicaJoined,
     ReplicaLost,
@@ -35,6 +38,8 @@ from isthmus.protocol.decoupled_events import (
     SendAll,
     StepsMade,
 )
+from isthmus.protocol.decoupled_growth import FragmentGrowth
+from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
@@ -47,7 +52,7 @@ from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.sanitize import sanitize
 from isthmus.training.compression import Codec
-from isthmus.training.decoupled import MergedFragments
+from isthmus.training.decoupled import MergedFragments, size_of
 from isthmus.training.layout import header_of
 
 POLL_S = 0.2
@@ -168,12 +173,17 @@ class MergerHost:
         self._events: queue.SimpleQueue[ReceivedMessage] = queue.SimpleQueue()
         self._deltas: list[dict[str, Tensor]] = [{} for _ in range(machine.rules.fragments)]
         """That are not merged yet, by fragment and replica."""
+        self._growth = [FragmentGrowth(size_of(values)) for values in merged.known]
+        self._unlike: dict[str, str] = {}
+        """Replicas that are to be left out for a change that was not merged, and why."""
         self.received_bytes = self._plain_bytes = 0
         """Of contributions, and of these as float32."""
         self._began_s = time.monotonic()
         self._finish: FinishMerges | None = None
         self._gone: set[str] = set()
         """Replicas that have ended otherwise than well."""
+        self._left_out: set[str] = set()
+        """Those that sent what no replica can have done: they do not come back."""
         self.acceptor = Acceptor(run, list(links), on_message=self._events.put, guard=self._guard, timeout_s=timeout_s)
 
     @property
@@ -212,6 +222,8 @@ class MergerHost:
                 if len(self._gone) == len(self._links) and not self._machine.connected:
                     self._finish = FinishMerges("lost", "every replica's process has ended")
                 self._receive()
+                while self._unlike:
+                    self._leave_out(*self._unlike.popitem())
             return self._finish
         finally:
             over.set()
@@ -243,6 +255,8 @@ class MergerHost:
                 if self._begin is None:
                     self._gone.add(replica)
                 self._lost(replica, sanitize(reason))
+            case FromReplica(body=(StepsMade() | Contributed()) as body) if refused := self._refusal(replica, body):
+                self._leave_out(replica, refused)
             case FromReplica(body=StepsMade() as body):
                 self._handle(FromDevice(replica, body))
                 self._watch.stepped(replica, body, self._machine.samples, self.now_s)
@@ -255,9 +269,28 @@ class MergerHost:
             case Heartbeat():
                 pass
             case _:
-                self._lost(replica, str(message) if message is not None else "its connection closed")
+                self._lost(replica, str(message) if message is not None else CLOSED)
+
+    def _refusal(self, replica: str, body: StepsMade | Contributed) -> str:
+        """Why it is not taken; empty if it is."""
+        try:
+            self._machine.check(replica, body)
+        except PeerError as e:
+            return str(e)
+        return ""
+
+    def _leave_out(self, replica: str, reason: str) -> None:
+        self._gone.add(replica)
+        self._left_out.add(replica)
+        if self._finish is None and replica in self._machine.connected:
+            self._lost(replica, reason)
+        else:
+            self._watch.note(f"{replica} is left out: {reason}")
 
     def _join(self, replica: str) -> None:
+        if replica in self._left_out:
+            self.acceptor.forget(replica)
+            return
         try:
             channel = self.acceptor.channel(replica)
         except KeyError:  # it is gone already
@@ -280,10 +313,10 @@ class MergerHost:
             try:
                 delta = self._merged.unpacked(fragment, payload, self._codec)
             except PeerError as e:
-                self._lost(replica, str(e))
+                self._leave_out(replica, str(e))
                 return
             if delta is None:
-                self._lost(replica, f"its change of fragment {fragment} is not finite")
+                self._leave_out(replica, f"its change of fragment {fragment} is not finite")
                 return
             deltas[fragment] = delta
             self.received_bytes, self._plain_bytes = (
@@ -329,7 +362,9 @@ class MergerHost:
                     self._finish = instruction
 
     def _merge(self, merge: MergeChanges) -> None:
-        for merged in merge.fragments:
+        admitted = tuple(found for merged in merge.fragments if (found := self._admitted(merged)).contributions)
+        merge = msgspec.structs.replace(merge, fragments=admitted)
+        for merged in admitted:
             fragment, own = merged.fragment, self._deltas[merged.fragment]
             numbers = {contribution.replica: contribution.number for contribution in merged.contributions}
             deltas = [(own.pop(c.replica), c.samples) for c in merged.contributions]
@@ -342,6 +377,23 @@ class MergerHost:
             link.wake()
         self._watch.merged(merge, self.now_s)
 
+    def _admitted(self, merged: MergedFragment) -> MergedFragment:
+        """Without contributions of replicas that are left out, or are to be: they make the weights too large."""
+        fragment, own = merged.fragment, self._deltas[merged.fragment]
+        given = [c for c in merged.contributions if c.replica not in {*self._left_out, *self._unlike}]
+        changes = {c.replica: (size_of(own[c.replica]), c.samples) for c in given}
+        unlike = self._growth[fragment].unlike_others(size_of(self._merged.known[fragment]), changes)
+        for replica, times in unlike.items():
+            size, samples = changes[replica]
+            than = f"{times:.3g} times as much for each sample as others" if math.isfinite(times) else "others of 0"
+            self._unlike[replica] = (
+                f"its change of fragment {fragment} has a root mean square of {size:.3g} after {samples} samples, "
+                f"{than}: the merged weights would be too large"
+            )
+        kept = tuple(c for c in given if c.replica not in unlike)
+        self._deltas[fragment] = {c.replica: own[c.replica] for c in kept}
+        return msgspec.structs.replace(merged, contributions=kept)
+
     def _wait_for_hang_ups(self, deadline_s: float) -> None:
         """A replica hangs up when it has received the end. One that comes back meanwhile receives it too."""
         connected = set(self._machine.connected)
@@ -349,9 +401,10 @@ class MergerHost:
             with contextlib.suppress(queue.Empty):
                 replica, message, _ = self._events.get(timeout=left_s)
                 if isinstance(message, JoinRun):
-                    connected.add(replica)
                     self._join(replica)
-                    self._links[replica].wake()  # the machine is over, and says nothing more
+                    if replica not in self._left_out:
+                        connected.add(replica)
+                        self._links[replica].wake()  # the machine is over, and says nothing more
                 elif message is None or isinstance(message, Exception):
                     connected.discard(replica)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, UserError
@@ -26,6 +28,7 @@ from isthmus.protocol.decoupled_events import (
     StepsMade,
     VersionTaken,
 )
+from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
 from isthmus.runtime.identity import Identity, Party
@@ -109,6 +112,19 @@ class MergerLink:
         finally:
             self.close()
 
+    def refuse(self, error: PeerError) -> None:
+        """Hang up on a merger that said what none says. It is dialled again, and then sends everything anew."""
+        print(f"replica {self._place.name}: merger: {error}; dialling it again", file=sys.stderr, flush=True)
+        if (connection := self._connection) is not None:
+            connection[2].close()
+
+    def refuse_order(self, error: PeerError) -> None:
+        """As `refuse`, of what came first: it is said again on the next connection, and all that follows it."""
+        while not self.received.empty():
+            self.received.get()
+        self._was_assigned = False
+        self.refuse(error)
+
     def close(self, grace_s: float = EXIT_GRACE_S) -> None:
         """Send what waits, but take no longer than this, and end."""
         self._over.set()
@@ -170,6 +186,19 @@ class MergerLink:
             self._connection = None
             outgoing.finish(0.0)
             channel.close()
+
+
+def check_received(machine: DecoupledReplica, received: Received, elements: Sequence[int]) -> None:
+    """Before the machine takes it. PeerError for what no merger of this run sends; `elements` are those of each
+    fragment. Payloads are checked when they are decoded, before anything is changed."""
+    event, tensors = received
+    if isinstance(event, CollectChanges | FragmentSent):
+        machine.check(event)
+    stated = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    if len(tensors) != isinstance(event, FragmentSent):
+        raise PeerError(f"sent {type(event).__name__} with {len(tensors)} tensors")
+    if isinstance(event, FragmentSent) and event.whole and stated != [(torch.float32, (elements[event.fragment],))]:
+        raise PeerError(f"sent fragment {event.fragment} as {stated}, expected {elements[event.fragment]} floats")
 
 
 class TakenVersions:

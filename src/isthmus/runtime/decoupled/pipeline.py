@@ -31,7 +31,6 @@ from isthmus.protocol.decoupled_events import (
     Contribute,
     FragmentSent,
     LastStepMade,
-    ReplicaEvent,
     StepEnded,
     StepsMade,
     StopReplica,
@@ -43,7 +42,7 @@ from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
 from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
-from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
+from isthmus.runtime.decoupled.merger_link import MergerLink, Received, ReplicaPlace, TakenVersions, check_received
 from isthmus.runtime.decoupled.pipeline_log import PipelineLog
 from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
@@ -101,6 +100,7 @@ class PipelineReplica:
         self._machine = DecoupledReplica(count, job.training.batch_size)
         self._module = seeded_model(job)
         self._fragments = fragments_of(self._module, count)
+        self._elements = [sum(parameter.numel() for parameter in fragment) for fragment in self._fragments]
         self._names = parameter_names(self._module)
         self._account = ReplicaAccount(count, delta_codec(job.sync.decoupled))
         self._taken = TakenVersions()
@@ -172,7 +172,8 @@ class PipelineReplica:
         return self._opened[item.step].weights
 
     def collected(self, item: Item, values: Mapping[str, Tensor]) -> None:
-        opened = self._opened[item.step]
+        if (opened := self._opened.get(item.step)) is None:
+            return  # no honest device is so late
         opened.found.update(values)
         if (asked := opened.asked) is None or not self._complete(asked, opened.found):
             return
@@ -199,7 +200,7 @@ class PipelineReplica:
             raise _Ended
         if self._machine.phase == "training":
             known = loss if loss is not None and math.isfinite(loss) else None
-            self._handle(StepEnded(samples=self._samples, loss=known), [])
+            self._handle((StepEnded(samples=self._samples, loss=known), []))
 
     def _acknowledged(self, step: int) -> None:
         """No step before is made again."""
@@ -216,11 +217,15 @@ class PipelineReplica:
 
     def _receive(self, *, wait: bool = False) -> None:
         while wait or not self._link.received.empty():
-            event, tensors = self._link.received.get()
-            self._handle(event, tensors)
-            wait = False
+            received, wait = self._link.received.get(), False
+            try:
+                check_received(self._machine, received, self._elements)
+                self._handle(received)
+            except PeerError as e:
+                self._link.refuse(e)
 
-    def _handle(self, event: ReplicaEvent, tensors: list[Tensor]) -> None:
+    def _handle(self, received: Received) -> None:
+        event, tensors = received
         for instruction in self._machine.handle(event):
             match instruction:
                 case FragmentSent():

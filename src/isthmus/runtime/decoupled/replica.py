@@ -10,12 +10,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from isthmus.errors import PeerError
 from isthmus.protocol.decoupled_events import (
     Contribute,
     FragmentSent,
     LastStepMade,
     LinkLost,
-    ReplicaEvent,
     StepEnded,
     StepsMade,
     StopReplica,
@@ -23,7 +23,7 @@ from isthmus.protocol.decoupled_events import (
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica, Phase
 from isthmus.protocol.run_messages import Halt
-from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
+from isthmus.runtime.decoupled.merger_link import MergerLink, Received, ReplicaPlace, TakenVersions, check_received
 from isthmus.runtime.decoupled.together import Trainer
 from isthmus.runtime.transport.shaping import sleep_until
 from isthmus.training.decoupled import ReplicaFragments
@@ -71,7 +71,7 @@ class ReplicaHost:
         """The next step. None when the run is over; until then this waits, but no longer than `give_up_s` for a merger
         that cannot be reached."""
         while self._train is None and self.phase != "over" and self.unreachable_s <= give_up_s:
-            self._handle(*self.link.received.get())
+            self._receive(self.link.received.get())
         return self._train
 
     def stepped(self, samples: int, loss: float | None = None) -> None:
@@ -79,17 +79,26 @@ class ReplicaHost:
         before the learning rate was known."""
         self._steps, self._train = self._steps + 1, None
         while not self.link.received.empty():
-            self._handle(*self.link.received.get())
+            self._receive(self.link.received.get())
         finite = loss is not None and math.isfinite(loss)
-        self._handle(StepEnded(samples=samples, loss=loss if finite else None), [])
+        self._handle((StepEnded(samples=samples, loss=loss if finite else None), []))
 
     def last_step_made(self) -> None:
         """Of this replica: it goes on giving what it has until the run is over."""
         self._train = None
         if self.phase == "training":
-            self._handle(LastStepMade(), [])
+            self._handle((LastStepMade(), []))
 
-    def _handle(self, event: ReplicaEvent, tensors: list[Tensor]) -> None:
+    def _receive(self, received: Received) -> None:
+        """Of the merger: hang up on one that says what none can."""
+        try:
+            check_received(self._machine, received, self._fragments.elements)
+            self._handle(received)
+        except PeerError as e:
+            self.link.refuse(e)
+
+    def _handle(self, received: Received) -> None:
+        event, tensors = received
         if isinstance(event, LinkLost):
             self._lost_at_s = self._lost_at_s or time.monotonic()
         elif tensors or isinstance(event, Halt):

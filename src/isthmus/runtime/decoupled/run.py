@@ -100,6 +100,8 @@ class _Begin(msgspec.Struct, frozen=True):
     step_s: dict[str, float]
     began_s: float
     """By the monotonic clock."""
+    micro_batches: int
+    """Of the job's batch."""
 
 
 class DecoupledRun(MergedRun):
@@ -109,7 +111,7 @@ class DecoupledRun(MergedRun):
         """`replan` plans a pipeline anew where some of its devices are lost, or came. UserError for a job or a model
         that does not fit."""
         check_decoupled(job, fleet)
-        super().__init__(job)
+        super().__init__(job, len(replica_groups(job, fleet)))
         self._folder = folder
         self.groups = groups = replica_groups(job, fleet)
         self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
@@ -123,6 +125,7 @@ class DecoupledRun(MergedRun):
             def act(text: str) -> None:
                 title(f"isthmus {'device' if len(devices) == 1 else 'replica'} {name}")
                 begin = msgspec.json.decode(text, type=_Begin)
+                own = job.cut_into(begin.micro_batches)
                 place = ReplicaPlace(
                     name=name,
                     run=self._run,
@@ -132,10 +135,10 @@ class DecoupledRun(MergedRun):
                     link=self._links[name][0],
                 )
                 if len(devices) == 1:
-                    serve_replica(lambda: _trainer(job, data, number, count, places.get(name, ProcessPlace())), place)
+                    serve_replica(lambda: _trainer(own, data, number, count, places.get(name, ProcessPlace())), place)
                     return
                 fork_before_threads(waiting=1)  # one waits for the end of the merger's process
-                whole = kept_prepared(job, folder / CAPTURED)
+                whole = kept_prepared(own, folder / CAPTURED)
                 assert whole is not None and replan is not None, "kept before replicas begin"
                 prepared = pipeline_prepared(whole, groups, name)
                 pipeline = ReplicaPipeline(
@@ -147,7 +150,7 @@ class DecoupledRun(MergedRun):
                     folder=replica_folder(folder, name),
                     began_s=begin.began_s,
                 )
-                serve_pipeline(job, pipeline, place)
+                serve_pipeline(own, pipeline, place)
 
             return act
 
@@ -162,13 +165,16 @@ class DecoupledRun(MergedRun):
             folder.mkdir(parents=True, exist_ok=True)
             save_plan(plan, folder / PLAN)
 
-    def run(self, step_s: Mapping[str, float], watch: MergerWatch, stop: Stop) -> DecoupledOutcome:
-        """To the end. `step_s` is how long a step of each replica of one device takes at least."""
+    def run(
+        self, step_s: Mapping[str, float], watch: MergerWatch, stop: Stop, micro_batches: int | None = None
+    ) -> DecoupledOutcome:
+        """To the end. `step_s` is how long a step of each replica of one device takes at least; `micro_batches` are
+        those of a batch, where the job does not say them."""
         job = self._job
         host = self._host({name: back for name, (_, back) in self._links.items()}, watch)
         listener = Listener("127.0.0.1", timeout_s=job.timeout_s)
         listener.start(host.acceptor.on_connection)
-        begin = _Begin(f"127.0.0.1:{listener.port}", dict(step_s), time.monotonic())
+        begin = _Begin(f"127.0.0.1:{listener.port}", dict(step_s), time.monotonic(), micro_batches or job.micro_batches)
         self.processes.begin(msgspec.json.encode(begin).decode())
         try:
             with stop.calls(lambda: None):

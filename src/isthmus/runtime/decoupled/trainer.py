@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device
 from isthmus.data import Dataset, batch_at, sample_order
+from isthmus.data.dataset import any_left_out, evaluation_rows
 from isthmus.extensions import import_object
+from isthmus.graph.label_means import LabelMeans
+from isthmus.graph.metrics import NO_METRICS, Metrics, added
 from isthmus.job import Job
 from isthmus.models import build_model
 from isthmus.training.decoupled import ReplicaFragments, delta_codec, fragments_of
@@ -29,10 +32,13 @@ def seeded_model(job: Job) -> nn.Module:
     return build_model(job.model)
 
 
-def split_outputs(result: object) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """As captured graphs have it. Imported when it is needed: it comes with torch.export, for seconds."""
+def loss_and_count(module: nn.Module, batch: dict[str, Tensor], data: Dataset) -> tuple[Tensor, Tensor | None, object]:
+    """As captured graphs have it, and what the module returned. Imported when it is needed: it comes with torch.export,
+    for seconds."""
     split = cast("_Split", import_object("isthmus", "isthmus.graph.capture:split_outputs"))
-    return split(result)
+    with LabelMeans(module, batch.values(), uneven=any_left_out(data.columns)) as means:
+        outputs = module(**batch)
+    return *means.summed(*split(outputs))[:2], outputs
 
 
 class ReplicaTrainer:
@@ -69,7 +75,7 @@ class ReplicaTrainer:
         count = None
         for first in range(start, start + self.samples, self._micro_batch):
             batch = batch_at(self._data, self._order, first, self._micro_batch, self._columns)
-            loss, count, _ = split_outputs(self.module(**all_to_device(self._accelerator, batch)))
+            loss, count, _ = loss_and_count(self.module, all_to_device(self._accelerator, batch), self._data)
             loss.backward(self._seed if count is None else None)
             self._losses.add(loss, count)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -87,14 +93,22 @@ class ReplicaTrainer:
 
 
 @torch.no_grad()
-def heldout_loss(module: nn.Module, data: Dataset, most: int, batch_size: int) -> float:
-    """Of the first `most` held-out samples, or of all where there are fewer."""
+def evaluated(
+    module: nn.Module, data: Dataset, most: int, batch_size: int, metrics: Metrics = NO_METRICS
+) -> tuple[float, dict[str, float | None]]:
+    """The mean loss and the metrics of `most` held-out samples drawn at random, or of all where there are fewer.
+    UserError of a metric."""
     module.eval()
-    losses, counts = list[float](), list[float]()
-    for start in range(0, min(most, len(data)), batch_size):
-        indices = range(start, min(start + batch_size, most, len(data)))
-        loss, count, _ = split_outputs(module(**data.batch(indices, list(data.columns))))
+    losses, counts, sums = list[float](), list[float](), list[float]()
+    rows = evaluation_rows(data, most)
+    for start in range(0, len(rows), batch_size):
+        indices = rows[start : start + batch_size]
+        batch = data.batch(indices, list(data.columns))
+        loss, count, outputs = loss_and_count(module, batch, data)
         losses.append(float(loss) * (len(indices) if count is None else 1))
         counts.append(len(indices) if count is None else float(count))
+        if metrics.counted:
+            sums = added(sums, metrics.sums(outputs, batch).tolist())
     module.train()
-    return sum(losses) / (sum(counts) or 1.0)
+    loss_ = sum(losses) / (sum(counts) or 1.0)
+    return loss_, metrics.values(loss_, sums)

@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 from isthmus.protocol.failures import StepFailure
+from isthmus.protocol.machine import OutOfPhase
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import DeviceFailed, Halt, OpenItem
 from isthmus.runtime.device.weight_exchange import OpenedExchange
 from isthmus.runtime.identity import Identity, Party
-from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.generation import ServeStage, ServingOrder
 from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
@@ -32,7 +34,7 @@ from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChanne
 from isthmus.runtime.transport.lanes import PackedMessage, Packer, SendLane
 from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.runtime.transport.tcp import WAITS_S, Unreached, until_reached
-from isthmus.training.faults import is_drivers
+from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot
 
@@ -176,6 +178,22 @@ class CoordinatorMessage(NamedTuple):
 
     message: AnyMessage
     tensors: list[Tensor]
+
+
+def of_order(error: Exception, order: CoordinatorMessage) -> Exception:
+    """As `unfollowable`; the coordinator is named."""
+    found = unfollowable(error, order.message)
+    return error if found is error else PeerError(f"coordinator: {found}")
+
+
+def unfollowable(error: Exception, order: msgspec.Struct) -> Exception:
+    """What came of an order: PeerError for one that nobody can follow; any other error of ours, of memory, of files or
+    of a driver as it is."""
+    known = isinstance(error, IsthmusError | OSError) and not isinstance(error, OutOfPhase)
+    if known or is_short_of_memory(error) or is_drivers(error):
+        return error
+    traceback.print_exception(error)
+    return PeerError(f"sent {type(content(order)).__name__} that cannot be followed: {_reason(error)}")
 
 
 def failed(

@@ -15,7 +15,7 @@ from torch import Tensor
 from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
-from isthmus.errors import PeerError, RankLost, StepError, UserError
+from isthmus.errors import IsthmusError, PeerError, RankLost, StepError, UserError
 from isthmus.graph.boundaries import WATCHED
 from isthmus.plans.worker_ids import is_first
 from isthmus.protocol.device_session import (
@@ -51,12 +51,14 @@ from isthmus.protocol.run_messages import (
     TransferEnded,
     WeightsRead,
 )
+from isthmus.runtime.device.assignment_checks import check_assignment
 from isthmus.runtime.device.coordinator_link import (
     CoordinatorGone,
     CoordinatorLink,
     CoordinatorMessage,
     failed,
     in_one_line,
+    of_order,
 )
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.island_ranks import begin_session, end_session
@@ -69,19 +71,11 @@ from isthmus.runtime.device.stage_preparation import check_operators, check_room
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.stage_server import StageServer
 from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.generation import ForgetPrompts, GenerateStep, ServeStage
-from isthmus.runtime.messages.run import (
-    AssignMessage,
-    JoinRun,
-    ToCoordinator,
-    ToDevice,
-)
-from isthmus.runtime.messages.state_transfer import (
-    ReceiveStateMessage,
-    StateMessage,
-    StatePart,
-)
+from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.rendezvous import PeerDialer
@@ -148,7 +142,7 @@ class DeviceWorker:
                 try:
                     self._follow(order)
                 except Exception as e:
-                    self._survive(e)
+                    self._refuse(of_order(e, order), order.message)
         except Exception as e:
             self._send_failed(e)
             raise
@@ -199,6 +193,18 @@ class DeviceWorker:
             print(f"device {self._site.device}: {in_one_line(cause)}", file=sys.stderr, flush=True)
             raise cause from lost
 
+    def _refuse(self, error: Exception, order: AnyMessage) -> None:
+        """What came of an order. The coordinator hears of one that nobody can follow; the ranks of an island end."""
+        if self._server is not None and isinstance(error, IsthmusError):
+            self._server.give_up(error)
+        elif isinstance(error, PeerError) and self._site.island is None:
+            print(f"device {self._site.device}: {error}", file=sys.stderr, flush=True)
+            epoch = order.assignment.epoch if isinstance(order, AssignMessage) else self._epoch
+            self._fail()
+            self._send(failed(epoch, error))
+        else:
+            self._survive(error)
+
     def _survive(self, error: Exception) -> None:
         """Raises what is no want of memory. Where it is, the coordinator gets the figures, and makes a plan with
         them; then the device takes another stage."""
@@ -238,6 +244,7 @@ class DeviceWorker:
                     self._values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
                 self._handle(body)
             case AssignMessage(assignment=assignment):
+                check_assignment(assignment)
                 self._end_following()
                 self._assignment = assignment
                 self._handle(StageAssigned(step=assignment.start_step, epoch=assignment.epoch))
@@ -360,14 +367,7 @@ class DeviceWorker:
             self._fail()
             return
         executor = StageRunner(
-            assignment,
-            engine,
-            self._data,
-            self._inbox,
-            self._report,
-            values,
-            private,
-            self._site.sharing,
+            assignment, engine, self._data, self._inbox, self._report, values, private, self._site.sharing
         )
         executor.fingerprints = fingerprints
         executor.keeps(partial(self._keep, assignment))

@@ -1,6 +1,9 @@
 """Where on this stage an item's numbers stopped being finite: what a report says of it. On the CPU each value is looked
 at when it is there; on an accelerator they are read once for an item (`FlagWatch`).
 
+Values that cross a cut, and their gradients, say where it began. What they hold in a step whose loss and gradients are
+finite, as a mask of -inf, belongs to the model: it is no place from then on.
+
 The host waits for no micro-batch. What was not finite before the item began is looked at when it begins: once the
 answer is here the update is over.
 """
@@ -11,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,6 +27,8 @@ from isthmus.training.engine import Engine
 from isthmus.training.finite import finite_flag, is_finite
 from isthmus.training.scaling import LOSS_SCALE
 
+DECIDES: frozenset[str] = frozenset({"loss", "parameter gradient", "parameter", "buffer"})
+
 
 class FiniteWatch:
     """Looks at what a stage computes. Used by the compute lane alone."""
@@ -34,30 +40,60 @@ class FiniteWatch:
         self._looks = assignment.engine.non_finite != "ignore"
         self._modules = {op.name: op.module for op in assignment.train.ops}
         self._columns = {op: column for column, op in assignment.placeholders.items()}
+        self._parameters = {op.target for op in self._train.variables() if op.kind == "parameter"}
         self._found: NonFinite | None = None
+        self._decides = False
+        self._overflowed = False
+        """Whether a step is left out for its loss scale."""
+        self._seen: set[tuple[str, str]] = set()
+        """Values of this item that are not finite, and gradients of values."""
+        self._usual: set[tuple[str, str]] = set()
+        """Those of steps that were finite."""
 
     def take(self) -> NonFinite | None:
         """The first place of the item that ends here."""
-        found, self._found = self._found, None
-        return found
+        found, decides, overflowed, seen = self._found, self._decides, self._overflowed, self._seen
+        self._found, self._decides, self._overflowed, self._seen = None, False, False, set()
+        if not decides and not overflowed:
+            self._usual |= seen
+        return None if found is None else msgspec.structs.replace(found, decides=decides)
 
-    def forward(self, micro_batch: int, inputs: Mapping[Ref, Tensor], sent: Mapping[Ref, Tensor]) -> None:
-        """A training forward was run on `inputs`, received or read, and gave the values that are sent."""
+    def forward(
+        self,
+        micro_batch: int,
+        inputs: Mapping[Ref, Tensor],
+        sent: Mapping[Ref, Tensor],
+        *,
+        clipped: Mapping[Ref, Tensor] = {},
+    ) -> None:
+        """A training forward was run on `inputs`, received or read, and gave the values that are sent. `clipped`: what
+        values were before they were clipped and noised, which hides from others what is not finite."""
         if not self._looks:
             return
-        name = next((self._called(ref) for ref, value in sent.items() if not is_finite(value)), None)
-        if name is not None:
-            self._note("output", micro_batch, name, inputs)
-        elif self._train.loss is not None and not is_finite(self._engine.last_loss):
+        for ref, value in clipped.items():
+            if not is_finite(value):
+                self._hidden(micro_batch, self._called(ref))
+        self._look_through("output", micro_batch, sent, inputs)
+        if self._train.loss is not None and not is_finite(self._engine.last_loss):
             self._note("loss", micro_batch, "", inputs)
+
+    def _hidden(self, micro_batch: int, name: str) -> None:
+        self._decides = True
+        self._note("output", micro_batch, name)
 
     def backward(self, micro_batch: int, gradients: Mapping[Ref, Tensor]) -> None:
         """Gradients of received values. Those that are too large for float16 are the loss scale's concern."""
         if not self._looks or self._overflows:
             return
-        name = next((self._called(ref) for ref, value in gradients.items() if not is_finite(value)), None)
-        if name is not None:
-            self._note("gradient", micro_batch, name)
+        self._look_through("gradient", micro_batch, gradients)
+
+    def _look_through(
+        self, where: Where, micro_batch: int, values: Mapping[Ref, Tensor], inputs: Mapping[Ref, Tensor] = {}
+    ) -> None:
+        for ref, value in values.items():
+            name = self._called(ref)
+            if (where, name) not in self._usual and not is_finite(value):
+                self._note(where, micro_batch, name, inputs)
 
     def collected(self, norms: Tensor) -> bool:
         """Whether the loss and the norms of all parameters' gradients are finite here."""
@@ -65,6 +101,7 @@ class FiniteWatch:
         if not self._looks and not scaled:
             return True
         if not bool(torch.isfinite(norms).all()):
+            self._overflowed = True
             if self._looks and not self._overflows:
                 bad = (n for n, g in self._engine.gradients().items() if not torch.linalg.vector_norm(g).isfinite())
                 self._note("parameter gradient", -1, repr(next(bad, "")))
@@ -79,15 +116,24 @@ class FiniteWatch:
     def saved(self, state: Mapping[str, Tensor]) -> None:
         """What goes into a checkpoint: parameters must be finite, and what forwards write no NaN. A running minimum
         may begin at infinity."""
-        parameters = {op.target for op in self._train.variables() if op.kind == "parameter"}
+        name = self._spoilt(state)
+        if name:
+            self._note("parameter" if name in self._parameters else "buffer", -1, repr(name))
+
+    def _spoilt(self, state: Mapping[str, Tensor]) -> str:
+        """The first parameter that is not finite, or buffer with a NaN; empty if there is none."""
         for name, value in state.items():
             if name.startswith(OPTIMIZER) or is_finite(value):
                 continue
-            if name in parameters or bool(value.isnan().any()):
-                self._note("parameter" if name in parameters else "buffer", -1, repr(name))
-                return
+            if name in self._parameters or bool(value.isnan().any()):
+                return name
+        return ""
 
     def _note(self, where: Where, micro_batch: int, name: str, inputs: Mapping[Ref, Tensor] = {}) -> None:
+        if where in DECIDES:
+            self._decides = True
+        else:
+            self._seen.add((where, name))
         found = NonFinite(where=where, stage=self._stage, micro_batch=micro_batch, name=name)
         if self._found is not None and self._found.order <= found.order:
             return
@@ -101,10 +147,8 @@ class FiniteWatch:
         for ref, value in inputs.items():
             if ref not in received and not is_finite(value):
                 return f"column {self._columns.get(ref.op, ref.op)!r}"
-        for name, value in self._engine.state().items():
-            if not name.startswith(OPTIMIZER) and not is_finite(value):
-                return repr(name)
-        return ""
+        name = self._spoilt(self._engine.state())
+        return repr(name) if name else ""
 
     def _called(self, ref: Ref) -> str:
         module = self._modules.get(ref.op, "")
@@ -114,7 +158,7 @@ class FiniteWatch:
 class _Flag(NamedTuple):
     """One bool on the accelerator for each name."""
 
-    where: Where | Literal["column", "before"]
+    where: Where | Literal["column", "before", "clipped"]
     micro_batch: int
     names: Sequence[str]
     finite: Tensor
@@ -132,10 +176,12 @@ class FlagWatch(FiniteWatch):
         self._skips = assignment.engine.non_finite == "skip"
 
     def take(self) -> NonFinite | None:
-        bad = self._bad()
+        bad = [one for one in self._bad() if (one[0].where, one[1]) not in self._usual]
         self._flags, self._reading = [], None
         for flag, name in bad:
-            if flag.where not in ("column", "before"):
+            if flag.where == "clipped":
+                self._hidden(flag.micro_batch, name)
+            elif flag.where not in ("column", "before"):
                 self._note(flag.where, flag.micro_batch, name)
         found = super().take()
         if found is None:
@@ -143,15 +189,22 @@ class FlagWatch(FiniteWatch):
         columns = [n for f, n in bad if f.where == "column" and f.micro_batch == found.micro_batch]
         before = [n for f, n in bad if f.where == "before"]
         cause = next(iter([*columns, *before]), "") if found.where in ("output", "loss") else next(iter(before), "")
-        return NonFinite(
-            where=found.where, stage=found.stage, micro_batch=found.micro_batch, name=found.name, cause=cause
-        )
+        return msgspec.structs.replace(found, cause=cause)
 
-    def forward(self, micro_batch: int, inputs: Mapping[Ref, Tensor], sent: Mapping[Ref, Tensor]) -> None:
+    def forward(
+        self,
+        micro_batch: int,
+        inputs: Mapping[Ref, Tensor],
+        sent: Mapping[Ref, Tensor],
+        *,
+        clipped: Mapping[Ref, Tensor] = {},
+    ) -> None:
         if not self._looks:
             return
         if not self._flags:
             self._look_before()
+        for ref, value in clipped.items():
+            self._look("clipped", micro_batch, self._called(ref), value)
         received = {crossing.value for crossing in self._train.receives}
         for ref, value in inputs.items():
             if ref not in received and value.is_floating_point():
@@ -173,6 +226,7 @@ class FlagWatch(FiniteWatch):
         if self._looks:
             self._look_at(norms)
         if finite is not None and not bool(finite.values()):
+            self._overflowed = True
             return False
         leaves_out = self._looks and (self._skips or scaled)
         return not leaves_out or not any(flag.where in ("loss", "parameter gradient") for flag, _ in self._bad())
@@ -184,9 +238,8 @@ class FlagWatch(FiniteWatch):
         self._reading = self._read()
 
     def saved(self, state: Mapping[str, Tensor]) -> None:
-        parameters = {op.target for op in self._train.variables() if op.kind == "parameter"}
         for name, value in state.items():
-            if name in parameters:
+            if name in self._parameters:
                 self._look("parameter", -1, repr(name), value)
             elif _is_variable(name):
                 self._flags.append(_Flag("buffer", -1, [repr(name)], ~value.isnan().any()))
@@ -194,17 +247,21 @@ class FlagWatch(FiniteWatch):
     def _cause(self, inputs: Mapping[Ref, Tensor]) -> str:
         return ""  # `take` knows
 
-    def _look(self, where: Where | Literal["column"], micro_batch: int, name: str, value: Tensor) -> None:
+    def _look(self, where: Where | Literal["column", "clipped"], micro_batch: int, name: str, value: Tensor) -> None:
         self._flags.append(_Flag(where, micro_batch, [name], finite_flag(value)))
 
     def _look_before(self) -> None:
         state = self._engine.state()
         floats = {n: t for n, t in state.items() if _is_variable(n) and t.is_floating_point() and t.numel()}
+        buffers = {name: value for name, value in floats.items() if name not in self._parameters}
+        floats = {name: value for name, value in floats.items() if name in self._parameters} | buffers
         if floats:
             # All at once: a kernel for each would take the host longer than the accelerator.
             norms = torch._foreach_norm(list(floats.values()), math.inf)  # pyright: ignore[reportPrivateUsage]
-            finite = torch.stack([norm.float() for norm in norms]).isfinite()
-            self._flags.append(_Flag("before", -1, [repr(name) for name in floats], finite))
+            found, parameters = torch.stack([norm.float() for norm in norms]), len(floats) - len(buffers)
+            names = [repr(name) for name in floats]
+            self._flags.append(_Flag("before", -1, names[:parameters], found[:parameters].isfinite()))
+            self._flags.append(_Flag("before", -1, names[parameters:], ~found[parameters:].isnan()))  # -inf masks
 
     def _read(self) -> PendingRead | None:
         device = self._engine.accelerator.device

@@ -16,8 +16,10 @@ from isthmus.accelerators import HOST, DeviceEvent
 from isthmus.accelerators.copies import CopyLabel, Fill
 from isthmus.errors import PeerError
 from isthmus.plans import Packing
+from isthmus.protocol.arrivals import StageArrivals
 from isthmus.protocol.events import Send, SendParts
 from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
+from isthmus.protocol.work import Item
 from isthmus.runtime.device.copy_streams import CopyStreams, Encode, LinkCopyStreams
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.snapshots import SnapshotReceiver
@@ -88,6 +90,18 @@ class StageLinks:
         self._feedback: dict[int, SampleFeedback] = {}
         """By the stage to which gradients go; used in the packing thread of its lane alone."""
         self._names = {n.stage: n for n in assignment.neighbours}
+        self._arrivals = StageArrivals(
+            assignment.view,
+            assignment.share,
+            {n.stage: n.device for n in assignment.neighbours},
+            start_step=assignment.start_step,
+            first_item=assignment.first_item,
+            lease_ahead=assignment.lease_ahead,
+            eval_micro_batches=assignment.eval_micro_batches,
+            eval_rest=assignment.eval_rest,
+        )
+        self._checking = threading.Lock()
+        """Arrivals are checked by the links' threads and by the compute lane."""
         self._assignment = assignment
         self._channels = dict(channels)
         self._accelerator = HOST if ways is None else ways.accelerator
@@ -171,9 +185,8 @@ class StageLinks:
             return ToPeer(run=self._run, body=body, tensors=headers)
 
         def encode() -> tuple[AnyMessage, list[Tensor]]:
-            packs = all(map(is_finite, tensors.values())) if packings else False
             # No codec takes numbers that are not finite, and the receiver must see them.
-            found = message(packings if packs else {})
+            found = message({name: packing for name, packing in packings.items() if is_finite(tensors[name])})
             with_feedback = partial(feedback.encode, samples=samples, scale=scale)
             return found, _encoded(found.tensors, list(tensors.values()), with_feedback)
 
@@ -205,6 +218,16 @@ class StageLinks:
     def snapshot_copy(self, target: int, message: SnapshotMessage | SnapshotPart, tensors: Sequence[Tensor]) -> None:
         """Hand a stretch of a snapshot to the link's send lane, behind all else."""
         self._lanes[target].put(message, tensors, background=True)
+
+    def opened(self, item: Item) -> Item:
+        """The coordinator opens an item: this replica's part of it. PeerError for one that none opens, or of which
+        something wrong has arrived."""
+        with self._checking:
+            return self._arrivals.opened(item)
+
+    def reported(self, item: int) -> None:
+        with self._checking:
+            self._arrivals.reported(item)
 
     def holds(self, parcel: Parcel, source: int, item: int, micro_batch: int = -1) -> bool:
         return (parcel, source, item, micro_batch, -1) in self._tensors
@@ -263,6 +286,11 @@ class StageLinks:
             raise PeerError(f"{channel.other}: sent {type(body).__name__} on the link of stage {stage}")
         if body.epoch != self._epoch:
             return
+        with self._checking:
+            if isinstance(body, SnapshotMessage | SnapshotPart):
+                self._arrivals.copied(stage, body.step)
+            else:
+                self._arrivals.arrived(body)
         if isinstance(body, SnapshotMessage | SnapshotPart):
             self._snapshot_copies.accept(body, tensors)
             return
@@ -302,7 +330,8 @@ class StageLinks:
         body = content(message)
         if isinstance(body, Arrived):
             signature = tuple((h.name, h.dtype, h.shape, h.packing) for h in message.tensors)
-            if signature not in self._expected.parcels.get((body.parcel, body.source), frozenset()):
+            expected = self._expected.parcels.get((body.parcel, body.source), frozenset[Signature]())
+            if not any(_fits(signature, wanted) for wanted in expected):
                 raise PeerError(f"stage {body.source} sent {body.parcel} {signature}, not in the plan")
         elif isinstance(body, PartsArrived):
             where = (body.group, body.round, body.source)
@@ -353,6 +382,13 @@ class StageLinks:
             lane.close(flush_s)
         for channel in self._channels.values():
             channel.close()
+
+
+def _fits(signature: Signature, expected: Signature) -> bool:
+    """Whether it is the expected one, in which each tensor may come as it is: what is not finite is not packed."""
+    return len(signature) == len(expected) and all(
+        got[:3] == wanted[:3] and got[3] in (None, wanted[3]) for got, wanted in zip(signature, expected, strict=True)
+    )
 
 
 def _called(body: Arrived | PartsArrived) -> tuple[str, int]:

@@ -75,15 +75,11 @@ def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozens
         found.setdefault((parcel, source), set()).add(signature)
 
     def cross(parcel: Parcel, other: int, crossings: Sequence[Crossing], packing: Packing | None) -> None:
-        """Packed, or as it is: what is not finite is not packed."""
-        for packed in {packing, None}:
-            allow(
-                parcel,
-                other,
-                tuple(
-                    (label(c.value), c.spec.dtype, c.spec.shape_at(size), _packing(c, packed, size)) for c in crossings
-                ),
-            )
+        allow(
+            parcel,
+            other,
+            tuple((label(c.value), c.spec.dtype, c.spec.shape_at(size), _packing(c, packing, size)) for c in crossings),
+        )
 
     for stage in (train, assignment.evaluation):
         for source in {c.source for c in stage.receives}:

@@ -7,6 +7,7 @@ come to yet waits, one that is over is shut out.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -54,7 +55,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     accelerator: str = "cpu"
     """Where it computes, as `open_accelerator` takes it."""
     engine: EngineName = "torch"
-    """What computes its stages."""
+    """The framework that computes its stages."""
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that its owner allows; None: all that are installed."""
     sharing: ComputeTurns | None = None
@@ -222,8 +223,9 @@ class PeerConnections:
 
 
 def _relayed_to(run: str, worker_id: str) -> str:
-    """The name that a relayed connection is for. Workers of one device share a key, so the key alone is not enough."""
-    return f"{run} {worker_id}"
+    """The name that a relayed connection is for, as long as an id may be. Workers of one device share a key, so the key
+    alone is not enough."""
+    return hashlib.sha256(f"{run} {worker_id}".encode()).hexdigest()
 
 
 def _is(party: Party | None, neighbour: Neighbour) -> bool:

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
     parser.add_argument("--stages", type=int, default=1, help="how many stages it may get at once")
     parser.add_argument("--replica", action="store_true", help="train the whole model, and have its changes merged")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of silence after which a party is lost")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of silence after which a peer is lost")
     parser.add_argument("--parent-pipe", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us

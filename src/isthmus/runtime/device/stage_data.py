@@ -4,18 +4,21 @@ stage reads of them."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isthmus.accelerators import HOST
 from isthmus.accelerators.copies import CopyLabel, CopyStream
-from isthmus.data import Dataset, JoinedOrder, SampleOrder, Split, load_dataset
+from isthmus.data import Dataset, DataSpec, JoinedOrder, SampleOrder, Split, load_dataset
 from isthmus.data.allowed import allowed
-from isthmus.data.dataset import batch_at
+from isthmus.data.dataset import batch_at, evaluation_rows
 from isthmus.errors import InternalError, StepError, UserError
 from isthmus.graph import Ref, StageGraph
-from isthmus.plans.schedule import feeder_slot
+from isthmus.plans.schedule import feeder_slot, had_before
 from isthmus.protocol.work import Item
 from isthmus.runtime.device.copy_streams import CopyStreams
 from isthmus.runtime.identity.blinded_digests import blinded
@@ -30,10 +33,12 @@ def stage_data(
     foreign: bool,
     kinds: Collection[str] | None = None,
     known: Mapping[str, Dataset] = {},
+    counted: bool = True,
 ) -> dict[str, Dataset]:
     """The data sets of a stage that reads columns; other stages open none. `key` blinds this device's digests of
     samples. With `foreign`, the coordinator belongs to another owner, and may only name files in this device's data
     folder. `kinds` are those that the device's owner allows, None for all. `known` holds sets that are already open.
+    Without `counted` they may have any number of samples.
 
     UserError for data that are not here, that it may not ask for, or that are not those which the device described.
     """
@@ -41,37 +46,47 @@ def stage_data(
     evaluates = assignment.evaluates and assignment.evaluation.columns
     if not assignment.train.columns and not evaluates:
         return found
-    with allowed(assignment.data, kinds, foreign=foreign):
+    with allowed(assignment.data, kinds, foreign=foreign) as data:
         if assignment.train.columns:
-            found["train"] = known.get("train") or _as_described(assignment, "train", key)
+            found["train"] = known.get("train") or _as_described(data, "train", key, assignment)
         if evaluates:
-            found["heldout"] = known.get("heldout") or _as_described(assignment, "heldout", key)
+            found["heldout"] = known.get("heldout") or _as_described(data, "heldout", key, assignment)
         for dataset in found.values():
             len(dataset)  # what is read on first use is read here
-    _check_holding(assignment, found)
+    if counted:  # decoupled replicas each have an order of their own
+        _check_holding(assignment, found)
     return found
 
 
 def _check_holding(assignment: Assignment, found: Mapping[str, Dataset]) -> None:
-    """UserError where a holder that feeds the chain with its own data has not as many samples as all reckon with."""
-    feeding, view = assignment.view.feeding, assignment.view
-    if feeding is None or not found:
+    """UserError where this device has not as many samples as all reckon with: their order is of that many."""
+    feeding = assignment.view.feeding
+    if not found:
         return
-    holder = next(copies.index(view.stage) for copies in feeding.copies if view.stage in copies)
-    expected = {"train": feeding.train[holder], "heldout": feeding.heldout[holder]}
-    got = {
-        split: len(dataset) if split == "train" else len(dataset) // feeding.micro_batch_size
-        for split, dataset in found.items()
-    }
-    for split, count in got.items():
-        if count != expected[split]:
-            what = "samples" if split == "train" else "whole micro-batches"
-            raise UserError(f"data ({split}): this device has {count} {what}, the plan was made for {expected[split]}")
+    expected = {"train": assignment.train_samples}
+    if feeding is not None:
+        holder = _holder(assignment)
+        expected = {"train": feeding.train[holder], "heldout": feeding.heldout[holder]}
+    for split, dataset in found.items():
+        count, what = len(dataset), "samples"
+        if split == "heldout" and feeding is not None:
+            count, what = count // feeding.micro_batch_size, "whole micro-batches"
+        if count != expected.get(split, count):
+            raise UserError(
+                f"data ({split}): this device has {count} {what}, the coordinator's plan was made for {expected[split]}"
+            )
 
 
-def _as_described(assignment: Assignment, split: Split, key: bytes) -> Dataset:
+def _holder(assignment: Assignment) -> int:
+    """The number of the holder on whose data this stage's copy is, among those that feed the chain."""
+    feeding, stage = assignment.view.feeding, assignment.view.stage
+    assert feeding is not None, "several holders feed the chain"
+    return next(copies.index(stage) for copies in feeding.copies if stage in copies)
+
+
+def _as_described(data: DataSpec, split: Split, key: bytes, assignment: Assignment) -> Dataset:
     """Other devices have compared theirs with what this one described: one other sample and the losses mean nothing."""
-    found, expected = load_dataset(assignment.data, split), assignment.digests.get(split)
+    found, expected = load_dataset(data, split), assignment.digests.get(split)
     if expected is not None and blinded(found.fingerprint, key) != expected:
         raise UserError(f"data ({split}): got other samples than this device described: its files have changed since")
     return found
@@ -99,7 +114,7 @@ class Batches:
         """Which samples a micro-batch is of: any stage can tell, whether it reads data or not. Where several holders
         feed the chain, training samples are numbered through, one holder's after those of another."""
         if item.kind != "train":
-            return list(self._held_out(item, micro_batch))
+            return self._held_out(item, micro_batch).tolist()
         if self._joined is not None:
             return self._joined.indices(self._first(item, micro_batch) // self._size, self._size).tolist()
         return self._order.indices(self._first(item, micro_batch), self._size).tolist()
@@ -112,12 +127,23 @@ class Batches:
         first = self._first(item, micro_batch)
         return (self._order, first) if self._joined is None else self._joined.own(first // self._size, self._size)
 
-    def _held_out(self, item: Item, micro_batch: int) -> range:
-        """Positions in the held-out data of the device that reads them."""
+    @cached_property
+    def _evaluated(self) -> NDArray[np.int64]:
+        """Held-out samples of an evaluation that this device reads, in their order."""
+        count, feeding = self._assignment.eval_micro_batches, self._assignment.view.feeding
+        if feeding is not None:
+            count = had_before(feeding.heldout, count)[_holder(self._assignment)]
+        return evaluation_rows(self._data["heldout"], count * self._size + self._assignment.eval_rest)
+
+    def _held_out(self, item: Item, micro_batch: int) -> NDArray[np.int64]:
+        """Its samples, or their places among those of an evaluation where others read them."""
         first, feeding = self._first(item, micro_batch), self._assignment.view.feeding
         if feeding is not None:
             first = feeder_slot(feeding.heldout, first // self._size).number * self._size
-        return range(first, first + self._size)
+        places = np.arange(first, first + self._size)
+        if "heldout" not in self._data:
+            return places
+        return self._evaluated[np.where(places < len(self._evaluated), places, 0)]  # copies of the first fill up
 
     def columns(self, stage: StageGraph, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
         """This stage's own columns of one micro-batch: raw data never leaves the device that reads it."""
@@ -153,6 +179,7 @@ class Batches:
         if micro_batch >= 0:
             samples = self.samples(item, micro_batch)
             more = ", ..." if len(samples) > MOST_NAMED else ""
-            split = "training" if item.kind == "train" else "held-out"
-            where += f", samples {', '.join(map(str, samples[:MOST_NAMED]))}{more} of the {split} data"
+            known = "the held-out data" if "heldout" in self._data else "those that it evaluates"
+            split = "the training data" if item.kind == "train" else known
+            where += f", samples {', '.join(map(str, samples[:MOST_NAMED]))}{more} of {split}"
         return StepError(error.what, f"{error.reason} ({where})", item.step)

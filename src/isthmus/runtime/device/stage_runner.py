@@ -93,9 +93,8 @@ class StageRunner:
         self._finite = watch_of(assignment, engine)
         accelerator = engine.accelerator
         clock = DeviceClock(accelerator) if accelerator.asynchronous and assignment.trace else None
-        self.copy_streams = (
-            CopyStreams(accelerator, clock, assignment.device, self.record) if accelerator.asynchronous else None
-        )
+        ways = CopyStreams(accelerator, clock, assignment.device, self.record) if accelerator.asynchronous else None
+        self.copy_streams = ways
         """Between the accelerator and the host; None on the CPU."""
         self._turns = sharing.of(assignment.view.stage) if sharing is not None else NoTurns()
         self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record, self._turns)
@@ -110,7 +109,7 @@ class StageRunner:
         self._done: deque[WorkerEvent] = deque()
         """Ends of instructions that the machine has not heard of yet."""
         self._items: dict[int, Item] = {}
-        self._exchanges = StageExchanges(engine, assignment.train, self._read)
+        self._exchanges = StageExchanges(engine, assignment.train, assignment.engine.steps, self._read)
         self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
         self._norms: Tensor | None = None
         self._all_finite = True
@@ -246,7 +245,7 @@ class StageRunner:
             if isinstance(found, OpenedExchange):
                 found = self._exchanges.opened(found)
             if isinstance(found, OpenItem) and found.epoch == self.assignment.epoch:
-                found = OpenItem(item=self.assignment.share.part(found.item), epoch=found.epoch)
+                found = OpenItem(item=self.links.opened(found.item), epoch=found.epoch)
                 self._items[found.item.index] = found.item
             if isinstance(found, OpenItem | Arrived | PartsArrived | CoordinatorMessage):
                 return found
@@ -305,11 +304,11 @@ class StageRunner:
             out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
             covered = self._private.forward(number, out, training=training) if self._private is not None else {}
             if training:
-                self._finite.forward(number, inputs, out | covered)
+                self._finite.forward(number, inputs, out | covered, clipped={ref: out[ref] for ref in covered})
         for target in view.of(view.forward_to if training else view.eval_to, item, work.micro_batch):
             leaves = out if self._private is None or not self._private.covers(target) else out | covered
-            crossing = stage.sent_to(target)
-            self._outgoing["forward", target, work.micro_batch] = {label(c.value): leaves[c.value] for c in crossing}
+            sent = {label(c.value): leaves[c.value] for c in stage.sent_to(target)}
+            self._outgoing["forward", target, work.micro_batch] = sent
 
     def _backward(self, work: Compute) -> None:
         stage = self.assignment.train
@@ -335,8 +334,7 @@ class StageRunner:
 
     def _least_s(self, work: Compute) -> float | None:
         """Emulation: a tasklet lasts at least its FLOPs on the emulated device."""
-        emulation = self.assignment.emulation
-        return None if emulation is None else emulation.least_s(work.work, self._items[work.item].step)
+        return (found := self.assignment.emulation) and found.least_s(work.work, self._items[work.item].step)
 
     def _take_shared(self, item: int) -> None:
         not_owned = self.assignment.train.shared_from
@@ -482,12 +480,13 @@ class StageRunner:
             self._tasklets.finish()
             self.links.drain()
             self._snapshots.tell()
-        take_loss = {"train": self.engine.take_loss, "eval": self.engine.take_evaluation_loss}.get(kind, lambda: None)
-        loss, count = take_loss() or (None, None)
+        take_loss = {"train": self.engine.take_loss, "eval": self.engine.take_evaluation_loss}.get(kind, tuple)
+        loss, count, *metrics = take_loss() or (None, None)
         done = ItemReported(
             item=item,
             loss=loss,
             count=count,
+            metrics=tuple(metrics),
             spans=tuple(self._spans.popleft() for _ in range(len(self._spans))),
             late_s=self._tasklets.take_late_s(),
             non_finite=self._finite.take(),
@@ -495,6 +494,7 @@ class StageRunner:
             epoch=self.assignment.epoch,
         )
         state, self._state = self._state, None
+        self.links.reported(item)
         self._report(done, state)
         if self._snapshot_copy is not None:
             self._snapshot_copy.go_on()

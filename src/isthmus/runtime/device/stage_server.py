@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -20,11 +21,12 @@ from torch import Tensor
 
 from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_host
-from isthmus.errors import Diverged, PeerError, UserError
+from isthmus.errors import Diverged, IsthmusError, PeerError, UserError
 from isthmus.graph.opgraph import Ref
 from isthmus.protocol.generation import PromptFailed, StageLoaded, StageReport, StageUnable, TokenGenerated
 from isthmus.runtime.device.coordinator_link import CoordinatorLink, in_one_line
 from isthmus.runtime.device.peer_connections import PeerConnections
+from isthmus.runtime.device.served_steps import check_stage, check_step, weights_of
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.generation import (
     COORDINATOR,
@@ -48,6 +50,7 @@ FORGOTTEN = 1024
 class _Arrived(NamedTuple):
     """What has come of a step, by source."""
 
+    tokens: int
     new: NewPrompt | None
     inputs: dict[Ref, Tensor]
     sources: frozenset[int]
@@ -71,16 +74,24 @@ class StageServer:
         self._accelerator = accelerator
         self._weights: dict[str, Tensor] = {}
         """Of the stage, and of no other."""
+        self._epoch = -1
+        """Of the newest stage that was to be loaded."""
         self._serving: _Serving | None = None
 
     def follow(self, order: ServingOrder, tensors: Sequence[Tensor]) -> None:
-        """An order of the coordinator's."""
+        """An order of the coordinator's. One that no coordinator gives is reported to it, by its name."""
         if isinstance(order, ServeStage):
-            self._weights |= {h.name: t for h, t in zip(order.tensors, tensors, strict=True)}
+            sent = {h.name: t for h, t in zip(order.tensors, tensors, strict=True)}
+            try:
+                check_stage(order, self._epoch, {*self._weights, *sent})
+            except PeerError as e:
+                self._report(StageUnable(epoch=order.epoch, reason=in_one_line(_named("coordinator", e))))
+                return
+            self._weights |= sent
             self._load(order)
         elif self._serving is not None and order.epoch == self._serving.order.epoch:
             if isinstance(order, GenerateStep):
-                self._serving.arrived(order, [])
+                self._serving.take("coordinator", order, [])
             else:
                 self._serving.forget(order.prompts)
 
@@ -89,15 +100,22 @@ class StageServer:
             self._serving.close()
         self._serving = None
 
+    def give_up(self, error: IsthmusError) -> None:
+        """The stage cannot be loaded, or not compute, as it was ordered."""
+        self.close()
+        print(in_one_line(error), file=sys.stderr, flush=True)
+        self._report(StageUnable(epoch=self._epoch, reason=in_one_line(error)))
+
     def _load(self, order: ServeStage) -> None:
         self.close()
+        self._epoch = order.epoch
         torch.set_num_threads(order.threads)
         here = engine_operators("torch")
         if lacked := here.lacks(order.graph.schemas):
             raise UserError(
                 f"operators: torch {here.torch} lacks {', '.join(lacked)} at the schema of the coordinator's"
             )
-        names = {op.target for op in order.graph.variables()}
+        names = weights_of(order)
         self._weights = {name: value for name, value in self._weights.items() if name in names}
         try:
             channels = self._peers.connect(order, lambda: self._control.outdated(order.epoch))
@@ -109,7 +127,7 @@ class StageServer:
         self._report(StageLoaded(epoch=order.epoch))
 
     def _failed(self, epoch: int, error: Exception) -> None:
-        """A link of the stage broke."""
+        """A link of the stage broke, or brought what no party of this chain sends."""
         if self._serving is None or epoch != self._serving.order.epoch:
             return
         self.close()
@@ -120,13 +138,20 @@ class StageServer:
         self._control.send(ServingReport(run=self._run, body=body))
 
 
-class _Running(NamedTuple):
+def _named(party: str, error: PeerError) -> PeerError:
+    return PeerError(f"{party}: {error}")
+
+
+@dataclass
+class _Running:
     """A prompt on this stage."""
 
     cache: PromptCache
     new: NewPrompt
     chooser: TokenChooser | None
     """Of the last stage."""
+    held: int = 0
+    """Tokens that were computed: the next one's position."""
 
 
 class _Serving:
@@ -177,7 +202,7 @@ class _Serving:
             while (received := channel.receive(partial(self._guard, source), idle_s)) is not None:
                 idle_s = self.order.timeout_s
                 if isinstance(received[0], GenerateStep):
-                    self._inbox.put(partial(self.arrived, *received))
+                    self._inbox.put(partial(self.take, channel.other, *received))
             raise PeerError(f"{channel.other}: closed the link")
         except Exception as e:
             self._broken(e)
@@ -190,28 +215,50 @@ class _Serving:
             return
         if not isinstance(message, GenerateStep) or (message.source, message.epoch) != (source, self.order.epoch):
             raise PeerError(f"stage {source} sent {type(message).__name__} that is not of this chain")
+        check_step(self.order, message)
         expected = [(c.spec.dtype, c.spec.shape_at(message.count)) for c in self._crossing.get(source, ())]
         if [(h.dtype, h.shape) for h in message.tensors] != expected:
             raise PeerError(f"stage {source} sent other tensors than cross the cut")
 
     # In the device's main thread
 
+    def take(self, sender: str, step: GenerateStep, tensors: Sequence[Tensor]) -> None:
+        """`arrived`, of a party that is named where no such step can come; then the stage is given up."""
+        try:
+            self.arrived(step, tensors)
+        except PeerError as e:
+            self._failed(self.order.epoch, _named(sender, e))
+
     def arrived(self, step: GenerateStep, tensors: Sequence[Tensor]) -> None:
-        """New tokens of a prompt, or a part of what crosses to this stage."""
-        begins = step.new is not None and step.prompt not in self._forgotten
-        if self._over.is_set() or not (begins or step.prompt in self._running):
+        """New tokens of a prompt, or a part of what crosses to this stage. PeerError, which does not name the sender,
+        for what does not go on from what was computed."""
+        running, begins = self._running.get(step.prompt), step.new is not None and step.prompt not in self._forgotten
+        if self._over.is_set() or not (begins or running is not None):
             return
-        key = (step.prompt, step.start)
-        before = self._pending.pop(key, _Arrived(None, {}, frozenset()))
+        check_step(self.order, step)
+        source = COORDINATOR if step.tokens else step.source
+        before = self._pending.get((step.prompt, step.start), _Arrived(step.count, step.new, {}, frozenset()))
+        self._check_next(step, source, running, before)
+        self._pending.pop((step.prompt, step.start), None)
         inputs = {c.value: t for c, t in zip(self._crossing.get(step.source, ()), tensors, strict=True)}
         if step.tokens:
             inputs[Ref(self.order.token_input)] = torch.tensor([step.tokens])
-        source = COORDINATOR if step.tokens else step.source
-        found = _Arrived(before.new or step.new, before.inputs | inputs, before.sources | {source})
+        found = _Arrived(step.count, step.new, before.inputs | inputs, before.sources | {source})
         if found.sources >= self._sources:
             self._compute(step, found)
         else:
-            self._pending[key] = found
+            self._pending[step.prompt, step.start] = found
+
+    def _check_next(self, step: GenerateStep, source: int, running: _Running | None, before: _Arrived) -> None:
+        if source not in self._sources or source in before.sources:
+            raise PeerError(f"sent a step of prompt {step.prompt} at {step.start} as of stage {source}")
+        held, capacity = (0, step.start + step.count) if running is None else (running.held, running.new.capacity)
+        if step.start != held or step.start + step.count > capacity:
+            raise PeerError(
+                f"sent {step.count} tokens of prompt {step.prompt} at {step.start}, after {held} of at most {capacity}"
+            )
+        if (step.count, step.new) != (before.tokens, before.new):
+            raise PeerError(f"sent a step of prompt {step.prompt} at {step.start} unlike the other stages'")
 
     def forget(self, prompts: Sequence[int]) -> None:
         self._forgotten.extend(prompts)
@@ -223,7 +270,9 @@ class _Serving:
         began_s = time.monotonic()
         if found.new is not None:
             self._running[step.prompt] = self._begun(found.new)
-        out = self._stage.run(self._running[step.prompt].cache, step.start, found.inputs, step.count)
+        running = self._running[step.prompt]
+        out = self._stage.run(running.cache, step.start, found.inputs, step.count)
+        running.held += step.count
         if self.order.flops_per_s is not None:
             least_s = self._stage.flops(step.count) / self.order.flops_per_s
             time.sleep(max(0.0, least_s - (time.monotonic() - began_s)))
@@ -252,7 +301,8 @@ class _Serving:
         )
 
     def _choose(self, step: GenerateStep, logits: Tensor) -> None:
-        _, new, chooser = self._running[step.prompt]
+        running = self._running[step.prompt]
+        chooser, capacity = running.chooser, running.new.capacity
         assert chooser is not None, "the last stage chooses"
         place, end = chooser.made, step.start + step.count
         try:
@@ -263,7 +313,7 @@ class _Serving:
             )
             self._report(failed)
             return
-        last = last or end + 1 >= new.capacity
+        last = last or end + 1 >= capacity
         made = TokenGenerated(epoch=self.order.epoch, prompt=step.prompt, place=place, token=token, last=last)
         self._report(made)
         following = msgspec.structs.replace(self._step(step.prompt, end, 1), tokens=(token,))

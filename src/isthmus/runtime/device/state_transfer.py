@@ -119,7 +119,10 @@ class StateJoiner:
         if of not in self._agreed.donated:
             raise PeerError(f"device {of!r} sent state that was not requested")
         if isinstance(message, StateMessage):
-            self._check(message)
+            try:
+                self._check(message)
+            except PeerError as e:
+                raise PeerError(f"device {of!r}: {e}") from None
             self._arriving[of] = message.step, IncomingSnapshot(message.headers)
         elif of not in self._arriving or not self._arriving[of][1].expects(message.offset, message.tensors):
             raise PeerError(f"device {of!r} sent bytes {message.offset} out of order")
@@ -132,13 +135,14 @@ class StateJoiner:
         return ((catch_up.step, by_part(catch_up.state())) for catch_up in self._receivers.values())
 
     def _check(self, begun: StateMessage) -> None:
+        """Errors do not name the donor."""
         shapes, catch_up = self._agreed.donated[begun.of], self._receivers.get(begun.of)
         if begun.of in self._arriving:
-            raise PeerError(f"device {begun.of!r} began another copy before the last one was whole")
+            raise PeerError("began another copy before the last one was whole")
         if begun.kind == "state" and catch_up is None:
             check_state(shapes, begun.headers)
         elif begun.kind == "state" or catch_up is None or begun.step != catch_up.step + 1:
-            raise PeerError(f"device {begun.of!r} sent {begun.kind} of step {begun.step} out of order")
+            raise PeerError(f"sent {begun.kind} of step {begun.step} out of order")
         else:
             _check_gradients(shapes, begun.headers)
 

@@ -3,12 +3,14 @@ steps, and the replica's own weights are read."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from isthmus.accelerators.copies import all_to_device
+from isthmus.errors import PeerError
 from isthmus.graph import StageGraph
 from isthmus.protocol.run_messages import OpenItem, WeightExchange
 from isthmus.training.engine import Engine
@@ -26,15 +28,24 @@ class OpenedExchange(NamedTuple):
 class StageExchanges:
     """Used by the compute lane alone."""
 
-    def __init__(self, engine: Engine, train: StageGraph, read: Callable[[int, Mapping[str, Tensor]], None]) -> None:
-        """`read` gets an item and weights that are wanted, before anything changes them."""
-        self._engine, self._train, self._read = engine, train, read
+    def __init__(
+        self, engine: Engine, train: StageGraph, steps: int, read: Callable[[int, Mapping[str, Tensor]], None]
+    ) -> None:
+        """Of a run of `steps`. `read` gets an item and weights that are wanted, before anything changes them."""
+        self._engine, self._train, self._steps, self._read = engine, train, steps, read
         self._opened: dict[int, OpenedExchange] = {}
         self._rate_step: int | None = None
         self.before: dict[str, Tensor] = {}
         """By the module's own names, parameters as the last whole step left them, where amounts were added since."""
 
     def opened(self, found: OpenedExchange) -> OpenItem:
+        """PeerError for the rate of a step that the run has not, and for amounts that are not a parameter's."""
+        if (step := found.exchange.rate_step) >= self._steps:
+            raise PeerError(f"coordinator: opened an item with the rate of step {step}, the run has {self._steps}")
+        for op in self._train.variables():
+            got, shape = found.amounts.get(op.target), op.outputs[0].shape_at(1)
+            if got is not None and got.numel() != math.prod(shape):
+                raise PeerError(f"coordinator: sent amounts {list(got.shape)} of {op.target} {list(shape)}")
         self._opened[found.order.item.index] = found
         return found.order
 

@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -123,30 +123,34 @@ class Executor:
         try:
             while (received := self._channel.receive(idle_s=self._timeout_s)) is not None:
                 message, tensors = received
-                if not isinstance(message, ToExecutor):
-                    continue  # a heartbeat
-                match body := message.body:
-                    case PhaseOpened(brief=brief):
-                        self._broadcast = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-                        if self._shared is not None:
-                            self._broadcast |= self._shared.broadcast_memory.get(message.in_shared_memory)
-                        self._on_order(body)
-                        self._handle(body)
-                        self._act(brief)
-                    case Halt():
-                        self._handle(body)
+                if isinstance(message, ToExecutor):  # else a heartbeat
+                    self._take(message, tensors)
+                    if isinstance(message.body, Halt):
                         return
-                    case KeysListed() | SharesDelivered() | UnmaskAsked():
-                        self._on_order(body)
-                    case _:
-                        self._on_order(body)
-                        self._handle(body)
-                        self._act(brief=False)
             self._wakeups.put(PeerError("coordinator: closed the connection"))
         except Exception as e:  # the main thread decides
             self._wakeups.put(e)
 
-    def _on_order(self, order: ExecutorOrder | SecureOrder) -> None:
+    def _take(self, message: ToExecutor, tensors: Sequence[Tensor]) -> None:
+        match body := message.body:
+            case PhaseOpened(brief=brief):
+                broadcast = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+                if self._shared is not None:
+                    broadcast |= self._shared.broadcast_memory.get(message.in_shared_memory)
+                self._on_order(body, broadcast)
+                self._broadcast = broadcast
+                self._handle(body)
+                self._act(brief)
+            case Halt():
+                self._handle(body)
+            case KeysListed() | SharesDelivered() | UnmaskAsked():
+                self._on_order(body, {})
+            case _:
+                self._on_order(body, {})
+                self._handle(body)
+                self._act(brief=False)
+
+    def _on_order(self, order: ExecutorOrder | SecureOrder, broadcast: Broadcast) -> None:
         """Before the machine: executors of one machine have no use for it."""
 
     def _handle(self, event: ExecutorEvent) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.federated.server import Server
+from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
     CommitRound,
@@ -275,7 +276,7 @@ class FederatedHost:
         executor, message, tensors = received
         match message:
             case None | Exception():
-                reason = "its connection closed" if message is None else str(message)
+                reason = CLOSED if message is None else str(message)
                 reason = reason.removeprefix(f"device {executor!r}: ")
                 self._wakeups.put(None)  # ticks may have to come sooner
                 return [self._look(), ExecutorDisconnected(executor=executor, reason=reason)]
@@ -349,7 +350,10 @@ class FederatedHost:
                 self._receiver.ignore(executor)
             case DismissExecutor(executor=executor):
                 self.acceptor.channel(executor).close()
-            case UpdateServer():
+            case UpdateServer(phase=phase, opening=opening):
+                if opening is not None:
+                    self._opened_s = time.monotonic() if phase.number == 0 else self._opened_s
+                    self._server.open(opening)
                 self._server.absorb()
                 self._receiver.settle()
             case CommitRound(record=record):
@@ -366,10 +370,10 @@ class FederatedHost:
 
     def _unmask(self, recovered: TakeMasksOff) -> Unmasked:
         try:
-            self._receiver.unmask(recovered)
+            wrong = self._receiver.unmask(recovered)
         except PeerError as e:
             return Unmasked(phase=recovered.phase, reason=f"secure aggregation: {e}")
-        return Unmasked(phase=recovered.phase)
+        return Unmasked(phase=recovered.phase, wrong=tuple(sorted(wrong)))
 
     def _put(self, executor: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         outbox = self._outboxes[executor]

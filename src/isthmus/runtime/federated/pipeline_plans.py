@@ -9,9 +9,11 @@ import msgspec
 
 from isthmus.cost import build_again, layouts_of
 from isthmus.data import DataSpec
+from isthmus.data.dataset import any_left_out
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.federated.local import LocalConfig
+from isthmus.federated.local_steps import StepsByRound, what_is_set
 from isthmus.federated.pipeline import PipelineConfig, Segment, mean_loss_spec, round_spec, segments
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, TrainingConfig, checked, fleet_of, prepare
@@ -37,24 +39,31 @@ class PipelinePlans:
         data: DataSpec,
         samples: DataDescription,
         local: LocalConfig,
+        steps: StepsByRound,
         make_plan: MakePlan,
         threads: int = 1,
     ) -> None:
-        """`samples` describe the client's data. UserError for a fleet or a planner that does not exist, a model that
-        cannot be cut, a plan of several replicas; FleetTooSmall where no plan fits."""
+        """`samples` describe the client's data; `steps` are those of `local`. UserError for a fleet or a planner that
+        does not exist, a model that cannot be cut, a plan of several replicas, steps of other optimizers than SGD;
+        FleetTooSmall where no plan fits."""
         self._config, self._model, self._data, self._local = config, model, data, local
         self._samples, self._make_plan, self._threads = samples, make_plan, threads
-        self.learning_rate = local.learning_rate
+        self._steps = steps
+        if not local.is_plain:  # a round is several runs, and the last one ends before its step
+            what = what_is_set(local.optimizer, local.clip_norm)
+            raise UserError(f"{what} for a client that is a fleet, expected local.learning_rate alone")
         self.segments = segments(samples.train, local)
         """Of every round."""
         self._captured: dict[int, Prepared] = {}
         self._plans: dict[Segment, Plan] = {}
         # The last step keeps its gradients besides: planned is what takes the most memory.
         largest = msgspec.structs.replace(self.segments[0], is_last=True)
-        self.sums_losses = self.prepared(largest).captured.train.count is not None
-        """Whether the model returns a sum of losses and a count, in place of a mean."""
-        if self.sums_losses:
-            self._model = mean_loss_spec(model)
+        self.uneven = any_left_out(samples.columns)
+        self.divides = local.micro_batches == 1 and self.prepared(largest).captured.train.count is not None
+        """Whether the sum of a loss is divided by its count in the model, as in one process; over several micro-batches
+        the sums are added up before."""
+        if self.divides:
+            self._model = mean_loss_spec(model, uneven=self.uneven)
             self._captured.clear()
         self.fleet = fleet_of(self._job(largest, (0, 0, 0)))
         document = Path(config.plan) if config.plan else None
@@ -71,9 +80,13 @@ class PipelinePlans:
         job = self._job(segment, key)
         size = job.micro_batch_size
         if size not in self._captured:
-            self._captured[size] = prepare(job, self._samples)
+            self._captured[size] = prepare(job, self._samples, field="local.micro_batches")
         samples = msgspec.structs.replace(self._samples, train=segment.steps * segment.batch_size)
         return msgspec.structs.replace(self._captured[size], job=job, samples=samples)
+
+    def learning_rate(self, round_: int) -> float:
+        """Of all steps of a round."""
+        return self._steps.at(round_).learning_rate
 
     def _job(self, segment: Segment, key: Key) -> Job:
         config, local = self._config, self._local
@@ -90,7 +103,8 @@ class PipelinePlans:
             threads=self._threads, emulate=config.emulate, device=config.device, timeout=config.timeout, adapt=False
         )
         # The first step of SGD with momentum keeps its gradient, which is how the last one's comes out of a run.
-        optimizer = OptimizerConfig(name="sgd", lr=local.learning_rate, momentum=0.5 if segment.is_last else 0.0)
+        rate = self.learning_rate(key[1])
+        optimizer = OptimizerConfig(name="sgd", lr=rate, momentum=0.5 if segment.is_last else 0.0)
         return checked(
             Job(
                 name="client",

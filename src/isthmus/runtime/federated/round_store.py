@@ -5,7 +5,7 @@ job.json   rounds.jsonl   rounds/   privacy.json
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 
 from isthmus.disclosure import SPENT
 from isthmus.errors import UserError
-from isthmus.federated.algorithms import BUFFERS, Values
-from isthmus.federated.evaluation import Evaluation, Evaluator
+from isthmus.federated.accounting import written_guarantee
+from isthmus.federated.algorithms import Values
+from isthmus.federated.buffers import buffers_of
+from isthmus.federated.evaluation import Evaluation, Evaluator, client_figures
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.federated.personal import OwnModels
+from isthmus.federated.privacy import Guarantee
 from isthmus.federated.server import Commits, RunIdentity, Server
+from isthmus.graph.metrics import Metrics
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.run_files import JOB, ROUNDS, write_json
@@ -49,7 +53,7 @@ class RoundStore:
         self.own_models: OwnModels | None = None
         """Of clients that use models of their own."""
         self._job = job
-        self._clients, self._numbers = identity.clients, identity.numbers
+        self._accounting, self._unsampled = job.accounting(identity.clients), 0
         self._commits = Commits(folder / ROUNDS, identity)
         self.states: NDArray[np.int32] | None = None
         """(population,), of algorithms whose clients keep something."""
@@ -62,6 +66,26 @@ class RoundStore:
             self.first_round = found.round + 1
             server.restore(found.values, self.first_round)
             self.states = found.states if server.keeps else None
+        if resume and self._accounting is not None:
+            self._unsampled = self._made_twice(written_guarantee(folder))
+
+    def _made_twice(self, before: Guarantee | None) -> int:
+        """Rounds whose noisy sums were seen, and that are made again: each is another release of the same clients."""
+        lost = sum(line.record.round >= self.first_round for line in self.history.lines())
+        if before is None:
+            return lost
+        was_open = self.server.passes > 1 and self.first_round < before.rounds  # its first pass may have been seen
+        return before.unsampled + lost + was_open
+
+    def guarantee(self, rounds: int) -> Guarantee | None:
+        """What so many rounds promise every client; None without privacy."""
+        accounting = self._accounting
+        return None if accounting is None else accounting.guarantee(rounds, self.server.numbers, self._unsampled)
+
+    @property
+    def promised(self) -> Guarantee | None:
+        """What the whole run promises every client; of a run that is resumed with fewer rounds, those that it made."""
+        return self.guarantee(max(self._job.federated.rounds, self.first_round))
 
     def begin(self, note: Callable[[str], None]) -> None:
         """The folder is the run's now; lines of rounds that will be made again are forgotten. `note` gets what the
@@ -69,7 +93,7 @@ class RoundStore:
         self._note = note
         for why in self._passed_over:
             note(f"{why}; resuming from round {self.first_round}")
-        promised = self._job.guarantee(self._clients, self._job.federated.rounds, self._numbers)
+        promised = self.promised
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / JOB, self._job)
@@ -83,14 +107,20 @@ class RoundStore:
     def closed(self, record: RoundRecord, measure: RoundMeasure) -> RoundResult:
         """A round as it is now."""
         config = self._job.federated
+        while self.server.notices:
+            self._note(self.server.notices.pop(0))
         saves = record.round + 1 == config.rounds or (record.round + 1) % config.save_every == 0
         read = saves or (self.own_models is not None and self._is_due(record))
         kept = self.states.copy() if read and self.states is not None else None
         return RoundResult(record=record, measure=measure, values=self.server.kept, saves=saves, states=kept)
 
-    def write(self, closed: RoundResult, rules: RoundRules) -> RoundLine:
-        """Evaluate where that is due, write the round's line, make the round durable where that is due."""
-        measure = closed.measure
+    def write(self, closed: RoundResult, rules: RoundRules, sites: Mapping[str, Mapping[str, float]] = {}) -> RoundLine:
+        """Evaluate where that is due, write the round's line, make the round durable where that is due. `sites` are
+        figures that sites reported: of the model that the round began with."""
+        measure, evaluation, metrics = closed.measure, self._evaluation(closed), Metrics(self._job.metrics)
+        asked = {name: {n: v for n, v in one.items() if n in ("loss", *metrics.names)} for name, one in sites.items()}
+        if figures := client_figures(asked, metrics.lower_is_better):
+            evaluation = msgspec.structs.replace(evaluation or Evaluation(loss=None), clients=figures)
         line = RoundLine(
             record=closed.record,
             seconds=measure.seconds,
@@ -100,13 +130,21 @@ class RoundStore:
             trips=measure.trips,
             value_bytes=measure.value_bytes,
             rules=rules.description,
-            evaluation=self._evaluation(closed),
+            evaluation=evaluation,
         )
+        self._count_missing(closed.record)
         self.history.add(line)
         self._tell_renewed(closed.record)
         if closed.saves:
             self._commits.save(closed.record.round, closed.values, closed.states)
         return line
+
+    def _count_missing(self, record: RoundRecord) -> None:
+        """Who was drawn and is not in the round was left out for its time, which depends on the others."""
+        if record.missing and self._accounting is not None and self._accounting.probability is not None:
+            self._unsampled += 1
+            write_json(self.folder / SPENT, self.promised)
+            self._note(f"round {record.round + 1}: {len(record.missing)} clients are missing. privacy: {self.promised}")
 
     def _tell_renewed(self, record: RoundRecord) -> None:
         for name, timed in record.trained.items():
@@ -121,7 +159,7 @@ class RoundStore:
         model, own = closed.values["model"], None
         if self.own_models is not None and closed.states is not None:
             own = self.own_models.after(model, closed.states, self._note)
-        return self.evaluator.evaluate(model, closed.values.get(BUFFERS), own)
+        return self.evaluator.evaluate(model, buffers_of(closed.values), own)
 
     def _is_due(self, record: RoundRecord) -> bool:
         config, number = self._job.federated, record.round + 1

@@ -8,6 +8,7 @@ import secrets
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,14 +21,13 @@ from isthmus.data.clients import ClientData
 from isthmus.federated.admission import first_state
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.cohorts import Cohorts
+from isthmus.federated.evaluators import evaluator
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
     build,
-    check_staleness,
     client_data,
-    evaluator,
     executors,
     identity,
     round_rules,
@@ -38,12 +38,14 @@ from isthmus.federated.secure.rules import check_sizes
 from isthmus.federated.server import Server
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
+from isthmus.federated.update_checks import check_updates
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.emulation import pacers
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
+from isthmus.runtime.federated.own_means import own_mean_of
 from isthmus.runtime.federated.ray_actor import ActorSetup
 from isthmus.runtime.federated.ray_executors import RayExecutors, states_folder
 from isthmus.runtime.federated.ray_room import USER
@@ -62,6 +64,10 @@ from isthmus.units import format_size
 
 STEALING_PAYS_ON_RAY_S = 0.05
 """A call of an actor takes several times as long as a message to a process of this machine."""
+ONE_BY_ONE = (
+    "execution.clients_per_vmap: clients are trained one by one: with local.optimizer or local.clip_norm each has a "
+    "state and norms of its own"
+)
 
 
 def coordinator_of(
@@ -116,7 +122,11 @@ class FederatedRun:
         torch.set_num_threads(job.execution.threads)
         self.folder = folder
         self.data: ClientData = client_data(job)
+        if job.execution.clients_per_vmap != 1 and not job.local.is_plain:
+            warnings.warn(ONE_BY_ONE, stacklevel=2)
         self.job = job = sized(job, self.data, folder if resume else None)
+        if text := own_mean_of(lambda: build(job), self.data.columns, job.local):
+            warnings.warn(text, stacklevel=2)
         self._began, self._watch = began, watch
         self.moved_bytes = 0
         """Of clients' states, from node to node of a Ray cluster; known at the end."""
@@ -125,7 +135,7 @@ class FederatedRun:
         self._resident = resident = Resident(build(job))
         late = job.participation.staleness
         self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population, past=late)
-        check_staleness(job, self.server)
+        check_updates(job, self.server)
         resident.bind(self.server.values["model"])  # not held twice
         self.store = RoundStore(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
         first = first_state(self._algorithm, self.server.values["model"])
@@ -217,7 +227,7 @@ class FederatedRun:
         run, names = secrets.token_hex(16), self.machine.executors
         timeout_s, clients_per_vmap = self.job.timeout_s, self.job.execution.clients_per_vmap
 
-        broadcast_memory = SharedBroadcast(self.server.broadcast(), 1 + self.job.participation.staleness)
+        broadcast_memory = SharedBroadcast(self.server.largest_broadcast, 1 + self.job.participation.staleness)
         forms = self.server.sums
         accumulators = {name: SharedAccumulator(forms) for name in names}
 

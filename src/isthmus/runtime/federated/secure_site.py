@@ -11,11 +11,12 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.federated.secure.masks import WEIGHTS, Vector, joined, parted
 from isthmus.federated.secure.site_noise import SiteNoise
-from isthmus.federated.secure.site_secrets import Signer, SiteSecrets
+from isthmus.federated.secure.site_secrets import Signer, SiteSecrets, digest_of
 from isthmus.federated.site import Site
 from isthmus.protocol.federated_messages import (
     ExecutorOrder,
     PhaseDropped,
+    PhaseId,
     PhaseOpened,
     RefusedUpdate,
     SumsSent,
@@ -30,8 +31,10 @@ from isthmus.protocol.secure_messages import (
     SecureOrder,
     SecureReport,
     SharesDelivered,
+    SharesDisputed,
     SharesRevealed,
     SharesSent,
+    SiteKeys,
     UnmaskAsked,
 )
 from isthmus.protocol.secure_site import (
@@ -47,7 +50,9 @@ from isthmus.protocol.secure_site import (
     SendRefusal,
     UpdateReady,
 )
-from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.federated.executor import Broadcast
+from isthmus.runtime.federated.site_executor import SharesOf, SiteExecutor, SiteLink
+from isthmus.runtime.identity import party_of
 from isthmus.runtime.messages.federated import FromExecutor, MaskedValues
 from isthmus.runtime.transport.message_sender import headers_of
 
@@ -68,7 +73,8 @@ class SecureSiteExecutor(SiteExecutor):
         """`noise` is added to an update before it is masked. A sum of fewer than `fewest` neighbours is refused."""
         super().__init__(site, link)
         self._name, self._signer, self._noise = link.name, signer, noise
-        self._secure = SecureSiteMachine(link.name, rules.share, link.revealed, fewest)
+        self._secure = SecureSiteMachine(link.name, rules.share, link.revealed, fewest, self._device_of)
+        self._allowed = link.devices
         self._stepping = threading.Lock()
         self._secrets: SiteSecrets | None = None
         self._sums: SumsSent | None = None
@@ -77,10 +83,23 @@ class SecureSiteExecutor(SiteExecutor):
         """The update, before it is masked."""
         self._sizes: dict[str, int] = {}
         self._client = 0
+        self._models: dict[PhaseId, str] = {}
+        """By phase, what it was opened with: a client may be trained for one while another is opened."""
 
-    def _on_order(self, order: ExecutorOrder | SecureOrder) -> None:
-        super()._on_order(order)
-        if isinstance(order, PhaseOpened) and order.tasks:
+    def _device_of(self, keys: SiteKeys) -> str:
+        try:
+            device = party_of(keys.certificate).id
+        except ValueError:
+            raise PeerError(f"coordinator: keys of {keys.site} have no certificate that can be read") from None
+        if (allowed := self._allowed.get(keys.site, device)) != device:
+            raise PeerError(f"coordinator: {keys.site} has device {device}, approval.sites allows {allowed}")
+        return device
+
+    def _on_order(self, order: ExecutorOrder | SecureOrder, broadcast: Broadcast) -> None:
+        super()._on_order(order, broadcast)
+        if isinstance(order, PhaseOpened):
+            phase = order.opening.phase
+            self._models[phase] = f"model {digest_of(broadcast, ('model',))} pass {phase.number}"
             self._client = order.tasks[0].client
         match order:
             case PhaseOpened() | KeysListed() | SharesDelivered() | UnmaskAsked() | PhaseDropped() | UpdateRefused():
@@ -90,9 +109,12 @@ class SecureSiteExecutor(SiteExecutor):
 
     def _send_sums(self, sums: SumsSent) -> None:
         """In the main thread: the update is trained, and is sent when the shares are here."""
+        of: tuple[str, ...] = ()
         if sums.timed:
+            # As it was trained: clips, scales and noise of the coordinator's choice make no other one of it.
+            of = (self._models[sums.phase], f"update {digest_of(self._own.trained)}")
             partial = self.site.partial
-            weights, values = partial.weights(), partial.tensors()
+            weights, values = partial.weights(), partial.tensors(whole=True)
             if self._noise is not None:
                 self._noise.cover(values, min(map(partial.unit, values)))
             values[WEIGHTS] = torch.tensor([weights.total, weights.clients])
@@ -102,7 +124,7 @@ class SecureSiteExecutor(SiteExecutor):
         self.site.clear()
         with self._stepping:
             self._sums = sums
-        self._step(UpdateReady(phase=sums.phase, refused=not sums.timed))
+        self._step(UpdateReady(phase=sums.phase, refused=not sums.timed, of=of))
 
     def _step(self, event: SecureSiteEvent) -> None:
         with self._stepping:
@@ -118,8 +140,10 @@ class SecureSiteExecutor(SiteExecutor):
                     case DealShares(phase=phase, peers=peers, threshold=threshold):
                         shares = self._own_secrets.deal(peers, threshold)
                         self._report(SharesSent(phase=phase, shares=tuple(shares)))
-                    case OpenShares(shares=shares):
-                        self._own_secrets.open(shares)
+                    case OpenShares(phase=phase, shares=shares):
+                        if owners := self._own_secrets.open(shares):
+                            self._dispute(phase, owners)
+                            return
                     case MaskUpdate(peers=peers):
                         self._send_masked(peers)
                     case SendRefusal(reason=""):
@@ -127,18 +151,27 @@ class SecureSiteExecutor(SiteExecutor):
                     case SendRefusal(phase=phase, reason=reason):
                         refused = (RefusedUpdate(self._client, reason),)
                         self._put_sums(SumsSent(phase=phase, timed=(), refused=refused), {})
-                    case RevealShares(phase=phase, seeds=seeds, keys=keys):
+                    case RevealShares(phase=phase, seeds=seeds, keys=keys, of=digests, parties=parties):
                         of_seeds, of_keys = self._own_secrets.reveal(seeds, keys)
                         if seeds:
                             of = f"the seeds of {', '.join(seeds)}" + (
                                 f", the keys of {', '.join(keys)}" if keys else ""
                             )
-                            self._left(phase, f"shares of {of}", 0, seeds)
+                            self._left(phase, f"shares of {of}", 0, SharesOf(parties, digests))
                         self._report(SharesRevealed(phase=phase, seeds=tuple(of_seeds), keys=tuple(of_keys)))
                     case ForgetSecrets():
                         self._secrets = self._vector = None
                     case Distrust(reason=reason):
                         raise UserError(f"secure aggregation: the coordinator {reason}: this site leaves the run")
+
+    def _dispute(self, phase: PhaseId, owners: tuple[str, ...]) -> None:
+        """The coordinator hears it, and the run goes on: this site has no update of the phase."""
+        reason = f"the shares that {', '.join(owners)} dealt cannot be opened"
+        self._log(f"round {phase.round + 1}: {reason}: this site's update is left out")
+        self._report(SharesDisputed(phase=phase, owners=owners))
+        self._put_sums(SumsSent(phase=phase, timed=(), refused=(RefusedUpdate(self._client, reason),)), {})
+        self._secure.handle(UpdateRefused(phase=phase, reason=reason))
+        self._secrets = self._vector = None
 
     @property
     def _own_secrets(self) -> SiteSecrets:
@@ -154,7 +187,7 @@ class SecureSiteExecutor(SiteExecutor):
         devices = (f"{peer} ({self._own_secrets.devices[peer][:8]})" for peer in peers)
         noise = "" if self._noise is None else ", with noise"
         assert self._sums is not None, "the client was trained"
-        self._left(self._sums.phase, f"the update{noise}, masked with {', '.join(devices)}", self._vector.nbytes, ())
+        self._left(self._sums.phase, f"the update{noise}, masked with {', '.join(devices)}", self._vector.nbytes, None)
         self._send_values(self._vector)
 
     def _send_values(self, vector: Vector | None = None) -> None:

@@ -49,10 +49,12 @@ class SecureUpdateReceiver(SiteUpdateReceiver):
             self._sum, self._summing = MaskedSum(self._sizes[phase.number]), phase
         self._sum.add(update)
 
-    def unmask(self, recovered: TakeMasksOff) -> None:
+    def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
+        """Returns holder and owner of each share that is wrong. PeerError where those of the others are not enough."""
         sums, weights = self._sum.unmasked(recovered, self._run)
         largest = self._server.check(sums, range(weights.clients), weights)
         self._server.merge(sums, weights, largest)
+        return self._sum.wrong
 
     def ignore(self, executor: str) -> None:
         self._masked.pop(executor, None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated.site import Site
 from isthmus.protocol.federated_messages import (
     ExecutorOrder,
@@ -17,10 +18,22 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.secure_messages import SecureOrder
 from isthmus.protocol.secure_site import Revealed
-from isthmus.runtime.federated.executor import Executor
+from isthmus.runtime.federated.executor import Broadcast, Executor
 from isthmus.runtime.messages.federated import FromExecutor, SiteValues
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.message_sender import MessageSender, headers_of
+
+
+class SharesOf(NamedTuple):
+    """Shares that are revealed."""
+
+    summed: tuple[str, ...]
+    """The sites of the sum: this one by its name, the others as `NAME:ID`, with their device."""
+    of: tuple[str, ...]
+    """Digests of what this site's part is of."""
+
+
+Left = Callable[[PhaseId, str, int, SharesOf | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +47,16 @@ class SiteLink:
     sender: MessageSender
     timeout_s: float
     log: Callable[[str], None]
-    left: Callable[[PhaseId, str, int, Sequence[str]], None] = lambda phase, what, size_bytes, summed: None
-    """Called before anything of the site's data leaves it: in which phase, what, how many bytes, and of shares that are
-    revealed, the sites of the sum."""
-    revealed: Revealed = field(default_factory=dict[tuple[int, int], frozenset[str]])
-    """Of the run, before."""
-    rounds: int | None = None
-    """Of the whole run, as its owner's rules or word allowed it; None: any number."""
+    left: Left = lambda phase, what, size_bytes, shares: None
+    """Called before anything of the site's data leaves it: in which phase, what, how many bytes, and which shares."""
+    reports: bool = False
+    """Whether the site's figures go along: no noise covers its update either."""
+    revealed: Revealed = field(default_factory=dict[str, frozenset[str]])
+    """Before."""
+    devices: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By site, the id of the only device that its owner's rules allow to have that name."""
+    check: Callable[[ExecutorOrder | SecureOrder], None] = lambda order: None
+    """PeerError for what is not of the run as its owner's rules or word allowed it."""
 
 
 class SiteExecutor(Executor):
@@ -49,13 +65,18 @@ class SiteExecutor(Executor):
     def __init__(self, site: Site, link: SiteLink) -> None:
         super().__init__(site, link.channel, link.sender, link.run, link.timeout_s, clients_per_vmap=1)
         self._own = site
-        self._log, self._left, self._rounds = link.log, link.left, link.rounds
+        self._log, self._left, self._check = link.log, link.left, link.check
+        self._reports = link.reports
+        self._latest: PhaseId | None = None
+        """That was opened here."""
 
-    def _on_order(self, order: ExecutorOrder | SecureOrder) -> None:
+    def _on_order(self, order: ExecutorOrder | SecureOrder, broadcast: Broadcast) -> None:
+        self._check(order)
+        self._check_sequence(order)
         match order:
-            case PhaseOpened(opening=opening) if self._rounds is not None and opening.phase.round >= self._rounds:
-                what = f"round {opening.phase.round + 1} of a run of {self._rounds}"
-                raise UserError(f"rounds: the coordinator opened {what}: this site leaves the run")
+            case PhaseOpened(opening=opening):
+                self._own.check_broadcast(broadcast)
+                self._latest = opening.phase
             case UpdateRefused(phase=phase, reason=reason):
                 self._log(f"the update of round {phase.round + 1} was refused: {reason}")
             case PhaseDropped(phase=phase, again=again):
@@ -64,13 +85,24 @@ class SiteExecutor(Executor):
             case _:
                 pass
 
+    def _check_sequence(self, order: ExecutorOrder | SecureOrder) -> None:
+        """PeerError for a phase that is opened again, or after a later one, and for what belongs to one that was not
+        opened. It may be dropped though: an opening is taken back if it waits to be sent."""
+        latest = self._latest
+        if isinstance(order, PhaseOpened):
+            if latest is not None and order.opening.phase <= latest:
+                raise PeerError(f"coordinator: opened {order.opening.phase} again, or after {latest}")
+        elif not isinstance(order, PhaseDropped) and (latest is None or order.phase > latest):
+            raise PeerError(f"coordinator: sent {type(order).__name__} of {order.phase}, which was not opened")
+
     def _send_sums(self, sums: SumsSent) -> None:
         update = self._own.update
         if update is None or not sums.timed:
             raise UserError("; ".join(r.reason for r in sums.refused) or "the client returned nothing")
-        values = SiteValues(weight=update.weight)
+        values = SiteValues(weight=update.weight, figures=dict(self._own.figures) if self._reports else {})
         size_bytes = sum(value.nbytes for value in update.values.values())
-        self._left(sums.phase, f"the update as it is: {', '.join(update.values)}", size_bytes, ())
+        what = [f"the update as it is: {', '.join(update.values)}", *values.figures]
+        self._left(sums.phase, ", ".join(what), size_bytes, None)
         message = FromExecutor(run=self._run, body=sums, values=values, tensors=headers_of(update.values))
         self._sender.put(message, list(update.values.values()))
         self._sender.flush()  # the values' memory is used again

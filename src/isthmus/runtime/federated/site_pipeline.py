@@ -48,7 +48,7 @@ class SitePipeline:
         self.watcher = Watcher(noted=log)
         """Of every run."""
         self._emulate = config.emulate
-        self._module = MeanLoss(resident.module) if plans.sums_losses else resident.module
+        self._module = MeanLoss(resident.module, uneven=plans.uneven) if plans.divides else resident.module
         places = local_places(config.device, plans.fleet.names, {d.name: d.engine for d in plans.fleet.devices})
         self._backend = LocalBackend(places=places, respawn_after_s=RESPAWN_S, fork_servers=fork_servers)
         step_s = plans.first.predicted.step_s
@@ -73,7 +73,8 @@ class SitePipeline:
             self._take(self._run(segment, key))
         gradients = self._run(parts[-1], key)
         self._take_buffers(gradients)
-        return self._change(model, start, gradients, one_step=len(parts) == 1)
+        rate = self._plans.learning_rate(key[1])
+        return self._change(model, start, gradients, rate, one_step=len(parts) == 1)
 
     def _run(self, segment: Segment, key: Key) -> Mapping[str, Tensor]:
         """What the run leaves: every variable that it trained or wrote, and what optimizers keep."""
@@ -103,9 +104,11 @@ class SitePipeline:
             if name in found:
                 buffer.copy_(found[name])
 
-    def _change(self, model: Tensor, last: Tensor, found: Mapping[str, Tensor], *, one_step: bool) -> Tensor:
+    def _change(
+        self, model: Tensor, last: Tensor, found: Mapping[str, Tensor], rate: float, *, one_step: bool
+    ) -> Tensor:
         """From the weights before the last step and its gradient: as `Resident.arrive` rounds it."""
-        change, rate = torch.empty_like(model), self._plans.learning_rate
+        change = torch.empty_like(model)
         views = map(self._resident.views, (last, model, change))
         for parameter, weights, begun, to in zip(self._trained(), *views, strict=True):
             names = (f"{OPTIMIZER}{name}.{MOMENTUM}" for name in self._aliases[parameter])

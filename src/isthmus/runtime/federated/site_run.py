@@ -20,20 +20,20 @@ from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.deployment import Deployment
+from isthmus.federated.evaluators import site_evaluator
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import (
     FederatedJob,
     build,
-    check_staleness,
     members,
     round_rules,
-    site_evaluator,
     site_identity,
 )
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.rules import secure_rules
 from isthmus.federated.server import Server
 from isthmus.federated.task_spec import RUN_NAME, TaskSpec
+from isthmus.federated.update_checks import check_updates
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_rules import ExecutorChurn
@@ -98,12 +98,13 @@ class SiteRun:
         self.folder = folder
         self.deployment: Deployment = job.deployment
         self._began, self._watch = began, watch
+        self._receiver: SiteUpdateReceiver | None = None
         resident = Resident(build(job))
         population = len(self.deployment.sites)
         algorithm = job.algorithm(population, deployed=True)
         self.server = Server(algorithm, resident.vector(), resident.buffers(), population)
         self.store = RoundStore(job, folder, self.server, site_identity(job, resident.size), resume=resume)
-        check_staleness(job, self.server)
+        check_updates(job, self.server)
         self.store.evaluator = site_evaluator(job)
         sizes = np.zeros(population, dtype=np.int64)
         self.machine = site_coordinator(job, self.deployment, sizes, self.first_round, self.store.states)
@@ -125,7 +126,7 @@ class SiteRun:
         self._began()
         run = secrets.token_hex(16)
         clients = {name: number for number, name in enumerate(self.deployment.sites)}
-        receiver = (SecureUpdateReceiver if self.job.aggregation.secure else SiteUpdateReceiver)(
+        self._receiver = receiver = (SecureUpdateReceiver if self.job.aggregation.secure else SiteUpdateReceiver)(
             self.server,
             clients,
             self._task_spec_from(self._kept_run()),
@@ -162,25 +163,27 @@ class SiteRun:
         return name.decode()
 
     def _task_spec_from(self, kept: str) -> Callable[[int], TaskSpec]:
-        job, population = self.job, len(self.deployment.sites)
-        numbers = self.server.values["model"].numel()
-        whole = job.guarantee(population, job.federated.rounds, numbers)
-        so_far = job.guarantee(population, self.first_round, numbers) if self.first_round else None
+        job = self.job
+        local = job.local.tabled(job.federated.rounds)
+        whole = self.store.guarantee(job.federated.rounds)
+        so_far = self.store.guarantee(self.first_round) if self.first_round else None
 
         def task_spec(client: int) -> TaskSpec:
             return TaskSpec(
                 job=job.name,
                 run=kept,
                 model=job.model,
-                local=job.local,
+                local=local,
                 seed=job.federated.seed,
                 client=client,
+                owner_column=job.owner_column,
                 algorithm=AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options),
                 aggregation=job.aggregation,
                 admission=job.admission,
                 privacy=job.privacy,
                 minimum=job.participation.minimum,
                 rounds=job.federated.rounds,
+                attempts=job.participation.attempts,
                 sites=self.deployment.sites,
                 epsilon=None if whole is None else whole.epsilon,
                 epsilon_so_far=None if so_far is None else so_far.epsilon,
@@ -190,7 +193,8 @@ class SiteRun:
 
     def _commit(self, record: RoundRecord, measure: RoundMeasure) -> None:
         closed = self.store.closed(record, measure)
-        line = self.store.write(closed, self.machine.rules)
+        sites = self._receiver.take_figures(record.round) if self._receiver is not None else {}
+        line = self.store.write(closed, self.machine.rules, sites)
         if closed.saves:
             self.machine.durable_round = record.round
         self._watch(line)

@@ -5,9 +5,10 @@ Model, algorithm and data are the site's own. The agent announces runs; a thread
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,27 +17,32 @@ from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, open_accelerator
 from isthmus.data import load_dataset
+from isthmus.data.dataset import NothingHeldOut
 from isthmus.data.description import DataDescription
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import load_algorithm
-from isthmus.federated.approval import described, digest_of, refusal
+from isthmus.federated.approval import allowed_devices, described, digest_of, refusal
 from isthmus.federated.client_trainer import TrainingTask
 from isthmus.federated.emulated_speed import Pacer, SpeedEmulation
+from isthmus.federated.evaluation import Evaluator
+from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.site_noise import SiteNoise
 from isthmus.federated.site import OwnData, Site, SiteStates
 from isthmus.federated.site_log import SiteLog, SiteLogLine
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
+from isthmus.graph.metrics import Metrics
 from isthmus.models import build_model
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId
 from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.secure_graph import COMPLETE_BELOW, LEAST_SUMMED
 from isthmus.runtime.federated.executor import take_part
+from isthmus.runtime.federated.own_means import own_mean_of
 from isthmus.runtime.federated.pipeline_plans import MakePlan, PipelinePlans
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
-from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.federated.site_executor import SharesOf, SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_pipeline import SitePipeline
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.identity.signatures import DeviceSigner
@@ -156,6 +162,7 @@ class SiteRunner:
             task_spec = _task_spec(channel, call.timeout_s)
             if task_spec is None:
                 return
+            task_spec.check_site(self._name)
             if not self._is_allowed(task_spec, work):
                 return
             site = self._site(task_spec)
@@ -169,8 +176,10 @@ class SiteRunner:
                 timeout_s=call.timeout_s,
                 log=self._log,
                 left=partial(self._note_sent, task_spec),
+                reports=task_spec.privacy is None,
                 revealed=self._site_log.revealed(task_spec.run),
-                rounds=task_spec.rounds,
+                devices=allowed_devices(self._config.approval),
+                check=partial(task_spec.check_order, passes=site.passes, samples=stated),
             )
             self._executor(site, task_spec, link).run()
 
@@ -204,7 +213,7 @@ class SiteRunner:
         return True
 
     def _note_sent(
-        self, task_spec: TaskSpec, phase: PhaseId, what: str, size_bytes: int, summed: Sequence[str]
+        self, task_spec: TaskSpec, phase: PhaseId, what: str, size_bytes: int, shares: SharesOf | None
     ) -> None:
         """Before it is sent. UserError where the owner has said no since."""
         if self._config.approval.ask and self._site_log.answer(digest_of(task_spec)) is False:
@@ -218,7 +227,8 @@ class SiteRunner:
             round=phase.round + 1,
             pass_=phase.number + 1,
             size_bytes=size_bytes,
-            summed=tuple(summed),
+            summed=() if shares is None else shares.summed,
+            of=() if shares is None else shares.of,
         )
         self._site_log.add(line)
 
@@ -238,35 +248,56 @@ class SiteRunner:
             return self._warm[1]
         algorithm = task_spec.around(load_algorithm(self._config.algorithm))
         task_spec.check_samples(self._data.samples)
+        data = self._data.without(task_spec.owner_column)
         torch.manual_seed(task_spec.seed)
         module = build_model(self._config.model)
         first = first_state(algorithm, Resident(module).vector())
-        pipeline = self._pipeline(task_spec, module)
+        pipeline = self._pipeline(task_spec, module, data)
         states = None if first is None else SiteStates(self._folder / "states" / task_spec.run, StateForm(first))
         site = Site(
-            TrainingTask(algorithm=algorithm, local=task_spec.local, seed=task_spec.seed),
+            TrainingTask(algorithm=algorithm, local=task_spec.local, seed=task_spec.seed, rounds=task_spec.rounds),
             module,
-            self._data,
+            data,
             states,
             pacer=Pacer(SpeedEmulation(eta=self._config.slow_down).clock()),
             log=self._log,
             accelerator=self._accelerator,
             stated_samples=task_spec.aggregation.most_samples,
-            masked=task_spec.bounds if task_spec.aggregation.secure else None,
+            clip=task_spec.clip(algorithm),
+            masked=task_spec.aggregation.secure,
             pipeline=None if pipeline is None else pipeline.descend,
         )
+        if self._config.metrics:
+            site.evaluator = self._evaluator(module, data)
+        site.averages_buffers = task_spec.privacy is None and task_spec.aggregation.rule == "declared"
         if pipeline is None:
             site.warm_up(task_spec.client)
+            if text := own_mean_of(lambda: build_model(self._config.model), data.columns, task_spec.local):
+                self._log(text)
         self._warm = (task_spec, site)
         self._log(f"at work for {task_spec.job} as client {task_spec.client}: {self._data.samples} samples")
         return site
 
-    def _pipeline(self, task_spec: TaskSpec, module: nn.Module) -> SitePipeline | None:
+    def _evaluator(self, module: nn.Module, data: OwnData) -> Evaluator:
+        """On this site's held-out data, or where it has none on those that train. UserError for a metric that cannot be
+        had."""
+        try:
+            held = load_dataset(self._config.data, "heldout")
+            samples = held.batch(range(len(held)), list(data.columns))
+        except NothingHeldOut:
+            samples = data.load(0)
+        metrics, where = Metrics(self._config.metrics), self._accelerator
+        made = Evaluator(Resident(copy.deepcopy(module)), samples, metrics=metrics, accelerator=lambda: where)
+        made.check()
+        return made
+
+    def _pipeline(self, task_spec: TaskSpec, module: nn.Module, data: OwnData) -> SitePipeline | None:
         """Of a site that is a fleet."""
         if (config := self._config.pipeline) is None:
             return None
-        site, samples = self._config, DataDescription(columns=dict(self._data.columns), train=self._data.samples)
-        plans = PipelinePlans(config, site.model, site.data, samples, task_spec.local, self._plan, site.threads)
+        site, samples = self._config, DataDescription(columns=dict(data.columns), train=data.samples)
+        steps = StepsByRound(task_spec.local, task_spec.rounds)
+        plans = PipelinePlans(config, site.model, site.data, samples, task_spec.local, steps, self._plan, site.threads)
         return SitePipeline(config, plans, Resident(module), self._folder / "pipeline", self._log, self._fork_servers)
 
 

@@ -13,7 +13,7 @@ from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.server import Server
 from isthmus.federated.stale_models import staleness_weight
 from isthmus.federated.task_spec import TaskSpec
-from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, SumsSent, TasksReturned
+from isthmus.protocol.federated_messages import NONE, ExecutorJoined, ExecutorReport, PhaseId, SumsSent, TasksReturned
 from isthmus.protocol.secure_coordinator import TakeMasksOff
 from isthmus.runtime.federated.update_receiver import check_frame, unmasked
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -53,6 +53,7 @@ class SiteUpdateReceiver:
         self._rounds_late = rounds_late
         self._samples: dict[str, int] = {}
         self._updates: dict[str, ClientUpdate] = {}
+        self._figures: dict[int, dict[str, Mapping[str, float]]] = {}
         most = max(sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values()) for forms in server.forms)
         self._most_bytes = SLACK * most + SLACK_BYTES
         self.prepare()
@@ -67,6 +68,7 @@ class SiteUpdateReceiver:
             raise PeerError(f"sent {size_bytes} bytes of values, expected at most {self._most_bytes}")
 
     def hello(self, executor: str) -> AnyMessage | None:
+        self._samples.pop(executor, None)  # it has a new connection, on which it joins
         return TaskMessage(run=self._run, task_spec=self._offer(self._clients[executor]))
 
     def on_report(
@@ -75,6 +77,11 @@ class SiteUpdateReceiver:
         if isinstance(report, ExecutorJoined):
             if report.samples is None:
                 raise PeerError("joined without its number of samples")
+            if executor in self._samples:
+                raise PeerError(f"joined again, with {report.samples} samples, on one connection")
+            most = self._offer(self._clients[executor]).aggregation.most_samples
+            if most is not None and report.samples != most:
+                raise PeerError(f"joined with {report.samples} samples, expected {most}: aggregation.most_samples")
             self._samples[executor] = report.samples
             self._note(f"site {executor} takes part with {report.samples} samples")
         elif executor not in self._samples:
@@ -91,6 +98,10 @@ class SiteUpdateReceiver:
         """PeerError for an update that is not of the site's client."""
         if [(t.client, t.samples) for t in sums.timed] != [(client, samples)] or sums.refused:
             raise PeerError(f"sent an update that is not of client {client} with {samples} samples")
+        keeps, round_ = self._server.keeps, sums.phase.round
+        may = {round_} if keeps and self._server.passes == 1 else {round_, NONE} if keeps else {NONE}
+        if (state := sums.timed[0].state) not in may:
+            raise PeerError(f"sent an update with state {state}, expected {' or '.join(map(str, sorted(may)))}")
 
     def _keep(self, executor: str, sums: SumsSent, values: SentValues, tensors: dict[str, Tensor]) -> SumsSent:
         """Keep an update that counts. Of one that is refused, the machine learns that."""
@@ -101,11 +112,14 @@ class SiteUpdateReceiver:
         late = self._rounds_late(executor, phase)
         if late is not None:
             try:
-                admitted = self._server.admit(update, samples, self._rules)
+                steps = self._offer(client).local.steps(samples)
+                admitted = self._server.admit(update, samples, self._rules, steps)
             except PeerError as e:
                 self._note(f"site {executor}: its update of round {phase.round + 1} is refused: {e}")
                 return SumsSent(phase=phase, timed=(), refused=(refusal_of(client, e),))
             self._updates[executor] = staleness_weight(admitted, late)
+            if values.figures and not late:
+                self._figures.setdefault(phase.round, {})[executor] = values.figures
         return sums
 
     def merge(self, executor: str) -> None:
@@ -113,10 +127,16 @@ class SiteUpdateReceiver:
         if update is not None:
             self._server.fold(self._clients[executor], update, self._samples[executor])
 
+    def take_figures(self, round_: int) -> dict[str, Mapping[str, float]]:
+        """By site, what it reported of its own data in the round; those of earlier rounds are forgotten."""
+        found = self._figures.pop(round_, {})
+        self._figures = {number: figures for number, figures in self._figures.items() if number > round_}
+        return found
+
     def settle(self) -> None:
         """An update is read when it is taken in."""
 
-    def unmask(self, recovered: TakeMasksOff) -> None:
+    def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
         unmasked(recovered)
 
     def ignore(self, executor: str) -> None:

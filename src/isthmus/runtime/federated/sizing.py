@@ -23,6 +23,7 @@ from isthmus.federated.job import FederatedJob, accelerator_of, build, executors
 from isthmus.federated.resident import Batch, Resident
 from isthmus.federated.stacked import best_clients_per_vmap
 from isthmus.federated.traced_ops import get_ready
+from isthmus.reading import read_json
 from isthmus.run_files import JOB
 from isthmus.runtime.federated.ray_room import cluster_room
 from isthmus.runtime.processes.forked import asked, asked_at_once
@@ -43,10 +44,13 @@ def clients_each(job: FederatedJob, population: int) -> int:
 def sized(job: FederatedJob, data: ClientData, before: Path | None = None) -> FederatedJob:
     """The job with numbers in place of 0. How many clients are trained together is measured once, as other bits would
     follow from another number: a run that is resumed takes the one that it began with, from its folder `before`.
+    Clients with optimizers or clipped gradients are trained one by one: each has a state and norms of its own.
     UserError for a device that is not here."""
     if job.devices not in ((AUTO,), ("cpu",)):
         asked(lambda: sum(accelerator_of(job, number).asynchronous for number in range(len(job.devices))))
     job = with_executors(job, data)
+    if not job.local.is_plain:
+        return _with(job, clients_per_vmap=1)
     clients_per_vmap = job.execution.clients_per_vmap
     if clients_per_vmap != 1:
         get_ready()
@@ -76,9 +80,9 @@ def _with(job: FederatedJob, **changes: int) -> FederatedJob:
 def _begun(path: Path) -> FederatedJob:
     """The job that the run began with. UserError for a file that is none: a run of another kind, say."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=FederatedJob)
-    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"{path}: holds no federated job: {e}") from None
+        return read_json(path, FederatedJob, f"{path}: holds no federated job")
+    except FileNotFoundError:
+        raise UserError(f"{path}: holds no federated job: not found") from None
 
 
 def _measured_executors(job: FederatedJob, data: ClientData) -> int:

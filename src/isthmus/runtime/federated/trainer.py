@@ -28,13 +28,14 @@ def executor_trainer(
 ) -> ClientTrainer:
     """Of executor `number`, ready to train. UserError for a device that is not here, a model that does not take the
     data."""
+    rounds = job.federated.rounds
     trainer = ClientTrainer(
-        TrainingTask(algorithm=algorithm, local=job.local, seed=job.federated.seed),
+        TrainingTask(algorithm=algorithm, local=job.local.tabled(rounds), seed=job.federated.seed, rounds=rounds),
         module,
         data,
         states,
         pacer=pacer,
-        admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
+        admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds, algorithm.change),
         log=_log,
         accelerator=accelerator_of(job, number),
     )

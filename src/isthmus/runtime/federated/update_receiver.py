@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -54,8 +54,9 @@ class UpdateReceiver(Protocol):
         """Drop it."""
         ...
 
-    def unmask(self, recovered: TakeMasksOff) -> None:
-        """Take the masks off what was taken in. PeerError where the shares do not give back the secrets."""
+    def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
+        """Take the masks off what was taken in; returns holder and owner of each wrong share. PeerError where others
+        do not give back the secrets."""
         ...
 
 
@@ -72,7 +73,7 @@ def check_frame(message: AnyMessage, values: type[SentValues]) -> None:
         raise PeerError(f"sent {type(body).__name__} with {'no values' if got is None else type(got).__name__}")
 
 
-def unmasked(recovered: TakeMasksOff) -> None:
+def unmasked(recovered: TakeMasksOff) -> NoReturn:
     """Of a receiver whose values have no masks."""
     raise InternalError(f"round {recovered.phase.round + 1}: no masks are on the sums")
 
@@ -113,7 +114,8 @@ class SumsReceiver:
         return report
 
     def _keep(self, executor: str, sums: SumsSent, values: SummedValues, sent: Mapping[str, Tensor]) -> None:
-        shared = {} if values.shared_bounds is None else self._from_shared_memory(executor, sums.phase)
+        bounds = values.shared_bounds
+        shared = {} if bounds is None else self._from_shared_memory(executor, sums.phase, bounds)
         tensors, largest = {**shared, **sent}, dict[str, float]()
         if sums.phase == self._server.phase:  # of another phase the machine drops it unseen
             clients = {t.client for t in sums.timed}
@@ -124,11 +126,12 @@ class SumsReceiver:
         self.value_bytes += sum(t.nbytes for t in sent.values()) + shared_bytes
         self.shared_bytes += shared_bytes
 
-    def _from_shared_memory(self, executor: str, phase: PhaseId) -> Mapping[str, Tensor]:
+    def _from_shared_memory(self, executor: str, phase: PhaseId, bounds: Mapping[str, float]) -> Mapping[str, Tensor]:
         accumulator = self._accumulators.get(executor)
         if accumulator is None or not 0 <= phase.number < len(accumulator.totals):
             raise PeerError("announced sums outside its shared memory")
-        return accumulator.totals[phase.number]
+        totals = accumulator.totals[phase.number]
+        return {name: total for name, total in totals.items() if name in bounds}
 
     def merge(self, executor: str) -> None:
         sums = self._sums.pop(executor)
@@ -143,7 +146,7 @@ class SumsReceiver:
             self._accumulators[executor].release()
         self._merged.clear()
 
-    def unmask(self, recovered: TakeMasksOff) -> None:
+    def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
         unmasked(recovered)
 
     def ignore(self, executor: str) -> None:

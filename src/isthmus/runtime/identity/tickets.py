@@ -6,28 +6,34 @@ import base64
 import binascii
 import zlib
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from isthmus.errors import UserError
+from isthmus.reading import parse_msgpack
 from isthmus.runtime.identity.files import read_private
+from isthmus.wire_types import Host, NotNegative, Port
 
 TICKET_LIFE_S = 86400.0
 PREFIX = "isthmus1-"
 SECRET_BYTES = 16
 MOST_CHARACTERS = 3000
 """Below the 4096 that a terminal takes as one line."""
+MOST_ADDRESSES = 64
+"""Of a coordinator's machine."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Where the coordinator is, how to know it, and the secret that it knows us by. Good for one device."""
 
-    addresses: tuple[tuple[str, int], ...]
+    addresses: Annotated[tuple[tuple[Host, Port], ...], Meta(max_length=MOST_ADDRESSES)]
     """Host and port, to be tried in this order."""
-    fingerprint: bytes
+    fingerprint: Annotated[bytes, Meta(min_length=32, max_length=32)]
     """SHA-256 of the authority's certificate."""
-    secret: bytes
-    expires_s: float
+    secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+    expires_s: NotNegative
     """Seconds since 1970. The coordinator's clock decides; this is for explaining."""
 
 
@@ -51,10 +57,10 @@ def decode_ticket(text: str) -> Ticket:
     if zlib.crc32(data).to_bytes(4, "big") != crc:
         raise UserError("ticket: it is cut or changed (its checksum is wrong); paste the whole ticket")
     try:
-        ticket = msgspec.msgpack.decode(data, type=Ticket)
-    except msgspec.MsgspecError:
+        ticket = parse_msgpack(data, Ticket, "ticket")
+    except UserError:
         raise UserError("ticket: it was made by another version of isthmus") from None
-    if not ticket.addresses or len(ticket.fingerprint) != 32 or len(ticket.secret) != SECRET_BYTES:
+    if not ticket.addresses:
         raise UserError("ticket: it was made by another version of isthmus")
     return ticket
 

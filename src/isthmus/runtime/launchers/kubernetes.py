@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from isthmus.errors import PeerError, UserError
-from isthmus.extensions import import_extra
+from isthmus.extensions import import_extra, to_install
 from isthmus.runtime.launchers.kubernetes_cluster import KubernetesCluster
 from isthmus.runtime.launchers.kubernetes_manifests import HELD_TICKET, KubernetesOptions, jobset, secret
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
@@ -58,7 +58,7 @@ class KubernetesLauncher:
         version = str(import_extra("kubernetes", OWNER).__version__)
         if int(version.partition(".")[0]) < LEAST_CLIENT:
             needs = f"needs kubernetes {LEAST_CLIENT}, got {version}"
-            raise UserError(f'{OWNER} {needs}: pip install -U "isthmus[kubernetes]"')
+            raise UserError(f"{OWNER} {needs}: {to_install('kubernetes')}")
         self._check_image()
         try:
             self._cluster.check()

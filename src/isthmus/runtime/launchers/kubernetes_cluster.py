@@ -18,6 +18,7 @@ REQUEST_S = 30.0
 INSTALL_JOBSET = (
     "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
 )
+LOG_IN = "the cluster does not know this context's credentials: log in again (`kubectl auth whoami` tries them)"
 IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
 """Kubernetes sets it in each pod."""
 _PLACE = (GROUP, VERSION)
@@ -152,8 +153,8 @@ class KubernetesCluster:
         try:
             self._ask("jobsets", self._custom.list_namespaced_custom_object, *_PLACE, self._namespace, PLURAL)
         except Refused as e:
-            remedy = f"install JobSet: {INSTALL_JOBSET}" if e.status == 404 else "ask for a role with jobsets, pods"
-            raise UserError(f"{e}: {remedy}") from None
+            remedies = {401: LOG_IN, 404: f"install JobSet: {INSTALL_JOBSET}"}
+            raise UserError(f"{e}: {remedies.get(e.status, 'ask for a role with jobsets, pods')}") from None
         except PeerError as e:
             raise UserError(f"{e}: start the cluster, or choose another context") from None
 

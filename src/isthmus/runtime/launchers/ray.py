@@ -135,9 +135,9 @@ class _ActorHere:
                     log(name, item)
                 else:
                     self.state = item
-        except ray.exceptions.RayError as e:
-            log(name, " ".join(str(e).split()))
+        except Exception as e:  # of any kind: nobody else hears of the agent
             self.state = AgentState.LOST
+            log(name, " ".join(str(e).split()))
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self._actor)
 

@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 from isthmus.errors import UserError
-from isthmus.extensions import import_extra
+from isthmus.extensions import import_extra, to_install
 from isthmus.sanitize import sanitize
+from isthmus.units import whole_number
 
 OLDEST = (2, 60)
 DIAL_S = 5.0
@@ -56,7 +57,7 @@ def check_cluster(given: str, user: RayUser = LAUNCHER) -> str | None:
     if tuple(int(part) for part in str(ray.__version__).split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UserError(
-            f'{user.name}: Ray {ray.__version__} is too old, expected {oldest} or newer: pip install "isthmus[ray]"'
+            f"{user.name}: Ray {ray.__version__} is too old, expected {oldest} or newer: {to_install('ray')}"
         )
     if not ray.is_initialized():
         address = _address(given, user)
@@ -65,6 +66,12 @@ def check_cluster(given: str, user: RayUser = LAUNCHER) -> str | None:
     if given not in ("", here := ray.get_runtime_context().gcs_address):
         raise UserError(f"{user.name}: address: got {given!r}, but this process is connected to {here}")
     return None
+
+
+TOKEN = (
+    "; if the cluster wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH: Ray tells a "
+    "wrong one from a cluster that does not answer only then"
+)
 
 
 def _address(given: str, user: RayUser) -> str:
@@ -77,13 +84,14 @@ def _address(given: str, user: RayUser) -> str:
         except OSError:
             raise UserError(f"{user.name}: no Ray cluster was started on this machine: {user.start}") from None
     host, _, port = text.rpartition(":")
-    if not host or "/" in text or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or "/" in text or not 0 < (whole_number(port) or 0) < 65536:
         raise UserError(f"{user.name}: {'address' if given else 'RAY_ADDRESS'}: got {text!r}, expected HOST:PORT")
     return text
 
 
 def _dial(ray: ModuleType, address: str, user: RayUser) -> None:
-    """UserError where nothing answers."""
+    """UserError where nothing answers, or a cluster that wants a token which this process has not: Ray itself would
+    try for half a minute, and then not say why."""
     host, _, port = address.rpartition(":")
     if host in _HERE:
         host = str(ray.util.get_node_ip_address())  # as Ray does
@@ -91,6 +99,15 @@ def _dial(ray: ModuleType, address: str, user: RayUser) -> None:
         socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
     except OSError as e:
         raise UserError(f"{user.name}: no Ray cluster at {address}: {e.strerror or e}: {user.start}") from None
+    try:
+        ray._raylet.GcsClient(address=f"{host}:{port}")
+    except ray.exceptions.AuthenticationError:
+        raise UserError(
+            f"{user.name}: the cluster at {address} wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to "
+            "what `ray get-auth-token` prints on its head"
+        ) from None
+    except ray.exceptions.RayError:
+        pass  # `ray.init` says what it is
 
 
 def _connect(ray: ModuleType, address: str, user: RayUser) -> None:
@@ -100,9 +117,9 @@ def _connect(ray: ModuleType, address: str, user: RayUser) -> None:
     try:
         ray.init(address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
-        raise UserError(
-            f"{user.name}: the cluster at {address} cannot be used: {sanitize(' '.join(str(e).split()))}"
-        ) from None
+        token = "" if os.environ.get("RAY_AUTH_MODE") == "token" else TOKEN
+        reason = sanitize(" ".join(str(e).split()))
+        raise UserError(f"{user.name}: the cluster at {address} cannot be used: {reason}{token}") from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # with Ray's, SIGTERM would end this process wherever it is

@@ -1,11 +1,11 @@
-"""SkyPilot: one cluster of as many cloud machines as there are agents, through its command `sky`.
+"""SkyPilot: a cluster of one cloud machine for each agent, through its command `sky`.
 
-The agents are one job of SkyPilot, which ends all of them where one fails: a lost agent is not started again alone.
+SkyPilot ends all nodes of a task where one is lost. So each agent is a task of its own: where its machine is lost the
+others go on, and it is started again on a new one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import signal
@@ -19,26 +19,29 @@ import msgspec
 
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import PeerError, UserError
+from isthmus.reading import parse_json
 from isthmus.runtime.launchers.agent_script import agent_script
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.launchers.yaml_text import yaml_text
+from isthmus.sanitize import sanitize
 
 OWNER = "isthmus up --on skypilot"
 LEAST_SKYPILOT = (0, 10)
 """The first with secrets."""
-SECRET = "ISTHMUS_TICKET_"
+SECRET = "ISTHMUS_TICKET"
 NUMBER = "SKYPILOT_NODE_RANK"
 ASK_S = 60.0
 END_S = 60.0
 DOWN_S = 900.0
 """Clouds take minutes to give machines back."""
+_AUTHENTICATION = re.compile(r"authenticat|unauthori[sz]ed|log ?in\b|logged in|\b401\b", re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_JOB_LINE = re.compile(r"\([^(),]+, (?:rank=(\d+), )?pid=\d+(?:, ip=[^()]*)?\) ?(.*)")
+_JOB_LINE = re.compile(r"\([^(),]+, (?:rank=\d+, )?pid=\d+(?:, ip=[^()]*)?\) ?(.*)")
 _BEGIN = f"""\
 umask 077
 mkdir -p ~/.isthmus-up
-printenv "{SECRET}${NUMBER}" > ~/.isthmus-up/ticket
-unset $(env | sed -n 's/^\\({SECRET}[0-9]*\\)=.*/\\1/p')
+printenv {SECRET} > ~/.isthmus-up/ticket
+unset {SECRET}
 """
 
 
@@ -58,22 +61,27 @@ class SkyPilotOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     use_spot: bool = False
     workdir: str = ""
     """A folder that is copied to each machine; `setup` and agents start in it."""
-    setup: str = "pip install 'isthmus[train]'"
+    setup: str = "pip install '.[train]'"
+    """Typed on each machine first; as it is, `workdir` is a checkout of Isthmus."""
     python: str = "python3"
 
 
 class SkyPilotLauncher:
     """A `Launcher`."""
 
-    restarts = False
+    restarts = True
     head = "192.0.2.1"
     """An address for documentation, to which the route is the default one: there is no cluster before `start`."""
 
     def __init__(self, options: SkyPilotOptions) -> None:
         self._options = options
         self._name = f"isthmus-{token_hex(4)}"
+        """Clusters have it, and a number: a machine that was lost gets another one."""
         self._folder = Path()
-        self._launch: _Launch | None = None
+        self._log: Callable[[str, str], None] = lambda name, line: None
+        self._launches: dict[str, _Launch] = {}
+        """By agent, the newest one."""
+        self._started = 0
 
     def check(self) -> None:
         if shutil.which("sky") is None:
@@ -82,47 +90,62 @@ class SkyPilotLauncher:
         if found is not None and (int(found[1]), int(found[2])) < LEAST_SKYPILOT:
             least = ".".join(map(str, LEAST_SKYPILOT))
             raise UserError(f"{OWNER} needs SkyPilot {least}, got {found[0]}: pip install -U skypilot")
+        asked = _sky("api", "info", "--output", "json")
         try:
-            msgspec.json.decode(_sky("api", "info", "--output", "json").stdout)
-        except msgspec.DecodeError:
+            parse_json(asked.stdout, object, "sky")
+        except UserError:
+            if _AUTHENTICATION.search(asked.stderr + asked.stdout):
+                reason = sanitize(_reason(asked))
+                raise UserError(
+                    f"{OWNER}: SkyPilot's API server wants you to log in ({reason}): sky api login"
+                ) from None
             raise UserError(f"{OWNER}: SkyPilot's API server does not answer: sky api start") from None
 
     def nodes(self) -> int | None:
         return None
 
     def render(self, agents: Sequence[AgentSpec], folder: Path) -> str:
-        """As of `Renders`; `folder` is for other engines."""
-        return yaml_text(task(agents, self._options))
+        """As of `Renders`: a task for each agent. `folder` is for other engines."""
+        return yaml_text(*(task(agent, self._options) for agent in agents))
 
     def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:
-        self._folder = folder / "skypilot"
+        self._folder, self._log = folder / "skypilot", log
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        file, tickets = self._folder / "task.yaml", self._folder / "tickets.env"
-        atomic_write(file, self.render(agents, folder).encode())
-        lines = [f"{SECRET}{number}={agent.ticket}\n" for number, agent in enumerate(agents)]
-        atomic_write(tickets, "".join(lines).encode(), private=True)
-        command = ["sky", "launch", "--yes", "--cluster", self._name, "--secret-file", str(tickets), str(file)]
-        self._launch = _Launch(command, [agent.name for agent in agents], tickets, log)
+        for agent in agents:
+            self.restart(agent)
 
     def states(self) -> Mapping[str, AgentState]:
-        return {} if self._launch is None else self._launch.states()
+        return {name: launch.state for name, launch in self._launches.items()}
 
     def restart(self, agent: AgentSpec) -> None:
-        raise PeerError(f"skypilot: {agent.name} cannot be started again alone: SkyPilot ends all agents with one")
+        """On a new machine. What is left of the one before is given back meanwhile."""
+        if (before := self._launches.get(agent.name)) is not None:
+            before.end()
+            _sky("down", "--yes", "--async", before.cluster)
+        cluster = f"{self._name}-{self._started}"
+        self._started += 1
+        file, ticket = self._folder / f"{cluster}.yaml", self._folder / f"{cluster}.env"
+        atomic_write(file, self.render([agent], self._folder).encode())
+        atomic_write(ticket, f"{SECRET}={agent.ticket}\n".encode(), private=True)
+        self._launches[agent.name] = _Launch(cluster, file, ticket, lambda line: self._log(agent.name, line))
 
     def stop(self) -> None:
-        if self._launch is None:
+        if not self._launches:
             return
-        self._launch.end()
-        done = _sky("down", "--yes", self._name, within_s=DOWN_S)
+        for launch in self._launches.values():
+            launch.interrupt()
+        for launch in self._launches.values():
+            launch.end()
+        every = f"{self._name}-*"
+        done = _sky("down", "--yes", every, within_s=DOWN_S)
         if done.returncode:
-            raise PeerError(f"skypilot: the machines may still run ({_reason(done)}): sky down {self._name}")
+            raise PeerError(f"skypilot: the machines may still run ({_reason(done)}): sky down '{every}'")
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._launch = None
+        self._launches.clear()
 
 
-def task(agents: Sequence[AgentSpec], options: SkyPilotOptions) -> dict[str, object]:
-    """SkyPilot's document of the agents, without tickets: `--secret-file` has the values."""
+def task(agent: AgentSpec, options: SkyPilotOptions) -> dict[str, object]:
+    """SkyPilot's document of an agent, without its ticket: `--secret-file` has that."""
     asked = {
         "infra": options.infra,
         "accelerators": options.accelerators,
@@ -132,67 +155,69 @@ def task(agents: Sequence[AgentSpec], options: SkyPilotOptions) -> dict[str, obj
         "image_id": options.image_id,
         "use_spot": options.use_spot,
     }
-    # Machines end by themselves once no agent runs. Agents of an `up` that was killed run on: they count as work.
+    # A machine ends by itself once no agent runs. The agent of an `up` that was killed runs on: it counts as work.
     resources = {name: value for name, value in asked.items() if value} | {
         "autostop": {"idle_minutes": 10, "down": True}
     }
-    script = agent_script(agents, NUMBER, "~/.isthmus-up/ticket", "~/.isthmus-up", options.python)
     return {
         "name": "isthmus",
-        "num_nodes": len(agents),
+        "num_nodes": 1,
         "resources": resources,
         **({"workdir": options.workdir} if options.workdir else {}),
-        "secrets": {f"{SECRET}{number}": None for number in range(len(agents))},
+        "secrets": {SECRET: None},
         "setup": f"{options.setup}\n",
-        "run": _BEGIN + script,
+        "run": _BEGIN + agent_script([agent], NUMBER, "~/.isthmus-up/ticket", "~/.isthmus-up", options.python),
     }
 
 
 class _Launch:
-    """`sky launch`, which stays as long as the job and prints what its nodes print."""
+    """`sky launch` of one agent, which stays as long as the job and prints what that prints."""
 
-    def __init__(
-        self, command: Sequence[str], names: Sequence[str], tickets: Path, log: Callable[[str, str], None]
-    ) -> None:
-        self._names, self._tickets, self._log = names, tickets, log
-        self._heard: set[str] = set()
+    def __init__(self, cluster: str, file: Path, ticket: Path, log: Callable[[str], None]) -> None:
+        self.cluster, self._ticket, self._log = cluster, ticket, log
+        self._heard = False
+        """Whether the agent has printed something."""
+        command = ["sky", "launch", "--yes", "--cluster", cluster, "--secret-file", str(ticket), str(file)]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
             )
         except OSError as e:
+            ticket.unlink(missing_ok=True)
             raise PeerError(f"skypilot: cannot start sky: {e.strerror or e}") from None
         self._reading = threading.Thread(target=self._read, name="sky launch", daemon=True)
         self._reading.start()
 
-    def states(self) -> dict[str, AgentState]:
+    @property
+    def state(self) -> AgentState:
         code = self._process.poll()
         if code is not None:
-            return dict.fromkeys(self._names, AgentState.LOST if code else AgentState.ENDED)
-        return {name: AgentState.RUNNING if name in self._heard else AgentState.STARTING for name in self._names}
+            return AgentState.LOST if code else AgentState.ENDED
+        return AgentState.RUNNING if self._heard else AgentState.STARTING
+
+    def interrupt(self) -> None:
+        """As Ctrl-C does it; the cluster stays."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """As Ctrl-C does it; the cluster stays."""
-        for number in (signal.SIGINT, signal.SIGKILL):
-            if self._process.poll() is None:
-                self._process.send_signal(number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(END_S)
+        """Once it has ended by itself or was interrupted."""
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
         self._reading.join(END_S)
-        self._tickets.unlink(missing_ok=True)
+        self._ticket.unlink(missing_ok=True)
 
     def _read(self) -> None:
         assert self._process.stdout is not None, "asked for"
         for line in self._process.stdout:
             text = _COLOUR.sub("", line.decode(errors="replace")).rstrip()
             found = _JOB_LINE.fullmatch(text)
-            if found is None:
-                self._log("skypilot", text)
-                continue
-            name = self._names[int(found[1] or 0)]
-            self._heard.add(name)
-            self._tickets.unlink(missing_ok=True)  # the job has them
-            self._log(name, found[2])
+            if found is not None:
+                self._heard = True
+                self._ticket.unlink(missing_ok=True)  # the job has it
+            self._log(text if found is None else found[1])
 
 
 def _sky(*words: str, within_s: float = ASK_S) -> subprocess.CompletedProcess[str]:
@@ -202,6 +227,8 @@ def _sky(*words: str, within_s: float = ASK_S) -> subprocess.CompletedProcess[st
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(words, 1, "", f"no answer within {within_s:g} s")
+    except OSError as e:
+        return subprocess.CompletedProcess(words, 1, "", f"cannot start sky: {e.strerror or e}")
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:

@@ -9,6 +9,7 @@ submitit submits a command here, not a function: it would pickle that.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -25,7 +26,7 @@ import msgspec
 
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import PeerError, UserError, unknown_name
-from isthmus.extensions import import_extra
+from isthmus.extensions import import_extra, to_install
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.launchers.log_files import LogFiles
 from isthmus.runtime.launchers.slurm_task import AgentFolder, AgentStatus, Placed, SharedFolder
@@ -40,6 +41,9 @@ END_S = 120.0
 """How long a cancelled job may take to end."""
 COMMAND_S = 60.0
 MODULE = "isthmus.runtime.launchers.slurm_task"
+
+_AUTHENTICATION = re.compile("munge|authenticat|credential", re.IGNORECASE)
+"""In what Slurm's programs print where its authentication fails; a controller that is down has none of it."""
 
 JobState = Literal["waiting", "running", "over"]
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
@@ -110,7 +114,7 @@ class SlurmLauncher:
         version = str(_submitit().__version__)
         if tuple(int(part) for part in version.split(".")[:2]) < LEAST_SUBMITIT:
             least = ".".join(map(str, LEAST_SUBMITIT))
-            raise UserError(f'{OWNER} needs submitit {least}, got {version}: pip install -U "isthmus[slurm]"')
+            raise UserError(f"{OWNER} needs submitit {least}, got {version}: {to_install('submitit')}")
         _minutes(self._options)
         if self._options.cluster == "local":
             return
@@ -119,7 +123,12 @@ class SlurmLauncher:
                 raise UserError(f"{OWNER} needs Slurm, got no {program} here: start it on a login node of the cluster")
         done = _command("sinfo", "--noheader", "--format=%R")
         if done.returncode:
-            raise UserError(f"{OWNER}: Slurm's controller does not answer ({_last_line(done.stderr)}): start slurmctld")
+            reason = _last_line(done.stderr)
+            if _AUTHENTICATION.search(done.stderr):
+                raise UserError(
+                    f"{OWNER}: Slurm does not know who asks ({reason}): start munged, with the cluster's key"
+                )
+            raise UserError(f"{OWNER}: Slurm's controller does not answer ({reason}): start slurmctld")
         if self._options.partition and self._options.partition not in done.stdout.split():
             raise unknown_name("partition", self._options.partition, set(done.stdout.split()))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from isthmus.data import DataSpec
@@ -14,49 +16,67 @@ from isthmus.protocol.events import Work
 from isthmus.protocol.work import Share
 from isthmus.training.engine import EngineConfig
 from isthmus.training.local_privacy import Released
+from isthmus.wire_types import (
+    Amount,
+    Count,
+    Host,
+    Id,
+    Int64,
+    Many,
+    Name,
+    NotNegative,
+    Place,
+    Port,
+    Seconds,
+    Shape,
+    Streams,
+    Table,
+    Text,
+    Threads,
+)
 
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     """Another stage's device, of this replica or of another one: where it listens, and the link to it."""
 
-    stage: int
-    device: str
-    host: str
-    port: int
-    id: str = ""
+    stage: Place
+    device: Name
+    host: Host
+    port: Port
+    id: Id = ""
     """Of its key: who must answer there. Empty where links are plain TCP."""
-    streams: int = 1
+    streams: Streams = 1
     """Streams of the connection to it, where that is TLS."""
     shape: Link | None = None
     """Emulated link for what we send to it; None sends as fast as the socket takes it."""
-    later: tuple[tuple[int, Link], ...] = ()
+    later: Many[tuple[Count, Link]] = ()
     """How the emulated link is from a step on."""
     sent: Packing | None = None
     """How values, or gradients, of training that are sent to it are packed."""
     received: Packing | None = None
     """How those are that come from it."""
-    window_bytes: int = 1 << 28
+    window_bytes: Amount = 1 << 28
     """How many bytes may be on the way before the receiver has taken any: granted ahead, for all micro-batches."""
 
 
 class SnapshotReplication(msgspec.Struct, frozen=True, kw_only=True):
     """Where copies of this stage's snapshots go."""
 
-    stage: int
-    every: int
+    stage: Place
+    every: Count
     """Steps from one to the next."""
-    stretch_bytes: int = 1 << 18
+    stretch_bytes: Amount = 1 << 18
     """Sent at once: what else the link has to send waits for no more."""
 
 
 class ComputeEmulation(msgspec.Struct, frozen=True, kw_only=True):
     """Stretch compute to an emulated device: a tasklet lasts max(real time, FLOPs / flops_per_s)."""
 
-    flops_per_s: tuple[tuple[int, float], ...]
+    flops_per_s: Many[tuple[Count, NotNegative]]
     """From each of these steps on; the first is 0."""
-    flops_forward: int
-    flops_backward: int
-    flops_weights: int = 0
+    flops_forward: Int64
+    flops_backward: Int64
+    flops_weights: Int64 = 0
     """Of those of the backward: the weight gradients', where they are computed apart."""
 
     def least_s(self, work: Work, step: int) -> float:
@@ -69,34 +89,38 @@ class ComputeEmulation(msgspec.Struct, frozen=True, kw_only=True):
 class GroupShare(msgspec.Struct, frozen=True, kw_only=True):
     """What this stage adds to the sum of one group."""
 
-    group: int
-    parameters: tuple[str, ...]
+    group: Place
+    parameters: Many[Text]
     """Op names."""
-    elements: int
+    elements: Amount
     """Of the group's buffer."""
 
 
 class Fingerprinting(msgspec.Struct, frozen=True, kw_only=True):
     """Hash what the stage sends, receives and computes."""
 
-    key: bytes
+    key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     """Of 32 bytes."""
     leaves: bool = False
     """Report each tensor's digest, not one for all of a kind."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    run: str
-    epoch: int = 0
-    start_step: int = 0
+    run: Id
+    epoch: Count = 0
+    start_step: Count = 0
     """Steps that the state which is placed has behind it."""
-    device: str
+    first_item: Count = 0
+    """The epoch's first."""
+    lease_ahead: Count = 3
+    """Items that may be open, but for one more at the run's end."""
+    device: Name
     view: StageView
     train: StageGraph
     evaluation: StageGraph
-    placeholders: dict[str, str]
+    placeholders: Table[Text, Text]
     """Batch column -> op name."""
-    column_dtypes: dict[str, str]
+    column_dtypes: Table[Text, Id]
     """Type that the graph was captured with, which for bf16 differs from the data's."""
     engine: EngineConfig
     recompute: bool = False
@@ -108,34 +132,38 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     discloses: bool = True
     """Whether gradients of its parameters may be sent to devices that join later."""
     data: DataSpec
-    digests: dict[str, str] = {}
+    digests: Table[Name, Name] = {}
     """What this device told of its samples before the run, by split: under its own key, so that it alone can tell
     whether they are still the same. Empty where it told nothing."""
-    train_samples: int
+    train_samples: Count
     """With the seed, whether they are shuffled, and their layout, this is the order in which they are used."""
     layout: Layout | None = None
     """Of samples that lie in blocks."""
     shuffle: bool = True
     evaluates: bool = True
     """Whether held-out data are needed at all."""
-    neighbours: tuple[Neighbour, ...] = ()
+    eval_micro_batches: Count = 0
+    """Whole ones of an evaluation: which samples it is of follows from their number and the rest."""
+    eval_rest: Count = 0
+    """Samples of an evaluation beyond whole micro-batches."""
+    neighbours: Many[Neighbour] = ()
     emulation: ComputeEmulation | None = None
-    norm_positions: dict[int, tuple[int, ...]] = {}
+    norm_positions: Table[Place, Many[Count]] = {}
     """For each stage of the replica, where its trainable parameters stand in the module's own order."""
     share: Share
     """The replica's part of every item."""
-    groups: tuple[GroupShare, ...] = ()
+    groups: Many[GroupShare] = ()
     outer: OuterOptimizer | None = None
     """The step that groups make with summed deltas."""
-    saves: tuple[str, ...] | None = None
+    saves: Many[Text] | None = None
     """Of a checkpoint, what this stage gives: these names; None for its whole state."""
     snapshot_copy: SnapshotReplication | None = None
-    snapshot_sources: dict[int, dict[str, tuple[int, ...]]] = {}
+    snapshot_sources: Table[Place, Table[Text, Shape]] = {}
     """Stages whose snapshots this device keeps copies of, with the shapes of their parts."""
-    memory_bytes: int = 0
+    memory_bytes: Amount = 0
     """What the plan says that the stage takes; 0 where it does not say."""
-    threads: int = 1
-    timeout_s: float = 60.0
+    threads: Threads = 1
+    timeout_s: Seconds = 60.0
     trace: bool = True
     fingerprints: Fingerprinting | None = None
 

@@ -11,18 +11,19 @@ from isthmus.protocol.decoupled_events import ReplicaOrder, ReplicaReport
 from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
+from isthmus.wire_types import Count, Many, Place, Positive, Seed, Shape, Table, Text
 
 
 class ReplicaShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which samples a replica trains on, step after step."""
 
-    number: Annotated[int, msgspec.Meta(ge=0)]
+    number: Place
     """Of the replica."""
-    own: Annotated[int, msgspec.Meta(ge=1)]
+    own: Positive
     """Samples of one of its steps."""
-    batch: Annotated[int, msgspec.Meta(ge=1)]
+    batch: Positive
     """Of a step of each replica."""
-    seed: int
+    seed: Seed
     """Of the order of all samples."""
     shuffle: bool
 
@@ -34,10 +35,10 @@ class TrainReplica(Message, frozen=True, kw_only=True):
     assignment: Assignment
     """The whole model as one stage; its data are those of all replicas."""
     share: ReplicaShare
-    fragments: tuple[dict[str, tuple[int, ...]], ...]
+    fragments: Many[Table[Text, Shape]]
     """Shapes of the parameters of each fragment, in order."""
     rules: Decoupled
-    steps: Annotated[int, msgspec.Meta(ge=0)]
+    steps: Count
     """That this replica has made, by an earlier process."""
 
 

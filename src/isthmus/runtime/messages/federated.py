@@ -11,20 +11,24 @@ from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.runtime.messages.message import Message
 from isthmus.training.layout import TensorHeader
+from isthmus.wire_types import Many, Name, NotNegative, Table, Text
 
 
 class SummedValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The tensors are the sums, 8 bytes a number, and what is collected, per client. None where no client is in."""
 
     weights: AggregationWeights
-    shared_bounds: dict[str, float] | None = None
+    shared_bounds: Table[Text, NotNegative] | None = None
     """These sums lie in the memory that this executor shares with the coordinator: no number is further from 0."""
 
 
 class SiteValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The tensors are what the site's client returned, with its weight."""
 
-    weight: float | None = None
+    weight: NotNegative | None = None
+    figures: Table[Name, float] = {}
+    """Of the model that the round began with, on the site's own data: the loss and metrics that its owner's file
+    names."""
 
 
 class MaskedValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -47,7 +51,7 @@ class ToExecutor(Message, frozen=True, kw_only=True):
     """With `PhaseOpened` comes the broadcast."""
 
     body: ExecutorOrder | SecureOrder | Halt
-    in_shared_memory: tuple[TensorHeader, ...] = ()
+    in_shared_memory: Many[TensorHeader] = ()
     """Those of the broadcast that lie in the memory that this executor shares with the coordinator."""
 
 

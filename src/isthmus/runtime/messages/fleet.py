@@ -13,9 +13,21 @@ from isthmus.data.description import DataDescription
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.versions import Versions
 from isthmus.training.engine_operators import EngineOperators
+from isthmus.wire_types import Id, Name, Seconds, Text, Threads
 
 MOST_HARDWARE = 100
 """Characters of what a device's hardware is called."""
+MOST_REQUEST_BYTES = 4096
+"""Of a signing request; one by us has about 250."""
+MOST_CERTIFICATE_BYTES = 4096
+"""One by us has about 400."""
+Certificate = Annotated[bytes, Meta(max_length=MOST_CERTIFICATE_BYTES)]
+MOST_SECRET_BYTES = 64
+"""A ticket's has 16."""
+MOST_STAGES = 1024
+"""Of a plan, at one device: each has a thread and a connection."""
+MOST_NEW_DEVICES = 16
+"""Devices of a machine that join with one ticket."""
 
 
 class DevicePresent(Message, frozen=True, kw_only=True):
@@ -24,19 +36,19 @@ class DevicePresent(Message, frozen=True, kw_only=True):
     versions: Versions
     computes: EngineOperators | None = None
     """What its engine is, and has. None of a site, which computes its own model."""
-    hardware: str = ""
+    hardware: Text = ""
     """Where it computes, as people call it; only shown."""
-    working: str = ""
+    working: Id = ""
     """The run that a process of the device works for already."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
     """The device is in the fleet, under this name."""
 
-    device: str
-    timeout_s: float
+    device: Name
+    timeout_s: Seconds
     """Of the coordinator: a device that says nothing for so long is lost."""
-    idle: str = ""
+    idle: Text = ""
     """Why a run that waits for others has nothing for it, in words."""
 
 
@@ -44,15 +56,15 @@ class Rejected(Message, frozen=True, kw_only=True):
     """The device cannot be in the fleet; trying again is of no use."""
 
     about: Literal["membership", "version"]
-    reason: str
+    reason: Text
 
 
 class StartRun(Message, frozen=True, kw_only=True):
     """Take part in the run that the message names: a process of the device joins it on a connection of its own."""
 
-    timeout_s: float
-    threads: int
-    stages: int = 1
+    timeout_s: Seconds
+    threads: Threads
+    stages: Annotated[int, Meta(ge=1, le=MOST_STAGES)] = 1
     """How many of a plan's stages it may get at once: the process joins once for each, under a name of its own."""
     replica: bool = False
     """The process trains the whole model, and gives what it changes to the run's merger."""
@@ -65,51 +77,45 @@ class StopRun(Message, frozen=True, kw_only=True):
 class ProcessEnded(Message, frozen=True, kw_only=True):
     """Device to coordinator: its process for the run has ended otherwise than well."""
 
-    how: str
+    how: Text
 
 
 class Renew(Message, frozen=True, kw_only=True):
     """Device to coordinator: a signing request (DER) by the key that the device has."""
 
-    request: bytes
+    request: Annotated[bytes, Meta(max_length=MOST_REQUEST_BYTES)]
 
 
 class Renewed(Message, frozen=True, kw_only=True):
-    certificate: bytes
+    certificate: Certificate
     """DER."""
 
 
 FleetMessage = DevicePresent | Welcome | Rejected | StartRun | StopRun | ProcessEnded | Renew | Renewed
-MOST_REQUEST_BYTES = 4096
-"""Of a signing request; one by us has about 250."""
-
-
-MOST_NEW_DEVICES = 16
-"""Devices of a machine that join with one ticket."""
 
 
 class NewDevice(msgspec.Struct, frozen=True):
-    name: str
-    request: bytes
+    name: Name
+    request: Annotated[bytes, Meta(max_length=MOST_REQUEST_BYTES)]
     """To sign (DER)."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
     """The join frame: all that a machine without a certificate can say."""
 
-    secret: bytes
+    secret: Annotated[bytes, Meta(max_length=MOST_SECRET_BYTES)]
     """Of a ticket; empty for a device that returns."""
     devices: Annotated[tuple[NewDevice, ...], Meta(min_length=1, max_length=MOST_NEW_DEVICES)]
     versions: Versions
-    returning: str = ""
+    returning: Id = ""
     """The id of a device of the fleet whose certificate ended while it was away."""
 
 
 class JoinAnswer(msgspec.Struct, frozen=True):
     """A certificate (DER) for each joining device in turn, or why there are none."""
 
-    certificates: tuple[bytes, ...] = ()
-    refused: str = ""
+    certificates: Annotated[tuple[Certificate, ...], Meta(max_length=MOST_NEW_DEVICES)] = ()
+    refused: Text = ""
 
 
 class DescribeData(Message, frozen=True, kw_only=True):
@@ -124,31 +130,31 @@ class DataDescribed(Message, frozen=True, kw_only=True):
     """Device to coordinator: a description, or why there is none."""
 
     description: DataDescription | None = None
-    failure: str = ""
+    failure: Text = ""
 
 
 class CompareData(Message, frozen=True, kw_only=True):
     """Coordinator to device: another device has described data of the same job. Show it a proof that yours are equal;
     who is shown one says whether it holds, and shows its own."""
 
-    device: str
+    device: Name
     """What the coordinator calls the one that is asked."""
-    other: str
-    own: str
+    other: Name
+    own: Name
     """What the device gave as a digest of its data."""
-    others: str
+    others: Name
     """What the other device gave."""
-    shown: str = ""
+    shown: Name = ""
     """The other's proof; empty for the device that shows first."""
 
 
 class DataCompared(Message, frozen=True, kw_only=True):
     """Device to coordinator: its proof; or that the data are not equal; or why it cannot tell."""
 
-    proof: str = ""
+    proof: Name = ""
     equal: bool = True
     """False only where a proof was shown that does not hold."""
-    failure: str = ""
+    failure: Text = ""
 
 
 DataMessage = DescribeData | DataDescribed | CompareData | DataCompared

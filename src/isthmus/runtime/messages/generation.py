@@ -2,59 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 
 from isthmus.graph import StageGraph
 from isthmus.protocol.generation import Sampling, StageReport
 from isthmus.runtime.messages.assignment import Neighbour
 from isthmus.runtime.messages.message import Message
+from isthmus.wire_types import Count, Many, Name, NotNegative, Place, PlaceOrNone, Positive, Seconds, Text, Threads
 
 COORDINATOR = -1
 """As the source of a step."""
-Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ServeStage(Message, frozen=True, kw_only=True):
     """Coordinator to device: serve this stage. With values of its variables that the device has not got yet."""
 
-    epoch: Natural
-    stage: Natural
+    epoch: Count
+    stage: Place
     """In the chain. The last stage chooses tokens, and gives them to the first."""
-    device: str
+    device: Name
     graph: StageGraph
-    token_input: str
+    token_input: Text
     """Name of the op whose value the tokens are."""
-    neighbours: tuple[Neighbour, ...] = ()
-    flops_per_s: float | None = None
+    vocabulary: Positive
+    """Tokens are below it."""
+    context: Positive
+    """Tokens of a prompt and its answer together, at most."""
+    neighbours: Many[Neighbour] = ()
+    flops_per_s: NotNegative | None = None
     """Of an emulated device: a step lasts at least its FLOPs / flops_per_s."""
-    threads: int = 1
-    timeout_s: float = 60.0
+    threads: Threads = 1
+    timeout_s: Seconds = 60.0
 
 
 class NewPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """What stages have to know of a prompt besides its tokens."""
 
     sampling: Sampling
-    made: Natural = 0
+    made: Count = 0
     """Of the step's tokens, how many were generated before: of a prompt that starts again."""
-    capacity: Natural
+    capacity: Count
     """Tokens that its caches hold."""
 
 
 class GenerateStep(Message, frozen=True, kw_only=True):
     """New tokens of one prompt: to the first stage the tokens, from stage to stage what crosses the cut."""
 
-    epoch: Natural
-    prompt: Natural
-    source: Annotated[int, msgspec.Meta(ge=-1)]
+    epoch: Count
+    prompt: Count
+    source: PlaceOrNone
     """A stage, or the coordinator."""
-    start: Natural
+    start: Count
     """Position of the first token."""
-    count: Annotated[int, msgspec.Meta(ge=1)]
+    count: Positive
     """Tokens."""
-    tokens: tuple[Natural, ...] = ()
+    tokens: Many[Count] = ()
     new: NewPrompt | None = None
     """With the first step of a prompt."""
 
@@ -62,8 +64,8 @@ class GenerateStep(Message, frozen=True, kw_only=True):
 class ForgetPrompts(Message, frozen=True, kw_only=True):
     """Coordinator to device: drop their keys and values."""
 
-    epoch: Natural
-    prompts: tuple[Natural, ...]
+    epoch: Count
+    prompts: Many[Count]
 
 
 class ServingReport(Message, frozen=True, kw_only=True):

@@ -13,47 +13,66 @@ from isthmus.graph.opgraph import TensorSpec
 from isthmus.job.settings import Precision
 from isthmus.runtime.messages.message import Message
 from isthmus.training.engine import EngineConfig
+from isthmus.wire_types import (
+    MOST_SECONDS,
+    Above,
+    Amount,
+    Count,
+    Host,
+    Id,
+    Many,
+    NotNegative,
+    Port,
+    Seconds,
+    Table,
+    Text,
+    Threads,
+)
 
 
 class ExpectDial(Message, frozen=True, kw_only=True):
     """Coordinator to device: the device with this id will dial, for the probe that `run` names."""
 
-    id: str
+    id: Id
 
 
 class ExpectingDial(Message, frozen=True, kw_only=True):
     """Device to coordinator: here, or why not."""
 
-    host: str = ""
-    port: int = 0
-    failure: str = ""
+    host: Host = ""
+    port: Port = 0
+    failure: Text = ""
 
 
 class MeasureLink(Message, frozen=True, kw_only=True):
     """Coordinator to device: dial the device with this id there, and time messages to it."""
 
-    host: str
-    port: int
-    id: str
+    host: Host
+    port: Port
+    id: Id
+
+
+SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+"""Of the messages that are timed."""
 
 
 class LinkTimes(Message, frozen=True, kw_only=True):
     """Device to coordinator: sizes in bytes and seconds of round trips, or what went wrong."""
 
-    times: tuple[tuple[int, float], ...] = ()
+    times: Many[tuple[Amount, Seconds]] = ()
     relayed: bool = False
     """Whether the way was by the coordinator."""
-    failure: str = ""
+    failure: Text = ""
 
 
 class MatrixProduct(msgspec.Struct, frozen=True, tag="product"):
     """`count` products of `batch` matrices [m, k] and [k, n] each."""
 
-    batch: int
-    m: int
-    n: int
-    k: int
-    count: int = 1
+    batch: Amount
+    m: Amount
+    n: Amount
+    k: Amount
+    count: Count = 1
 
     @property
     def flops(self) -> int:
@@ -65,17 +84,17 @@ class AttentionShape(msgspec.Struct, frozen=True, tag="attention"):
     """`count` times the fused attention of queries [batch, heads, queries, size] to keys [batch, key_heads, keys, size]
     with values of `value_size`."""
 
-    batch: int
-    heads: int
-    key_heads: int
-    queries: int
-    keys: int
-    size: int
-    value_size: int
+    batch: Amount
+    heads: Amount
+    key_heads: Amount
+    queries: Amount
+    keys: Amount
+    size: Amount
+    value_size: Amount
     causal: bool = False
     masked: bool = False
     """Whether it gets a mask, which some kernels do not take."""
-    count: int = 1
+    count: Count = 1
 
     @property
     def flops(self) -> int:
@@ -85,28 +104,27 @@ class AttentionShape(msgspec.Struct, frozen=True, tag="attention"):
 
 MOST_OPERATORS = 64
 MOST_LAYERS = 8
-MOST_THREADS = 1024
 
 
 class LayerStage(msgspec.Struct, frozen=True, kw_only=True):
     """The first operators of a job's model, as one stage."""
 
     stage: StageGraph
-    operators: int
+    operators: Count
     """How many that is, without those that every stage computes for itself."""
     flops: Affine
     """Of a micro-batch's forward and backward."""
-    memory_bytes: int
+    memory_bytes: Amount
     """Of weights and gradients, and of what one micro-batch keeps."""
 
 
 class SyntheticColumn(msgspec.Struct, frozen=True, kw_only=True):
     """A column of the batch, of which the device makes up the values."""
 
-    op: str
+    op: Text
     """The placeholder's name in the graph."""
     spec: TensorSpec
-    limit: int | None = None
+    limit: Amount | None = None
     """Whole numbers are below it."""
 
 
@@ -114,9 +132,9 @@ class LayerTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Stages of a job's model that a device tries, each longer than the one before. Data and weights do not travel."""
 
     layers: Annotated[tuple[LayerStage, ...], Meta(min_length=1, max_length=MOST_LAYERS)]
-    operators: int
+    operators: Count
     """Of the whole model."""
-    columns: dict[str, SyntheticColumn]
+    columns: Table[Text, SyntheticColumn]
     engine: EngineConfig
     precision: Precision
     any_batch: bool
@@ -128,7 +146,7 @@ class MeasureSpeed(Message, frozen=True, kw_only=True):
 
     operators: Annotated[tuple[MatrixProduct | AttentionShape, ...], Meta(max_length=MOST_OPERATORS)] = ()
     trial: LayerTrial | None = None
-    threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)] = 1
+    threads: Threads = 1
     """Of torch, on a CPU."""
 
 
@@ -140,9 +158,9 @@ class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
 
     what: Kind
     precision: Precision
-    flops: Annotated[float, Meta(gt=0)]
-    seconds: Annotated[float, Meta(gt=0)]
-    operators: int = 0
+    flops: Above
+    seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
+    operators: Count = 0
     """Of `layers`: how many of the model's."""
 
     @property
@@ -154,18 +172,18 @@ class MeasuredSpeed(Message, frozen=True, kw_only=True):
     """Device to coordinator."""
 
     figures: Annotated[tuple[SpeedSample, ...], Meta(max_length=16)] = ()
-    shorter: str = ""
+    shorter: Text = ""
     """Why not all of the trial's stages were measured, where that is no matter of time."""
-    peak_flops_per_s: float = 0.0
+    peak_flops_per_s: NotNegative = 0.0
     """Of nothing but a matrix product in fp32."""
-    host_bytes_per_s: float = 0.0
+    host_bytes_per_s: NotNegative = 0.0
     """Between accelerator and host, the slower way; 0 on the CPU."""
-    memory_bytes: int = 0
+    memory_bytes: Amount = 0
     """Of an accelerator, what one process can have now."""
-    hardware: str = ""
+    hardware: Text = ""
     engine: EngineName = "torch"
     """What computed all that, and computes its stages."""
-    failure: str = ""
+    failure: Text = ""
 
 
 class LoadMessage(Message, frozen=True, kw_only=True):

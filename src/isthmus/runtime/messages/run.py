@@ -11,6 +11,7 @@ from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import Arrived, DeviceOrder, DeviceReport, PartsArrived, RunOrder, WeightsRead
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
+from isthmus.wire_types import Amount, Count, Host, Id, Many, Name, Place, Port, Seconds, Text
 
 # Between two devices
 
@@ -18,8 +19,8 @@ from isthmus.runtime.messages.message import Message
 class Hello(Message, frozen=True, kw_only=True):
     """First on a new link: which stage dials, in which epoch."""
 
-    stage: int
-    epoch: int = 0
+    stage: Place
+    epoch: Count = 0
 
 
 class ToPeer(Message, frozen=True, kw_only=True):
@@ -29,7 +30,7 @@ class ToPeer(Message, frozen=True, kw_only=True):
 class Credit(Message, frozen=True, kw_only=True):
     """The receiver has taken this many bytes out of its buffers: the sender may send as many more."""
 
-    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    size_bytes: Amount
 
 
 # Device to coordinator
@@ -45,10 +46,10 @@ class ToCoordinator(Message, frozen=True, kw_only=True):
 class JoinRun(Message, frozen=True, kw_only=True):
     """First on a connection for a run: which device this is, and where it listens for others."""
 
-    device: str
-    host: str
-    port: int
-    holdings: tuple[StateHolding, ...] = ()
+    device: Name
+    host: Host
+    port: Port
+    holdings: Many[StateHolding] = ()
     """Of one that was here before: what it still has in memory."""
 
 
@@ -74,7 +75,8 @@ RunMessage = Hello | ToPeer | Credit | JoinRun | ToCoordinator | Heartbeat | Ass
 
 
 MOST_ADDRESSES = 4
-PublicAddresses = Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=MOST_ADDRESSES)]
+OpenPort = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+PublicAddresses = Annotated[tuple[tuple[Host, OpenPort], ...], msgspec.Meta(max_length=MOST_ADDRESSES)]
 """Host and port, at which a device may be reached from beyond its own network."""
 
 
@@ -92,7 +94,7 @@ class RelayConnect(Message, frozen=True, kw_only=True):
     """Device to coordinator, the first message on the connection: connect this device to the one with this id, for
     `run`."""
 
-    id: str
+    id: Id
     addresses: PublicAddresses = ()
     direct: bool = True
 
@@ -102,7 +104,7 @@ class Rendezvous(Message, frozen=True, kw_only=True):
     asked sends `RelayReady`; else it closes this connection."""
 
     addresses: PublicAddresses
-    after_s: float
+    after_s: Seconds
     """To wait before the first attempt: whose message takes longer waits less."""
 
 
@@ -111,16 +113,16 @@ class RelayReady(Message, frozen=True, kw_only=True):
     to the other device. `failure` is the reason if it does not. From the device that asked: relay, there is no direct
     way."""
 
-    failure: str = ""
+    failure: Text = ""
 
 
 class StreamHello(Message, frozen=True, kw_only=True):
     """Device to device, first on each of several connections that are one link."""
 
-    stream_group: str
+    stream_group: Id
     """Which link: a random name."""
-    number: int
-    of: int
+    number: Place
+    of: Place
 
 
 RelayMessage = RelayWait | RelayConnect | Rendezvous | RelayReady | StreamHello

@@ -3,22 +3,19 @@ another device, for recovery after a loss."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-import msgspec
+from typing import Literal
 
 from isthmus.runtime.messages.message import Message
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
-
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+from isthmus.wire_types import Amount, Count, Distinct, Many, Name, Place, Shape, Table, Text
 
 
 class OfTransfer(Message, frozen=True, kw_only=True):
     """Of one following among the run's: what another one still has under way is dropped."""
 
-    epoch: int = 0
-    number: NotNegative
+    epoch: Count = 0
+    number: Count
 
 
 # Coordinator to device
@@ -27,9 +24,9 @@ class OfTransfer(Message, frozen=True, kw_only=True):
 class ReceiveStateMessage(OfTransfer, frozen=True, kw_only=True):
     """Parts of these devices' states will come, and gradients to repeat their steps with."""
 
-    donated: dict[str, dict[str, tuple[int, ...]]]
+    donated: Table[Name, Table[Text, Shape]]
     """By device, the shapes of what it gives."""
-    trained: frozenset[str]
+    trained: Distinct[Text]
     """Of these names, those that optimizers update."""
     config: EngineConfig
 
@@ -40,17 +37,17 @@ class ReceiveStateMessage(OfTransfer, frozen=True, kw_only=True):
 class StateMessage(OfTransfer, frozen=True, kw_only=True):
     """The state after `step` steps begins, or the gradients that led to it; bytes follow in stretches."""
 
-    of: str
+    of: Name
     kind: Literal["state", "gradients"]
-    step: NotNegative
-    headers: tuple[TensorHeader, ...]
+    step: Count
+    headers: Many[TensorHeader]
 
 
 class StatePart(OfTransfer, frozen=True, kw_only=True):
     """The next stretch, as one tensor of bytes."""
 
-    of: str
-    offset: NotNegative
+    of: Name
+    offset: Amount
 
 
 StateTransferMessage = ReceiveStateMessage | StateMessage | StatePart
@@ -62,20 +59,20 @@ StateTransferMessage = ReceiveStateMessage | StateMessage | StatePart
 class SnapshotMessage(Message, frozen=True, kw_only=True):
     """A snapshot of the sender's stage begins; its bytes follow in stretches."""
 
-    source: int
-    epoch: int = 0
-    step: NotNegative
-    headers: tuple[TensorHeader, ...]
+    source: Place
+    epoch: Count = 0
+    step: Count
+    headers: Many[TensorHeader]
     """Of what the buffer holds."""
 
 
 class SnapshotPart(Message, frozen=True, kw_only=True):
     """The next stretch of the buffer, as one tensor of bytes."""
 
-    source: int
-    epoch: int = 0
-    step: NotNegative
-    offset: NotNegative
+    source: Place
+    epoch: Count = 0
+    step: Count
+    offset: Amount
 
 
 RecoveryMessage = SnapshotMessage | SnapshotPart

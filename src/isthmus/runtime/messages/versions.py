@@ -9,17 +9,19 @@ import sys
 import msgspec
 import torch
 
-PROTOCOL = 23
+from isthmus.wire_types import Count, Id, Name
+
+PROTOCOL = 24
 """Of the messages. Raised whenever one of them changes."""
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 class Versions(msgspec.Struct, frozen=True):
-    protocol: int
-    torch: str
+    protocol: Count
+    torch: Name
     """For people: operators are compared one by one, where a graph calls them."""
-    processor: str
-    byteorder: str
+    processor: Name
+    byteorder: Id
 
 
 @functools.cache

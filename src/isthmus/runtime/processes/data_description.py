@@ -78,9 +78,9 @@ def _answered(question: _Question) -> _Answer:
             os.chdir(question.folder)
         if question.memory_bytes is not None:
             limit_memory(question.memory_bytes)
-        with allowed(question.data, question.kinds, foreign=question.foreign):
+        with allowed(question.data, question.kinds, foreign=question.foreign) as data:
             conceal = partial(blinded, key=question.key)
-            return _Answer(description=describe(question.data, heldout=question.heldout, conceal=conceal))
+            return _Answer(description=describe(data, heldout=question.heldout, conceal=conceal))
     except Exception as e:  # of any kind: it is reported in one line at the coordinator
         reason = " ".join(str(e).split())
         text = reason if isinstance(e, IsthmusError) else f"{type(e).__name__}: {reason}"

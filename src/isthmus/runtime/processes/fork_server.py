@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -72,7 +73,8 @@ class ForkServer:
         Linux."""
         import_extra("setproctitle", "a device process")
         if not hasattr(os, "pidfd_open"):
-            raise UserError("device processes: got a system without pidfd_open, expected Linux")
+            system = platform.system()
+            raise UserError(f"device processes: got {system}, which has no pidfd_open, expected Linux 5.3 or newer")
         line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from isthmus.errors import IsthmusError
+from isthmus.errors import InternalError, IsthmusError
 
 
 class GroupMember(Protocol):
@@ -24,10 +24,10 @@ def run_group(members: Mapping[str, GroupMember], log: Callable[[str], None]) ->
     def live(name: str, member: GroupMember) -> None:
         try:
             member.run()
-        except IsthmusError as e:
-            failed[name] = e
+        except Exception as e:  # of any kind: nobody would hear of it
+            failed[name] = e if isinstance(e, IsthmusError) else InternalError(f"{type(e).__name__}: {e}")
             if len(failed) < len(members):
-                log(f"{name}: {e}; the other devices go on")
+                log(f"{name}: {failed[name]}; the other devices go on")
 
     threads = [
         threading.Thread(target=live, args=pair, name=f"device {pair[0]}", daemon=True) for pair in members.items()

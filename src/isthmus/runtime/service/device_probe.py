@@ -21,6 +21,7 @@ from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import MOST_HARDWARE
 from isthmus.runtime.messages.probe import (
+    SIZES_BYTES,
     ExpectDial,
     ExpectingDial,
     LinkTimes,
@@ -37,11 +38,11 @@ from isthmus.runtime.service.probe_results import combined_speed
 from isthmus.runtime.service.speed import TimedWork as Speed
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
-from isthmus.runtime.transport.multi_stream import MOST_STREAMS, StreamAssembler, may_gain
+from isthmus.runtime.transport.multi_stream import StreamAssembler, may_gain
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
 from isthmus.training.layout import header_of, pack
+from isthmus.wire_types import MOST_STREAMS
 
-SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 REPEATS = 5
 WARM_BYTES = 1 << 20
 """Sent first: a connection's first megabyte takes two to three times as long."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from isthmus.errors import IsthmusError, PeerError
+from isthmus.listening import shown_address
 from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.messages.fleet import DevicePresent, Rejected
 from isthmus.runtime.messages.run import Heartbeat
@@ -117,7 +118,11 @@ def _reached(addresses: tuple[tuple[str, int], ...]) -> tuple[str, int, list[Fin
             remedy = "is `isthmus serve` running there, does it listen on that address (--host), is the port open?"
             trouble = _Trouble("port", e, remedy)
             continue
-        return host, port, [Finding("name", True, ", ".join(found)), Finding("port", True, f"{host}:{port} answers")]
+        return (
+            host,
+            port,
+            [Finding("name", True, ", ".join(found)), Finding("port", True, f"{shown_address(host, port)} answers")],
+        )
     assert trouble is not None, "there is an address"
     raise trouble
 

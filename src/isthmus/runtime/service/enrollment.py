@@ -27,6 +27,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from isthmus.errors import PeerError, UserError
+from isthmus.listening import shown_address
 from isthmus.runtime.identity import Authority, Identity, Roster, Ticket
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.keys import id_of
@@ -146,7 +147,7 @@ def _join_at(
     host: str, port: int, ticket: Ticket, identities: Mapping[str, Identity], timeout_s: float
 ) -> tuple[str, int]:
     """Unreached where another address may do better."""
-    where = f"coordinator at {host}:{port}"
+    where = f"coordinator at {shown_address(host, port)}"
     with contextlib.ExitStack() as stack:
         try:
             authority = fetch_authority(_dialled(host, port, timeout_s), ticket, timeout_s)
@@ -171,7 +172,7 @@ def renew_late(identity: Identity, coordinators: Sequence[tuple[str, int]], time
     coordinator refuses, PeerError when none answers."""
     failures: list[str] = []
     for host, port in coordinators:
-        where = f"coordinator at {host}:{port}"
+        where = f"coordinator at {shown_address(host, port)}"
         authority = identity.authority_der()
         try:
             connection = secure_unknown(_dialled(host, port, timeout_s), ssl.DER_cert_to_PEM_cert(authority))

@@ -15,6 +15,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import MOST_HARDWARE
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.probe import (
+    SIZES_BYTES,
     ExpectDial,
     ExpectingDial,
     LinkTimes,
@@ -77,6 +78,10 @@ def measured_device(
 ) -> Device:
     """As it was found. PeerError where it said nothing that plans can go by."""
     trial = asked.trial
+    sizes = {"layers": {layers.operators for layers in trial.layers} if trial is not None else set[int]()}
+    if wrong := [f for f in found.figures if f.operators not in sizes.get(f.what, {0})]:
+        what = f"measured {wrong[0].what} of {wrong[0].operators} operators"
+        raise PeerError(f"device {name!r}: {what}, for which it was not asked")
     if trial is not None and found.shorter:
         longest = next((f.operators for f in found.figures if f.what == "layers"), 0)
         instead = f"the first {longest} are measured" if longest else "no layers are measured"
@@ -113,7 +118,14 @@ def probe_link(service: Asking, source: str, target: str, log: Callable[[str], N
         raise PeerError(f"{source} -> {target}: {found.failure}")
     if found.relayed:
         log(f"{source} -> {target}: they cannot reach each other, the coordinator relays")
-    return measured_link(fit_link(found.times))
+    for size_bytes, seconds in found.times:
+        if size_bytes not in SIZES_BYTES or not seconds > 0:
+            what = f"measured messages of {size_bytes} bytes that took {seconds:g} s"
+            raise PeerError(f"device {source!r}: {what}, which it cannot have")
+    try:
+        return measured_link(fit_link(found.times))
+    except UserError as e:
+        raise PeerError(f"device {source!r}: {e}") from None
 
 
 def measured_link(link: Link) -> Link:

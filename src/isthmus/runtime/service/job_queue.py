@@ -35,6 +35,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     submitted_s REAL NOT NULL, began_s REAL, ended_s REAL, wanted_s REAL NOT NULL, stop INTEGER NOT NULL DEFAULT 0
 );
 """
+_STOP, _STOP_AND_RESUME = 1, 2
+"""What somebody wants of a job that runs: that it ends; that it ends and is queued again."""
 _COLUMNS = "number, name, kind, document, directory, state, folder, detail, submitted_s, began_s, ended_s"
 
 
@@ -47,7 +49,7 @@ class Submitted(msgspec.Struct, frozen=True):
     document: bytes
     """The job, as JSON."""
     directory: str
-    """From where it was handed in: the job's relative paths count from there."""
+    """From where it was handed in: its runs are written there."""
     state: State
     folder: str
     """Of the run; empty before there is one."""
@@ -120,8 +122,9 @@ class JobQueue:
     def end(self, number: int, state: State, detail: str = "") -> None:
         with self._database.changing() as database:
             database.execute(
-                "UPDATE jobs SET state = ?, detail = ?, ended_s = ? WHERE number = ?",
-                (state, detail[:2000], time.time(), number),
+                "UPDATE jobs SET state = CASE WHEN ?1 = 'stopped' AND stop = ?2 THEN 'queued' ELSE ?1 END, "
+                "detail = ?3, ended_s = ?4 WHERE number = ?5",
+                (state, _STOP_AND_RESUME, detail[:2000], time.time(), number),
             )
 
     @contextlib.contextmanager
@@ -131,7 +134,7 @@ class JobQueue:
         UserError while another process serves."""
         with claimed(self._claim, f"state folder {self._claim.parent}: another coordinator runs its jobs"):
             with self._database.changing() as database:
-                database.execute("UPDATE jobs SET state = 'stopped' WHERE state = 'running' AND stop")
+                database.execute("UPDATE jobs SET state = 'stopped' WHERE state = 'running' AND stop = ?", (_STOP,))
                 database.execute("UPDATE jobs SET state = 'queued', wanted_s = 0 WHERE state = 'running'")
             yield
 
@@ -145,9 +148,16 @@ class JobQueue:
                     "UPDATE jobs SET state = 'stopped', ended_s = ? WHERE number = ?", (time.time(), number)
                 )
             elif state == "running":
-                database.execute("UPDATE jobs SET stop = 1 WHERE number = ?", (number,))
+                database.execute("UPDATE jobs SET stop = ? WHERE number = ?", (_STOP, number))
             else:
                 raise UserError(f"job {number}: is {state}, expected a waiting or running job")
+
+    def stopping(self) -> Submitted | None:
+        """The newest job that runs and that somebody wants to stop."""
+        with self._database.reading() as database:
+            found = f"SELECT {_COLUMNS} FROM jobs WHERE state = 'running' AND stop = ? ORDER BY number DESC LIMIT 1"
+            row = database.execute(found, (_STOP,)).fetchone()
+        return None if row is None else Submitted(*row)
 
     def is_unwanted(self, number: int) -> bool:
         """Whether somebody wants the job to stop that is running."""
@@ -155,8 +165,15 @@ class JobQueue:
             return database.execute("SELECT 1 FROM jobs WHERE number = ? AND stop", (number,)).fetchone() is not None
 
     def resume(self, number: int) -> None:
-        """Have it wait once more; it goes on from where it was. UserError for one that waits, runs, or is done."""
+        """Have it wait once more; it goes on from where it was. One that is stopping ends first. UserError for one that
+        waits, runs, or is done."""
         with self._database.changing() as database:
+            stopping = database.execute(
+                "UPDATE jobs SET stop = ?, wanted_s = ? WHERE number = ? AND state = 'running' AND stop = ?",
+                (_STOP_AND_RESUME, time.time(), number, _STOP),
+            )
+            if stopping.rowcount:
+                return
             state = _state(database.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone())
             if state not in ("stopped", "failed"):
                 raise UserError(f"job {number}: is {state}, expected a stopped or failed job")

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.extensions import EXTRAS, import_extra
+from isthmus.extensions import EXTRAS, import_extra, to_install
 from isthmus.units import format_size
 
 LEAST_PYTHON = (3, 11)
@@ -47,8 +47,8 @@ def _python() -> Finding:
 
 
 def _system() -> Finding:
-    remedy = "`plan` and `simulate` work here; for all else take Linux or macOS (on Windows, WSL)"
-    return Finding("system", _is_there("fcntl"), f"{platform.system()} {platform.release()}", remedy)
+    remedy = "`plan` and `simulate` work here; for all else take Linux (on Windows, WSL)"
+    return Finding("system", platform.system() == "Linux", f"{platform.system()} {platform.release()}", remedy)
 
 
 def _libraries() -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def _libraries() -> Iterator[Finding]:
         if module == "sympy":  # torch brings it
             continue
         if extra != "train":  # some jobs need it
-            detail = "there" if _is_there(module) else f'not there: some jobs need "isthmus[{extra}]"'
+            detail = "there" if _is_there(module) else f"not there: some jobs need it: {to_install(module)}"
             yield Finding(module, True, detail)
             continue
         try:

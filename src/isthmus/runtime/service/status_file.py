@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.errors import UserError
+from isthmus.reading import read_json
 from isthmus.runtime.identity.files import write_private
 from isthmus.runtime.transport.relay_status import RelayedLink
 
@@ -70,6 +72,6 @@ def remove_status(folder: Path) -> None:
 def read_status(folder: Path) -> CoordinatorStatus | None:
     """None where no coordinator was ever started, or an older version of it."""
     try:
-        return msgspec.json.decode((folder / _FILE).read_bytes(), type=CoordinatorStatus)
-    except (FileNotFoundError, ValueError):
+        return read_json(folder / _FILE, CoordinatorStatus)
+    except (FileNotFoundError, UserError):
         return None

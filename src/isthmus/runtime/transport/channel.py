@@ -28,6 +28,7 @@ from torch import Tensor
 
 from isthmus.accelerators.copies import Fill
 from isthmus.errors import PeerError
+from isthmus.listening import shown_address
 from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage, content
@@ -300,13 +301,13 @@ class SocketChannel:
     @property
     def peer_address(self) -> tuple[str, int]:
         """Of the other end of a TLS connection, as it is seen from here. OSError."""
-        assert isinstance(self._socket, TlsConnection), "only parties that are known have one"
+        assert isinstance(self._socket, TlsConnection), "only peers that are known have one"
         return self._socket.peer_address()
 
     @property
     def hung_up(self) -> bool:
         """Whether the other end of a TLS connection has closed it, whatever is still to be received."""
-        assert isinstance(self._socket, TlsConnection), "only parties that are known have one"
+        assert isinstance(self._socket, TlsConnection), "only peers that are known have one"
         return self._socket.hung_up()
 
     def bare(self) -> socket.socket:
@@ -349,7 +350,7 @@ def connected(host: str, port: int, other: str, timeout_s: float) -> socket.sock
         return socket.create_connection((host, port), timeout=timeout_s)
     except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise Unreached(f"{other}: cannot connect to {host}:{port}: {reason}") from None
+        raise Unreached(f"{other}: cannot connect to {shown_address(host, port)}: {reason}") from None
 
 
 def dial(
@@ -373,5 +374,5 @@ def dial(
     try:
         secured = secure_dialled(connection, identity, expected)
     except PeerError as e:
-        raise type(e)(f"{other} at {host}:{port}: {e}") from None
+        raise type(e)(f"{other} at {shown_address(host, port)}: {e}") from None
     return SocketChannel(secured, other, timeout_s, party=expected, most_header_bytes=most_header_bytes)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 
 from isthmus.errors import PeerError, UserError
-from isthmus.listening import is_loopback, listening_socket
+from isthmus.listening import is_loopback, listening_socket, shown_address
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.secure import Connection, await_hello, secure_accepted
@@ -84,7 +84,9 @@ class Listener:
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
                 continue
-            self._receive(connection, str(address[0]), f"{address[0]}:{address[1]}", self._unknown_peers, on_connection)
+            self._receive(
+                connection, str(address[0]), shown_address(address[0], address[1]), self._unknown_peers, on_connection
+            )
             if self._unknown_peers.crowded():
                 self._closed.wait(CROWDED_S)
 

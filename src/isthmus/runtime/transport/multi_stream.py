@@ -20,11 +20,11 @@ from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.run import StreamHello
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.secure import Connection
+from isthmus.wire_types import MOST_STREAMS
 
 BLOCK_BYTES = 1 << 18
 WINDOW_BYTES = 4 << 20
 """About what one flow has on the way at most: Linux lets windows grow to 4 to 6 MB."""
-MOST_STREAMS = 8
 MOST_UNFINISHED = 64
 """Groups of streams that are not complete."""
 _LENGTH = struct.Struct(">I")
@@ -140,14 +140,14 @@ class StreamAssembler:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._unfinished: dict[tuple[Party | None, str], dict[int, SocketChannel]] = {}
+        self._unfinished: dict[tuple[Party | None, str, int], dict[int, SocketChannel]] = {}
 
     def add(self, channel: SocketChannel, stream: StreamHello) -> SocketChannel | None:
         """The channel, if this stream completes its group; None while other streams are missing. PeerError if the
         stream is not a valid part of a group."""
         if not 1 < stream.of <= MOST_STREAMS or not 0 <= stream.number < stream.of:
             raise PeerError(f"{channel.other}: stream {stream.number} of {stream.of}")
-        name = (channel.party, stream.stream_group)
+        name = (channel.party, stream.stream_group, stream.of)
         with self._lock:
             if len(self._unfinished) >= MOST_UNFINISHED and name not in self._unfinished:
                 raise PeerError(f"{channel.other}: too many incomplete groups of streams")

@@ -22,7 +22,6 @@ import queue
 import socket
 import threading
 import time
-from collections import defaultdict
 
 import msgspec
 
@@ -131,8 +130,8 @@ class Relay:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._waiting_devices: defaultdict[tuple[str, str], list[_WaitingDevice]] = defaultdict(list)
-        """By run and id, the newest last."""
+        self._waiting_devices: dict[tuple[str, str], list[_WaitingDevice]] = {}
+        """By run and id, the newest last; none where nobody waits."""
         self._streams: set[_Stream] = set()
 
     def serve(self, channel: SocketChannel, first: RelayWait | RelayConnect, names: dict[str, str]) -> None:
@@ -170,11 +169,12 @@ class Relay:
         run = asked.run
         waiting_device = _WaitingDevice(channel)
         with self._changed:
-            places = [waits for waits in self._waiting_devices[run, id] if not waits.channel.hung_up]
-            self._waiting_devices[run, id] = places
-            if sum(len(found) for (_, of), found in self._waiting_devices.items() if of == id) >= MOST_WAITING:
+            places = self._waiting_devices.get((run, id), [])
+            here = [waits for waits in places if not waits.channel.hung_up]
+            others = sum(len(found) for (_, of), found in self._waiting_devices.items() if of == id) - len(places)
+            if others + len(here) >= MOST_WAITING:  # nothing is kept of a request that is refused
                 raise PeerError(f"{channel.other}: has {MOST_WAITING} connections waiting at the relay already")
-            places.append(waiting_device)
+            self._waiting_devices[run, id] = [*here, waiting_device]
             self._changed.notify_all()
         request: _RelayRequest | None = None
         try:
@@ -215,11 +215,11 @@ class Relay:
 
     def _leave(self, run: str, id: str, waiting_device: _WaitingDevice) -> None:
         with self._changed:
-            places = self._waiting_devices[run, id]
+            places = self._waiting_devices.get((run, id), [])
             if waiting_device in places:
                 places.remove(waiting_device)
             if not places:
-                del self._waiting_devices[run, id]
+                self._waiting_devices.pop((run, id), None)
         with contextlib.suppress(queue.Empty):  # somebody who came at the last moment
             while True:
                 waiting_device.requests.get_nowait().cancel()

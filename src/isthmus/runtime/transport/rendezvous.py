@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator
 import msgspec
 
 from isthmus.errors import PeerError
+from isthmus.listening import shown_address
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Heartbeat, RelayConnect, RelayReady, RelayWait, Rendezvous, StreamHello
@@ -158,7 +159,7 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
         try:
             secured = secure_dialled(near, self.identity, expected)
         except PeerError as e:
-            raise type(e)(f"coordinator at {host}:{port}: {e}") from None
+            raise type(e)(f"coordinator at {shown_address(host, port)}: {e}") from None
         return SocketChannel(secured, "coordinator", self.timeout_s, party=expected), here
 
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from isthmus.listening import shown_address
 from isthmus.runtime.transport.tcp import Unreached
 
 Address = tuple[str, int]
@@ -53,7 +54,7 @@ def connected_from(host: str, port: int, other: str, timeout_s: float) -> socket
                 return connection
     except (OSError, UnicodeError, OverflowError) as e:
         failure = e.strerror if isinstance(e, OSError) and e.strerror else e
-    raise Unreached(f"{other}: cannot connect to {host}:{port}: {failure}")
+    raise Unreached(f"{other}: cannot connect to {shown_address(host, port)}: {failure}")
 
 
 def _shared_port(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 from jax import Array
 
-from isthmus.training.jax.elementwise import Operator, dtype_of
+from isthmus.training.jax.arrays import Operator, dtype_of, expect_indices, picking, widened
 
 _VAST = 1 << 62
 
@@ -45,11 +45,21 @@ def _squeeze(x: Array, dim: int | Sequence[int] | None = None) -> Array:
 
 def _expand(x: Array, sizes: Sequence[int], *, implicit: bool = False) -> Array:
     kept = (1,) * (len(sizes) - x.ndim) + x.shape
-    return jnp.broadcast_to(x, tuple(old if new == -1 else new for old, new in zip(kept, sizes, strict=True)))
+    return _expanded(x, tuple(old if new == -1 else new for old, new in zip(kept, sizes, strict=True)))
+
+
+def _expanded(x: Array, shape: Sequence[int]) -> Array:
+    return picking(lambda x: jnp.broadcast_to(x, tuple(shape)))(x)
+
+
+def _broadcast_tensors(tensors: Sequence[Array]) -> tuple[Array, ...]:
+    shape = jnp.broadcast_shapes(*(t.shape for t in tensors))
+    return tuple(_expanded(t, shape) for t in tensors)
 
 
 def _chunk(x: Array, chunks: int, dim: int = 0) -> tuple[Array, ...]:
-    return _split(x, max(1, -(-x.shape[dim] // chunks)), dim)
+    length = x.shape[dim]
+    return _split(x, max(1, -(-length // chunks)), dim) if length else (x,) * chunks
 
 
 def _split(x: Array, size: int | Sequence[int], dim: int = 0) -> tuple[Array, ...]:
@@ -102,19 +112,37 @@ def _diagonal_scatter(x: Array, part: Array, offset: int = 0, dim1: int = 0, dim
 
 
 def _index(x: Array, indices: Sequence[Array | None]) -> Array:
-    return x[tuple(slice(None) if one is None else one for one in indices)]
+    for dim, one in enumerate(indices):
+        if one is not None:
+            expect_indices(one, x.shape[dim], negative=True)
+    places = tuple(dim for dim, one in enumerate(indices) if one is not None)
+
+    def pick(x: Array, *given: Array) -> Array:
+        chosen = dict(zip(places, given, strict=True))
+        return x[tuple(chosen.get(dim, slice(None)) for dim in range(len(indices)))]
+
+    return picking(pick)(x, *(one for one in indices if one is not None))
+
+
+def _index_select(x: Array, dim: int, index: Array) -> Array:
+    expect_indices(index, x.shape[dim] if x.ndim else 1)
+    return picking(lambda x, index: jnp.take(x, index, axis=dim))(x, index) if x.ndim else x
 
 
 def _gather(x: Array, dim: int, index: Array, *, sparse_grad: bool = False) -> Array:
     if x.ndim == 0:
-        return jnp.broadcast_to(x, index.shape)
+        return _expanded(x, index.shape)
+    expect_indices(index, x.shape[dim])
     dim %= x.ndim
     # the index may be smaller than the input in the other dimensions
     others = tuple(slice(None) if d == dim else slice(0, index.shape[d]) for d in range(x.ndim))
-    return jnp.take_along_axis(x[others], index, axis=dim)
+    return picking(lambda x, index: jnp.take_along_axis(x[others], index, axis=dim))(x, index)
 
 
 def _scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
+    if x.ndim == 0:
+        return x + source
+    expect_indices(index, x.shape[dim])
     places = list(jnp.indices(index.shape))
     places[dim] = index
     return x.at[tuple(places)].add(source[tuple(slice(0, size) for size in index.shape)])
@@ -166,23 +194,28 @@ def _new_full(x: Array, size: Sequence[int], value: Any, *, dtype: torch.dtype |
 
 def _arange(*bounds: float, dtype: torch.dtype | None = None, **named: Any) -> Array:
     ends = (*bounds, *(named[key] for key in ("start", "end", "step") if key in named))
+    if dtype is not None and not dtype.is_floating_point:
+        ends = tuple(int(end) for end in ends)
     return jnp.arange(*ends, dtype=None if dtype is None else dtype_of(dtype))
 
 
 def _filled(x: Array, value: Any) -> Array:
-    return jnp.broadcast_to(jnp.asarray(value, x.dtype), x.shape)
+    return _expanded(jnp.asarray(value).astype(x.dtype), x.shape)
 
 
 def _sorted(x: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = True) -> tuple[Array, Array]:
     """Stable whether asked or not."""
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
-    where = jnp.argsort(x, axis=dim, descending=descending, stable=True)
+    # 0 and -0 are equal
+    where = jnp.argsort(jnp.where(x == 0, 0, x), axis=dim, descending=descending, stable=True)
     return jnp.take_along_axis(x, where, axis=dim), where
 
 
 def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
     values, where = _sorted(x, dim, largest)
+    if x.ndim == 0:
+        return values, where
     return _slice(values, dim, 0, k), _slice(where, dim, 0, k)
 
 
@@ -208,7 +241,7 @@ def _permute(x: Array, dims: Sequence[int]) -> Array:
 
 
 def _repeat(x: Array, repeats: Sequence[int]) -> Array:
-    return jnp.tile(x, tuple(repeats))
+    return picking(lambda x: jnp.tile(x, tuple(repeats)))(x)
 
 
 LAYOUTS: Mapping[str, Operator] = {
@@ -222,6 +255,7 @@ LAYOUTS: Mapping[str, Operator] = {
     "squeeze": _squeeze,
     "unsqueeze": jnp.expand_dims,
     "expand": _expand,
+    "broadcast_tensors": _broadcast_tensors,
     "expand_as": lambda x, other: _expand(x, other.shape),
     "view_as": lambda x, other: x.reshape(other.shape),
     "repeat": _repeat,
@@ -235,9 +269,9 @@ LAYOUTS: Mapping[str, Operator] = {
     "slice": _slice,
     "narrow": _narrow,
     "index": _index,
-    "index_select": lambda x, dim, index: jnp.take(x, index, axis=dim) if x.ndim else x,
+    "index_select": _index_select,
     "gather": _gather,
-    "scatter_add": _scatter_add,
+    "scatter_add": widened(_scatter_add),
     "select_scatter": lambda x, part, dim, index: _placed(x, part, dim, index),
     "slice_scatter": _slice_scatter,
     "diagonal": lambda x, offset=0, dim1=0, dim2=1: jnp.diagonal(x, offset, dim1, dim2),
@@ -265,7 +299,7 @@ LAYOUTS: Mapping[str, Operator] = {
     "scalar_tensor": lambda value, *, dtype=None, **_: jnp.asarray(value, dtype_of(dtype or torch.get_default_dtype())),
     "fill": _filled,
     "zero": jnp.zeros_like,
-    "copy": lambda x, source, non_blocking=False: jnp.broadcast_to(source.astype(x.dtype), x.shape),
+    "copy": lambda x, source, non_blocking=False: _filled(x, source),
     "clone": _same,
     "detach": lambda x: x,
     "contiguous": _same,

@@ -6,8 +6,15 @@ from importlib import resources
 
 NAMES = frozenset(resources.files("isthmus.training.jax").joinpath("operators.txt").read_text().split())
 """Of the table (`table.OPERATORS`), without overloads."""
-LEFT_OUT = frozenset({"aten.narrow.Tensor", "aten.view.dtype", "aten.where.default"})
-"""Overloads whose sizes depend on values, or that read memory as another type."""
+LEFT_OUT = frozenset(
+    {
+        *("aten.narrow.Tensor", "aten.view.dtype", "aten.where.default"),
+        *(f"aten.{product}.dtype" for product in ("addmm", "baddbmm", "bmm", "mm")),
+        *("aten.copy_.float", "aten.copy_.int", "aten.copy_.Tensor", "aten.einsum.sublist"),
+    }
+)
+"""Overloads whose sizes depend on values, that read memory as another type, that torch has for accelerators alone, or
+that only TorchScript calls."""
 
 
 def is_computed(target: str) -> bool:

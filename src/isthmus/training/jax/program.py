@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from isthmus.training.compiled import CompiledProgram
-from isthmus.training.jax.elementwise import dtype_of
+from isthmus.training.jax.arrays import asking, dtype_of
 from isthmus.training.jax.names import base_name, is_computed
 from isthmus.training.jax.table import OPERATORS, in_place
 from isthmus.training.program import Program, Step
@@ -54,24 +54,30 @@ class JaxFunction:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._forwards: dict[tuple[bool, ...], Callable[..., tuple[list[Array], list[Array], Any]]] = {}
+        self._forwards: dict[tuple[bool, ...], Callable[..., tuple[list[Array], tuple[list[Array], Array], Any]]] = {}
         self._floating: tuple[bool, ...] = ()
         """Of the results: found while the first forward is traced."""
-        self._without: Callable[..., tuple[Array, ...]] = jax.jit(self._interpret)
+        self._asks = False
+        """Whether an operator asks something of values: found likewise."""
+        self._without: Callable[..., tuple[tuple[Array, ...], Array]] = jax.jit(self._interpret)
         self._backward: Callable[[Any, list[Array]], tuple[Array, ...]] = jax.jit(lambda vjp, given: vjp(given))
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """IndexError where torch would refuse an operator's arguments for their values."""
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return cast("tuple[Tensor, ...]", _Differentiated.apply(self, *tensors))
-        return _tensors(self._without(*_arrays(tensors)))
+        results, right = self._without(*_arrays(tensors))
+        self._check(right)
+        return _tensors(results)
 
     def forward(self, needs: tuple[bool, ...], arrays: Sequence[Array]) -> tuple[list[Array | None], Any]:
         """Results in order, and what `backward` takes. Those without a gradient are not differentiated."""
         if needs not in self._forwards:
             self._forwards[needs] = jax.jit(self._differentiated(needs))
-        some, others, vjp = self._forwards[needs](*arrays)
-        left, right = iter(some), iter(others)
-        return [next(left) if floating else next(right) for floating in self._floating], vjp
+        some, (others, right), vjp = self._forwards[needs](*arrays)
+        self._check(right)
+        left, rest = iter(some), iter(others)
+        return [next(left) if floating else next(rest) for floating in self._floating], vjp
 
     def backward(self, vjp: Any, given: Sequence[Array]) -> Sequence[Array]:
         """Gradients of the inputs that need one, from those of the results of fractions."""
@@ -81,21 +87,32 @@ class JaxFunction:
     def floating(self) -> tuple[bool, ...]:
         return self._floating
 
-    def _differentiated(self, needs: tuple[bool, ...]) -> Callable[..., tuple[list[Array], list[Array], Any]]:
-        def forward(*arrays: Array) -> tuple[list[Array], list[Array], Any]:
-            def of(*chosen: Array) -> tuple[list[Array], list[Array]]:
+    def _check(self, right: Array) -> None:
+        if self._asks and not bool(right):
+            raise IndexError("an index is out of range, or a whole number is divided by 0")
+
+    def _differentiated(self, needs: tuple[bool, ...]) -> Callable[..., Any]:
+        def forward(*arrays: Array) -> tuple[list[Array], tuple[list[Array], Array], Any]:
+            def of(*chosen: Array) -> tuple[list[Array], tuple[list[Array], Array]]:
                 left = iter(chosen)
-                results = self._interpret(*(next(left) if n else a for n, a in zip(needs, arrays, strict=True)))
+                results, right = self._interpret(*(next(left) if n else a for n, a in zip(needs, arrays, strict=True)))
                 self._floating = tuple(bool(jnp.issubdtype(r.dtype, jnp.floating)) for r in results)
                 pairs = list(zip(results, self._floating, strict=True))
-                return [r for r, floating in pairs if floating], [r for r, floating in pairs if not floating]
+                return [r for r, floating in pairs if floating], ([r for r, floating in pairs if not floating], right)
 
             results, vjp, others = jax.vjp(of, *(a for n, a in zip(needs, arrays, strict=True) if n), has_aux=True)
             return results, others, vjp
 
         return forward
 
-    def _interpret(self, *arrays: Array) -> tuple[Array, ...]:
+    def _interpret(self, *arrays: Array) -> tuple[tuple[Array, ...], Array]:
+        """Results, and whether torch would compute them."""
+        with asking() as asked:
+            results = self._called_in_order(arrays)
+        self._asks = bool(asked)
+        return results, jnp.all(jnp.stack(asked)) if asked else jnp.ones((), bool)
+
+    def _called_in_order(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
         found: dict[fx.Node, Any] = {}
         given = iter(arrays)
         for node in self._graph.nodes:

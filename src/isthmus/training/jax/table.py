@@ -6,11 +6,14 @@ from collections.abc import Mapping
 
 from torch._ops import OpOverload
 
-from isthmus.training.jax.elementwise import ELEMENTWISE, Operator
+from isthmus.training.jax.arrays import Operator
+from isthmus.training.jax.elementwise import ELEMENTWISE
 from isthmus.training.jax.layers import LAYERS
 from isthmus.training.jax.layouts import LAYOUTS
+from isthmus.training.jax.losses import LOSSES
+from isthmus.training.jax.reductions import REDUCTIONS
 
-OPERATORS: Mapping[str, Operator] = {**ELEMENTWISE, **LAYOUTS, **LAYERS}
+OPERATORS: Mapping[str, Operator] = {**ELEMENTWISE, **REDUCTIONS, **LAYOUTS, **LAYERS, **LOSSES}
 """Their names are those of `operators.txt`."""
 
 

@@ -147,7 +147,9 @@ def _nothing_fits(problem: LayerProblem, *, proven: bool) -> FleetTooSmall:
         layer = int(unassigned[0])
         return too_small(problem, int(problem.device_memory_bytes.argmax()), layer, layer + 1)
     short = float(problem.memory_before[-1] - problem.device_memory_bytes.sum())
-    reason = f"{math.ceil(short)} bytes short in all" if short > 0 else "whole layers do not go into what they have"
+    reason = "whole layers do not go into what they have"
+    if short > 0:
+        reason = f"{format_size(math.ceil(short))} short in all"
     verb = "holds" if proven else "was found that holds"
     return FleetTooSmall(f"no order of the devices {verb} the layers: {reason}")
 

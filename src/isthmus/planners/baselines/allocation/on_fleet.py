@@ -146,6 +146,7 @@ def _binding(problem: Problem, network: FleetNetwork, blocks: Blocks, in_flight:
         who, room = f"device {network.names[refusal.device]}", int(network.memory[refusal.device])
         need = int(stage_bytes(blocks, refusal.start, [refusal.end], in_flight)[0])
         words = f"to hold operators {blocks.places[refusal.start]}..{blocks.places[refusal.end] - 1} {held}"
-        return f"{words}, {who} needs {format_size(need)}, offers {format_size(room)}{after}: {need - room} bytes short"
+        sizes = f"{format_size(need)}, offers {format_size(room)}{after}: {format_size(need - room)} short"
+        return f"{words}, {who} needs {sizes}"
     need, room = int(stage_bytes(blocks, 0, [blocks.count], in_flight)[0]), int(network.memory.sum())
     return f"{refusal}; {held} the whole model needs {format_size(need)}, the fleet offers {format_size(room)}{after}"

@@ -194,7 +194,7 @@ def too_small(problem: LayerProblem, device: int, start: int, end: int) -> RunTo
         return RunTooLarge(refusal, device, start, end)
     return RunTooLarge(
         f"{refusal}: they need {format_size(math.ceil(need))}, it has {format_size(math.floor(has))}: "
-        f"{math.ceil(need - has)} bytes short",
+        f"{format_size(math.ceil(need - has))} short",
         device,
         start,
         end,

@@ -1,0 +1,69 @@
+"""Early stopping, by the loss or a metric of evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from isthmus.callbacks.callback import Callback
+from isthmus.callbacks.events import Evaluated, RunStarted
+from isthmus.errors import UserError
+
+LOW_IS_GOOD = ("loss", "perplexity")
+
+
+class EarlyStopping(Callback):
+    """Ends a run, with a checkpoint, `after` so many evaluations in a row without a better value.
+
+    In a job file: `[[callback]]` with `name = "isthmus:EarlyStopping"` and `options = { metric = "accuracy" }`. A
+    resumed run counts from its own first evaluation.
+
+    >>> from isthmus.callbacks import Evaluated, RunStarted
+    >>> from pathlib import Path
+    >>> stopping = EarlyStopping(after=2)
+    >>> stopping.start(RunStarted(run=Path("runs/a"), kind="pipeline", steps=9, stop=lambda: print("the run stops")))
+    >>> for step, loss in enumerate((0.7, 0.5, 0.5, 0.6)):
+    ...     stopping.evaluation(Evaluated(step=step, loss=loss))
+    the run stops
+    """
+
+    def __init__(
+        self, metric: str = "loss", *, after: int = 3, least: float = 0.0, lower_is_better: bool | None = None
+    ) -> None:
+        """`metric` is `loss` or one of the job's metrics, on held-out samples or, where there are none, the mean over
+        clients. A value is better by more than `least`. By default low values are good of `loss` and `perplexity`.
+        One that is not finite is no better. UserError for `after` below 1, and for `least` that is no number from 0."""
+        if type(after) is not int or after < 1:
+            raise UserError(f"EarlyStopping: after: got {after!r}, expected a whole number of at least 1")
+        if not isinstance(cast(object, least), int | float) or not 0 <= least < math.inf:
+            raise UserError(f"EarlyStopping: least: got {least!r}, expected a number from 0")
+        self._metric, self._after, self._least = metric, after, least
+        self._sign = -1.0 if lower_is_better or (lower_is_better is None and metric in LOW_IS_GOOD) else 1.0
+        self._best: float | None = None
+        self._worse = 0
+        self._stop: Callable[[], None] = lambda: None
+
+    def start(self, started: RunStarted) -> None:
+        """UserError for a metric that the job does not have, and for a job that evaluates nothing."""
+        names = cast("Sequence[str]", started.settings.get("metrics", ()))
+        known = ["loss", *(name.rpartition(":")[2] for name in names)]
+        if self._metric not in known:
+            raise UserError(f"EarlyStopping: metric: got {self._metric!r}, expected one of {', '.join(known)}")
+        for table, key in (("training", "eval_every"), ("federated", "evaluate_every")):
+            if cast("dict[str, object]", started.settings.get(table, {})).get(key) == 0:
+                raise UserError(f"EarlyStopping: nothing is evaluated, expected {table}.{key} above 0")
+        self._stop, self._best, self._worse = started.stop, None, 0
+
+    def evaluation(self, evaluated: Evaluated) -> None:
+        """The run stops after so many evaluations that were no better."""
+        found = evaluated.loss if self._metric == "loss" else evaluated.metrics.get(self._metric)
+        value = evaluated.clients.get(self._metric) if found is None else found
+        if value is None:
+            return
+        if math.isfinite(value) and (self._best is None or self._sign * (value - self._best) > self._least):
+            self._best, self._worse = value, 0
+            return
+        self._worse += 1
+        if self._worse == self._after:
+            self._stop()

@@ -1,0 +1,80 @@
+"""What the model of a federated job is evaluated on: held-out samples, and clients' own."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from isthmus.data import load_dataset
+from isthmus.data.clients import ClientData
+from isthmus.data.dataset import NothingHeldOut, evaluation_rows
+from isthmus.data.femnist import FemnistShaped
+from isthmus.errors import UserError
+from isthmus.federated.evaluation import Evaluator
+from isthmus.federated.job import FEMNIST, FederatedJob, accelerator_of, build, client_data
+from isthmus.federated.resident import Resident
+from isthmus.graph.metrics import Metrics
+
+PERSONAL_CLIENTS = 100
+"""Evaluated where models are personal, and the job does not say how many."""
+
+
+def test_data(job: FederatedJob, data: ClientData | None) -> dict[str, Tensor] | None:
+    """Held-out samples, at most `evaluate_samples`; None where the data holds none out."""
+    assert job.data is not None, "there is something to evaluate on"
+    most = job.federated.evaluate_samples
+    if isinstance(data, FemnistShaped):
+        return data.held_out(most)
+    try:
+        held = load_dataset(job.data, "heldout")
+    except NothingHeldOut:
+        return None
+    return held.batch(evaluation_rows(held, most), [c for c in held.columns if c != job.owner_column])
+
+
+def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) -> Evaluator | None:
+    """With a module of its own; None where nothing is evaluated. Where models are `personal`, clients are evaluated in
+    any case."""
+    config = job.federated
+    if not config.evaluate_every:
+        return _none(job)
+    population = len(data.sizes)
+    wanted = config.evaluate_clients or (PERSONAL_CLIENTS if personal else 0)
+    clients = np.unique(np.linspace(0, population - 1, min(population, wanted)).astype(int))
+    chosen = clients.tolist() if wanted else []
+    test = test_data(job, data)
+    if test is None and not chosen:
+        return _none(job)
+    metrics, where = Metrics(job.metrics), lambda: accelerator_of(job, 0)
+    made = Evaluator(Resident(build(job)), test, data.load, chosen, metrics=metrics, accelerator=where)
+    made.check()
+    return made
+
+
+def site_evaluator(job: FederatedJob) -> Evaluator | None:
+    """On the coordinator's own data, where it has some: the clients' are not here. UserError where metrics are asked
+    for that nobody would have: sites report their own unless masks or noise cover their updates."""
+    reported = job.privacy is None and not job.aggregation.secure
+    if reported and not (job.data is not None and job.federated.evaluate_every):
+        return None
+    if not job.federated.evaluate_every or job.data is None:
+        return _none(job)
+    data = client_data(msgspec.structs.replace(job, partition=None)) if job.data.kind == FEMNIST else None
+    test = test_data(job, data)
+    if test is None:
+        return _none(job)
+    made = Evaluator(Resident(build(job)), test, metrics=Metrics(job.metrics))
+    made.check()
+    return made
+
+
+def _none(job: FederatedJob) -> None:
+    """UserError where metrics are asked for."""
+    if job.metrics and not job.federated.evaluate_every:
+        raise UserError(f"metrics: got {list(job.metrics)} with federated.evaluate_every = 0, expected 1 or more")
+    if job.metrics:
+        raise UserError(
+            f"metrics: got {list(job.metrics)}, but nothing is evaluated: expected held-out data (data.options.holdout "
+            "above 0, or test=...) or federated.evaluate_clients above 0"
+        )

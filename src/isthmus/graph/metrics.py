@@ -1,0 +1,250 @@
+"""Metrics: figures of an evaluation beside its loss. One module for pipelines, replicas, clients and sites.
+
+A metric is a function of what the model returned and of the batch: metric(outputs, batch) -> (sum, count), two scalar
+tensors. Its value is the sum of all sums over the sum of all counts, so that it is exact whatever the batches are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.extensions import import_object
+
+Batch = Mapping[str, Tensor]
+MetricFunction = Callable[[object, Batch], object]
+MetricSums = Callable[[object, Batch], Tensor]
+"""What `Metrics.sums` does."""
+LABELS = ("labels", "label", "targets", "target", "y")
+"""Columns in which accuracy looks for labels, the first that is there."""
+_GIVEN = "given:"
+_given: dict[str, MetricFunction] = {}
+"""By name, in this process alone."""
+
+
+_CAPTURED = ": it becomes part of the graph, expected torch operators only (no .item(), float() or numpy)"
+
+
+class LossAndOutput(dict[str, object]):
+    """What a model with a loss beside it returns: `loss`, and `output`, which is what metrics get."""
+
+
+class Metric(NamedTuple):
+    """A metric of a job."""
+
+    name: str
+    """As people read it: of `package.module:function` the function's."""
+    function: MetricFunction | None
+    """None of one that follows from the loss."""
+    lower_is_better: bool = False
+
+
+def accuracy(outputs: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    """How many labels are the class of the largest logit, and how many labels there are; -100 is left out.
+
+    Logits are [..., classes] or [batch, classes, ...], labels are whole numbers of the other dims. Labels that are the
+    model's own `input_ids` are predicted one place before, as causal models of transformers shift them.
+    """
+    logits, labels = _logits(outputs), _labels(batch)
+    if logits.ndim < 2 or labels.is_floating_point():
+        raise _unfit(logits, labels)
+    guesses = logits.argmax(-1)
+    if guesses.shape != labels.shape:
+        guesses = logits.argmax(1)
+    if guesses.shape != labels.shape or (guesses.shape == logits.shape[:-1] and logits.shape[-1] < 2):
+        raise _unfit(logits, labels)
+    right, counted = _found(guesses, labels)
+    ids = batch.get("input_ids")
+    if ids is None or ids.shape != labels.shape or labels.ndim < 2:
+        return right, counted
+    moved = ((labels == ids) | (labels < 0)).all()
+    right_moved, counted_moved = _found(guesses[:, :-1], labels[:, 1:])
+    return torch.where(moved, right_moved, right), torch.where(moved, counted_moved, counted)
+
+
+def _found(guesses: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    counted = labels >= 0
+    return ((guesses == labels) & counted).sum(), counted.sum()
+
+
+def _logits(outputs: object) -> Tensor:
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = cast("Mapping[str, object]", outputs).get("logits")
+    elif isinstance(outputs, tuple):
+        tensors = [t for t in cast("tuple[object, ...]", outputs) if isinstance(t, Tensor) and t.ndim > 1]
+        found = tensors[0] if tensors else None
+    if isinstance(found, Tensor) and found.ndim:
+        return found
+    got = f"a mapping with {sorted(cast('Mapping[str, object]', outputs))}" if isinstance(outputs, Mapping) else ""
+    raise UserError(
+        f"metrics: accuracy: the model returned {got or _form(outputs)}, expected its logits beside the loss: "
+        'return {"loss": loss, "logits": logits}'
+    )
+
+
+def _labels(batch: Batch) -> Tensor:
+    found = next((batch[name] for name in LABELS if name in batch), None)
+    if found is None:
+        raise UserError(
+            f"metrics: accuracy: got columns {', '.join(batch)}, expected one called {', '.join(LABELS[:-1])} or "
+            f"{LABELS[-1]}"
+        )
+    return found
+
+
+def _unfit(logits: Tensor, labels: Tensor) -> UserError:
+    return UserError(
+        f"metrics: accuracy: got logits {_form(logits)} and labels {_form(labels)}, expected logits of two classes or "
+        "more in the last dimension and labels that are classes: whole numbers of the other dimensions"
+    )
+
+
+def _form(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    sizes = ", ".join(str(size) if type(size) is int else "batch" for size in value.shape)
+    return f"[{sizes}] of {str(value.dtype).removeprefix('torch.')}" if value.ndim else "a scalar"
+
+
+BUILT_IN: Mapping[str, Metric] = {
+    "accuracy": Metric("accuracy", accuracy),
+    "perplexity": Metric("perplexity", None, lower_is_better=True),
+}
+
+
+def give_metric(function: object) -> str:
+    """The name by which a job refers to a metric that a caller gives as a Python object. UserError for no callable."""
+    if isinstance(function, str):
+        return function
+    if not callable(function):
+        raise UserError(f"metrics: got {function!r:.80}, expected a name or a function of (outputs, batch)")
+    name = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+    _given[name] = function
+    return _GIVEN + name
+
+
+def _find(name: str) -> Metric:
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name.startswith(_GIVEN):
+        short, function = name.removeprefix(_GIVEN), _given.get(name.removeprefix(_GIVEN))
+        if function is None:
+            raise UserError(f"metrics: {short!r} is a Python object of another process: pass it again")
+    elif ":" in name:
+        short, function = name.rpartition(":")[2], import_object("metrics", name)
+    else:
+        raise unknown_name("metric", name, [*BUILT_IN, "package.module:function"])
+    if not callable(function):
+        raise UserError(f"metrics: {name}: got {function!r:.80}, expected a function of (outputs, batch)")
+    return Metric(short, function, bool(getattr(function, "lower_is_better", False)))
+
+
+class Metrics:
+    """Those of a job, in its order."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """UserError for a name that means nothing, a function that cannot be imported, a metric that is there twice."""
+        self._all = tuple(map(_find, names))
+        self._counted = [m for m in self._all if m.function is not None]
+        self.names = tuple(m.name for m in self._all)
+        for name in self.names:
+            if self.names.count(name) > 1 or name == "loss":
+                raise UserError(f"metrics: got {name!r} twice, expected each name once, and 'loss' not at all")
+        self.lower_is_better = frozenset({"loss", *(m.name for m in self._all if m.lower_is_better)})
+        """Of these a small value is a good one."""
+
+    def sums(self, outputs: object, batch: Batch) -> Tensor:
+        """Of a batch: (sum, count) of each metric that does not follow from the loss, one after another, [2 x metrics].
+
+        A function that returns one scalar is taken as the mean over the batch's samples. UserError for a function that
+        raises, or returns anything else.
+        """
+        if isinstance(outputs, LossAndOutput):
+            outputs = outputs["output"]
+        found = [part for metric in self._counted for part in _pair(metric, outputs, batch)]
+        if not found:
+            return torch.zeros(0)
+        exact = any(t.dtype is torch.float64 for t in found)
+        return torch.stack([t.to(torch.float64 if exact else torch.float32) for t in found])
+
+    @property
+    def counted(self) -> bool:
+        """Whether any is computed from outputs and labels."""
+        return bool(self._counted)
+
+    def values(self, loss: float | None, sums: Sequence[float]) -> dict[str, float | None]:
+        """By name, from the mean loss and the summed sums and counts. None of one that counted nothing, or is not
+        finite."""
+        pairs = iter(zip(sums[::2], sums[1::2], strict=True))
+        found: dict[str, float | None] = {}
+        for metric in self._all:
+            if metric.function is None:
+                value = None if loss is None else _exp(loss)
+            else:
+                total, count = next(pairs, (0.0, 0.0))
+                value = total / count if count else None
+            found[metric.name] = value if value is not None and math.isfinite(value) else None
+        return found
+
+
+NO_METRICS = Metrics(())
+
+
+def added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
+    """Sums and counts of two batches; of none yet, those of the other."""
+    return [a + b for a, b in zip(sums, more, strict=True)] if sums else list(more)
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _pair(metric: Metric, outputs: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    assert metric.function is not None, "it is computed"
+    try:
+        found = metric.function(outputs, batch)
+    except IsthmusError:
+        raise
+    except Exception as e:  # the user's own code
+        said = " ".join(f"{type(e).__name__}: {e}".split())
+        raise UserError(f"metrics: {metric.name} raised {said:.200}{_hint(e)}") from e
+    parts = cast("tuple[object, ...]", tuple(found)) if isinstance(found, tuple | list) else (found,)
+    if any(isinstance(part, torch.SymFloat | torch.SymBool) for part in parts):
+        raise UserError(f"metrics: {metric.name} reads a value of a tensor{_CAPTURED}")
+    if len(parts) not in (1, 2) or not all(isinstance(p, int | float | torch.SymInt) or _scalar(p) for p in parts):
+        raise UserError(
+            f"metrics: {metric.name} returned {', '.join(map(_form, parts))}, expected (sum, count), two scalar "
+            "tensors, or one scalar tensor: the mean over the batch's samples"
+        )
+    column = next(iter(batch.values()))
+    first, *rest = (_tensor(part, column) for part in parts)
+    if rest:
+        return first.detach(), rest[0].detach()
+    count = _tensor(column.shape[0], column)
+    mean = first if first.dtype is torch.float64 else first.to(torch.float32)
+    return (mean * count).detach(), count
+
+
+def _scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0 and not value.dtype.is_complex
+
+
+def _tensor(value: object, like: Tensor) -> Tensor:
+    """Where the samples are."""
+    if isinstance(value, Tensor):
+        return value.to(like.device)
+    kind = torch.float64 if isinstance(value, float) else torch.int64
+    return torch.full((), cast("int", value), dtype=kind, device=like.device)
+
+
+def _hint(error: Exception) -> str:
+    return _CAPTURED if "DataDependent" in type(error).__name__ or "FakeTensor" in str(error) else ""

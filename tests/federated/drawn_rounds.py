@@ -1,0 +1,474 @@
+"""Rounds over sites without sockets or threads: the coordinator's host and the executors of sites, with what is on the
+way between them. Before each message that arrives, others of its kind do of which an integer is drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import random
+import shutil
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.federated import AlgorithmSpec, Server, StateForm, TrainingTask, load_algorithm
+from isthmus.federated.admission import AdmissionRules, first_state
+from isthmus.federated.resident import Resident
+from isthmus.federated.robust import Aggregation
+from isthmus.federated.site import Site, SiteStates
+from isthmus.federated.task_spec import TaskSpec
+from isthmus.models import ModelSpec
+from isthmus.protocol.failures import StepFailure
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import (
+    CommitRound,
+    DismissExecutor,
+    FederatedInstruction,
+    FinishRounds,
+    IgnoreSums,
+    MergeSums,
+    Notify,
+    ReportRefused,
+    RoundRecord,
+    StopExecutor,
+    Tick,
+    UpdateServer,
+)
+from isthmus.protocol.federated_messages import (
+    ExecutorJoined,
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    PhaseSetup,
+    SumsSent,
+)
+from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.memory_shortage import MemoryShortage
+from isthmus.protocol.run_events import Note
+from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.secure_coordinator import TellSite
+from isthmus.protocol.secure_messages import SharesDisputed, SharesRevealed, UnmaskAsked
+from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
+from isthmus.runtime.federated.secure_site import SecureSiteExecutor
+from isthmus.runtime.federated.secure_update_receiver import SecureUpdateReceiver
+from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
+from isthmus.runtime.identity import Authority
+from isthmus.runtime.identity.signatures import DeviceSigner
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.federated import FromExecutor, ToExecutor
+from isthmus.runtime.messages.run import JoinRun
+from isthmus.runtime.transport.channel import ChannelStatistics, in_host_memory
+from isthmus.runtime.transport.message_sender import MessageSender
+from isthmus.training.layout import pack
+from tests.drawn_integers import Lies, landed, received
+from tests.federated.populations import LOCAL, ListedData, module, population
+from tests.federated.twins import SEED
+from tests.fleet_service.parties import certified
+
+NAMES = ("a", "b", "c", "d")
+MOST = 64
+"""Samples of a site under masks."""
+RUN = "f" * 32
+ATTEMPTS = 2
+Frame = tuple[Any, list[Tensor]]
+
+
+SHORTAGE = MemoryShortage(asked=1 << 30, free=1 << 29, total=1 << 31, reserved=1 << 28)
+FAILURE = StepFailure(step=1, what="mm", reason="no memory", memory=True)
+FAILED = FromExecutor(
+    run=RUN, body=DeviceFailed(reason="no memory", fault="device", failure=FAILURE, shortage=SHORTAGE)
+)
+
+
+class OwnClient(ListedData):
+    """One client, whatever its number."""
+
+    def load(self, client: int) -> dict[str, Tensor]:
+        return self.clients[0]
+
+
+@dataclass
+class Line:
+    """A connection: what was sent and has not arrived."""
+
+    frames: deque[Frame] = field(default_factory=deque)
+
+    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
+        left = io.BytesIO(b"".join(payload))
+        self.frames.append((message, in_host_memory(message, lambda buffer: left.readinto(buffer))))
+        return 0
+
+    def close(self) -> None:
+        """Nobody does in a test that passes."""
+
+    def statistics(self) -> ChannelStatistics:
+        return ChannelStatistics(0, 0)
+
+
+class Output:
+    """Of the coordinator, to one site."""
+
+    def __init__(self, line: Any, timeout_s: float, fail: Callable[[Exception], None]) -> None:
+        self._line: Line = line
+
+    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        self._line.send(message, [pack(tensor) for tensor in tensors])
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Doors:
+    """In place of an acceptor: all sites have a connection."""
+
+    def __init__(self, run: str, devices: Sequence[str], *, guard: Callable[[str, AnyMessage], None], **_: Any) -> None:
+        self.guard = guard
+        self.lines = {name: Line() for name in devices}
+
+    def channel(self, name: str) -> Line:
+        return self.lines[name]
+
+    def close(self) -> None: ...
+
+
+class Rounds:
+    """A run of `rounds` to its end. What becomes of it does not depend on the lies that come before the messages."""
+
+    def __init__(
+        self,
+        folder: Path,
+        algorithm: str,
+        rounds: int,
+        *,
+        secure: bool,
+        to_coordinator: Lies | None = None,
+        to_sites: Lies | None = None,
+    ) -> None:
+        self.rounds, self.secure, self.folder = rounds, secure, folder
+        self.to_coordinator, self.to_sites = to_coordinator, to_sites
+        self.records: list[RoundRecord] = []
+        self.told: list[tuple[str, str, PhaseId | None]] = []
+        """Which site, what, in which phase."""
+        self.revealed: list[tuple[str, PhaseId, tuple[str, ...], tuple[str, ...]]] = []
+        self.notes: list[str] = []
+        self.algorithm = load_algorithm(AlgorithmSpec(name=algorithm))
+        self.data = [OwnClient([one]) for one in population(len(NAMES)).clients]
+        self.aggregation = Aggregation(secure=True, most_samples=MOST) if secure else Aggregation()
+        self.host = self._host()
+        authority = Authority(folder / "authority")
+        self.signers = {name: DeviceSigner(certified(authority, folder / name)) for name in NAMES} if secure else {}
+        self.lines = {name: Line() for name in NAMES}
+        """From the sites."""
+        self.sites = {name: self._executor(name, self.lines[name], self._site(name)) for name in NAMES}
+
+    # Both sides
+
+    def task_spec(self, client: int) -> TaskSpec:
+        return TaskSpec(
+            job="clinics",
+            run="0" * 32,
+            algorithm=AlgorithmSpec(),
+            model=ModelSpec(name="mlp"),
+            local=LOCAL,
+            seed=SEED,
+            client=client,
+            rounds=self.rounds,
+            attempts=ATTEMPTS,
+            sites=NAMES,
+            minimum=2,
+            aggregation=self.aggregation,
+        )
+
+    def _host(self) -> FederatedHost:
+        resident = Resident(module())
+        self.server = Server(self.algorithm, resident.vector(), resident.buffers(), len(NAMES))
+        rules = RoundRules(
+            rounds=self.rounds,
+            passes=self.server.passes,
+            needed=len(NAMES),
+            quorum=0.75 if self.secure else 0.5,
+            minimum=2,
+            attempts=ATTEMPTS,
+            staleness=0 if self.secure else 1,
+            secure=self.task_spec(0).secure_rules,
+            most_samples=MOST if self.secure else 0,
+            gathering=ExecutorChurn(start=len(NAMES), wait_s=1.0),
+        )
+        machine = FederatedCoordinator(
+            NAMES,
+            rules,
+            np.zeros(len(NAMES), dtype=np.int64),
+            lambda round_: machine.here,
+            ThroughputModel(len(NAMES), window_rounds=5),
+            clients={name: number for number, name in enumerate(NAMES)},
+            states=np.full(len(NAMES), -1, dtype=np.int32) if self.server.keeps else None,
+        )
+        kind = SecureUpdateReceiver if self.secure else SiteUpdateReceiver
+        clients = {name: number for number, name in enumerate(NAMES)}
+        self.receiver = kind(
+            self.server, clients, self.task_spec, AdmissionRules(max_norm=None if self.secure else 1.0), RUN,
+            self.notes.append, rounds_late=machine.rounds_late,
+        )  # fmt: skip
+        doors: Any = Doors
+        policy = ConnectionPolicy(run=RUN, timeout_s=60.0, acceptor=doors, out=Output, exit_grace_s=0.0)
+        host = FederatedHost(
+            machine, self.server, self.receiver, policy, committed=self._commit, note=self.notes.append
+        )
+        host._begun.set()
+        host._machine.handle(Tick(now_s=0.0))
+        handle = host._machine.handle
+
+        def watched(event: Any) -> list[FederatedInstruction]:
+            out = handle(event)
+            self._check_instructions(out)
+            return out
+
+        host._machine.handle = watched
+        return host
+
+    def _commit(self, record: RoundRecord, measure: object) -> None:
+        self.records.append(record)
+        self.host._machine.coordinator.durable_round = record.round
+
+    def _site(self, name: str) -> Site:
+        client = NAMES.index(name)
+        first = first_state(self.algorithm, Resident(module()).vector())
+        states = None if first is None else SiteStates(self.folder / "states" / name, StateForm(first))
+        return Site(
+            TrainingTask(algorithm=self.algorithm, local=LOCAL, seed=SEED),
+            module(),
+            self.data[client],
+            states,
+            stated_samples=MOST if self.secure else None,
+            masked=self.secure,
+        )
+
+    def _executor(self, name: str, line: Line, site: Site) -> SiteExecutor:
+        client = NAMES.index(name)
+        channel: Any = line
+        link = SiteLink(
+            name=name,
+            run=RUN,
+            channel=channel,
+            sender=MessageSender(channel, on_error=lambda _: None),
+            timeout_s=60.0,
+            log=lambda _: None,
+            check=partial(self.task_spec(client).check_order, passes=site.passes, samples=self._stated(client)),
+        )
+        rules = self.task_spec(client).secure_rules
+        return SiteExecutor(site, link) if rules is None else SecureSiteExecutor(site, link, rules, self.signers[name])
+
+    def _stated(self, client: int) -> int:
+        return MOST if self.secure else int(self.data[client].sizes[0])
+
+    def run(self) -> None:
+        for name in NAMES:
+            self._hear(name, JoinRun(run=RUN, device=name, host="", port=0), [])
+            joined = ExecutorJoined(samples=self._stated(NAMES.index(name)))
+            self.lines[name].send(FromExecutor(run=RUN, body=joined))
+        order = random.Random(1)
+        doors: Any = self.host.acceptor
+        while ways := [(line, to) for to in NAMES for line in (self.lines[to], doors.lines[to]) if line.frames]:
+            line, name = order.choice(ways)
+            message, tensors = line.frames.popleft()
+            if line is self.lines[name]:
+                if self.to_coordinator is not None and isinstance(message.body, ExecutorJoined):
+                    self.to_coordinator.about(FAILED, partial(self._hear_lie, name, ()), names=name)
+                if self.to_coordinator is not None and self.secure and isinstance(message.body, SumsSent):
+                    disputed = SharesDisputed(phase=message.body.phase, owners=tuple({*NAMES} - {name}))
+                    lied = partial(self._hear_lie, name, ())
+                    self.to_coordinator.about(FromExecutor(run=RUN, body=disputed), lied, names=name)
+                if self.to_coordinator is not None and self.host._finish is None:
+                    lied = partial(self._hear_lie, name, tensors)
+                    self.to_coordinator.about(message, lied, names=name)
+                self._hear(name, message, tensors)
+            elif isinstance(message, ToExecutor):
+                if self.to_sites is not None:
+                    self.to_sites.about(message, partial(self._tell_lie, name, message, tensors), names="coordinator: ")
+                self._tell(name, message, tensors)
+                if self.to_sites is not None and isinstance(message.body, PhaseOpened):
+                    dropped = PhaseDropped(phase=message.body.opening.phase, kept=(NAMES.index(name),), again=True)
+                    lied = partial(self._tell_lie, name, drop := ToExecutor(run=RUN, body=dropped), ())
+                    self.to_sites.about(drop, lied, names="coordinator: ")
+
+    # What arrives at the coordinator
+
+    def _hear(self, name: str, message: Any, tensors: Sequence[Tensor]) -> None:
+        if isinstance(body := getattr(message, "body", None), SharesRevealed):
+            shares = (tuple(share.site for share in of) for of in (body.seeds, body.keys))
+            self.revealed.append((name, body.phase, *shares))
+        then = self.host._on_message((name, message, [*tensors]))
+        if then is not None:
+            then()
+        if self.host._failure is not None:
+            raise self.host._failure
+
+    def _hear_lie(self, name: str, tensors: Sequence[Tensor], lie: AnyMessage) -> None:
+        assert isinstance(lie, FromExecutor)
+        doors: Any = self.host.acceptor
+        with named(name):
+            _, landed_tensors = landed(lie, tensors, lambda message: doors.guard(name, message))
+        (event,) = self.host._translate((name, lie, landed_tensors))
+        receiver = copy.deepcopy(self.receiver, {id(self): self})
+        if isinstance(lie.body, SumsSent):
+            self.receiver.ignore(name)
+        elif isinstance(lie.body, ExecutorJoined):
+            self.receiver.hello(name)  # else it would have joined twice
+        if isinstance(event, ReportRefused):
+            raise PeerError(f"{event.executor}: {event.reason}")
+        # On a copy: an executor that is dismissed would have to join again.
+        machine: Any = copy.deepcopy(self.host._machine)
+        machine.coordinator._cohort_of = lambda round_: machine.coordinator.here
+        out = type(machine).handle(machine, event)
+        self._check_instructions(out)
+        for instruction in out:
+            match instruction:
+                case MergeSums(executor=executor):
+                    assert executor == name
+                    receiver.merge(name)
+                case IgnoreSums(executor=executor):
+                    assert executor == name
+                case _:
+                    pass
+        if dismissed := [i for i in out if isinstance(i, DismissExecutor)]:
+            assert any(isinstance(i, Note) and name in i.text and dismissed[0].reason in i.text for i in out)
+            raise PeerError(", ".join(f"{i.executor} {i.reason}" for i in dismissed))
+        self._check_phase(lie.body)
+
+    def _check_phase(self, body: Any) -> None:
+        """That it is one of the run."""
+        if (phase := _phase(body)) is not None:
+            assert 0 <= phase.round < self.rounds and 0 <= phase.attempt < ATTEMPTS
+            assert 0 <= phase.number < self.server.passes
+
+    def _check_instructions(self, out: Sequence[FederatedInstruction]) -> None:
+        """Of what the run can have, whoever said what."""
+        for instruction in out:
+            match instruction:
+                case Notify(executor=name, body=PhaseOpened(opening=opening, tasks=tasks)):
+                    self._check_phase(instruction.body)
+                    assert [task.client for task in tasks] == [NAMES.index(name)]
+                    assert 1 <= opening.clients <= len(NAMES)
+                case CommitRound(record=record):
+                    assert record.round < self.rounds
+                    trained = {name: [t.client for t in timed] for name, timed in record.trained.items()}
+                    assert trained == {name: [NAMES.index(name)] for name in trained}
+                case UpdateServer(phase=phase):
+                    assert phase.round < self.rounds
+                case TellSite(body=UnmaskAsked(summed=summed, dropped=dropped)):
+                    assert len(set(summed)) >= 2 and not set(summed) & set(dropped)
+                case FinishRounds(outcome=outcome):
+                    assert outcome == "done", instruction.reason
+                case _:
+                    pass
+            if isinstance(instruction, Notify | TellSite):
+                received(ToExecutor(run=RUN, body=instruction.body))
+
+    # What arrives at a site
+
+    def _tell(self, name: str, message: ToExecutor, tensors: Sequence[Tensor]) -> None:
+        self.told.append((name, type(message.body).__name__, _phase(message.body)))
+        _take(self.sites[name], message, tensors)
+
+    def _tell_lie(self, name: str, right: ToExecutor, tensors: Sequence[Tensor], lie: AnyMessage) -> None:
+        assert isinstance(lie, ToExecutor)
+        if lie == right:
+            return
+        line = Line()
+        executor = self._copied(name, line)
+        trained = _counted(executor.site)
+        with named("coordinator"):
+            _, landed_tensors = landed(lie, tensors)
+        _take(executor, lie, landed_tensors)
+        if isinstance(lie.body, Halt):
+            assert executor.machine.phase == "stopped" and not trained and not line.frames
+            return
+        self._check_phase(lie.body)
+        opened = [phase for to, kind, phase in self.told if to == name and kind == "PhaseOpened" and phase is not None]
+        if isinstance(lie.body, PhaseOpened):
+            assert all(phase < lie.body.opening.phase for phase in opened), "a phase that was opened"
+            self._check_opening(name, lie.body.opening)
+        elif isinstance(lie.body, PhaseDropped):
+            assert {*lie.body.kept} <= {NAMES.index(name)}, "a client of another site"
+        else:
+            assert lie.body.phase <= opened[-1], "a phase that was not opened"
+        assert trained == [[NAMES.index(name)]] * isinstance(lie.body, PhaseOpened), "its own client, once"
+        assert not any(isinstance(m.body, SharesRevealed) for m, _ in line.frames), "shares of another phase"
+        for sent, _ in line.frames:
+            received(sent)
+
+    def _check_opening(self, name: str, opening: PhaseSetup) -> None:
+        """What a round can have of which this site is a part."""
+        assert -1 <= opening.durable_round < opening.phase.round and 1 <= opening.clients <= len(NAMES)
+        others, own = opening.clients - 1, self._stated(NAMES.index(name))
+        least, most = (MOST, MOST) if self.secure else (1, (1 << 40) - 1)
+        assert own + others * least <= opening.samples <= own + others * most
+
+    def _copied(self, name: str, line: Line) -> SiteExecutor:
+        """The executor as it is, with states of its own."""
+        right = self.sites[name]
+        site: Any = copy.copy(right.site)
+        if site._own_states is not None:
+            folder = self.folder / "copy"
+            shutil.rmtree(folder, ignore_errors=True)
+            if site._own_states._folder.is_dir():
+                shutil.copytree(site._own_states._folder, folder)
+            site._states = site._own_states = SiteStates(folder, site._own_states._form)
+        executor: Any = self._executor(name, line, site)
+        executor._latest, executor.machine = right._latest, copy.deepcopy(right.machine)
+        if isinstance(right, SecureSiteExecutor):
+            machine = copy.copy(right._secure)
+            machine._revealed = dict(machine._revealed)
+            machine._device_of = executor._device_of
+            executor._secure, executor._models = machine, dict(right._models)
+            executor._secrets, executor._vector, executor._sums = right._secrets, right._vector, right._sums
+        return executor
+
+
+@contextlib.contextmanager
+def named(party: str) -> Generator[None]:
+    """As the channel names who sent what it refuses."""
+    try:
+        yield
+    except PeerError as e:
+        raise PeerError(f"{party}: {e}") from None
+
+
+def _phase(body: Any) -> PhaseId | None:
+    return body.opening.phase if isinstance(body, PhaseOpened) else getattr(body, "phase", None)
+
+
+def _counted(site: Any) -> list[list[int]]:
+    """The clients of each call to train."""
+    found: list[list[int]] = []
+    train = site.train
+
+    def counted(tasks: Any) -> Any:
+        found.append([task.client for task in tasks])
+        return train(tasks)
+
+    site.train = counted
+    return found
+
+
+def _take(executor: SiteExecutor, message: ToExecutor, tensors: Sequence[Tensor]) -> None:
+    """As its two threads do, one after the other."""
+    executor._take(message, tensors)
+    while not executor._wakeups.empty():
+        wakeup = executor._wakeups.get()
+        if isinstance(wakeup, StopExecutor):
+            return
+        if wakeup is not None:
+            raise wakeup
+    executor._work_off()

@@ -1,0 +1,161 @@
+"""Drawn integers in what a coordinator first asks of a site: its task, through the decoder, the owner's file and rules,
+to the first round. What comes of it is a task that the run has, or the end of the site's connection, by an error that
+names the coordinator. Nothing else is raised: a site's process goes on.
+
+TaskMessage with TaskSpec, LocalConfig, Aggregation, AlgorithmSpec and ModelSpec: here. What follows in a run:
+test_drawn_integers.py. AdmissionRules and Privacy have no integers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from torch import Tensor
+
+from isthmus.api.make_plan import plan_for
+from isthmus.errors import PeerError, UserError
+from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
+from isthmus.federated.local import LocalConfig
+from isthmus.federated.resident import Resident
+from isthmus.federated.robust import Aggregation
+from isthmus.federated.server import Server
+from isthmus.federated.task_spec import TaskSpec, load_site
+from isthmus.models import build_model
+from isthmus.protocol.federated_messages import ClientTask, ExecutorJoined, PhaseId, PhaseOpened, PhaseSetup, SumsSent
+from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.secure_messages import KeysSent
+from isthmus.runtime.federated import executor, site_runner
+from isthmus.runtime.federated.site_runner import SiteRunner, _SiteRun
+from isthmus.runtime.identity import Authority
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
+from isthmus.runtime.messages.fleet import StartRun
+from isthmus.runtime.transport.message_sender import headers_of
+from tests.drawn_integers import Lies, possible_threads, received
+from tests.federated.hostile import MODEL
+from tests.federated.sites import write_job
+from tests.fleet_service.parties import certified
+
+NAMES, MOST, RUN = ("a", "b", "c", "d"), 64, "f" * 32
+CALL = StartRun(run=RUN, timeout_s=60.0, threads=1)
+MOST_EPOCHS = 8
+"""That are trained here. A site's owner reads how many a coordinator asks for."""
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    yield from possible_threads(monkeypatch)
+
+
+class _Line:
+    """A connection on which this is said, and then the end, when the site has answered."""
+
+    def __init__(self, *said: tuple[AnyMessage, Sequence[Tensor]]) -> None:
+        self._said = list(said)
+        self.sent: list[Any] = []
+        self._answered = threading.Event()
+
+    def receive(self, *_: object, **__: object) -> Any:
+        if self._said:
+            message, tensors = self._said.pop(0)
+            return message, list(tensors)
+        self._answered.wait()
+        return ToExecutor(run=RUN, body=Halt()), []
+
+    def put(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        self.sent.append(received(message).body if isinstance(message, FromExecutor) else message)
+        if isinstance(self.sent[-1], SumsSent | KeysSent | DeviceFailed):
+            self._answered.set()
+
+    def flush(self) -> None: ...
+    def close(self) -> None:
+        self._answered.set()
+
+
+class Site:
+    """The process of site `a`, and a coordinator of its run."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, secure: bool) -> None:
+        write_job(folder, NAMES)
+        certified(Authority(folder / "authority"), state := folder / "a-state")
+        fail: Callable[[Any], None] = lambda _: None  # noqa: E731
+        self.runner = SiteRunner(load_site(folder / "a.toml"), "a", state, log=lambda _: None, fail=fail, plan=plan_for)
+        self.task_spec = TaskSpec(
+            job="clinics",
+            run="0" * 32,
+            algorithm=AlgorithmSpec(name="fedavg"),
+            model=MODEL,
+            local=LocalConfig(epochs=2, batch_size=5, learning_rate=0.1),
+            seed=3,
+            client=0,
+            rounds=4,
+            minimum=2,
+            sites=NAMES,
+            aggregation=Aggregation(secure=True, most_samples=MOST) if secure else Aggregation(),
+        )
+        self.samples = MOST if secure else self.runner._data.samples
+        resident = Resident(build_model(MODEL))
+        server = Server(load_algorithm(self.task_spec.algorithm), resident.vector(), resident.buffers(), len(NAMES))
+        self._broadcast = server.broadcast()
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(executor, "MessageSender", lambda line, on_error: line)
+        monkeypatch.setattr(executor, "start_heartbeats", lambda *_: None)
+        monkeypatch.setattr(site_runner, "own_mean_of", lambda *_: "")  # a line for people, which takes long
+
+    def asked(self, asked: AnyMessage) -> list[Any]:
+        """What it says to a coordinator that asks for this, and opens the first round. PeerError where it hangs up."""
+        task_spec = cast(TaskMessage, asked).task_spec
+        others = (len(NAMES) - 1) * MOST
+        setup = PhaseSetup(phase=PhaseId(0), clients=len(NAMES), samples=self.samples + others)
+        opened = PhaseOpened(opening=setup, tasks=(ClientTask(0, self.samples),))
+        opening = ToExecutor(run=RUN, body=opened, tensors=headers_of(self._broadcast))
+        opens = task_spec.local.epochs <= MOST_EPOCHS
+        line = _Line((asked, ()), *[(opening, [*self._broadcast.values()])] * opens)
+        if not opens:
+            line.close()
+        self._monkeypatch.setattr(site_runner, "dial", lambda *_, **__: line)
+        try:
+            self.runner._take_part(_SiteRun(RUN), CALL, ("127.0.0.1", 1))
+        except UserError as e:  # by the word of its owner, which the coordinator is told
+            assert isinstance(line.sent[-1], DeviceFailed) and "coordinator" in str(e)
+            raise PeerError(str(e)) from None
+        return line.sent
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_task_is_one_that_the_run_has(secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, lies = Site(tmp_path, monkeypatch, secure=secure), Lies(15, 1)
+    right = TaskMessage(run=RUN, task_spec=site.task_spec)
+
+    def take(message: AnyMessage) -> None:
+        spec = cast(TaskMessage, message).task_spec
+        _, joined, *answers = site.asked(message)
+        assert joined == ExecutorJoined(samples=spec.aggregation.most_samples or site.runner._data.samples)
+        assert spec.client == 0 and 1 <= spec.minimum <= len(NAMES)
+        for answer in answers:
+            assert spec.rounds > 0 and answer.phase == PhaseId(0)
+            assert not isinstance(answer, SumsSent) or [(t.client, t.samples) for t in answer.timed] == [
+                (0, site.samples)
+            ]
+
+    lies.about(right, take, names="coordinator")
+    lies.told()
+    assert [type(body) for body in site.asked(right)[1:]] == [ExecutorJoined, KeysSent if secure else SumsSent]
+
+
+@pytest.mark.parametrize("minimum", [5, 1 << 31])
+def test_a_sum_has_no_more_updates_than_there_are_sites(
+    minimum: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a site would have masked its update and never said how to take the masks off."""
+    site = Site(tmp_path, monkeypatch, secure=True)
+    asked = TaskMessage(run=RUN, task_spec=msgspec.structs.replace(site.task_spec, minimum=minimum))
+    with pytest.raises(
+        PeerError, match=f"^coordinator: asked for updates in a sum {minimum} of the run, expected 1 to 4"
+    ):
+        site.asked(asked)

@@ -1,0 +1,104 @@
+"""Early stopping by the loss or a metric, in pipelines and federated runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import isthmus
+from isthmus.errors import UserError
+from tests.metrics.plain import Classifier, samples
+
+
+def stopped_at(values: list[float], **options: object) -> int | None:
+    """The number of the evaluation that stops the run."""
+    stops: list[int] = []
+    stopping = isthmus.EarlyStopping("accuracy", **options)  # pyright: ignore[reportArgumentType]
+    stopping.start(
+        isthmus.RunStarted(
+            run=Path("run"),
+            kind="pipeline",
+            steps=9,
+            settings={"metrics": ["accuracy"]},
+            stop=lambda: stops.append(number),
+        )
+    )
+    number = 0
+    for number, value in enumerate(values):
+        stopping.evaluation(isthmus.Evaluated(step=number, loss=1.0, metrics={"accuracy": value}))
+    return stops[0] if stops else None
+
+
+def test_it_stops_after_so_many_evaluations_without_a_better_one() -> None:
+    assert stopped_at([0.1, 0.2, 0.2, 0.1], after=2) == 3
+    assert stopped_at([0.1, 0.2, 0.2, 0.3, 0.3], after=2) is None
+    assert stopped_at([0.5, 0.4, 0.3], after=2, lower_is_better=True) is None
+    assert stopped_at([0.1, 0.105, 0.109], after=2, least=0.05) == 2
+    assert stopped_at([math.nan, 0.1, 0.2, 0.3], after=2) is None
+    assert stopped_at([0.1, math.nan, math.nan], after=2) == 2
+
+
+@pytest.mark.parametrize("options", [{"after": "2"}, {"after": True}, {"after": 0}, {"least": -1.0}, {"least": "x"}])
+def test_what_is_no_number_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"EarlyStopping: (after|least): got .*, expected a"):
+        stopped_at([], **options)
+
+
+@pytest.mark.parametrize(("table", "key"), [("training", "eval_every"), ("federated", "evaluate_every")])
+def test_a_job_that_evaluates_nothing_is_refused(table: str, key: str) -> None:
+    settings = {"metrics": ["accuracy"], table: {key: 0}}
+    started = isthmus.RunStarted(run=Path("run"), kind="pipeline", steps=9, settings=settings, stop=lambda: None)
+    with pytest.raises(UserError, match=f"expected {table}.{key} above 0"):
+        isthmus.EarlyStopping("accuracy").start(started)
+
+
+def never_better(outputs: object, batch: object) -> torch.Tensor:
+    assert isinstance(outputs, torch.Tensor)
+    return outputs.mean() * 0
+
+
+def test_a_pipeline_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    run = isthmus.train(
+        model=Classifier(),
+        loss=F.cross_entropy,
+        data=samples(64),
+        test=samples(20, 7),
+        steps=400,
+        metrics=[never_better],
+        callbacks=[isthmus.EarlyStopping("never_better", after=2)],
+        run=tmp_path / "run",
+        overrides={"training.eval_every": 1},
+    )
+    assert run.outcome == "interrupted" and run.checkpoint is not None and len(run.losses) < 400
+
+
+def test_a_federated_run_stops(tmp_path: Path) -> None:
+    result = isthmus.federate(
+        model=Classifier(),
+        loss=F.cross_entropy,
+        clients=[samples(20, seed) for seed in range(2)],
+        rounds=400,
+        metrics=[never_better],
+        callbacks=[isthmus.EarlyStopping("never_better", after=2)],
+        run=tmp_path / "run",
+        overrides={"execution.executors": 1, "federated.evaluate_clients": 2},
+    )
+    assert result.outcome == "interrupted" and len(result.rounds) < 400
+
+
+def test_a_metric_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="EarlyStopping: metric: got 'accuracy', expected one of loss"):
+        isthmus.federate(
+            model=Classifier(),
+            loss=F.cross_entropy,
+            clients=[samples(20)],
+            callbacks=[isthmus.EarlyStopping("accuracy")],
+            run=tmp_path / "run",
+            overrides={"execution.executors": 1},
+        )
+    with pytest.raises(UserError, match="after: got 0"):
+        isthmus.EarlyStopping(after=0)

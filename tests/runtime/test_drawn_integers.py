@@ -1,0 +1,324 @@
+"""Drawn integers in the frames of a pipeline's run: between devices and their coordinator, and between devices. Each
+goes through the decoder, the receiver's check and its machine, which keeps to what the plan allows. Then the right
+message continues the run, which ends as an undisturbed one does.
+
+The conversation is that of the simulator, whose machines are those of real runs: losses, recoveries, snapshots, joins.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+
+from isthmus.errors import PeerError
+from isthmus.plans.worker_ids import device_of
+from isthmus.protocol import RunSpec
+from isthmus.protocol.adaptation import Adaptation
+from isthmus.protocol.arrivals import StageArrivals
+from isthmus.protocol.coordinator import Coordinator
+from isthmus.protocol.coordinator_events import BeginEpoch, DeviceJoined, FinishRun
+from isthmus.protocol.events import Report, WorkerEvent, WorkerInstruction
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.recovery import Lineage
+from isthmus.protocol.run_events import Observation, RejectDevice, RunEvent, RunInstruction
+from isthmus.protocol.run_machine import RunMachine
+from isthmus.protocol.run_messages import (
+    Arrived,
+    DeviceReport,
+    FetchState,
+    Halt,
+    OpenItem,
+    PartsArrived,
+    Pause,
+    PlaceWeights,
+    RetireSnapshots,
+)
+from isthmus.protocol.worker import Worker
+from isthmus.runtime.coordinator.host import CoordinatorHost
+from isthmus.runtime.device.fingerprints import Fingerprinter
+from isthmus.runtime.device.links import Expected, StageLinks
+from isthmus.runtime.device.snapshots import SnapshotReceiver
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.run import JoinRun, ToCoordinator, ToDevice, ToPeer
+from isthmus.simulator import connections
+from isthmus.simulator.device import SimulatedWorker
+from isthmus.simulator.run import RunSimulation
+from isthmus.training.layout import header_of
+from tests.faults import simulated
+from tests.faults.schedule import Fault, Schedule
+
+from ..drawn_integers import Lies, landed
+from .test_coordinator_host import NotedScript
+
+RUN = "run"
+SPEC = RunSpec(
+    steps=7, micro_batches=2, micro_batch_size=2, save_every=3, eval_every=3, eval_micro_batches=1, lease_ahead=2
+)
+SCHEDULE = Schedule(
+    seed=5,
+    devices=3,
+    layers=5,
+    spares=1,
+    spec=SPEC,
+    keep_every=1,
+    latency_s=0.01,
+    timeout_s=3.0,
+    faults=(Fault(2.0, "kill", 1, 0, 1.0), Fault(6.0, "join", 0, 0, 0.0)),
+    repeats=True,
+    recalls=True,
+)
+TENSOR = torch.zeros(2)
+LINK_OF = {"forward", "backward"}
+
+
+class _Script(NotedScript):
+    def check_state(self, device: str, tensors: object) -> None:
+        pass
+
+
+class _Links(StageLinks):
+    """Of one stage, without connections: what it takes goes into its inbox."""
+
+    def __init__(self, worker: LiedWorker, arrivals: StageArrivals) -> None:
+        machine, epoch = worker.machine, worker.epoch
+        assert machine is not None and epoch is not None
+        view = machine.view
+        signature = (("x:0", "float32", (2,), None),)
+        parcels: dict[Any, Any] = {("forward", s): {signature} for s in (*view.forward_from, *view.eval_from)}
+        parcels |= {("backward", s): {signature} for s in view.backward_from}
+        parcels |= {("shared", s): {()} for s in view.parameter_owners}
+        parcels |= {("shared_gradient", s): {()} for s in view.parameter_users}
+        parcels |= {(kind, s): {()} for s in view.others for kind in ("count", "norms")}
+        self._run, self._epoch, self._stage = RUN, machine.epoch, view.stage
+        self._expected = Expected(parcels)
+        self._snapshot_copies = SnapshotReceiver({}, lambda stage, step, taken: None)
+        self._arrivals, self._checking = arrivals, cast(Any, _NoLock())
+        self._ways, self._credits, self._tensors, self._numbers = {}, {}, {}, {}
+        self._fingerprints, self._spans = Fingerprinter(None), lambda span: None
+        names = {n: SimpleNamespace(device=device_of(w)) for n, w in enumerate(epoch.worker_ids)}
+        self._names = cast(Any, names)
+        self._assignment = cast(Any, SimpleNamespace(device=worker.name))
+        self._inbox = queue.SimpleQueue()
+
+
+class _NoLock:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class LiedWorker(SimulatedWorker):
+    """A device's worker to which others lie."""
+
+    arrivals: StageArrivals | None = None
+
+    @property
+    def run(self) -> LiedTo:
+        return cast(Any, self._around)._coordination
+
+    def _start(self, step: int, own: frozenset[str], epoch: int) -> None:
+        before = self.machine
+        super()._start(step, own, epoch)
+        if self.machine is before or self.machine is None:
+            return
+        assert self.epoch is not None and self.run._begun is not None
+        spec = self.run._spec
+        self.arrivals = StageArrivals(
+            self.machine.view,
+            self.epoch.shares[self.number],
+            {number: device_of(worker) for number, worker in enumerate(self.epoch.worker_ids)},
+            start_step=step,
+            first_item=self.run._begun.first_item,
+            lease_ahead=spec.lease_ahead,
+            eval_micro_batches=spec.eval_micro_batches,
+        )
+
+    def order(self, event: Any) -> None:
+        if isinstance(event, Pause | PlaceWeights | FetchState | RetireSnapshots | Halt):
+
+            def lie(message: AnyMessage) -> None:
+                landed(message)
+                session = copy.deepcopy(self.session)
+                session.handle(cast(ToDevice, message).body)  # pyright: ignore[reportArgumentType]
+                assert session.phase in (*session.transitions.table, "over") and session.epoch >= 0
+                held = {(h.epoch, h.step) for h in self.session.memory.holdings()}
+                assert {(h.epoch, h.step) for h in session.memory.holdings()} <= held
+
+            self.run.lies_about(ToDevice(run=RUN, body=event), lie, "to devices")
+        super().order(event)
+
+    def handle(self, event: WorkerEvent) -> None:
+        machine, arrivals = self.machine, self.arrivals
+        if machine is not None and arrivals is not None and event.epoch == machine.epoch:
+            if isinstance(event, OpenItem):
+                self.run.lies_about(ToDevice(run=RUN, body=event), self._lie_opened, "to devices", "coordinator")
+                arrivals.opened(event.item)
+            elif isinstance(event, Arrived | PartsArrived):
+                self._arrived(event)
+        super().handle(event)
+
+    def _lie_opened(self, message: AnyMessage) -> None:
+        landed(message)
+        opened = cast(ToDevice, message).body
+        assert isinstance(opened, OpenItem) and self.machine is not None
+        if opened.epoch == self.machine.epoch:
+            copy.deepcopy(self.arrivals).opened(opened.item)  # pyright: ignore[reportOptionalMemberAccess]
+            raise AssertionError(f"{opened} is none of the run's")
+        assert _copied(self.machine).handle(opened) == []
+
+    def _arrived(self, right: Arrived | PartsArrived) -> None:
+        assert self.arrivals is not None and self.epoch is not None
+        tensors = [TENSOR] if isinstance(right, Arrived) and right.parcel in LINK_OF else []
+        headers = tuple(header_of("x:0", tensor) for tensor in tensors)
+        name = f"device {device_of(self.epoch.worker_ids[right.source])!r}"
+        message = ToPeer(run=RUN, body=right, tensors=headers)
+
+        def lie(told: AnyMessage) -> None:
+            self._take(told, tensors, right, name)
+
+        if device_of(self.epoch.worker_ids[right.source]) != self.device.name:
+            self.run.lies_about(message, lie, "to peers", name)
+        self.arrivals.arrived(right)
+
+    def _take(self, message: AnyMessage, tensors: list[torch.Tensor], right: Any, name: str) -> None:
+        assert self.machine is not None and self.arrivals is not None
+        arrivals = copy.deepcopy(self.arrivals)
+        links, channel = _Links(self, arrivals), SimpleNamespace(other=name, began_s=0.0)
+        try:
+            message, found = landed(message, tensors, links._guard)
+        except PeerError as e:
+            raise PeerError(f"{name}: {e}") from None  # as the channel does
+        links._accept(right.source, cast(Any, channel), message, found)
+        machine = _copied(self.machine)
+        while not links._inbox.empty():
+            taken = cast(Any, links._inbox.get())
+            machine.handle(taken)
+            assert arrivals._first <= taken.item <= arrivals._reports + SPEC.lease_ahead
+        own = machine.statistics()
+        assert own.phase in machine.transitions.table and own.item < arrivals._opens
+        assert max(own.forwards, own.backwards) <= SPEC.micro_batches
+        assert all(key[2] < SPEC.micro_batches for key in machine._arrived)
+
+    def _carry_out(self, instruction: WorkerInstruction, machine: Worker) -> None:
+        if isinstance(instruction, Report) and self.arrivals is not None:
+            self.arrivals.reported(instruction.item)
+        super()._carry_out(instruction, machine)
+
+
+def _copied(machine: Worker) -> Worker:
+    return copy.deepcopy(machine, {id(machine.view): machine.view})
+
+
+class LiedTo(RunSimulation):
+    lies: dict[str, Lies] | None = None
+    """By direction."""
+    messages: dict[str, int]
+
+    def lies_about(self, right: msgspec.Struct, take: Any, way: str, names: str = "") -> None:
+        self.messages[way] = self.messages.get(way, 0) + 1
+        if self.lies is not None:
+            self.lies[way].about(right, take, names=names)
+
+    def _made(self, coordinator: Coordinator) -> RunMachine:
+        self.messages = getattr(self, "messages", {})
+        self._log: list[tuple[RunEvent, float]] = []
+        plans = cast(Any, self._planner)
+        first = (tuple(coordinator.devices), coordinator.spec, coordinator.epoch)
+        layout, number = coordinator.layout, plans.layout.number
+        lineage = coordinator._lineage.began if coordinator._began else None
+
+        def again() -> RunMachine:
+            made = Coordinator(*first, layout=layout, lineage=None if lineage is None else Lineage(lineage))
+            adaptation = Adaptation(plans._plans[number], plans._fleet, SPEC.steps, number=number)
+            times = self._options.recovery
+            return RunMachine(made, timeout_s=times.timeout_s, start_s=times.start_s, adaptation=adaptation)
+
+        self._again = again
+        machine = super()._made(coordinator)
+        self._host = CoordinatorHost(machine, RUN, cast(Any, _Script()), timeout_s=3.0)
+        return machine
+
+    def handle(self, event: RunEvent) -> None:
+        if self.connections.answered and self.finish is None:
+            if isinstance(event, FromDevice):
+                self._lie(event, ToCoordinator(run=RUN, body=event.body))
+            elif isinstance(event, DeviceJoined):
+                joins = JoinRun(run=RUN, device=event.device, host="h", port=7, holdings=tuple(event.holdings))
+                self._lie(event, joins)
+            self._log.append((event, self.world.clock.now_s))
+        super().handle(event)
+
+    def _open(self, opened: OpenItem, machine: RunMachine) -> None:
+        self._host._items[opened.item.index] = opened.item
+        super()._open(opened, machine)
+
+    def _lie(self, right: FromDevice[DeviceReport] | DeviceJoined, message: msgspec.Struct) -> None:
+        device = right.device
+
+        def take(told: AnyMessage) -> None:
+            if isinstance(told, JoinRun):
+                landed(told)
+                event: RunEvent = DeviceJoined(device=device, holdings=told.holdings)
+            else:
+                try:
+                    landed(told, (), lambda m: self._host._guard(device, m))
+                except PeerError as e:
+                    raise PeerError(f"device {device!r}: {e}") from None
+                event = FromDevice(device, cast(ToCoordinator, told).body)  # pyright: ignore[reportArgumentType]
+            now_s = self.world.clock.now_s
+            machine = self._again()
+            for before, then_s in self._log:
+                machine.handle(before, then_s)
+            known = len(machine._failures._reported)
+            out = machine.handle(event, now_s)
+            if len(machine._failures._reported) > known:
+                whose, error = machine._failures._reported[-1]
+                assert whose == device_of(device)
+                out = machine.handle(Observation(), now_s)
+                assert RejectDevice(device, permanent=True) in out
+                raise PeerError(str(error))
+            self._judge(machine, out)
+            self._judge(machine, machine.handle(right, now_s))
+
+        self.lies_about(message, take, "to the coordinator", f"device {device!r}")
+
+    def _judge(self, machine: RunMachine, out: list[RunInstruction]) -> None:
+        coordinator, leases = machine.coordinator, machine.coordinator.leases
+        assert coordinator.phase in (*coordinator.transitions.table, "done")
+        assert 0 <= coordinator._done_step <= leases.last_step <= SPEC.steps
+        assert coordinator._saved <= leases.last_step and leases.acknowledged <= leases.last_step
+        assert leases.finished <= leases.leased and max(leases.open, default=0) <= leases.leased
+        assert coordinator.epoch <= self.machine.epoch + 1
+        most = max((step for _, step in self._done), default=0) + SPEC.lease_ahead + 1
+        for held in (h for holdings in coordinator.members.holdings.values() for h in holdings):
+            assert held.step <= SPEC.steps and held.epoch <= coordinator.epoch
+        if coordinator._transfer is not None:
+            assert all(step <= leases.last_step for step in coordinator._transfer._at.values())
+        for said in out:
+            assert not isinstance(said, BeginEpoch) or said.step <= min(most, SPEC.steps)
+            assert not isinstance(said, FinishRun) or (said.outcome, coordinator._done_step) == ("done", SPEC.steps)
+
+
+def conversation(monkeypatch: pytest.MonkeyPatch, lies: dict[str, Lies] | None) -> LiedTo:
+    monkeypatch.setattr(connections, "SimulatedWorker", LiedWorker)
+    monkeypatch.setattr(simulated, "RunSimulation", LiedTo)
+    run = simulated.Simulated(SCHEDULE)
+    found = cast(LiedTo, run.simulation)
+    found.lies = lies
+    found.result = run.run() and run.result  # type: ignore[attr-defined]
+    return found
+
+
+def test_a_drawn_integer_is_refused_or_one_that_the_run_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = conversation(monkeypatch, None)
+    assert set(right.messages) == {"to the coordinator", "to devices", "to peers"}
+    lies = {way: Lies(number, count) for number, (way, count) in enumerate(right.messages.items())}
+    disturbed = conversation(monkeypatch, lies)
+    for told in lies.values():
+        told.told()
+    assert cast(Any, disturbed).result == cast(Any, right).result
