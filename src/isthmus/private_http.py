@@ -28,7 +28,7 @@ JUST_CAME_S = 2.0
 """So long the request of a new connection may take to arrive, though hundreds come at once."""
 MOST_UNKNOWN = 1024
 """Unknown connections, at most a quarter of the files that the process may open."""
-BACKLOG = 128
+BACKLOG = 32
 """Connections that are accepted at once, before any of them is counted."""
 QUEUE = 2048
 """Connections that wait to be accepted."""

@@ -58,5 +58,5 @@ class ThreadCrew(LocalBackend, frozen=True, kw_only=True):
             finally:
                 for thread in work.threads.values():
                     if thread.ident is not None:
-                        thread.join(20)
+                        thread.join(60)
                 listener.close()

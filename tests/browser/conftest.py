@@ -50,7 +50,7 @@ class Served:
 
     def close(self) -> None:
         self._host.should_exit = True
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 def served_folder(path: Path, token: str = "") -> Served:

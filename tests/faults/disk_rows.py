@@ -110,7 +110,7 @@ def full_disk(seed: int, folder: Path) -> Found:
     try:
         done = isthmus("train", job, "--run", run.path)
         over.set()
-        filling.join(10)
+        filling.join(60)
         if done.code == 0 and left_bytes:
             wrong = differing(final_weights(run.path), expected, bitwise=True)
             return Found(wrong=wrong, note="there was room enough")
@@ -125,7 +125,7 @@ def full_disk(seed: int, folder: Path) -> Found:
         return Found(seconds=(time.monotonic() - since_s,), wrong=wrong and f"resumed from {where}: {wrong}")
     finally:
         over.set()
-        filling.join(10)
+        filling.join(60)
         _unmount(home)
 
 

@@ -63,7 +63,7 @@ def _with_machines(seed: int, folder: Path, *, everybody: bool) -> Found:
         time.sleep(later_s)
         for process in (serve, *(joined if everybody else ())):
             os.kill(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
         reached, since_s = machines.steps(), time.monotonic()
         if reached >= STEPS - 5:
             return Found(wrong=f"not struck: {reached} steps were done")

@@ -57,7 +57,7 @@ class Forwarder:
             while True:
                 near, _ = self._listener.accept()
                 try:
-                    far = socket.create_connection(("127.0.0.1", self._port), timeout=5)
+                    far = socket.create_connection(("127.0.0.1", self._port), timeout=60)
                 except OSError:
                     near.close()
                     continue

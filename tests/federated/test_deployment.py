@@ -273,9 +273,13 @@ def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_site_that_is_too_late_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the history, as on a busy machine the site that sleeps longer need not be the one that is late."""
     _, said = served(tmp_path, monkeypatch, "quorum = 0.5", {"a": 0.01, "b": 0.5}, rounds=2)
+    first = lines(tmp_path / "run")[0].record
+    (in_time,) = first.trained
+    (late,) = {"a", "b"} - {in_time}
     ended = "round 1 ended without its update, which is ignored if it comes"
-    assert f"site b: {ended}; rounds do not wait for this site until it is in time again" in said
+    assert f"site {late}: {ended}; rounds do not wait for this site until it is in time again" in said
 
 
 def newest_round(run: Path) -> int:
@@ -389,6 +393,6 @@ def test_a_site_does_not_run_what_its_owner_does_not_name(
     soon(lambda: any(s.startswith("waiting for sites that left: a for") and wait in s and words in s for s in said))
     edited(tmp_path / "a.toml", (change[1], change[0]))
     with attending(tmp_path):
-        running.join(20)
+        running.join(60)
     assert len(finished) == 1 and len(lines(tmp_path / "run")) == 1, said
     assert "site a is back" in said

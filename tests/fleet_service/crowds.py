@@ -41,7 +41,7 @@ class Crowd:
 
     def stop(self) -> None:
         self._over.set()
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _press(self) -> None:
@@ -96,7 +96,7 @@ def _lives(connection: socket.socket) -> bool:
 def crowd(port: int, *, idle: int = 0, dripping: int = 0, halfway: int = 0) -> Generator[Crowd]:
     """Of this machine, around `with`; they are all there at its beginning."""
     made = Crowd(("127.0.0.1", port), idle=idle, dripping=dripping, halfway=halfway)
-    assert made.all_there.wait(10)
+    assert made.all_there.wait(60)
     try:
         yield made
     finally:

@@ -47,7 +47,7 @@ class Joined:
         """Its machine is lost, or so it seems to the others."""
         agent, thread = self._agents.pop(name)
         agent.stop()
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive()
 
     def end(self) -> None:

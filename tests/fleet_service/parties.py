@@ -33,7 +33,7 @@ def certified(authority: Authority, folder: Path, role: Role = "device", life_s:
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname(), timeout=5)
+        ours = socket.create_connection(listener.getsockname(), timeout=60)
         theirs = listener.accept()[0]
     theirs.settimeout(5)
     return ours, theirs
@@ -151,7 +151,7 @@ def in_background(act: Callable[[], object], stop: Callable[[], object]) -> Gene
         yield
     finally:
         stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -49,7 +49,7 @@ def test_what_is_not_allowed_is_refused_and_the_coordinator_is_told(fleet: Fleet
     for agent in agents:
         agent.stop()
     for thread in threads:
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive()
 
 

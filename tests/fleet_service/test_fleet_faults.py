@@ -193,10 +193,10 @@ class Machines:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(60)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_the_coordinator_is_killed_and_comes_back(machines: Machines) -> None:
         machines.join(name, serve.stdout.readline().strip())
     wait_until(lambda: machines.steps() >= 30, serve, within_s=200)  # on a machine with ten times as much to do
     os.kill(serve.pid, signal.SIGKILL)
-    serve.wait(10)
+    serve.wait(60)
     reached = machines.steps()
     again = machines.serve("--tickets", "0", "--resume")
     assert again.wait(200) == 0, machines.description()

@@ -52,7 +52,7 @@ class Devices:
         for agent in self.agents:
             agent.stop()
         for thread in self._threads:
-            thread.join(15)
+            thread.join(60)
             assert not thread.is_alive()
 
 

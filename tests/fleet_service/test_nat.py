@@ -83,7 +83,7 @@ def _devices(
 def _relayed(near: ReachableDevice, network: str, far: ReachableDevice) -> tuple[bool, SocketChannel]:
     """Whether the connection is, which then is used."""
     channel, relayed = inside(network, lambda: near.dialer.dial(far.route(direct=True)))
-    theirs = far.came.get(timeout=20)
+    theirs = far.came.get(timeout=60)
     assert channel.party is not None and channel.party.id == far.identity.id
     assert theirs.party is not None and theirs.party.id == near.identity.id
     return relayed, channel

@@ -75,7 +75,7 @@ def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_
     tensor = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
     with _tapped() as tap, _devices(fleet, tmp_path) as (near, far):
         ours, relayed = near.dialer.dial(far.route())
-        theirs = far.came.get(timeout=20)
+        theirs = far.came.get(timeout=60)
         assert relayed and theirs.party is not None and theirs.party.id == near.identity.id
         for sender, receiver in ((ours, theirs), (theirs, ours)):
             sender.send(parcel(7, tensor), [pack(tensor)])
@@ -102,7 +102,7 @@ def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_
 def test_a_relay_that_alters_a_byte_is_noticed(fleet: Fleet, tmp_path: Path) -> None:
     with _tapped() as tap, _devices(fleet, tmp_path) as (near, far):
         ours, _ = near.dialer.dial(far.route())
-        theirs = far.came.get(timeout=20)
+        theirs = far.came.get(timeout=60)
         tap.flips = True
         ours.send(parcel(7, torch.zeros(100)), [pack(torch.zeros(100))])
         with pytest.raises(PeerError, match=r"(?i)mac"):
@@ -130,7 +130,7 @@ def test_the_direct_way_is_taken_where_there_is_one(fleet: Fleet, tmp_path: Path
         channel, relayed = near.dialer.dial(far.route(direct=True))
         assert not relayed
         channel.close()
-        far.came.get(timeout=20).close()
+        far.came.get(timeout=60).close()
 
 
 def test_devices_that_connect_at_the_same_time_need_no_relay(fleet: Fleet, tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_devices_that_connect_at_the_same_time_need_no_relay(fleet: Fleet, tmp_p
         for _ in range(3):
             ours, relayed = near.dialer.dial(far.route())
             ours.send(parcel(7, torch.ones(3)), [pack(torch.ones(3))])
-            theirs = far.came.get(timeout=20)
+            theirs = far.came.get(timeout=60)
             while theirs.receive(idle_s=5) is None:  # one that `near` has not taken
-                theirs = far.came.get(timeout=20)
+                theirs = far.came.get(timeout=60)
             assert not relayed and theirs.party is not None and theirs.party.id == near.identity.id
             ours.close()
             assert theirs.receive(idle_s=5) is None
@@ -196,7 +196,7 @@ def test_several_streams(fleet: Fleet, tmp_path: Path, direct: bool) -> None:
         assert relayed is not direct
         assembler, theirs = StreamAssembler(5.0), None
         while theirs is None:
-            stream = far.came.get(timeout=20)
+            stream = far.came.get(timeout=60)
             said = first_message(stream, (StreamHello,), 5.0)
             assert said is not None
             theirs = assembler.add(stream, said)
@@ -262,7 +262,7 @@ def test_who_is_not_there_is_named(fleet: Fleet, tmp_path: Path) -> None:
 def test_a_revoked_device_loses_what_was_relayed(fleet: Fleet, tmp_path: Path) -> None:
     with _devices(fleet, tmp_path) as (near, far):
         ours, _ = near.dialer.dial(far.route())
-        theirs = far.came.get(timeout=20)
+        theirs = far.came.get(timeout=60)
         fleet.state.roster.revoke("near", time.time())
         with contextlib.suppress(PeerError):
             assert theirs.receive(idle_s=10) is None

@@ -265,7 +265,7 @@ def test_a_device_at_work_waits_for_its_run_at_a_coordinator_that_was_started_ag
     acceptor = Acceptor("the run", {"desk"}, on_message=heard.put, guard=lambda *_: None, timeout_s=5.0)
     call = RunRequest(run="the run", devices=(), others=("desk",), timeout_s=5.0, threads=1, logs=tmp_path)
     with fleet.service.at_work(call, acceptor):
-        device, message, _ = heard.get(timeout=10)
+        device, message, _ = heard.get(timeout=60)
         assert device == "desk" and isinstance(message, JoinRun)
         acceptor.channel("desk").send(Heartbeat(run="the run"))
     acceptor.close()
@@ -273,7 +273,7 @@ def test_a_device_at_work_waits_for_its_run_at_a_coordinator_that_was_started_ag
 
 
 def _unknown_peer(fleet: Fleet) -> TlsConnection:
-    connection = secure_unknown(socket.create_connection(("127.0.0.1", fleet.service.port), timeout=5), None)
+    connection = secure_unknown(socket.create_connection(("127.0.0.1", fleet.service.port), timeout=60), None)
     connection.settimeout(5)
     enrollment.receive_frame(connection)
     return connection
@@ -347,7 +347,7 @@ def test_bytes_that_are_sent_again_are_refused(fleet: Fleet, tmp_path: Path) -> 
             assert isinstance(_answer(channel), Welcome)
             channel.close()
     soon(lambda: not fleet.service.present)
-    with socket.create_connection(("127.0.0.1", fleet.service.port), timeout=5) as again:
+    with socket.create_connection(("127.0.0.1", fleet.service.port), timeout=60) as again:
         again.sendall(b"".join(recorded))
         told = b""
         with pytest.raises((ConnectionError, StopIteration)):

@@ -116,7 +116,7 @@ def test_ctrl_c_is_not_lost_on_a_job_that_fails_meanwhile(fleet: Fleet, tmp_path
     def carry(job: Job, choices: Choices, observer: Observer, stop: Stop) -> int:
         with stop.calls(heard.set):
             _ctrl_c()
-            assert heard.wait(10)
+            assert heard.wait(60)
         raise UserError("its devices did not come")
 
     heard = threading.Event()
@@ -160,7 +160,7 @@ def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path)
             assert isthmus("stop", *state).code == 0
             ended = threading.Event()
             with stop.calls(ended.set):
-                assert ended.wait(10)
+                assert ended.wait(60)
             assert isthmus("resume", "second", *state).code != 0, "it waits already"
             return INTERRUPTED
         if len(asked) == 2:

@@ -95,10 +95,10 @@ class Machines:
                 process.send_signal(signal.SIGINT)
         for process in self.started:
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(60)
 
 
 def _line(process: subprocess.Popen[str]) -> str:

@@ -7,9 +7,8 @@ import resource
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -35,20 +34,26 @@ PEERS = 2000
 FILES = 512
 """That the server's process may open."""
 OTHERS = """
-import resource, socket, sys
+import resource, socket, sys, urllib.request
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-port, count, hosts = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(",")
+port, count, hosts, path, body, header, value = sys.argv[1:]
 held = []
-for number in range(count):
-    held.append(socket.create_connection(("127.0.0.1", port), 60, (hosts[number % len(hosts)], 0)))
+for number in range(int(count)):
+    host = hosts.split(",")[number % len(hosts.split(","))]
+    held.append(socket.create_connection(("127.0.0.1", int(port)), 60, (host, 0)))
     if number % 3 == 1:
         try:
             held[-1].sendall(b"GET /v1/models HTTP/1.1\\r\\nHost: x\\r\\n")  # and no further
         except OSError:
             pass
-print("there", flush=True)
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body.encode() or None, {header: value})
+for _ in range(3):
+    with opener.open(request, timeout=60) as answer:
+        print(answer.read(), flush=True)
 sys.stdin.read()
 """
+"""They, and who has the key, are a process of their own: the files of the server's are few."""
 
 
 @pytest.fixture
@@ -57,6 +62,15 @@ def few_files() -> Generator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+OF_MODEL = (
+    "/v1/completions",
+    json.dumps({"prompt": "ab", "max_tokens": 3, "stream": True}),
+    "Authorization",
+    "Bearer secret",
+)
+OF_PAGE = ("/api/runs?run=&token=secret", "", "Cookie", "isthmus-dashboard=secret")
 
 
 def of_model(port: int, _: Path) -> ASGIApp:
@@ -85,21 +99,12 @@ def test_idle_peers_keep_nobody_out_who_has_the_key(
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = listener.getsockname()[1]
         server = stack.enter_context(serving(make(port, tmp_path), listener, FIRST_REQUEST_S, loop))
-        command = [sys.executable, "-c", OTHERS, str(port), str(PEERS), hosts]
+        asked = OF_MODEL if make is of_model else OF_PAGE
+        command = [sys.executable, "-c", OTHERS, str(port), str(PEERS), hosts, *asked]
         others = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         assert others.stdout is not None
-        assert others.stdout.readline() == b"there\n"
-        if make is of_model:
-            asked = json.dumps({"prompt": "ab", "max_tokens": 3, "stream": True}).encode()
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", asked)
-            request.add_header("Authorization", "Bearer secret")
-        else:
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/api/runs?run=&token=secret")
-            request.add_header("Cookie", "isthmus-dashboard=secret")
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         for _ in range(3):
-            with closing(opener.open(request, timeout=60)) as answer:
-                assert b"[DONE]" in (text := answer.read()) or b'"runs":[]' in text
+            assert b"[DONE]" in (answer := others.stdout.readline()) or b'"runs":[]' in answer
         assert len(server.unknown) <= FILES // 4
         others.communicate()
 

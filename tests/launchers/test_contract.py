@@ -97,7 +97,7 @@ def check_engine(engine: str, case: Case, tmp_path: Path) -> list[str]:
             _check_secret(specs, tmp_path, said)
         finally:
             launcher.stop()
-        soon(lambda: not processes_with(token), 10.0)
+        soon(lambda: not processes_with(token), WITHIN_S)
         assert list(folder.iterdir()) == [], "what the launcher kept is removed"
         left = [path for path in tmp_path.rglob("*.pem") if tmp_path / "fleet" not in path.parents]
         assert left == [], "agents leave no key"
@@ -121,6 +121,6 @@ def test_an_agent_that_cannot_join_is_lost_and_says_why(tmp_path: Path) -> None:
     launcher.start([spec], tmp_path, lambda name, line: said.append(line))
     try:
         soon(lambda: launcher.states()["n0"] is AgentState.LOST, WITHIN_S)
-        soon(lambda: any(line.startswith("error: ticket: ") for line in said), 10.0)
+        soon(lambda: any(line.startswith("error: ticket: ") for line in said), WITHIN_S)
     finally:
         launcher.stop()

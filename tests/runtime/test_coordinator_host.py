@@ -137,7 +137,7 @@ class FakeDevice:
 
     def end(self) -> Halt | Exception | None:
         """How the device ended, once it has: the run's own end may be known before a device has read of it."""
-        self._thread.join(20)
+        self._thread.join(60)
         return self.ended
 
     def send(self, message: AnyMessage, tensors: Mapping[str, Tensor] = {}) -> None:
@@ -193,7 +193,7 @@ class Conducted:
             time.sleep(0.01)
 
     def outcome(self) -> Outcome:
-        self._thread.join(20)
+        self._thread.join(60)
         assert self._outcome, "the coordinator has not ended"
         return self._outcome[0]
 
@@ -215,7 +215,7 @@ def test_a_run(conducted: Conducted) -> None:
 
 
 def _unknown_peer(port: int, payload: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.settimeout(5)
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(payload)
@@ -226,7 +226,7 @@ def _unknown_peer(port: int, payload: bytes) -> None:
 
 def test_unknown_peers_change_nothing(conducted: Conducted) -> None:
     draw = random.Random(0)
-    silent = socket.create_connection(("127.0.0.1", conducted.port), timeout=5)
+    silent = socket.create_connection(("127.0.0.1", conducted.port), timeout=60)
     first = FakeDevice(conducted.port, "a")
     conducted.wait_for("a")
 

@@ -187,7 +187,7 @@ def drained(kind: Implementation, sent: bytes) -> list[AnyMessage]:
         with contextlib.suppress(PeerError):
             while (got := channel.receive()) is not None:
                 found.append(got[0])
-        writing.join(5)
+        writing.join(60)
     return found
 
 

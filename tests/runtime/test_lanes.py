@@ -31,7 +31,7 @@ def test_packing_happens_in_the_lane(
     def slow_pack(tensor: Tensor) -> memoryview:
         threads.append(threading.current_thread().name)
         packing.set()
-        assert go.wait(5)
+        assert go.wait(60)
         return pack(tensor)
 
     monkeypatch.setattr(lanes_module, "pack", slow_pack)
@@ -40,7 +40,7 @@ def test_packing_happens_in_the_lane(
     tensors = [torch.randn(4, 6)[:, ::2] for _ in range(3)]
     for number, tensor in enumerate(tensors):
         lane.put(parcel(number, tensor), [tensor])
-    assert packing.wait(5)  # put has returned three times, and nothing is packed yet
+    assert packing.wait(60)  # put has returned three times, and nothing is packed yet
     assert len(threads) == 1
     go.set()
     for tensor in tensors:
@@ -121,7 +121,7 @@ def test_a_lost_connection_is_told_once(connect: Callable[[], Pair], shape: Link
     bob.close()
     for number in range(5):
         put(lane, number, 10_000_000)
-    assert told.wait(20)
+    assert told.wait(60)
     put(lane, 6, 10)
     lane.close()
     (error,) = errors
@@ -141,7 +141,7 @@ def test_packing_is_done_beside_the_caller_and_beside_what_is_on_the_way(connect
 
     put(lane, 0, 1_000_000)  # leaves for a second
     lane.put(parcel(1, torch.ones(3)), [torch.ones(3)], pack_one)
-    assert packed.wait(5)
+    assert packed.wait(60)
     assert not bob.statistics().received_bytes
     assert item(take(bob)[1]) == 0
     received = bob.receive(idle_s=5)

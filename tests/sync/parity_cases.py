@@ -13,7 +13,6 @@ import os
 import runpy
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 import isthmus.sync
 from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
-from isthmus.sync import Options
+from isthmus.sync import Options, monitor
 from isthmus.sync.exchange import gather
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -277,8 +276,27 @@ def resumed_apart(found: dict[str, float]) -> None:
 
 
 def unequal(found: dict[str, float]) -> None:
-    """A slow worker is named, and with `balance` it makes fewer steps; all end their periods together."""
+    """A slow worker is named, and with `balance` it makes fewer steps; all end their periods together.
+
+    Its time is the monitor's alone: on a busy machine either process may be the slower one.
+    """
     rank = dist.get_rank()
+    clock = Clock()
+    with mock.patch.object(monitor, "time", clock):
+        _unequal(found, rank, clock)
+
+
+class Clock:
+    """What stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def _unequal(found: dict[str, float], rank: int, clock: Clock) -> None:
     for mode in ("local", "outer"):
         made = model()
         optimizer = OPTIMIZERS["sgd"](made)
@@ -288,7 +306,7 @@ def unequal(found: dict[str, float]) -> None:
         while sync.periods < 4:
             optimizer.zero_grad()
             loss_of(made, sync.steps, rank).backward()
-            time.sleep(0.06 if rank else 0.02)
+            clock.now_s += 0.06 if rank else 0.02
             sync.step()
         statistics = sync.statistics()
         sync.close()
