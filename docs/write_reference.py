@@ -13,11 +13,11 @@ from typing import Any
 
 from isthmus.cli.app import commands
 from isthmus.option_docs import OptionDoc
+from isthmus.programs.tokens import Tokens
 from isthmus.protocol import federated_transitions as federated
 from isthmus.protocol.decoupled import MERGER
 from isthmus.protocol.decoupled_replica import REPLICA
 from isthmus.protocol.device_session import SESSION
-from isthmus.protocol.generation import GENERATION
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.membership import MEMBERSHIP
 from isthmus.protocol.phases import COORDINATOR
@@ -42,11 +42,6 @@ MACHINES = {
     "The coordinator": (COORDINATOR, "src/isthmus/protocol/phases.py", "one run"),
     "The worker": (WORKER, "src/isthmus/protocol/worker_phases.py", "one stage on a device"),
     "The device session": (SESSION, "src/isthmus/protocol/device_session.py", "a device's side of a run"),
-    "The coordinator of a service that generates text": (
-        GENERATION,
-        "src/isthmus/protocol/generation.py",
-        "the chain of stages of one service",
-    ),
     "The coordinator of federated rounds": (
         federated.COORDINATOR,
         "src/isthmus/protocol/federated_transitions.py",
@@ -84,6 +79,7 @@ MACHINES = {
     ),
 }
 """By heading: the table, its file, and the subject of the machine."""
+PROGRAMS = {"A service that generates text": Tokens}
 SHARED = 4
 """A set of at least so many phases is drawn once, after a diamond, if several events lead to it."""
 
@@ -144,6 +140,21 @@ def machines_page() -> str:
     for heading, (transitions, file, subject) in MACHINES.items():
         parts += [f"## {heading}", f"One machine controls {subject}. Its table is in [{Path(file).name}](../{file})."]
         parts += _machine(transitions)
+    parts += [
+        "## Programs",
+        "A program is a machine without events and instructions: what happens is a call of one of its methods, and "
+        "what it wants done is a call of its port ([program.py](../src/isthmus/session/program.py)). Machines become "
+        "programs one after another. The phases of a program are drawn in its file. The kernel takes a report in the "
+        "phases of this table alone; in any other it raises `OutOfPhase`.",
+    ]
+    for heading, program in PROGRAMS.items():
+        file = f"src/{program.__module__.replace('.', '/')}.py"
+        rows = [f"| `{kind.__name__}` | {', '.join(taken.phases)} |" for kind, taken in program.reports.items()]
+        parts += [
+            f"### {heading}",
+            f"`{program.__name__}`, in [{Path(file).name}](../{file}).",
+            "\n".join(["| report | phases |", "|---|---|", *rows]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,38 +1,28 @@
 """Drawn integers in what stages that generate text tell their coordinator, through the decoder and its check into its
-machine: requests get tokens that the model has, as many as they asked for, and then the right one goes on."""
+program: requests get tokens that the model has, as many as they asked for, and then the right one goes on."""
 
 from __future__ import annotations
 
 import copy
 
 from isthmus.errors import PeerError
-from isthmus.protocol.generation import (
-    DeliverToken,
-    EndServing,
-    GenerationInstruction,
-    GenerationMachine,
-    Prompt,
-    PromptSubmitted,
-    Sampling,
-    ServerArrived,
-    StageLoaded,
-    StageReport,
-    TokenGenerated,
-)
-from isthmus.protocol.machine import FromDevice, OutOfPhase
+from isthmus.programs.tokens import Tokens
+from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, TokenGenerated
 from isthmus.runtime.coordinator.generation_host import _guard
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.generation import ServingReport
+from isthmus.session.program import OutOfPhase
 
 from ..drawn_integers import Lies, landed
+from ..programs.ports import Asked, ServingRecorder
 
 VOCABULARY, TOKENS, PROMPTS = 50, 4, 6
 
 
-def conversation(lies: Lies | None) -> tuple[int, list[GenerationInstruction]]:
-    """How many messages devices sent, and all that the coordinator did."""
-    machine = GenerationMachine(("a", "b"), ("a", "b", "c"), at_once=2, vocabulary=VOCABULARY)
-    done: list[GenerationInstruction] = []
+def conversation(lies: Lies | None) -> tuple[int, list[Asked]]:
+    """Return how many messages devices sent, and all that the program asked."""
+    port = ServingRecorder()
+    program = Tokens(port, ("a", "b"), ("a", "b", "c"), at_once=2, vocabulary=VOCABULARY)
     messages = 0
 
     def lie(message: AnyMessage, device: str) -> None:
@@ -41,15 +31,19 @@ def conversation(lies: Lies | None) -> tuple[int, list[GenerationInstruction]]:
         except PeerError as e:
             raise PeerError(f"device {device!r}: {e}") from None  # as the channel does
         assert isinstance(message, ServingReport)
-        lied = copy.deepcopy(machine)
+        lied = copy.deepcopy(program)
+        assert isinstance(lied.port, ServingRecorder)
+        lied.port.took()
         try:
-            said = lied.handle(FromDevice(device, message.body))
+            lied.heard(device, message.body)
         except OutOfPhase as e:  # the host drops the device that sent it
             raise PeerError(f"device {device!r}: {e}") from None
-        assert lied.epoch == machine.epoch and lied.phase in ("joining", "loading", "serving")
-        assert not any(isinstance(one, EndServing) for one in said)
-        for one in said:
-            assert not isinstance(one, DeliverToken) or (one.token < VOCABULARY and one.number in machine._running)
+        assert lied.epoch == program.epoch and lied.phase in ("joining", "loading", "serving")
+        for what, *details in lied.port.took():
+            assert what != "ended"
+            if what == "deliver":
+                number, token, _ = details
+                assert isinstance(token, int) and token < VOCABULARY and number in program._running
         for prompt, made in lied._running.values():
             assert 0 <= prompt.number < PROMPTS and len(made) <= TOKENS and all(0 <= t < VOCABULARY for t in made)
 
@@ -58,21 +52,20 @@ def conversation(lies: Lies | None) -> tuple[int, list[GenerationInstruction]]:
         messages += 1
         if lies is not None:
             lies.about(ServingReport(run="run", body=body), lambda m: lie(m, device), names=f"device {device!r}")
-        done.extend(machine.handle(FromDevice(device, body)))
+        program.heard(device, body)
 
     for device in "ab":
-        done += machine.handle(ServerArrived(device=device))
+        program.joined(device)
     for device in "ab":
         say(device, StageLoaded())
     for number in range(PROMPTS):
-        prompt = Prompt(number=number, tokens=(1, 2), sampling=Sampling(max_tokens=TOKENS))
-        done += machine.handle(PromptSubmitted(prompt=prompt))
-    while machine._running:
-        for number, (_, made) in list(machine._running.items()):
+        program.submit(Prompt(number=number, tokens=(1, 2), sampling=Sampling(max_tokens=TOKENS)))
+    while program._running:
+        for number, (_, made) in list(program._running.items()):
             place = len(made)
             token = (7 * number + place) % VOCABULARY
             say("b", TokenGenerated(prompt=number, place=place, token=token, last=place == TOKENS - 1))
-    return messages, done
+    return messages, port.took()
 
 
 def test_a_drawn_integer_is_refused_or_one_that_the_service_may_have() -> None:

@@ -19,7 +19,6 @@ from isthmus.protocol.device_session import (
     StateKept,
     TellInventory,
 )
-from isthmus.protocol.machine import OutOfPhase
 from isthmus.protocol.run_messages import (
     DeviceReady,
     FetchState,
@@ -29,6 +28,7 @@ from isthmus.protocol.run_messages import (
     RetireSnapshots,
     SnapshotCopied,
 )
+from isthmus.session.program import OutOfPhase
 
 OWN = frozenset({"a"})
 

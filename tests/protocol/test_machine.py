@@ -26,7 +26,7 @@ from isthmus.protocol.coordinator_events import (
     StopRequested,
 )
 from isthmus.protocol.failures import StepFailure
-from isthmus.protocol.machine import EpochMachine, Event, FromDevice, OutOfPhase, Transitions, kind_of
+from isthmus.protocol.machine import EpochMachine, FromDevice, Transitions, kind_of
 from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.run_messages import (
     DeviceFailed,
@@ -38,6 +38,7 @@ from isthmus.protocol.run_messages import (
     StateReceived,
     TransferEnded,
 )
+from isthmus.session.program import Event, OutOfPhase
 
 
 class Opened(Event, frozen=True, kw_only=True):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.protocol.fleet_membership import REMIND_S, REVOKED, FleetMembership
-from isthmus.protocol.machine import OutOfPhase
 from isthmus.protocol.membership import MEMBERSHIP, FleetMember
 from isthmus.protocol.membership_events import (
     AdmitDevice,
@@ -48,6 +47,7 @@ from isthmus.protocol.membership_events import (
     WorkerConnected,
     WorkerFailed,
 )
+from isthmus.session.program import OutOfPhase
 
 DEVICES = ("bergen", "oslo", "tokyo")
 RUNS = ("first", "second", "third")

@@ -9,10 +9,11 @@ import msgspec
 
 from isthmus.fleet import Fleet
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.machine import Event, FromDevice
+from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.recovery import StateHolding, StateLayout
 from isthmus.protocol.run_messages import DeviceOrder, DeviceReport, RunOrder
 from isthmus.protocol.work import Item
+from isthmus.session.program import Event
 
 # To the coordinator, besides the reports of devices
 

@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from isthmus.protocol.machine import EpochMachine, Event, Transitions
+from isthmus.protocol.machine import EpochMachine, Transitions
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import (
     DeviceReady,
@@ -26,6 +26,7 @@ from isthmus.protocol.run_messages import (
     RetireSnapshots,
     SnapshotCopied,
 )
+from isthmus.session.program import Event
 
 Value = TypeVar("Value")
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from isthmus.protocol.machine import Event
 from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, Parcel, PartsArrived
+from isthmus.session.program import Event
 
 Work = Literal["F", "B", "W", "E"]
 """Forward, backward, the weight gradients where they are apart, and the evaluation's forward."""

@@ -18,15 +18,7 @@ from typing import ClassVar, Generic, TypeVar, cast
 import msgspec
 
 from isthmus.errors import InternalError
-from isthmus.wire_types import Count
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened, as a machine hears of it."""
-
-    epoch: Count = 0
-    """The plan epoch under which it arose."""
-
+from isthmus.session.program import Event, OutOfPhase
 
 BodyT_co = TypeVar("BodyT_co", bound=msgspec.Struct, covariant=True)
 
@@ -57,10 +49,6 @@ InstructionT = TypeVar("InstructionT")
 
 Table = Mapping[str, Mapping[type[msgspec.Struct], str]]
 """By phase and event, the names of the phases that may follow, in one string."""
-
-
-class OutOfPhase(InternalError):
-    """An event came in a phase that has no use for it: a host expels the peer that sent it."""
 
 
 class Transitions:

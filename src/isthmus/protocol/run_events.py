@@ -8,7 +8,7 @@ import msgspec
 
 from isthmus.protocol.coordinator_events import CoordinatorEvent, CoordinatorInstruction
 from isthmus.protocol.failures import CLOSED
-from isthmus.protocol.machine import Event
+from isthmus.session.program import Event
 from isthmus.trace import Span
 
 # To the machine

@@ -40,7 +40,7 @@ from isthmus.protocol.coordinator_events import (
 from isthmus.protocol.deadlines import Deadlines
 from isthmus.protocol.failures import FailureDetector, without_name
 from isthmus.protocol.interruptions import Interruptions, Recovery
-from isthmus.protocol.machine import FromDevice, OutOfPhase
+from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.report_checks import ReportChecks
 from isthmus.protocol.run_events import (
     AcceptReport,
@@ -55,6 +55,7 @@ from isthmus.protocol.run_events import (
     StepMeasured,
 )
 from isthmus.protocol.run_messages import DeviceFailed, Halt, ItemReported, OpenItem, Pause
+from isthmus.session.program import OutOfPhase
 
 Out = list[RunInstruction]
 Observe = Callable[[float, RunEvent, Sequence[RunInstruction]], None]

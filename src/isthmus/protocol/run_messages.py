@@ -12,10 +12,10 @@ import msgspec
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.finite import NonFinite
-from isthmus.protocol.machine import Event
 from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.work import Item
+from isthmus.session.program import Event
 from isthmus.trace import Span
 from isthmus.wire_types import Count, CountOrNone, Distinct, Many, Name, NotNegative, Place, Seconds, Text
 

@@ -1,4 +1,4 @@
-"""The coordinator of a service that generates text: carries out what a `GenerationMachine` says, over connections."""
+"""The coordinator of a service that generates text: the port of `Tokens`, over connections."""
 
 from __future__ import annotations
 
@@ -6,44 +6,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
-from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph, assign, partition
 from isthmus.graph.serving import POSITIONS
 from isthmus.job.served import Served, token_input
 from isthmus.planners.generation import Chain
+from isthmus.programs.tokens import Tokens
 from isthmus.protocol.failures import CLOSED, EXIT_S
-from isthmus.protocol.generation import (
-    CallToServe,
-    ChainPlanned,
-    DeliverToken,
-    EndServing,
-    ForgetPrompt,
-    GenerationEvent,
-    GenerationInstruction,
-    GenerationMachine,
-    HostEvent,
-    LoadStages,
-    NoChain,
-    PlanChain,
-    Prompt,
-    PromptCancelled,
-    PromptSubmitted,
-    RefusePrompt,
-    ReportLoss,
-    ServerArrived,
-    ServerLost,
-    ServingStopped,
-    StageUnable,
-    StartPrompt,
-)
-from isthmus.protocol.machine import FromDevice, OutOfPhase
+from isthmus.protocol.generation import Prompt, StageUnable
 from isthmus.protocol.run_machine import TICK_S
-from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.run_messages import Body, Halt
 from isthmus.runtime.coordinator.backend import Session
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -61,6 +39,7 @@ from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import headers_of, start_heartbeats
+from isthmus.session.program import OutOfPhase
 
 START_S = 60.0
 """How long a device may take to start a process, on a machine that is busy."""
@@ -97,7 +76,7 @@ class _Device(NamedTuple):
 
 
 class GenerationHost:
-    """Runs the machine in the thread that calls `serve`. Prompts may be submitted from any thread."""
+    """Runs the program in the thread that calls `serve`. Prompts may be submitted from any thread."""
 
     def __init__(
         self,
@@ -115,14 +94,12 @@ class GenerationHost:
         self._plan = plan
         self._note = note
         self._chain = chain
-        self._machine = GenerationMachine(
-            chain.devices, fleet.names, at_once=chain.at_once, vocabulary=served.vocabulary
-        )
-        self._inbox: queue.SimpleQueue[ReceivedMessage | HostEvent] = queue.SimpleQueue()
+        self._program = Tokens(self, chain.devices, fleet.names, at_once=chain.at_once, vocabulary=served.vocabulary)
+        self._inbox: queue.SimpleQueue[ReceivedMessage | Callable[[], None]] = queue.SimpleQueue()
         self._devices: dict[str, _Device] = {}
         self._called_s: dict[str, float] = {}
-        self._broken: list[tuple[float, GenerationEvent]] = []
-        """Reports of broken links, and when they count."""
+        self._broken: list[tuple[float, str, StageUnable]] = []
+        """When a report of a broken link counts, who sent it, and the report."""
         self._closed: dict[str, float] = {}
         """Devices whose connection closed, and until when the exit of their process, which says more, may come."""
         self._answers: dict[int, Answer] = {}
@@ -140,24 +117,24 @@ class GenerationHost:
     # From any thread
 
     def submit(self, prompt: Prompt, answer: Answer) -> int:
-        """Its number."""
+        """Return its number."""
         with self._numbering:
             number = next(self._numbers)
         self._answers[number] = answer
-        self._inbox.put(PromptSubmitted(prompt=msgspec.structs.replace(prompt, number=number)))
+        self._inbox.put(partial(self._program.submit, msgspec.structs.replace(prompt, number=number)))
         if self.over.is_set():
             self._refuse_all("the service has ended")
         return number
 
     def cancel(self, number: int) -> None:
         self._answers.pop(number, None)
-        self._inbox.put(PromptCancelled(number=number))
+        self._inbox.put(partial(self._program.cancel, number))
 
     def stop(self) -> None:
-        self._inbox.put(ServingStopped())
+        self._inbox.put(self._program.stop)
 
     def statistics(self) -> ServingStatistics:
-        return ServingStatistics(chain=self._chain, losses=self._machine.losses)
+        return ServingStatistics(chain=self._chain, losses=self._program.losses)
 
     # In its own thread
 
@@ -170,12 +147,14 @@ class GenerationHost:
             looked_s = 0.0
             while self._ended is None:
                 self._take()
+                if self._program.phase == "serving":
+                    self.ready.set()
                 if time.monotonic() - looked_s >= TICK_S:
                     looked_s = time.monotonic()
                     self._look()
             reason = self._ended
             for device in self._devices.values():
-                device.lane.put(ToDevice(run=self._settings.run, body=Halt(epoch=self._machine.epoch)))
+                device.lane.put(ToDevice(run=self._settings.run, body=Halt(epoch=self._program.epoch)))
                 device.lane.close()
         finally:
             self.over.set()
@@ -192,54 +171,61 @@ class GenerationHost:
             received = self._inbox.get(timeout=TICK_S)
         except queue.Empty:
             return
-        event = self._heard(received) if isinstance(received, tuple) else received
-        if event is not None:
-            self._handle(event)
+        if isinstance(received, tuple):
+            self._received(received)
+        else:
+            received()
 
     def _look(self) -> None:
         """Processes that have ended or do not come, and links that broke."""
         now_s, running = time.monotonic(), self._session.starting  # asked before how they ended, which may follow
         unexplained = [device for device, until_s in self._closed.items() if now_s >= until_s or not running(device)]
         for device, how in self._session.ended().items():
-            if device in self._machine.chain or device in self._devices:
+            if device in self._program.members or device in self._devices:
                 self._drop(device, how)
         for device in unexplained:
             if device in self._closed:
                 self._drop(device, CLOSED)
-        for device in self._machine.chain:
+        for device in self._program.members:
             called_s = self._called_s.setdefault(device, time.monotonic())
             if device not in self._devices and time.monotonic() - called_s > START_S:
                 self._drop(device, f"did not come for {START_S:g} s")
-        due = [event for due_s, event in self._broken if due_s <= time.monotonic() and not self._closed]
-        self._broken = [entry for entry in self._broken if entry[1] not in due]
-        for event in due:
-            self._handle(event)
+        if not self._closed:
+            now_s = time.monotonic()
+            due = [entry for entry in self._broken if entry[0] <= now_s]
+            self._broken = [entry for entry in self._broken if entry[0] > now_s]
+            for _, device, body in due:
+                self._heard(device, body)
 
-    def _heard(self, received: ReceivedMessage) -> GenerationEvent | None:
+    def _received(self, received: ReceivedMessage) -> None:
         device, message, _ = received
         if isinstance(message, JoinRun):
-            return self._joined(device, message)
-        if device not in self._devices or isinstance(message, Heartbeat):
-            return None
-        if isinstance(message, ServingReport):
-            event = FromDevice(device, message.body)
-            if not isinstance(message.body, StageUnable):
-                return event
-            self._broken.append((time.monotonic() + GRACE_S, event))
-            return None
-        if message is None:
+            self._joined(device, message)
+        elif device not in self._devices or isinstance(message, Heartbeat):
+            return
+        elif isinstance(message, ServingReport):
+            if isinstance(message.body, StageUnable):
+                self._broken.append((time.monotonic() + GRACE_S, device, message.body))
+            else:
+                self._heard(device, message.body)
+        elif message is None:
             self._closed.setdefault(device, time.monotonic() + EXIT_S)
         else:
             self._drop(device, str(message).removeprefix(f"device {device!r}: "))
-        return None
 
-    def _joined(self, device: str, message: JoinRun) -> ServerArrived:
+    def _heard(self, device: str, body: Body) -> None:
+        try:
+            self._program.heard(device, body)
+        except OutOfPhase as e:
+            self._drop(device, str(e))
+
+    def _joined(self, device: str, message: JoinRun) -> None:
         channel = self.acceptor.channel(device)
         assert isinstance(channel, SocketChannel), "devices connect by sockets"
         party = channel.party.id if channel.party is not None else ""
         address = Address(message.host, message.port, party)
         self._devices[device] = _Device(SendLane(channel, timeout_s=self._settings.timeout_s), address, set())
-        return ServerArrived(device=device)
+        self._program.joined(device)
 
     def _drop(self, device: str, reason: str) -> None:
         """It may come no more."""
@@ -247,62 +233,45 @@ class GenerationHost:
         self._closed.pop(device, None)
         if (found := self._devices.pop(device, None)) is not None:
             found.lane.close(0.0)
-        self._handle(ServerLost(device=device, reason=reason))
+        self._program.gone(device, reason)
 
-    def _handle(self, event: GenerationEvent) -> None:
-        try:
-            instructions = self._machine.handle(event)
-        except OutOfPhase as e:
-            if not isinstance(event, FromDevice):
-                raise
-            self._drop(event.device, str(e))
-            return
-        for instruction in instructions:
-            self._carry_out(instruction)
-        if self._machine.phase == "serving":
-            self.ready.set()
+    # What the program asks
 
-    def _carry_out(self, instruction: GenerationInstruction) -> None:
-        match instruction:
-            case CallToServe(device=device):
-                self._session.call(device)
-            case PlanChain():
-                self._handle(self._planned(instruction))
-            case LoadStages(epoch=epoch):
-                self._load(epoch)
-            case StartPrompt(prompt=prompt, made=made):
-                self._start(prompt, made)
-            case ForgetPrompt(number=number):
-                forget = ForgetPrompts(run=self._settings.run, epoch=self._machine.epoch, prompts=(number,))
-                for device in self._machine.chain:
-                    self._send(device, forget)
-            case DeliverToken(number=number, token=token, last=last):
-                answer = self._answers.pop(number, None) if last else self._answers.get(number)
-                if answer is not None:
-                    answer((token, last))
-            case RefusePrompt(number=number, reason=reason, of_request=of_request):
-                if (answer := self._answers.pop(number, None)) is not None:
-                    answer(UserError(reason) if of_request else PeerError(reason))
-            case ReportLoss(text=text):
-                self._note(text)
-            case EndServing(reason=reason):
-                self._ended = reason
+    def call(self, device: str) -> None:
+        self._session.call(device)
 
-    def _planned(self, wanted: PlanChain) -> ChainPlanned | NoChain:
+    def note(self, text: str) -> None:
+        self._note(text)
+
+    def ended(self, reason: str) -> None:
+        self._ended = reason
+
+    def plan(self, devices: Sequence[str]) -> Sequence[str]:
         there = {*self._devices, *self._session.offers()}
-        devices = [name for name in wanted.devices if name in there or self._session.starting(name)]
-        if not devices:
-            return NoChain(reason="no device is left", epoch=wanted.epoch)
-        try:
-            self._chain = self._plan(devices)
-        except IsthmusError as e:
-            return NoChain(reason=str(e), epoch=wanted.epoch)
+        usable = [name for name in devices if name in there or self._session.starting(name)]
+        if not usable:
+            raise PeerError("no device is left")
+        self._chain = self._plan(usable)
         self._note(f"stages on {' > '.join(self._chain.devices)}")
-        return ChainPlanned(devices=self._chain.devices, epoch=wanted.epoch)
+        return self._chain.devices
 
-    def _load(self, epoch: int) -> None:
+    def forget(self, number: int) -> None:
+        message = ForgetPrompts(run=self._settings.run, epoch=self._program.epoch, prompts=(number,))
+        for device in self._program.members:
+            self._send(device, message)
+
+    def deliver(self, number: int, token: int, *, last: bool) -> None:
+        answer = self._answers.pop(number, None) if last else self._answers.get(number)
+        if answer is not None:
+            answer((token, last))
+
+    def refuse(self, number: int, reason: str, *, of_request: bool = False) -> None:
+        if (answer := self._answers.pop(number, None)) is not None:
+            answer(UserError(reason) if of_request else PeerError(reason))
+
+    def load(self, chain: Sequence[str], epoch: int) -> None:
         graphs = partition(self._flow, assign(self._flow, self._chain.boundaries))
-        for number, (name, graph) in enumerate(zip(self._chain.devices, graphs, strict=True)):
+        for number, (name, graph) in enumerate(zip(chain, graphs, strict=True)):
             if (device := self._devices.get(name)) is None:
                 continue  # its loss is on the way
             wanted = {op.target for op in graph.variables() if op.target != POSITIONS}
@@ -341,12 +310,12 @@ class GenerationHost:
             )
         return tuple(found)
 
-    def _start(self, prompt: Prompt, made: Sequence[int]) -> None:
+    def start(self, prompt: Prompt, made: Sequence[int]) -> None:
         tokens = (*prompt.tokens, *made)
         capacity = min(self._served.context, len(prompt.tokens) + prompt.sampling.max_tokens)
         message = GenerateStep(
             run=self._settings.run,
-            epoch=self._machine.epoch,
+            epoch=self._program.epoch,
             prompt=prompt.number,
             source=COORDINATOR,
             start=0,
@@ -354,7 +323,7 @@ class GenerationHost:
             tokens=tokens,
             new=NewPrompt(sampling=prompt.sampling, made=len(made), capacity=capacity),
         )
-        self._send(self._machine.chain[0], message)
+        self._send(self._program.members[0], message)
 
     def _send(self, device: str, message: AnyMessage) -> None:
         if (found := self._devices.get(device)) is not None:

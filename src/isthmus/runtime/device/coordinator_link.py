@@ -20,7 +20,6 @@ from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 from isthmus.protocol.failures import StepFailure
-from isthmus.protocol.machine import OutOfPhase
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import DeviceFailed, Halt, OpenItem
@@ -34,6 +33,7 @@ from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChanne
 from isthmus.runtime.transport.lanes import PackedMessage, Packer, SendLane
 from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.runtime.transport.tcp import WAITS_S, Unreached, until_reached
+from isthmus.session.program import OutOfPhase
 from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot

@@ -23,7 +23,6 @@ from isthmus.protocol.federated_messages import (
     UpdateRefused,
 )
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.machine import OutOfPhase
 from isthmus.protocol.secure_graph import LEAST_SUMMED
 from isthmus.protocol.secure_messages import (
     KeysListed,
@@ -55,6 +54,7 @@ from isthmus.runtime.federated.site_executor import SharesOf, SiteExecutor, Site
 from isthmus.runtime.identity import party_of
 from isthmus.runtime.messages.federated import FromExecutor, MaskedValues
 from isthmus.runtime.transport.message_sender import headers_of
+from isthmus.session.program import OutOfPhase
 
 
 class SecureSiteExecutor(SiteExecutor):

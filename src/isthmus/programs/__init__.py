@@ -1,0 +1,1 @@
+"""The programs: what the members of a session do. They are pure: no clock, connection or thread."""

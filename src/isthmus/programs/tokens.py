@@ -1,0 +1,168 @@
+"""Generation by a chain of stages: which prompt runs when, and what happens when a device is lost.
+
+    joining ──all here──► loading ──all loaded──► serving
+       ▲                                             │
+       └────────── a device is lost: plan anew ──────┘
+
+A prompt that runs is one micro-batch: several are in flight at a time. Stages keep its keys and values. When a device
+is lost, another chain is planned, all stages are loaded anew under the next epoch, and each prompt starts again from
+its tokens so far: they fill the caches, and the next token is the one that would have followed.
+
+A prompt may itself end the devices that compute it. So prompts start again one after the other, each when the one
+before has its next token: the prompt that was tried when a second device is lost is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from isthmus.protocol.generation import Prompt, PromptFailed, StageLoaded, StageUnable, TokenGenerated
+from isthmus.session.program import OutOfPhase, Port, Program, report
+
+RETRIES = 3
+"""How often a chain is loaded again without a token in between, where a link broke and no device was lost."""
+
+
+class ServingPort(Port, Protocol):
+    """What the program asks of its host."""
+
+    def plan(self, devices: Sequence[str]) -> Sequence[str]:
+        """Return a chain of some of these devices. IsthmusError where there is none."""
+        ...
+
+    def load(self, chain: Sequence[str], epoch: int) -> None:
+        """Give each device its stage."""
+
+    def start(self, prompt: Prompt, made: Sequence[int]) -> None:
+        """Give the first stage all tokens so far; `made` of them were generated."""
+
+    def forget(self, number: int) -> None:
+        """Let every stage drop the prompt's keys and values."""
+
+    def deliver(self, number: int, token: int, *, last: bool) -> None: ...
+
+    def refuse(self, number: int, reason: str, *, of_request: bool = False) -> None:
+        """The prompt gets no further tokens. `of_request`: the fault is the request's own."""
+
+
+class Tokens(Program[ServingPort]):
+    """The program of one service. Its members are the devices of the chain, the first stage first."""
+
+    def __init__(
+        self, port: ServingPort, chain: Sequence[str], fleet: Collection[str], *, at_once: int, vocabulary: int
+    ) -> None:
+        """`at_once`: prompts in flight; others wait in the order in which they came. Tokens are below `vocabulary`."""
+        super().__init__(port, chain, fleet)
+        self._vocabulary = vocabulary
+        self._at_once = at_once
+        self._loaded: set[str] = set()
+        self._running: dict[int, tuple[Prompt, list[int]]] = {}
+        self._waiting: deque[Prompt] = deque()
+        self._restarts: deque[int] = deque()
+        """Prompts in flight when stages are loaded anew, which have not started again."""
+        self._tried: int | None = None
+        """The one of them that has started and has no token since."""
+        self._retries = 0
+
+    # What users ask
+
+    def submit(self, prompt: Prompt) -> None:
+        if not self.over:
+            self._waiting.append(prompt)
+            self._admit()
+
+    def cancel(self, number: int) -> None:
+        if self.over:
+            return
+        self._waiting = deque(prompt for prompt in self._waiting if prompt.number != number)
+        if self._running.pop(number, None) is None:
+            return
+        self._restarts = deque(other for other in self._restarts if other != number)
+        if self._tried == number:
+            self._tried = None
+        self.port.forget(number)
+        self._admit()
+
+    # What the session says
+
+    def all_here(self) -> None:
+        self.phase = "loading"
+        self._loaded.clear()
+        self.port.load(self.members, self.epoch)
+
+    def lost(self, device: str, reason: str) -> None:
+        if (refused := self._tried) is not None:
+            self._tried = None
+            del self._running[refused]
+        self.port.note(f"lost {device}: {reason}; {len(self._running)} requests go on with other devices")
+        if refused is not None:
+            text = f"a second device, {device}, was lost while the request's next token was computed: {reason}"
+            self.port.refuse(refused, text)
+        self.rebuild(self.port.plan(self.usable))
+
+    # What stages report
+
+    @report(StageLoaded, "loading")
+    def stage_loaded(self, device: str, body: StageLoaded) -> None:
+        self._loaded.add(device)
+        if self._loaded.issuperset(self.members):
+            self.phase = "serving"
+            self._restarts, self._tried = deque(self._running), None
+            self._admit()
+
+    @report(StageUnable, "loading", "serving")
+    def stage_unable(self, device: str, body: StageUnable) -> None:
+        self._retries += 1
+        if self._retries > RETRIES:
+            self.end(f"{device}: {body.reason}, after {RETRIES} further tries")
+            return
+        self.epoch += 1
+        self.port.note(f"{device}: {body.reason}; loading the stages again")
+        self.rebuild(self.members)
+
+    @report(TokenGenerated, "serving")
+    def token(self, device: str, body: TokenGenerated) -> None:
+        """OutOfPhase for what no honest last stage sends."""
+        self._check_last(device)
+        if body.token >= self._vocabulary:
+            raise OutOfPhase(f"sent token {body.token}, the model has 0 to {self._vocabulary - 1}")
+        if (found := self._running.get(body.prompt)) is None or body.place != len(found[1]):
+            return  # the prompt was cancelled
+        prompt, made = found
+        if body.place >= prompt.sampling.max_tokens:
+            raise OutOfPhase(f"sent token {body.place + 1} of a request for {prompt.sampling.max_tokens}")
+        made.append(body.token)
+        self._retries = 0
+        if body.prompt == self._tried:
+            self._tried = None
+        self.port.deliver(body.prompt, body.token, last=body.last)
+        if body.last:
+            self.cancel(body.prompt)
+        else:
+            self._admit()
+
+    @report(PromptFailed, "serving")
+    def prompt_failed(self, device: str, body: PromptFailed) -> None:
+        self._check_last(device)
+        self.port.refuse(body.prompt, body.reason, of_request=body.of_request)
+        self.cancel(body.prompt)
+
+    def _check_last(self, device: str) -> None:
+        if device != self.members[-1]:
+            raise OutOfPhase("sent a request's token, which is for the last stage to send")
+
+    def _admit(self) -> None:
+        """Start what may start now."""
+        if self.phase != "serving" or self._tried is not None:
+            return
+        if self._restarts:
+            self._tried = self._restarts.popleft()
+            prompt, made = self._running[self._tried]
+            self.port.start(prompt, tuple(made))
+            return
+        while self._waiting and len(self._running) < self._at_once:
+            prompt = self._waiting.popleft()
+            self._running[prompt.number] = (prompt, [])
+            self.port.start(prompt, ())

@@ -1,0 +1,166 @@
+"""The kernel of every program: members join, are lost and are called; the program decides what they do.
+
+A program is pure: it holds no connection and no clock. What happens is a call of one of its methods. What it wants
+done is a call of its port, which a host implements. A port method does not call the program back.
+
+One rule holds for reports of members that do not fit, in every program:
+
+- A report that arose under another epoch, or that comes from a device that is no member, is late: it is counted and
+  dropped.
+- A report in a phase in which the program has no use for it raises `OutOfPhase`: the host expels its sender.
+- A program that is over drops everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from isthmus.errors import InternalError, IsthmusError
+from isthmus.wire_types import Count
+
+JOINING, OVER = "joining", "over"
+"""The first phase and the last one of every program."""
+
+
+class OutOfPhase(InternalError):
+    """A device reported what it cannot have to report now: a host expels it."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened under a plan."""
+
+    epoch: Count = 0
+    """The plan epoch under which it arose."""
+
+
+class Port(Protocol):
+    """What every program asks of its host."""
+
+    def call(self, device: str) -> None:
+        """Ask a device of the fleet to join."""
+
+    def note(self, text: str) -> None:
+        """Tell people."""
+
+    def ended(self, reason: str) -> None:
+        """Nothing follows. `reason` is empty where the end was asked for."""
+
+
+PortT = TypeVar("PortT", bound=Port)
+ProgramT = TypeVar("ProgramT", bound="Program[Any]")
+BodyT = TypeVar("BodyT", bound=Event)
+
+
+class _Report(NamedTuple):
+    method: Callable[[Any, str, Any], None]
+    phases: tuple[str, ...]
+
+
+def report(
+    kind: type[BodyT], *phases: str
+) -> Callable[[Callable[[ProgramT, str, BodyT], None]], Callable[[ProgramT, str, BodyT], None]]:
+    """Mark the method of a program that takes reports of this kind, which members send in these phases."""
+
+    def mark(method: Callable[[ProgramT, str, BodyT], None]) -> Callable[[ProgramT, str, BodyT], None]:
+        vars(method)["takes"] = (kind, phases)
+        return method
+
+    return mark
+
+
+class Program(Generic[PortT]):
+    """The part of a program that knows who takes part. A subclass marks its methods by `report`."""
+
+    reports: ClassVar[dict[type[Event], _Report]] = {}
+
+    def __init_subclass__(cls) -> None:
+        marked = ((method, getattr(method, "takes", None)) for method in vars(cls).values())
+        cls.reports = cls.reports | {takes[0]: _Report(method, takes[1]) for method, takes in marked if takes}
+
+    def __init__(self, port: PortT, members: Sequence[str], usable: Collection[str]) -> None:
+        """`members` take part at first. `usable` are all devices that may be called."""
+        self.port = port
+        self.phase = JOINING
+        self.epoch = 0
+        self.members = tuple(members)
+        self.usable = tuple(usable)
+        self.stale = 0
+        """Late reports that were dropped."""
+        self.losses = 0
+        """Members that were lost."""
+        self._here: set[str] = set()
+        self._called = set(members)
+
+    # What a program decides
+
+    def all_here(self) -> None:
+        """Every member has joined, and the program goes on."""
+        raise NotImplementedError
+
+    def lost(self, device: str, reason: str) -> None:
+        """A member is lost: choose members again (`rebuild`). The session ends where this raises IsthmusError."""
+        raise NotImplementedError
+
+    # What the host says
+
+    def joined(self, device: str) -> None:
+        self._here.add(device)
+        if self.phase == JOINING:
+            self._begin()
+
+    def gone(self, device: str, reason: str) -> None:
+        """It comes back no more."""
+        self._here.discard(device)
+        self.usable = tuple(name for name in self.usable if name != device)
+        if device not in self.members or self.over:
+            return
+        self.losses += 1
+        self.epoch += 1
+        if not self.usable:
+            self.end(f"no device is left: {device}: {reason}")
+            return
+        try:
+            self.lost(device, reason)
+        except IsthmusError as e:
+            self.end(str(e))
+
+    def heard(self, device: str, body: Event) -> None:
+        """Take a report. OutOfPhase for one that its sender cannot have to make now."""
+        if body.epoch != self.epoch or device not in self.members:
+            self.stale += 1
+        elif not self.over:
+            taken = self.reports.get(type(body))
+            if taken is None or self.phase not in taken.phases:
+                raise OutOfPhase(f"{type(body).__name__} came in phase {self.phase!r}")
+            taken.method(self, device, body)
+
+    def stop(self) -> None:
+        """The end that was asked for."""
+        self.end("")
+
+    # What a program may do
+
+    @property
+    def over(self) -> bool:
+        return self.phase == OVER
+
+    def rebuild(self, members: Sequence[str]) -> None:
+        """Go on with these members under the present epoch. Those that were never called are called."""
+        self.members, self.phase = tuple(members), JOINING
+        for device in members:
+            if device not in self._called:
+                self._called.add(device)
+                self.port.call(device)
+        self._begin()
+
+    def end(self, reason: str) -> None:
+        if not self.over:
+            self.phase = OVER
+            self.port.ended(reason)
+
+    def _begin(self) -> None:
+        if self._here.issuperset(self.members):
+            self.all_here()
