@@ -15,8 +15,7 @@ from isthmus.cli.app import commands
 from isthmus.option_docs import OptionDoc
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol import federated_transitions as federated
-from isthmus.protocol.decoupled import MERGER
-from isthmus.protocol.decoupled_replica import REPLICA
+from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.device_session import SESSION
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.membership import MEMBERSHIP
@@ -52,16 +51,6 @@ MACHINES = {
         "src/isthmus/protocol/federated_transitions.py",
         "the clients of one process or site",
     ),
-    "The merger of decoupled replicas": (
-        MERGER,
-        "src/isthmus/protocol/decoupled.py",
-        "the merges of a run with sync.mode 'decoupled'",
-    ),
-    "The decoupled replica": (
-        REPLICA,
-        "src/isthmus/protocol/decoupled_replica.py",
-        "one of its replicas",
-    ),
     "Secure aggregation, the coordinator": (
         SECURE_COORDINATOR,
         "src/isthmus/protocol/secure_coordinator.py",
@@ -79,7 +68,7 @@ MACHINES = {
     ),
 }
 """By heading: the table, its file, and the subject of the machine."""
-PROGRAMS = {"A service that generates text": Tokens}
+PROGRAMS = {"A service that generates text": Tokens, "The merger of decoupled replicas": Merger}
 SHARED = 4
 """A set of at least so many phases is drawn once, after a diamond, if several events lead to it."""
 

@@ -16,18 +16,13 @@ from isthmus.errors import PeerError
 from isthmus.plans import OuterOptimizer
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_events import (
-    ClockRead,
     Contributed,
     FinishMerges,
     LastStepMade,
-    LinkLost,
     MergeChanges,
-    MergerInstruction,
     MergeRules,
-    ReplicaJoined,
     StepsMade,
 )
-from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.merger_link import MergerLink, Received
@@ -38,6 +33,7 @@ from isthmus.training.decoupled import MergedFragments, ReplicaFragments, change
 from isthmus.training.layout import header_of
 
 from ..drawn_integers import Lies, landed, received
+from .recorder import Asked, Recorder
 
 RUN, STEP_SAMPLES, STEPS = "run", 4, 24
 SIZES = (6, 3)
@@ -115,7 +111,7 @@ class Conversation:
     def run(self) -> None:
         merger = self._merger
         for name in "ab":
-            merger._handle(ReplicaJoined(replica=name))
+            self.machine.joined(name)
         for turn in itertools.count():
             if self.finish is not None:
                 break
@@ -141,10 +137,10 @@ class Conversation:
         merger, replica = self._merger, self._replicas[name]
         if begins:
             merger._lost(name, "test")
-            replica._receive((LinkLost(), []))
+            replica._receive((None, []))
         if ends:
             merger._links[name].delivery.restart()
-            merger._handle(ReplicaJoined(replica=name))
+            self.machine.joined(name)
 
     # To replicas
 
@@ -193,7 +189,7 @@ class Conversation:
         assert isinstance(link, _Link)
         while link.sent:
             self._now_s += 0.001
-            self._merger._handle(ClockRead(now_s=self._now_s))
+            self.machine.clock(self._now_s)
             message, tensors = link.sent.popleft(), link.tensors.popleft()
             if name not in self.machine.connected:
                 continue
@@ -215,11 +211,12 @@ class Conversation:
         if isinstance(body, Contributed):
             for fragment, payload in zip(body.fragments, arrived, strict=True):
                 assert merger._merged.unpacked(fragment, payload, merger._codec) is not None
-        machine = copy.deepcopy(before)
-        said = machine.handle(FromDevice(name, body))
-        self._is_of_the_plan(machine, said, name)
+        port = Recorder()
+        machine = copy.deepcopy(before, {id(merger): port})
+        machine.heard(name, body)
+        self._is_of_the_plan(machine, port.took(), name)
 
-    def _is_of_the_plan(self, machine: Merger, said: list[MergerInstruction], name: str) -> None:
+    def _is_of_the_plan(self, machine: Merger, said: list[Asked], name: str) -> None:
         made = {other: self._replicas[other]._steps for other in "ab"}
         members = self.machine._members
         if not members[name].reports and members[name].connections > 1:  # as many as it may have made while away
@@ -228,8 +225,9 @@ class Conversation:
         assert machine.samples <= STEP_SAMPLES * sum(made.values())
         for other, steps in made.items():
             assert machine.steps(other) <= steps
-        assert not any(isinstance(one, FinishMerges) for one in said) or self.machine.phase == "closing"
-        for merge in (one for one in said if isinstance(one, MergeChanges)):
+        assert not any(one[0] == "finished" for one in said) or self.machine.phase == "closing"
+        for merge in (one[1] for one in said if one[0] == "merge"):
+            assert isinstance(merge, MergeChanges)
             assert merge.merge == self.machine.merge
             for one in (c for fragment in merge.fragments for c in fragment.contributions):
                 assert one.number <= merge.merge and one.samples <= STEP_SAMPLES * made[one.replica]

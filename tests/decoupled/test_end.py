@@ -14,7 +14,6 @@ from isthmus.protocol.decoupled_events import (
     Contributed,
     FragmentSent,
     LastStepMade,
-    LinkLost,
     MergeChanges,
     StepsMade,
 )
@@ -36,7 +35,7 @@ def _until(link: MergerLink, kind: type[object]) -> list[type[object]]:
     found: list[type[object]] = []
     while kind not in found:
         event, _ = link.received.get(timeout=3 * TIMEOUT_S)
-        assert not isinstance(event, LinkLost)
+        assert event is not None
         found.append(type(event))
     return found
 
@@ -111,7 +110,7 @@ def test_one_whose_changes_make_the_weights_too_large_is_left_out_and_does_not_c
         ["a", "b"],
     ]
     event, _ = links["c"].received.get(timeout=3 * TIMEOUT_S)
-    while not isinstance(event, LinkLost):
+    while event is not None:
         event, _ = links["c"].received.get(timeout=3 * TIMEOUT_S)
     soon(lambda: run.notes)  # the merger closes the link before it says why
     (note,) = run.notes

@@ -20,72 +20,78 @@ from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
-    AskReplica,
-    ClockRead,
     CollectChanges,
-    Contribute,
     Contributed,
-    EndReplica,
     FinishMerges,
     FragmentSent,
     LastStepMade,
-    LinkLost,
     MergeChanges,
-    MergerInstruction,
-    ReplicaJoined,
-    ReplicaLost,
-    ReplicaReleased,
-    SendAll,
-    StepEnded,
+    ReplicaOrder,
     StepsMade,
-    Train,
     VersionTaken,
 )
 from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.decoupled_replica import DecoupledReplica
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import Halt
 from isthmus.simulator import Fault
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 
+from .recorder import Asked, Recorder
 from .small import NAMES, SIZES, STEP_S, replicas, rules
 
 
 class Host:
-    """Says the time before each event, as a host does."""
+    """Says the time, and returns what the merger asks."""
 
     def __init__(self, *, quorum: int = 2, samples: int | None = 1000, fragments: int = 1) -> None:
         self.machine = Merger(rules(samples=samples, fragments=fragments, quorum=quorum))
+        self.machine.port = self.port = Recorder()
         self.now_s = 0.0
         self.steps: Counter[str] = Counter()
 
-    def at(self, now_s: float) -> list[MergerInstruction]:
+    def at(self, now_s: float) -> list[Asked]:
         self.now_s = now_s
-        return self.machine.handle(ClockRead(now_s=now_s))
+        self.machine.clock(now_s)
+        return self.port.took()
 
     def join(self, *names: str) -> None:
         for name in names:
-            assert self.machine.handle(ReplicaJoined(replica=name))[-1] == SendAll(name)
+            self.machine.joined(name)
+            assert self.port.took()[-1] == ("send all", name)
 
-    def step(self, name: str, samples: int = 32) -> list[MergerInstruction]:
+    def step(self, name: str, samples: int = 32) -> list[Asked]:
         self.steps[name] += 1
-        return self.machine.handle(FromDevice(name, StepsMade(steps=self.steps[name], samples=samples)))
+        return self.heard(name, StepsMade(steps=self.steps[name], samples=samples))
 
-    def give(self, name: str, merge: int, samples: int = 32) -> list[MergerInstruction]:
+    def give(self, name: str, merge: int, samples: int = 32) -> list[Asked]:
         body = Contributed(merge=merge, fragments=(0,), steps=self.steps[name], samples=(samples,))
-        return self.machine.handle(FromDevice(name, body))
+        return self.heard(name, body)
 
-    def ready(self, name: str) -> list[MergerInstruction]:
-        return self.machine.handle(FromDevice(name, LastStepMade()))
+    def ready(self, name: str) -> list[Asked]:
+        return self.heard(name, LastStepMade())
 
-    def lose(self, name: str) -> list[MergerInstruction]:
-        return self.machine.handle(ReplicaLost(replica=name, reason="test"))
+    def heard(self, name: str, body: StepsMade | Contributed | LastStepMade) -> list[Asked]:
+        self.machine.heard(name, body)
+        return self.port.took()
+
+    def lose(self, name: str) -> list[Asked]:
+        self.machine.lost(name, "test")
+        return self.port.took()
+
+    def release(self, name: str) -> list[Asked]:
+        self.machine.released(name)
+        return self.port.took()
 
 
-def merged(found: list[MergerInstruction]) -> list[tuple[str, int, int]]:
+def whom(found: list[Asked]) -> list[object]:
+    """The replicas that are asked for a contribution."""
+    return [one[1] for one in found if one[0] == "ask"]
+
+
+def merged(found: list[Asked]) -> list[tuple[str, int, int]]:
     """Replica, number and samples of all contributions in the only fragment."""
-    (merge,) = [one for one in found if isinstance(one, MergeChanges)]
+    (merge,) = [one[1] for one in found if one[0] == "merge"]
+    assert isinstance(merge, MergeChanges)
     return [(c.replica, c.number, c.samples) for c in merge.fragments[0].contributions]
 
 
@@ -95,7 +101,7 @@ def announced(host: Host) -> None:
     host.at(1.0)
     assert host.step("a") == []
     asked = host.step("b")
-    assert [one.replica for one in asked if isinstance(one, AskReplica)] == ["a", "b", "c"]
+    assert whom(asked) == ["a", "b", "c"]
 
 
 def test_a_merge_ends_when_all_that_made_a_step_have_given() -> None:
@@ -138,16 +144,16 @@ def test_one_that_is_to_leave_gives_all_and_is_not_asked_again() -> None:
     announced(host)
     host.give("a", 1)
     asked = CollectChanges(merge=1, fragments=(0,), last=True)
-    assert host.machine.handle(ReplicaReleased(replica="b")) == [AskReplica("b", asked)]
+    assert host.release("b") == [("ask", "b", asked)]
     found = host.give("b", 1, 16)
     assert merged(found) == [("a", 1, 32), ("b", 1, 16)]
-    assert found[-1] == EndReplica("b")
+    assert found[-1] == ("let go", "b")
     host.at(2.0)
     host.step("c")
     again = host.step("a")
-    assert [one.replica for one in again if isinstance(one, AskReplica)] == ["a", "c"]
-    assert host.lose("b")[0] == Note("b has left")
-    assert host.machine.handle(ReplicaReleased(replica="b")) == []
+    assert whom(again) == ["a", "c"]
+    assert host.lose("b")[0] == ("note", "b has left")
+    assert host.release("b") == []
 
 
 def test_one_that_is_to_leave_ends_after_what_it_gives_of_all_and_not_after_what_was_on_its_way() -> None:
@@ -155,25 +161,24 @@ def test_one_that_is_to_leave_ends_after_what_it_gives_of_all_and_not_after_what
     host.join("a", "b")
     host.at(1.0)
     asked = host.step("a")
-    assert [one.replica for one in asked if isinstance(one, AskReplica)] == ["a", "b"]
+    assert whom(asked) == ["a", "b"]
     host.step("b")
-    host.machine.handle(ReplicaReleased(replica="b"))
-    assert EndReplica("b") not in host.give("b", 1)
+    host.release("b")
+    assert ("let go", "b") not in host.give("b", 1)
     host.step("b")
     last = Contributed(merge=1, fragments=(0, 1), steps=host.steps["b"], samples=(64, 64))
-    assert host.machine.handle(FromDevice("b", last))[-1] == EndReplica("b")
+    assert host.heard("b", last)[-1] == ("let go", "b")
 
 
 def test_one_that_is_to_leave_is_asked_once_on_each_connection() -> None:
     host = Host()
-    assert host.machine.handle(ReplicaReleased(replica="b")) == []  # it is not there yet
+    assert host.release("b") == []  # it is not there yet
     host.join("a", "b")
-    released = ReplicaReleased(replica="b")
-    asked = [AskReplica("b", CollectChanges(merge=0, fragments=(0,), last=True))]
-    assert [host.machine.handle(released) for _ in range(2)] == [asked, []]
+    asked = [("ask", "b", CollectChanges(merge=0, fragments=(0,), last=True))]
+    assert [host.release("b") for _ in range(2)] == [asked, []]
     host.lose("b")
     host.join("b")
-    assert [host.machine.handle(released) for _ in range(2)] == [asked, []]
+    assert [host.release("b") for _ in range(2)] == [asked, []]
 
 
 @pytest.mark.parametrize("what", ["lost", "ready"])
@@ -192,7 +197,7 @@ def test_replicas_that_are_back_after_all_were_lost_merge_after_their_next_step(
     host.join("a", "b")
     host.lose("b") if what == "lost" else host.ready("b")
     assert host.machine.phase == "training"
-    assert any(isinstance(one, AskReplica) for one in host.step("a"))
+    assert whom(host.step("a"))
     assert merged(host.give("a", 2)) == [("a", 2, 32)]
 
 
@@ -226,9 +231,7 @@ def test_without_a_replica_the_run_waits_and_then_ends() -> None:
     host.join("a")
     host.lose("a")
     assert host.machine.phase == "waiting"
-    (finish,) = host.at(61.0)
-    assert isinstance(finish, FinishMerges)
-    assert finish.outcome == "lost"
+    assert host.at(61.0) == [("finished", FinishMerges("lost", "no replica came within 60 s"))]
 
 
 def closing(host: Host) -> None:
@@ -239,7 +242,7 @@ def closing(host: Host) -> None:
     assert host.ready("a") == []
     assert host.ready("b") == []
     asked = host.ready("c")
-    assert asked == [AskReplica(name, CollectChanges(merge=1, fragments=(0,), last=True)) for name in "abc"]
+    assert asked == [("ask", name, CollectChanges(merge=1, fragments=(0,), last=True)) for name in "abc"]
 
 
 def test_a_run_without_a_number_of_samples_ends_when_all_are_ready() -> None:
@@ -247,11 +250,11 @@ def test_a_run_without_a_number_of_samples_ends_when_all_are_ready() -> None:
     closing(host)
     assert host.give("a", 1, 8) == []
     nothing = Contributed(merge=1, fragments=(), steps=0, samples=())
-    assert host.machine.handle(FromDevice("c", nothing)) == []  # it made no step, and answers all the same
+    assert host.heard("c", nothing) == []  # it made no step, and answers all the same
     assert host.at(100.0) == []  # b has nothing else to do
     found = host.give("b", 1, 8)
     assert merged(found) == [("a", 1, 8), ("b", 1, 8)]
-    assert found[-1] == FinishMerges("done")
+    assert found[-1] == ("finished", FinishMerges("done"))
 
 
 def test_a_loss_ends_a_run_whose_others_are_ready() -> None:
@@ -259,7 +262,7 @@ def test_a_loss_ends_a_run_whose_others_are_ready() -> None:
     host.join("a", "b")
     host.step("a", 8)
     host.ready("a")
-    assert AskReplica("a", CollectChanges(merge=1, fragments=(0,), last=True)) in host.lose("b")
+    assert ("ask", "a", CollectChanges(merge=1, fragments=(0,), last=True)) in host.lose("b")
 
 
 def test_a_merge_to_which_nobody_gives_any_more_does_not_hold_up_the_end() -> None:
@@ -273,25 +276,33 @@ def test_a_merge_to_which_nobody_gives_any_more_does_not_hold_up_the_end() -> No
     host.ready("a")
     host.at(2.0)
     host.step("b")
-    assert host.step("b") == [AskReplica(name, CollectChanges(merge=2, fragments=(0,))) for name in "ab"]
+    assert host.step("b") == [("ask", name, CollectChanges(merge=2, fragments=(0,))) for name in "ab"]
     host.lose("b")  # a has nothing to give
     assert host.machine.due_s is not None
-    assert host.at(host.machine.due_s) == [AskReplica("a", CollectChanges(merge=3, fragments=(0,), last=True))]
+    assert host.at(host.machine.due_s) == [("ask", "a", CollectChanges(merge=3, fragments=(0,), last=True))]
 
 
 def test_one_that_is_ready_gives_at_once_until_the_last_merge() -> None:
-    replica = DecoupledReplica(1, 4)
+    replica, port = DecoupledReplica(1, 4), Recorder()
+    replica.port = port
+
+    def ordered(order: ReplicaOrder | None) -> list[Asked]:
+        replica.ordered(order)
+        return port.took()
+
     first = FragmentSent(fragment=0, merge=0, whole=True, included=NEVER, first=True, samples=0)
-    assert replica.handle(first) == [first, Train(0)]
-    replica.handle(StepEnded(samples=4))
-    assert replica.handle(LastStepMade()) == [LastStepMade()]
+    assert ordered(first) == [("take", first), ("train", 0)]
+    replica.step_ended(4)
+    replica.last_step_made()
+    assert port.took() == [("say", StepsMade(steps=1, samples=4)), ("train", 4), ("say", LastStepMade())]
     asked = CollectChanges(merge=1, fragments=(0,))
-    assert replica.handle(asked) == [Contribute(asked)]
-    assert replica.handle(LinkLost()) == []
-    assert replica.handle(first) == [first, LastStepMade()]  # on another connection
+    assert ordered(asked) == [("contribute", asked)]
+    assert ordered(None) == []
+    assert ordered(first) == [("take", first), ("say", LastStepMade())]  # on another connection
     asked = CollectChanges(merge=2, fragments=(0,), last=True)
-    assert replica.handle(asked) == [Contribute(asked)]
+    assert ordered(asked) == [("contribute", asked)]
     assert replica.phase == "ending"
+    assert ordered(None) == [("stop",)] and ordered(first) == []
 
 
 def test_a_slow_link_gets_the_newest_version_whole_and_an_end_first() -> None:

@@ -16,29 +16,18 @@ from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
-    AskReplica,
-    ClockRead,
     CollectChanges,
-    Contribute,
     Contributed,
     FinishMerges,
     FragmentSent,
-    LinkLost,
+    LastStepMade,
     MergeChanges,
-    MergerEvent,
     MergeRules,
-    ReplicaEvent,
-    ReplicaJoined,
-    ReplicaLost,
     ReplicaOrder,
-    StepEnded,
     StepsMade,
-    Train,
     VersionTaken,
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import Note
 from isthmus.simulator.clock import VirtualClock
 from isthmus.simulator.options import Fault
 
@@ -134,7 +123,7 @@ class _Replica:
         self.pipeline = model.pipeline()
         self.machine = DecoupledReplica(fragments, batch)
         self.delivery = Delivery(fragments)
-        self.received: deque[ReplicaEvent] = deque()
+        self.received: deque[ReplicaOrder | None] = deque()
         """Since the last step ended."""
         self.samples = [0] * fragments
         """Trained on since the last contribution that was merged; used where nothing is computed."""
@@ -160,6 +149,28 @@ class _Replica:
         self.receiving = False
 
 
+class _ReplicaPort:
+    """What one replica asks of the simulation."""
+
+    def __init__(self, simulation: DecoupledSimulation, one: _Replica) -> None:
+        self._simulation, self._one = simulation, one
+
+    def take(self, sent: FragmentSent) -> None:
+        self._simulation.take(self._one, sent)
+
+    def train(self, samples: int) -> None:
+        self._simulation.train(self._one, samples)
+
+    def contribute(self, collect: CollectChanges) -> None:
+        self._simulation.contribute(self._one, collect)
+
+    def say(self, body: StepsMade | LastStepMade) -> None:
+        self._simulation.report(self._one, body, SMALL_BYTES)
+
+    def stop(self) -> None:
+        """Nothing is under way that the end of the run does not end."""
+
+
 class DecoupledSimulation:
     """`run` returns what came of it. UserError for a fault that it does not know."""
 
@@ -173,6 +184,7 @@ class DecoupledSimulation:
         seed: int = 0,
     ) -> None:
         self._machine, self._sizes, self._computing = Merger(rules), sizes, computing
+        self._machine.port = self
         self._clock = VirtualClock(seed)
         batch = sum(model.samples for model in replicas)
         self._replicas = {model.name: _Replica(model, rules.fragments, batch) for model in replicas}
@@ -217,6 +229,7 @@ class DecoupledSimulation:
             return
         one.there, one.life = True, one.life + 1
         one.machine = DecoupledReplica(self._machine.rules.fragments, one.batch)
+        one.machine.port = _ReplicaPort(self, one)
         one.received.clear()
         one.samples, one.given, one.taken, one.steps = [0] * len(one.samples), {}, [], 0
         if self._computing is not None:
@@ -226,7 +239,7 @@ class DecoupledSimulation:
     def _connect(self, one: _Replica) -> None:
         one.connected = True
         one.delivery.restart()
-        self._decide(ReplicaJoined(replica=one.model.name))
+        self._decide(partial(self._machine.joined, one.model.name))
 
     def _lose(self, fault: Fault) -> None:
         self._lose_device(fault.device, fault.lasts_s)
@@ -262,7 +275,7 @@ class DecoupledSimulation:
     def _cut(self, one: _Replica, reason: str) -> None:
         if one.connected:
             one.connected = one.receiving = False
-            self._decide(ReplicaLost(replica=one.model.name, reason=reason))
+            self._decide(partial(self._machine.lost, one.model.name, reason))
 
     def _silence(self, fault: Fault) -> None:
         """Its process is stopped, and goes on later where it was. A pipeline waits for its device."""
@@ -289,7 +302,7 @@ class DecoupledSimulation:
 
     def _wake(self, one: _Replica) -> None:
         if one.there and not one.connected and not self._over:
-            self._receive(one, LinkLost())
+            self._receive(one, None)
             self._connect(one)
         self._send(one)
 
@@ -298,23 +311,13 @@ class DecoupledSimulation:
 
     # The merger
 
-    def _decide(self, event: MergerEvent) -> None:
+    def _decide(self, happened: Callable[[], None] | None = None) -> None:
+        """Tell the merger the time, and what happened."""
         if self._over:
             return
-        for one in (ClockRead(now_s=self._clock.now_s), event):
-            for instruction in self._machine.handle(one):
-                match instruction:
-                    case AskReplica(replica=replica, collect=collect):
-                        self._replicas[replica].delivery.ask(collect)
-                    case MergeChanges():
-                        self._merge(instruction)
-                    case Note(text=text):
-                        self._result.notes.append((self._clock.now_s, text))
-                    case FinishMerges():
-                        self._result.finish, self._result.seconds = instruction, self._clock.now_s
-                        self._over = True
-                    case _:
-                        pass
+        self._machine.clock(self._clock.now_s)
+        if happened is not None:
+            happened()
         for one in self._replicas.values():
             self._send(one)
         due_s = self._machine.due_s
@@ -325,9 +328,27 @@ class DecoupledSimulation:
     def _tick(self, due_s: float) -> None:
         if self._due_s == due_s:
             self._due_s = None
-            self._decide(ClockRead(now_s=max(due_s, self._clock.now_s)))
+            self._decide()
 
-    def _merge(self, merge: MergeChanges) -> None:
+    # What the merger asks
+
+    def ask(self, replica: str, collect: CollectChanges) -> None:
+        self._replicas[replica].delivery.ask(collect)
+
+    def let_go(self, replica: str) -> None:
+        """No simulated device leaves without loss."""
+
+    def send_all(self, replica: str) -> None:
+        """Every decision is followed by what links can send."""
+
+    def note(self, text: str) -> None:
+        self._result.notes.append((self._clock.now_s, text))
+
+    def finished(self, finish: FinishMerges) -> None:
+        self._result.finish, self._result.seconds = finish, self._clock.now_s
+        self._over = True
+
+    def merge(self, merge: MergeChanges) -> None:
         self._result.merges.append((self._clock.now_s, merge))
         if self._computing is not None:
             self._computing.merge(merge)
@@ -364,14 +385,14 @@ class DecoupledSimulation:
 
     # A replica
 
-    def _receive(self, one: _Replica, order: ReplicaOrder | LinkLost) -> None:
+    def _receive(self, one: _Replica, order: ReplicaOrder | None) -> None:
         one.received.append(order)
         if one.machine.phase != "training":
             self._handle_received(one)
 
     def _handle_received(self, one: _Replica) -> None:
         while one.received:
-            self._act(one, one.received.popleft())
+            one.machine.ordered(one.received.popleft())
 
     def _begin_step(self, one: _Replica, after_s: float) -> None:
         plan = one.pipeline.plan
@@ -381,21 +402,6 @@ class DecoupledSimulation:
         one.busy_s = {device: busy_s * one.factors.get(device, 1.0) for device, busy_s in plan.busy_s.items()}
         one.step_ends_s = self._clock.now_s + after_s + plan.step_s * slowest
         self._clock.at(one.step_ends_s, one.model.name, partial(self._stepped, one, one.life, one.attempt))
-
-    def _act(self, one: _Replica, event: ReplicaEvent) -> None:
-        for instruction in one.machine.handle(event):
-            match instruction:
-                case FragmentSent():
-                    self._take(one, instruction)
-                case Contribute(collect=collect):
-                    self._contribute(one, collect)
-                case StepsMade():
-                    self._report(one, instruction, SMALL_BYTES)
-                case Train(samples=samples):
-                    one.train = samples
-                    self._begin_step(one, one.pipeline.better())
-                case _:
-                    pass
 
     def _stepped(self, one: _Replica, life: int, attempt: int) -> None:
         if one.life != life or one.attempt != attempt or self._over:
@@ -413,9 +419,15 @@ class DecoupledSimulation:
         one.steps += 1
         one.samples = [before + one.model.samples for before in one.samples]
         self._handle_received(one)
-        self._act(one, StepEnded(samples=one.model.samples, loss=loss))
+        one.machine.step_ended(one.model.samples, loss)
 
-    def _take(self, one: _Replica, sent: FragmentSent) -> None:
+    # What replicas ask
+
+    def train(self, one: _Replica, samples: int) -> None:
+        one.train = samples
+        self._begin_step(one, one.pipeline.better())
+
+    def take(self, one: _Replica, sent: FragmentSent) -> None:
         number, samples = one.given.get(sent.fragment, (0, 0))
         one.samples[sent.fragment] -= samples if number == sent.included else 0
         if sent.first or number == sent.included:
@@ -424,7 +436,7 @@ class DecoupledSimulation:
         if self._computing is not None:
             self._computing.take(one.model.name, sent)
 
-    def _contribute(self, one: _Replica, collect: CollectChanges) -> None:
+    def contribute(self, one: _Replica, collect: CollectChanges) -> None:
         fragments = tuple(f for f in collect.fragments if collect.last or f not in one.given)
         for fragment in fragments:
             one.given[fragment] = collect.merge, one.samples[fragment]
@@ -439,9 +451,9 @@ class DecoupledSimulation:
                 samples=samples,
                 taken=tuple(one.taken),
             )
-            self._report(one, body, SMALL_BYTES + sum(self._sizes.delta[fragment] for fragment in fragments))
+            self.report(one, body, SMALL_BYTES + sum(self._sizes.delta[fragment] for fragment in fragments))
 
-    def _report(self, one: _Replica, body: StepsMade | Contributed, size_bytes: int) -> None:
+    def report(self, one: _Replica, body: StepsMade | LastStepMade | Contributed, size_bytes: int) -> None:
         left_s, latency_s = _times(one.model.up, size_bytes)
         one.up_free_s = max(one.up_free_s, self._clock.now_s) + left_s
         life = one.life
@@ -450,7 +462,7 @@ class DecoupledSimulation:
             if one.life == life and one.connected:
                 if isinstance(body, StepsMade):
                     self._result.steps.append((self._clock.now_s, one.model.name, body))
-                self._decide(FromDevice(one.model.name, body))
+                self._decide(partial(self._machine.heard, one.model.name, body))
 
         self._clock.at(one.up_free_s + latency_s, f"from {one.model.name}", arrived)
 

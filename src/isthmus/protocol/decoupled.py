@@ -2,7 +2,7 @@
 arXiv 2604.21428).
 
     waiting ──a replica joins──► training ──enough samples──► collecting ──all, or quorum and grace──► training
-                                     └─ samples of the whole run, or all are ready ─► closing ──► done
+                                     └─ samples of the whole run, or all are ready ─► closing ──► over
 
 Fragments take turns. Nobody waits for a merge: replicas contribute after the step that they make, and go on. A merge
 waits for those that have made a step since it was announced or since the merge before, so not for one that is away; it
@@ -14,80 +14,23 @@ often, and nothing that it has learned is lost.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Protocol
 
 from isthmus.errors import PeerError
 from isthmus.protocol.deadlines import STARTING
 from isthmus.protocol.decoupled_events import (
-    AskReplica,
-    ClockRead,
     CollectChanges,
     Contributed,
     Contribution,
-    EndReplica,
     FinishMerges,
     LastStepMade,
     MergeChanges,
     MergedFragment,
-    MergerEvent,
-    MergerInstruction,
     MergeRules,
-    ReplicaJoined,
-    ReplicaLost,
-    ReplicaReleased,
-    RunStopped,
-    SendAll,
     StepsMade,
 )
-from isthmus.protocol.machine import FromDevice, Machine, Transitions
-from isthmus.protocol.run_events import Note
+from isthmus.session.program import OVER, Policy, report
 
-Phase = Literal["waiting", "training", "collecting", "closing", "done"]
-Out = list[MergerInstruction]
-
-MERGER = Transitions(
-    "waiting",
-    "done",
-    {
-        "waiting": {
-            ReplicaJoined: "training",
-            ReplicaLost: "waiting",
-            ReplicaReleased: "waiting",
-            ClockRead: "waiting done",
-            RunStopped: "done",
-        },
-        "training": {
-            ReplicaJoined: "training",
-            ReplicaLost: "training waiting closing",
-            StepsMade: "training collecting closing",
-            LastStepMade: "training closing",
-            Contributed: "training",
-            ReplicaReleased: "training",
-            ClockRead: "training",
-            RunStopped: "closing",
-        },
-        "collecting": {
-            ReplicaJoined: "collecting",
-            ReplicaLost: "collecting training closing waiting",
-            StepsMade: "collecting",
-            LastStepMade: "collecting",
-            Contributed: "collecting training closing",
-            ReplicaReleased: "collecting",
-            ClockRead: "collecting training closing",
-            RunStopped: "closing",
-        },
-        "closing": {
-            ReplicaJoined: "closing",
-            ReplicaLost: "closing done",
-            StepsMade: "closing",
-            LastStepMade: "closing",
-            Contributed: "closing done",
-            ReplicaReleased: "closing",
-            ClockRead: "closing done",
-            RunStopped: "closing",
-        },
-    },
-)
 _INTERVAL_DECAY = 0.5
 """Weight of the newest time between two merges in their mean."""
 _SHORTEST_S = 1e-3
@@ -123,20 +66,40 @@ class _Member:
         return last if self.is_ready else self.shows_life
 
 
-class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
-    """Events in, instructions out. The host says `ClockRead` before each other event, and at `due_s`."""
+class MergerPort(Protocol):
+    """What the merger asks of its host."""
 
-    transitions = MERGER
+    def ask(self, replica: str, collect: CollectChanges) -> None:
+        """Ask a replica for a contribution."""
+
+    def let_go(self, replica: str) -> None:
+        """End a replica that has contributed all that it had."""
+
+    def send_all(self, replica: str) -> None:
+        """Give a replica every fragment, whatever it was given before."""
+
+    def merge(self, merge: MergeChanges) -> None:
+        """Make an outer step; then every replica is to have the result."""
+
+    def note(self, text: str) -> None:
+        """Tell people."""
+
+    def finished(self, finish: FinishMerges) -> None:
+        """The run is over."""
+
+
+class Merger(Policy[MergerPort]):
+    """Its host sets `port`, and says `clock` before each other call that may open or end a merge, and at `due_s`."""
 
     def __init__(self, rules: MergeRules) -> None:
-        super().__init__()
+        super().__init__("waiting")
         self.rules = rules
         self.samples = 0
         """Of all replicas so far."""
         self.merge = 0
         """Number of the newest merge that was announced."""
         self.due_s: float | None = STARTING * rules.timeout_s
-        """When the host is to say `ClockRead`, whatever else happens."""
+        """When the host is to say `clock`, whatever else happens."""
         self._members: dict[str, _Member] = {}
         self._now_s = self._announced_s = 0.0
         self._step_s = math.inf
@@ -170,7 +133,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         return self._members[replica].steps if replica in self._members else 0
 
     def check(self, replica: str, body: StepsMade | Contributed) -> None:
-        """Before the machine takes it. PeerError for figures that are not of what this replica can have done."""
+        """Say it before `heard`. PeerError for figures that are not of what this replica can have done."""
         member, most = self._members[replica], self._most_steps(replica)
         least = 0 if isinstance(body, Contributed) else most if member.reports else 1
         if not least <= body.steps <= most:
@@ -217,30 +180,12 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         step_s = self._step_s if math.isfinite(self._step_s) else _FASTER * _FASTEST_STEP_S
         return member.steps + 1 + int(_FASTER * (self._now_s - member.heard_s) / step_s)
 
-    def _is_stale(self, event: MergerEvent) -> bool:
-        return False
+    # What the host says
 
-    def _take(self, event: MergerEvent) -> Out:
-        match event:
-            case FromDevice(device=replica, body=StepsMade() as body):
-                return self._stepped(replica, body)
-            case FromDevice(device=replica, body=Contributed() as body):
-                return self._contributed(replica, body)
-            case FromDevice(device=replica, body=LastStepMade()):
-                self._members[replica].is_ready = True
-                return self._close() if self._phase == "training" else []
-            case ReplicaJoined(replica=replica):
-                return self._joined(replica)
-            case ReplicaLost(replica=replica, reason=reason):
-                return self._lost(replica, reason)
-            case ReplicaReleased(replica=replica):
-                return self._released(replica)
-            case ClockRead(now_s=now_s):
-                return self._clock(now_s)
-            case _:
-                return self._stop()
-
-    def _joined(self, replica: str) -> Out:
+    def joined(self, replica: str) -> None:
+        """It has a connection: the first one, or one after another was lost."""
+        if self.over:
+            return
         again = replica in self._members
         steps = self._members[replica].steps if again else 0
         member = _Member(self._now_s, steps)
@@ -253,36 +198,70 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._expected.discard(replica)
         for held in self._held:
             held.pop(replica, None)  # it gives the same again
-        if self._phase == "waiting":
-            self._phase, self.due_s = "training", None
+        if self.phase == "waiting":
+            self.phase, self.due_s = "training", None
             self._announced_s = self._announced_s if self.merge else self._now_s
-        note = f"{replica} is back after {steps} steps: it takes the current fragments and goes on"
-        return [*([Note(note)] if again else []), SendAll(replica)]
+        if again:
+            self.port.note(f"{replica} is back after {steps} steps: it takes the current fragments and goes on")
+        self.port.send_all(replica)
 
-    def _lost(self, replica: str, reason: str) -> Out:
+    def lost(self, replica: str, reason: str) -> None:
+        """Its connection is lost."""
+        if self.over:
+            return
         member = self._members[replica]
         member.connected = False
         self._expected.discard(replica)
-        what = "has left" if member.leaves else f"is lost: {reason}; the others go on"
-        out: Out = [Note(f"{replica} {what}"), *self._look()]
-        if self._phase == "training" and self.connected:
-            return [*out, *self._close()]  # the others may all be ready
-        if self.connected or self._phase == "done":
-            return out
-        if self._phase == "closing":
-            return [*out, *self._finish()]
-        self._phase, self._asked = "waiting", None
-        self.due_s = self._now_s + self.rules.timeout_s
-        return out
+        self.port.note(f"{replica} {'has left' if member.leaves else f'is lost: {reason}; the others go on'}")
+        self._look()
+        if self.phase == "training" and self.connected:
+            self._close()  # the others may all be ready
+        elif self.connected or self.over:
+            return
+        elif self.phase == "closing":
+            self._finish()
+        else:
+            self.phase, self._asked = "waiting", None
+            self.due_s = self._now_s + self.rules.timeout_s
 
-    def _released(self, replica: str) -> Out:
-        if replica not in self.connected or self._members[replica].leaves:
-            return []
+    def released(self, replica: str) -> None:
+        """Its device is to leave without loss. Said again, it is for those that were not asked on this connection."""
+        if self.over or replica not in self.connected or self._members[replica].leaves:
+            return
         self._members[replica].leaves = True
         fragments = tuple(range(self.rules.fragments))
-        return [AskReplica(replica, CollectChanges(merge=self.merge, fragments=fragments, last=True))]
+        self.port.ask(replica, CollectChanges(merge=self.merge, fragments=fragments, last=True))
 
-    def _stepped(self, replica: str, made: StepsMade) -> Out:
+    def clock(self, now_s: float) -> None:
+        """Seconds since the run began."""
+        if self.over:
+            return
+        self._now_s = now_s
+        if self.due_s is None or now_s < self.due_s:
+            return
+        if self.phase == "waiting":
+            self._finish(FinishMerges("lost", f"no replica came within {self.rules.timeout_s:g} s"))
+            return
+        self.due_s = None
+        self._look(grace_is_over=True)
+
+    def stop(self) -> None:
+        """Somebody wants the run to end."""
+        if self.over:
+            return
+        self._outcome = "interrupted"
+        if self.phase == "closing":
+            return
+        if not self.connected:
+            self._asked = None
+            self._finish()
+            return
+        self._announce(tuple(range(self.rules.fragments)), last=True)
+
+    # What replicas report
+
+    @report(StepsMade, "training", "collecting", "closing")
+    def stepped(self, replica: str, made: StepsMade) -> None:
         member = self._members[replica]
         self.samples += made.samples * max(1, made.steps - member.steps)  # also those made without a connection
         if made.steps < member.steps:
@@ -293,55 +272,17 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             self._step_s = min(self._step_s, (self._now_s - member.joined_s) / member.reports)
         if replica in self._invited:
             self._expected.add(replica)  # it will answer: what it was asked is on its way
-        return self._next() if self._phase == "training" else []
+        if self.phase == "training":
+            self._next()
 
-    def _next(self) -> Out:
-        """Announce a merge where one is due. No merge is open."""
-        if self._is_over:
-            return self._close()
-        if self.samples - self._merged_samples >= self.rules.merge_every:
-            turn, self._turn = self._turn, (self._turn + 1) % self.rules.fragments
-            return [*self._announce((turn,), last=False), *self._look()]  # all may have given before
-        return []
+    @report(LastStepMade, "training", "collecting", "closing")
+    def last_step(self, replica: str, body: LastStepMade) -> None:
+        self._members[replica].is_ready = True
+        if self.phase == "training":
+            self._close()
 
-    def _close(self) -> Out:
-        """Announce the last merge where nobody is to train on. Any other one comes with a step: replicas that are back
-        after all were lost may have made none since, though samples for a merge are there. No merge is open."""
-        if not self.connected or not self._is_over:
-            return []
-        return self._announce(tuple(range(self.rules.fragments)), last=True)
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether nobody is to train on."""
-        return self._are_ready or (self.rules.samples is not None and self.samples >= self.rules.samples)
-
-    @property
-    def _are_ready(self) -> bool:
-        """Whether nobody trains on."""
-        return all(self._members[name].is_ready for name in self.connected)
-
-    def _announce(self, fragments: tuple[int, ...], *, last: bool) -> Out:
-        self.merge += 1
-        lately_s = self._now_s - self._announced_s
-        self._interval_s += (lately_s - self._interval_s) * (_INTERVAL_DECAY if self.merge > 1 else 1.0)
-        self._announced_s, self._merged_samples = self._now_s, self.samples
-        self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
-        self._invited = {name for name in self.connected if not self._members[name].leaves}
-        self._expected = {name for name in self._invited if self._members[name].answers(last=last)}
-        self._answered = set()
-        for member in self._members.values():
-            member.shows_life = False
-        self._phase = "closing" if last else "collecting"
-        self._has_quorum = False
-        self.due_s = self._now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
-        return [AskReplica(name, self._asked) for name in sorted(self._invited)]
-
-    @property
-    def _grace_s(self) -> float:
-        return self.rules.grace * self._interval_s
-
-    def _contributed(self, replica: str, body: Contributed) -> Out:
+    @report(Contributed, "training", "collecting", "closing")
+    def contributed(self, replica: str, body: Contributed) -> None:
         for fragment, samples in zip(body.fragments, body.samples, strict=True):
             self._held[fragment][replica] = Contribution(
                 replica=replica,
@@ -356,9 +297,58 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             self._answered.add(replica)
         elif not leaves:
             self.late += 1
+        self._look()
         # One that leaves gives of every fragment. What was on its way when it was asked to is not that yet.
-        ends = leaves and len(body.fragments) == self.rules.fragments
-        return [*self._look(), *([EndReplica(replica)] if ends else [])]
+        if leaves and len(body.fragments) == self.rules.fragments:
+            self.port.let_go(replica)
+
+    # Merges
+
+    def _next(self) -> None:
+        """Announce a merge where one is due. No merge is open."""
+        if self._is_over:
+            self._close()
+        elif self.samples - self._merged_samples >= self.rules.merge_every:
+            turn, self._turn = self._turn, (self._turn + 1) % self.rules.fragments
+            self._announce((turn,), last=False)
+            self._look()  # all may have given before
+
+    def _close(self) -> None:
+        """Announce the last merge where nobody is to train on. Any other one comes with a step: replicas that are back
+        after all were lost may have made none since, though samples for a merge are there. No merge is open."""
+        if self.connected and self._is_over:
+            self._announce(tuple(range(self.rules.fragments)), last=True)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody is to train on."""
+        return self._are_ready or (self.rules.samples is not None and self.samples >= self.rules.samples)
+
+    @property
+    def _are_ready(self) -> bool:
+        """Whether nobody trains on."""
+        return all(self._members[name].is_ready for name in self.connected)
+
+    def _announce(self, fragments: tuple[int, ...], *, last: bool) -> None:
+        self.merge += 1
+        lately_s = self._now_s - self._announced_s
+        self._interval_s += (lately_s - self._interval_s) * (_INTERVAL_DECAY if self.merge > 1 else 1.0)
+        self._announced_s, self._merged_samples = self._now_s, self.samples
+        self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
+        self._invited = {name for name in self.connected if not self._members[name].leaves}
+        self._expected = {name for name in self._invited if self._members[name].answers(last=last)}
+        self._answered = set()
+        for member in self._members.values():
+            member.shows_life = False
+        self.phase = "closing" if last else "collecting"
+        self._has_quorum = False
+        self.due_s = self._now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
+        for name in sorted(self._invited):
+            self.port.ask(name, self._asked)
+
+    @property
+    def _grace_s(self) -> float:
+        return self.rules.grace * self._interval_s
 
     @property
     def _given(self) -> set[str]:
@@ -376,24 +366,15 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             there |= self._expected
         return max(1, min(self.rules.quorum, len(there)))
 
-    def _clock(self, now_s: float) -> Out:
-        self._now_s = now_s
-        if self.due_s is None or now_s < self.due_s:
-            return []
-        if self._phase == "waiting":
-            self._phase, self.due_s = "done", None
-            return [FinishMerges("lost", f"no replica came within {self.rules.timeout_s:g} s")]
-        self.due_s = None
-        return self._look(grace_is_over=True)
-
-    def _look(self, *, grace_is_over: bool = False) -> Out:
+    def _look(self, *, grace_is_over: bool = False) -> None:
         """End the open merge where nothing more is to be waited for."""
         if self._asked is None:
-            return []
+            return
         given = self._given
         if grace_is_over and not given and self._are_ready and not self._asked.last:
-            self._asked, self._phase = None, "training"  # who could give to it is lost
-            return self._next()
+            self._asked, self.phase = None, "training"  # who could give to it is lost
+            self._next()
+            return
         complete = self._expected <= given
         idle = self._asked.last and self._are_ready  # waiting for all costs nobody a step
         enough = grace_is_over and len(given) >= self._needed and not idle
@@ -402,18 +383,16 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             if grace_is_over or reached:
                 self._has_quorum |= reached
                 self.due_s = self._now_s + max(self._grace_s, _SHORTEST_S)
-            return []
+            return
         asked, self._asked, self.due_s = self._asked, None, None
         self._invited, self._expected = set(), set()
-        merged = MergeChanges(
-            merge=asked.merge,
-            fragments=tuple(self._taken_out(fragment) for fragment in asked.fragments if self._held[fragment]),
-            samples=self.samples,
-        )
+        fragments = tuple(self._taken_out(fragment) for fragment in asked.fragments if self._held[fragment])
+        self.port.merge(MergeChanges(merge=asked.merge, fragments=fragments, samples=self.samples))
         if asked.last:
-            return [merged, *self._finish()]
-        self._phase = "training"
-        return [merged, *self._next()]
+            self._finish()
+            return
+        self.phase = "training"
+        self._next()
 
     def _taken_out(self, fragment: int) -> MergedFragment:
         held, self._held[fragment] = self._held[fragment], {}
@@ -421,15 +400,6 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             self._members[name].merged_steps[fragment] = contribution.steps
         return MergedFragment(fragment=fragment, contributions=tuple(held[name] for name in sorted(held)))
 
-    def _stop(self) -> Out:
-        self._outcome = "interrupted"
-        if self._phase == "closing":
-            return []
-        if not self.connected:
-            self._asked = None
-            return self._finish()
-        return self._announce(tuple(range(self.rules.fragments)), last=True)
-
-    def _finish(self) -> Out:
-        self._phase, self.due_s = "done", None
-        return [FinishMerges(self._outcome)]
+    def _finish(self, finish: FinishMerges | None = None) -> None:
+        self.phase, self.due_s = OVER, None
+        self.port.finished(finish or FinishMerges(self._outcome))

@@ -1,4 +1,4 @@
-"""What the machines of decoupled replicas take and give: messages between the two, events of their hosts, instructions.
+"""What decoupled replicas and their merger say to each other, and what a merge is.
 
 A merge has a number, from 1 on. A fragment's version is the number of the merge that made it; 0 is the start.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import Halt
 from isthmus.wire_types import Count, CountOrNone, Finite, Many
 
@@ -107,57 +105,7 @@ class FragmentSent(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
 ReplicaOrder = CollectChanges | FragmentSent | Halt
 
 
-# Events of the merger's host
-
-
-class ReplicaJoined(msgspec.Struct, frozen=True, kw_only=True):
-    """A connection of a replica: the first one, or one after another was lost."""
-
-    replica: str
-
-
-class ReplicaLost(msgspec.Struct, frozen=True, kw_only=True):
-    replica: str
-    reason: str
-
-
-class ReplicaReleased(msgspec.Struct, frozen=True, kw_only=True):
-    """Its device is to leave without loss. Said again, it is for those that were not asked on this connection."""
-
-    replica: str
-
-
-class ClockRead(msgspec.Struct, frozen=True, kw_only=True):
-    """Comes before each event that may open or end a merge."""
-
-    now_s: float
-
-
-class RunStopped(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody wants the run to end."""
-
-
-MergerEvent = FromDevice[ReplicaReport] | ReplicaJoined | ReplicaLost | ReplicaReleased | ClockRead | RunStopped
-
-
-# Instructions of the merger
-
-
-class AskReplica(msgspec.Struct, frozen=True):
-    replica: str
-    collect: CollectChanges
-
-
-class EndReplica(msgspec.Struct, frozen=True):
-    """It has contributed all that it had."""
-
-    replica: str
-
-
-class SendAll(msgspec.Struct, frozen=True):
-    """Give a replica every fragment, whatever it was given before."""
-
-    replica: str
+# Merges
 
 
 class Contribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,39 +144,3 @@ class FinishMerges(msgspec.Struct, frozen=True):
     outcome: str
     """`done`, `interrupted` or `lost`."""
     reason: str = ""
-
-
-MergerInstruction = AskReplica | EndReplica | SendAll | MergeChanges | FinishMerges | Note
-
-
-# The replica
-
-
-class StepEnded(msgspec.Struct, frozen=True, kw_only=True):
-    samples: int
-    loss: float | None = None
-
-
-class LinkLost(msgspec.Struct, frozen=True, kw_only=True):
-    """The merger cannot be reached. Steps go on; the host dials again."""
-
-
-ReplicaEvent = CollectChanges | FragmentSent | Halt | StepEnded | LastStepMade | LinkLost
-
-
-class Train(msgspec.Struct, frozen=True):
-    """Make the next step."""
-
-    samples: int
-    """Of all replicas, as far as this one knows."""
-
-
-class Contribute(msgspec.Struct, frozen=True):
-    collect: CollectChanges
-
-
-class StopReplica(msgspec.Struct, frozen=True):
-    """Nothing follows."""
-
-
-ReplicaInstruction = Train | FragmentSent | Contribute | StepsMade | LastStepMade | StopReplica

@@ -9,59 +9,12 @@ before `StepEnded`: nothing interrupts a step.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Protocol
 
 from isthmus.errors import PeerError
-from isthmus.protocol.decoupled_events import (
-    CollectChanges,
-    Contribute,
-    FragmentSent,
-    LastStepMade,
-    LinkLost,
-    ReplicaEvent,
-    ReplicaInstruction,
-    StepEnded,
-    StepsMade,
-    StopReplica,
-    Train,
-)
-from isthmus.protocol.machine import Machine, Transitions
+from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, LastStepMade, ReplicaOrder, StepsMade
 from isthmus.protocol.run_messages import Halt
-
-Phase = Literal["joining", "training", "waiting", "ending", "over"]
-
-REPLICA = Transitions(
-    "joining",
-    "over",
-    {
-        "joining": {
-            FragmentSent: "joining training",
-            CollectChanges: "joining",
-            LinkLost: "joining",
-            Halt: "over",
-        },
-        "training": {
-            StepEnded: "training ending",
-            LastStepMade: "waiting",
-            FragmentSent: "training",
-            CollectChanges: "training",
-            LinkLost: "training",
-            Halt: "over",
-        },
-        "waiting": {
-            FragmentSent: "waiting",
-            CollectChanges: "waiting ending",
-            LinkLost: "waiting",
-            Halt: "over",
-        },
-        "ending": {
-            FragmentSent: "ending",
-            CollectChanges: "ending",
-            LinkLost: "over",
-            Halt: "over",
-        },
-    },
-)
+from isthmus.session.program import OVER, Policy
 
 
 class SamplesKnown:
@@ -92,14 +45,31 @@ class SamplesKnown:
         return samples + round((steps - then) * self._per_step)
 
 
-class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
-    """One replica's side."""
+class ReplicaPort(Protocol):
+    """What a replica asks of its host."""
 
-    transitions = REPLICA
+    def take(self, sent: FragmentSent) -> None:
+        """Use the values that came with this order."""
+
+    def train(self, samples: int) -> None:
+        """Make the next step. `samples`: those of all replicas, as far as this one knows."""
+
+    def contribute(self, collect: CollectChanges) -> None:
+        """Give the merger the changes of these fragments."""
+
+    def say(self, body: StepsMade | LastStepMade) -> None:
+        """Tell the merger."""
+
+    def stop(self) -> None:
+        """Nothing follows."""
+
+
+class DecoupledReplica(Policy[ReplicaPort]):
+    """One replica's side. Its host sets `port`."""
 
     def __init__(self, fragments: int, per_step: int, steps: int = 0) -> None:
         """`per_step` is as of `SamplesKnown`; `steps` were made by an earlier process of this replica."""
-        super().__init__()
+        super().__init__("joining")
         self._fragments = fragments
         self._missing = set(range(fragments))
         """Fragments that it has no version of yet."""
@@ -108,7 +78,7 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
         self._asked: CollectChanges | None = None
 
     def check(self, order: CollectChanges | FragmentSent) -> None:
-        """Before the machine takes it. PeerError for figures that no merger of these fragments says."""
+        """Say it before the order itself. PeerError for figures that no merger of these fragments says."""
         named = (order.fragment,) if isinstance(order, FragmentSent) else order.fragments
         if len(set(named)) < len(named) or any(fragment >= self._fragments for fragment in named):
             raise PeerError(f"named fragments {list(named)}, expected some of {self._fragments}")
@@ -119,58 +89,60 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
         if order.included > order.merge:
             raise PeerError(f"named contribution {order.included} in version {order.merge}, which is older")
 
-    def _is_stale(self, event: ReplicaEvent) -> bool:
-        return False
-
-    def _take(self, event: ReplicaEvent) -> list[ReplicaInstruction]:
-        match event:
+    def ordered(self, order: ReplicaOrder | None) -> None:
+        """Take an order of the merger. None: it cannot be reached; steps go on, and the host dials again."""
+        match order:
+            case _ if self.over:
+                return
             case FragmentSent():
-                return self._fragment(event)
-            case StepEnded():
-                return self._stepped(event)
-            case LastStepMade():
-                self._phase = "waiting"
-                return [event]
+                self.port.take(order)
+                self._taken(order)
             case CollectChanges():
-                return self._collect(event)
-            case LinkLost():
+                self._collect(order)
+            case None:
                 self._asked = None
-                return self._over() if self._phase == "ending" else []
+                if self.phase == "ending":
+                    self._end()
             case Halt():
-                return self._over()
-        return []
+                self._end()
 
-    def _fragment(self, sent: FragmentSent) -> list[ReplicaInstruction]:
-        ended = self._phase == "training"  # a step that is not counted yet: this came during it
+    def _taken(self, sent: FragmentSent) -> None:
+        ended = self.phase == "training"  # a step that is not counted yet: this came during it
         self._known.heard(sent.samples, self.steps + ended)
-        if self._phase == "waiting" and sent.first:
-            return [sent, LastStepMade()]  # the connection is another one: it may not have been received
-        if self._phase != "joining":
-            return [sent]
+        if self.phase == "waiting" and sent.first:
+            self.port.say(LastStepMade())  # the connection is another one: it may not have been received
+        if self.phase != "joining":
+            return
         self._missing.discard(sent.fragment)
-        if self._missing:
-            return [sent]
-        self._phase = "training"
-        return [sent, Train(self._known.after(self.steps))]
+        if not self._missing:
+            self.phase = "training"
+            self.port.train(self._known.after(self.steps))
 
-    def _collect(self, collect: CollectChanges) -> list[ReplicaInstruction]:
-        if self._phase == "waiting":
-            self._phase = "ending" if collect.last else "waiting"
-            return [Contribute(collect)]
-        self._asked = collect if self._phase == "training" else None
-        return []
+    def _collect(self, collect: CollectChanges) -> None:
+        if self.phase == "waiting":
+            self.phase = "ending" if collect.last else "waiting"
+            self.port.contribute(collect)
+        else:
+            self._asked = collect if self.phase == "training" else None
 
-    def _stepped(self, ended: StepEnded) -> list[ReplicaInstruction]:
+    def _end(self) -> None:
+        self.phase = OVER
+        self.port.stop()
+
+    # What its host says
+
+    def step_ended(self, samples: int, loss: float | None = None) -> None:
         self.steps += 1
-        out: list[ReplicaInstruction] = [StepsMade(steps=self.steps, samples=ended.samples, loss=ended.loss)]
+        self.port.say(StepsMade(steps=self.steps, samples=samples, loss=loss))
         asked, self._asked = self._asked, None
         if asked is not None:
-            out.append(Contribute(asked))
+            self.port.contribute(asked)
             if asked.last:
-                self._phase = "ending"
-                return out
-        return [*out, Train(self._known.after(self.steps))]
+                self.phase = "ending"
+                return
+        self.port.train(self._known.after(self.steps))
 
-    def _over(self) -> list[ReplicaInstruction]:
-        self._phase = "over"
-        return [StopReplica()]
+    def last_step_made(self) -> None:
+        """Its host makes no more."""
+        self.phase = "waiting"
+        self.port.say(LastStepMade())

@@ -37,7 +37,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Port(Protocol):
-    """What every program asks of its host."""
+    """What every program of a session asks of its host."""
 
     def call(self, device: str) -> None:
         """Ask a device of the fleet to join."""
@@ -49,9 +49,10 @@ class Port(Protocol):
         """Nothing follows. `reason` is empty where the end was asked for."""
 
 
-PortT = TypeVar("PortT", bound=Port)
-ProgramT = TypeVar("ProgramT", bound="Program[Any]")
-BodyT = TypeVar("BodyT", bound=Event)
+PortT = TypeVar("PortT")
+SessionPortT = TypeVar("SessionPortT", bound=Port)
+PolicyT = TypeVar("PolicyT", bound="Policy[Any]")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class _Report(NamedTuple):
@@ -61,38 +62,68 @@ class _Report(NamedTuple):
 
 def report(
     kind: type[BodyT], *phases: str
-) -> Callable[[Callable[[ProgramT, str, BodyT], None]], Callable[[ProgramT, str, BodyT], None]]:
-    """Mark the method of a program that takes reports of this kind, which members send in these phases."""
+) -> Callable[[Callable[[PolicyT, str, BodyT], None]], Callable[[PolicyT, str, BodyT], None]]:
+    """Mark the method that takes reports of this kind, which members send in these phases."""
 
-    def mark(method: Callable[[ProgramT, str, BodyT], None]) -> Callable[[ProgramT, str, BodyT], None]:
+    def mark(method: Callable[[PolicyT, str, BodyT], None]) -> Callable[[PolicyT, str, BodyT], None]:
         vars(method)["takes"] = (kind, phases)
         return method
 
     return mark
 
 
-class Program(Generic[PortT]):
-    """The part of a program that knows who takes part. A subclass marks its methods by `report`."""
+class Policy(Generic[PortT]):
+    """It receives reports and asks a port. A subclass marks its methods by `report`."""
 
-    reports: ClassVar[dict[type[Event], _Report]] = {}
+    reports: ClassVar[dict[type[msgspec.Struct], _Report]] = {}
+    port: PortT
 
     def __init_subclass__(cls) -> None:
         marked = ((method, getattr(method, "takes", None)) for method in vars(cls).values())
         cls.reports = cls.reports | {takes[0]: _Report(method, takes[1]) for method, takes in marked if takes}
 
-    def __init__(self, port: PortT, members: Sequence[str], usable: Collection[str]) -> None:
+    def __init__(self, first: str) -> None:
+        """`first` is the phase in which it begins."""
+        self.phase = first
+        self.stale = 0
+        """Late reports that were dropped."""
+
+    @property
+    def over(self) -> bool:
+        return self.phase == OVER
+
+    def is_late(self, device: str, body: Any) -> bool:
+        """A report arose under what is no longer so."""
+        return False
+
+    def heard(self, device: str, body: msgspec.Struct) -> None:
+        """Take a report. OutOfPhase for one that its sender cannot have to make now."""
+        if self.is_late(device, body):
+            self.stale += 1
+        elif not self.over:
+            taken = self.reports.get(type(body))
+            if taken is None or self.phase not in taken.phases:
+                raise OutOfPhase(f"{type(body).__name__} came in phase {self.phase!r}")
+            taken.method(self, device, body)
+
+
+class Program(Policy[SessionPortT]):
+    """A policy whose members are the devices of a plan, which changes when one is lost."""
+
+    def __init__(self, port: SessionPortT, members: Sequence[str], usable: Collection[str]) -> None:
         """`members` take part at first. `usable` are all devices that may be called."""
+        super().__init__(JOINING)
         self.port = port
-        self.phase = JOINING
         self.epoch = 0
         self.members = tuple(members)
         self.usable = tuple(usable)
-        self.stale = 0
-        """Late reports that were dropped."""
         self.losses = 0
         """Members that were lost."""
         self._here: set[str] = set()
         self._called = set(members)
+
+    def is_late(self, device: str, body: Event) -> bool:
+        return body.epoch != self.epoch or device not in self.members
 
     # What a program decides
 
@@ -127,25 +158,11 @@ class Program(Generic[PortT]):
         except IsthmusError as e:
             self.end(str(e))
 
-    def heard(self, device: str, body: Event) -> None:
-        """Take a report. OutOfPhase for one that its sender cannot have to make now."""
-        if body.epoch != self.epoch or device not in self.members:
-            self.stale += 1
-        elif not self.over:
-            taken = self.reports.get(type(body))
-            if taken is None or self.phase not in taken.phases:
-                raise OutOfPhase(f"{type(body).__name__} came in phase {self.phase!r}")
-            taken.method(self, device, body)
-
     def stop(self) -> None:
         """The end that was asked for."""
         self.end("")
 
     # What a program may do
-
-    @property
-    def over(self) -> bool:
-        return self.phase == OVER
 
     def rebuild(self, members: Sequence[str]) -> None:
         """Go on with these members under the present epoch. Those that were never called are called."""

@@ -20,28 +20,17 @@ from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
-    AskReplica,
-    ClockRead,
     CollectChanges,
     Contributed,
-    EndReplica,
     FinishMerges,
     FragmentSent,
     LastStepMade,
     MergeChanges,
     MergedFragment,
-    MergerEvent,
-    ReplicaJoined,
-    ReplicaLost,
-    ReplicaReleased,
-    RunStopped,
-    SendAll,
     StepsMade,
 )
 from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.failures import CLOSED
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -147,7 +136,7 @@ class _ReplicaLink:
 
 
 class MergerHost:
-    """Drives the machine over TCP. `coordinate` returns when the run is over."""
+    """The merger's port over TCP. `coordinate` returns when the run is over."""
 
     def __init__(
         self,
@@ -166,6 +155,7 @@ class MergerHost:
         replica is sent first, where it does not know the job: then it may come again after it has failed. `final_s`:
         how long replicas may take to receive the merged model at the end; None: they do not get it."""
         self._machine, self._merged, self._codec = machine, merged, codec
+        machine.port = self
         self._run, self._timeout_s, self._watch = run, timeout_s, watch
         self._begin, self._final_s = begin, final_s
         self._lock = threading.Lock()
@@ -210,10 +200,10 @@ class MergerHost:
         stopping = False
         try:
             while self._finish is None:
-                self._handle(ClockRead(now_s=self.now_s))
+                self._machine.clock(self.now_s)
                 if stopped() and not stopping:
                     stopping = True
-                    self._handle(RunStopped())
+                    self._machine.stop()
                 for name, how in ended().items():
                     if name not in noted:
                         noted.add(name)
@@ -241,7 +231,7 @@ class MergerHost:
             received = self._events.get(timeout=wait_s)
         except queue.Empty:
             return
-        self._handle(ClockRead(now_s=self.now_s))
+        self._machine.clock(self.now_s)
         self._on_message(*received)
 
     def _on_message(self, replica: str, message: AnyMessage | Exception | None, tensors: list[Tensor]) -> None:
@@ -258,14 +248,14 @@ class MergerHost:
             case FromReplica(body=(StepsMade() | Contributed()) as body) if refused := self._refusal(replica, body):
                 self._leave_out(replica, refused)
             case FromReplica(body=StepsMade() as body):
-                self._handle(FromDevice(replica, body))
+                self._machine.heard(replica, body)
                 self._watch.stepped(replica, body, self._machine.samples, self.now_s)
             case FromReplica(body=Contributed() as body):
                 self._contributed(replica, body, tensors)
             case FromReplica(body=ReplicaNote(text=text)):
                 self._watch.note(f"{replica}: {sanitize(text)}")
             case FromReplica(body=LastStepMade() as body):
-                self._handle(FromDevice(replica, body))
+                self._machine.heard(replica, body)
             case Heartbeat():
                 pass
             case _:
@@ -297,15 +287,15 @@ class MergerHost:
             return
         assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
         self._links[replica].connect(channel, self._begin(replica) if self._begin is not None else None)
-        self._handle(ReplicaJoined(replica=replica))
+        self._machine.joined(replica)
 
     def _lost(self, replica: str, reason: str) -> None:
         self.acceptor.forget(replica)
-        self._handle(ReplicaLost(replica=replica, reason=reason))
+        self._machine.lost(replica, reason)
 
     def release(self, replica: str) -> None:
         """Have a replica contribute all that it has, and end. In the thread of `coordinate`."""
-        self._handle(ReplicaReleased(replica=replica))
+        self._machine.released(replica)
 
     def _contributed(self, replica: str, body: Contributed, tensors: list[Tensor]) -> None:
         deltas: dict[int, Tensor] = {}
@@ -325,7 +315,7 @@ class MergerHost:
             )
         for fragment, delta in deltas.items():
             self._deltas[fragment][replica] = delta
-        self._handle(FromDevice(replica, body))
+        self._machine.heard(replica, body)
 
     def _guard(self, replica: str, message: AnyMessage) -> None:
         """In the connection's thread: PeerError for a message whose tensors must not be received."""
@@ -345,23 +335,24 @@ class MergerHost:
         if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
             raise PeerError(f"sent tensors of {sizes} bytes, expected at most {most}")
 
-    def _handle(self, event: MergerEvent) -> None:
-        for instruction in self._machine.handle(event):
-            match instruction:
-                case AskReplica(replica=replica, collect=collect):
-                    self._links[replica].ask(collect)
-                case EndReplica(replica=replica):
-                    self._links[replica].ask(Halt())
-                case SendAll(replica=replica):
-                    self._links[replica].wake()
-                case MergeChanges():
-                    self._merge(instruction)
-                case Note(text=text):
-                    self._watch.note(text)
-                case FinishMerges():
-                    self._finish = instruction
+    # What the merger asks
 
-    def _merge(self, merge: MergeChanges) -> None:
+    def ask(self, replica: str, collect: CollectChanges) -> None:
+        self._links[replica].ask(collect)
+
+    def let_go(self, replica: str) -> None:
+        self._links[replica].ask(Halt())
+
+    def send_all(self, replica: str) -> None:
+        self._links[replica].wake()
+
+    def note(self, text: str) -> None:
+        self._watch.note(text)
+
+    def finished(self, finish: FinishMerges) -> None:
+        self._finish = finish
+
+    def merge(self, merge: MergeChanges) -> None:
         admitted = tuple(found for merged in merge.fragments if (found := self._admitted(merged)).contributions)
         merge = msgspec.structs.replace(merge, fragments=admitted)
         for merged in admitted:

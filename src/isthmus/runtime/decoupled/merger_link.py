@@ -23,8 +23,7 @@ from isthmus.protocol.decoupled_events import (
     Contributed,
     FragmentSent,
     LastStepMade,
-    LinkLost,
-    ReplicaEvent,
+    ReplicaOrder,
     StepsMade,
     VersionTaken,
 )
@@ -43,7 +42,8 @@ FIRST_S, POLL_S = 2.0, 0.02
 """For a connection over which an error goes; between looks for it."""
 EXIT_GRACE_S = 10.0
 """For what is on its way when a replica ends."""
-Received = tuple[ReplicaEvent, list[Tensor]]
+Received = tuple[ReplicaOrder | None, list[Tensor]]
+"""An order of the merger, and what came with it; None where the connection is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class MergerLink:
             try:
                 self._connect()
             except PeerError:
-                self.received.put((LinkLost(), []))
+                self.received.put((None, []))
             if time.monotonic() - self._heard_s > self._place.away_timeout_s:
                 self._assigned.put(None)
                 self.received.put((Halt(), []))
@@ -189,7 +189,7 @@ class MergerLink:
 
 
 def check_received(machine: DecoupledReplica, received: Received, elements: Sequence[int]) -> None:
-    """Before the machine takes it. PeerError for what no merger of this run sends; `elements` are those of each
+    """Say it before `ordered`. PeerError for what no merger of this run sends; `elements` are those of each
     fragment. Payloads are checked when they are decoded, before anything is changed."""
     event, tensors = received
     if isinstance(event, CollectChanges | FragmentSent):

@@ -26,23 +26,14 @@ from isthmus.errors import FleetTooSmall, PeerError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
-from isthmus.protocol.decoupled_events import (
-    CollectChanges,
-    Contribute,
-    FragmentSent,
-    LastStepMade,
-    StepEnded,
-    StepsMade,
-    StopReplica,
-    Train,
-)
+from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, LastStepMade, StepsMade
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import WeightExchange
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
 from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
-from isthmus.runtime.decoupled.merger_link import MergerLink, Received, ReplicaPlace, TakenVersions, check_received
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions, check_received
 from isthmus.runtime.decoupled.pipeline_log import PipelineLog
 from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
@@ -98,6 +89,9 @@ class PipelineReplica:
         self._most_steps = 2 * job.training.steps * job.training.batch_size // self._samples
         """The whole run has half as many, if no other replica makes any."""
         self._machine = DecoupledReplica(count, job.training.batch_size)
+        self._machine.port = self
+        self._values: list[Tensor] = []
+        """What came with the order that is being taken."""
         self._module = seeded_model(job)
         self._fragments = fragments_of(self._module, count)
         self._elements = [sum(parameter.numel() for parameter in fragment) for fragment in self._fragments]
@@ -200,7 +194,7 @@ class PipelineReplica:
             raise _Ended
         if self._machine.phase == "training":
             known = loss if loss is not None and math.isfinite(loss) else None
-            self._handle((StepEnded(samples=self._samples, loss=known), []))
+            self._machine.step_ended(self._samples, known)
 
     def _acknowledged(self, step: int) -> None:
         """No step before is made again."""
@@ -220,28 +214,28 @@ class PipelineReplica:
             received, wait = self._link.received.get(), False
             try:
                 check_received(self._machine, received, self._elements)
-                self._handle(received)
+                order, self._values = received
+                self._machine.ordered(order)
             except PeerError as e:
                 self._link.refuse(e)
 
-    def _handle(self, received: Received) -> None:
-        event, tensors = received
-        for instruction in self._machine.handle(event):
-            match instruction:
-                case FragmentSent():
-                    self._take(instruction, tensors)
-                case Contribute(collect=collect):
-                    fragments = self._account.due(collect.fragments, last=collect.last)
-                    self._asked = msgspec.structs.replace(collect, fragments=fragments) if fragments else None
-                case StepsMade() | LastStepMade():
-                    self._link.put(instruction)
-                case StopReplica():
-                    self._over = True
-                case Train(samples=samples):
-                    self._trained = samples
+    # What the replica asks
 
-    def _take(self, sent: FragmentSent, tensors: list[Tensor]) -> None:
-        (values,) = tensors
+    def contribute(self, collect: CollectChanges) -> None:
+        fragments = self._account.due(collect.fragments, last=collect.last)
+        self._asked = msgspec.structs.replace(collect, fragments=fragments) if fragments else None
+
+    def say(self, body: StepsMade | LastStepMade) -> None:
+        self._link.put(body)
+
+    def stop(self) -> None:
+        self._over = True
+
+    def train(self, samples: int) -> None:
+        self._trained = samples
+
+    def take(self, sent: FragmentSent) -> None:
+        (values,) = self._values
         parameters = self._fragments[sent.fragment]
         added = self._account.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
         if added is None:

@@ -11,17 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.protocol.decoupled_events import (
-    Contribute,
-    FragmentSent,
-    LastStepMade,
-    LinkLost,
-    StepEnded,
-    StepsMade,
-    StopReplica,
-    Train,
-)
-from isthmus.protocol.decoupled_replica import DecoupledReplica, Phase
+from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, LastStepMade, StepsMade
+from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.decoupled.merger_link import MergerLink, Received, ReplicaPlace, TakenVersions, check_received
 from isthmus.runtime.decoupled.together import Trainer
@@ -39,7 +30,7 @@ class WholeTrainer(Trainer, Protocol):
 
 
 class ReplicaHost:
-    """Drives the machine: its instructions are carried out in the calling thread, between two steps."""
+    """The port of one replica: what it asks is carried out in the calling thread, between two steps."""
 
     def __init__(self, fragments: ReplicaFragments, per_step: int, link: MergerLink, steps: int = 0) -> None:
         """`per_step`: samples of all replicas in a step of each; `steps` were made by an earlier process."""
@@ -51,15 +42,19 @@ class ReplicaHost:
         self.halted = False
         """Whether the merger has ended the run."""
         self._machine = DecoupledReplica(fragments.count, per_step, steps)
+        self._machine.port = self
+        self._values: list[Tensor] = []
+        """What came with the order that is being taken."""
         self._fragments = fragments
         self._taken = TakenVersions()
         self._steps = steps
-        self._train: Train | None = None
+        self._next: int | None = None
+        """Samples of all replicas before the next step, if there is one."""
         self._lost_at_s: float | None = None
 
     @property
-    def phase(self) -> Phase:
-        """Of the machine."""
+    def phase(self) -> str:
+        """As of `DecoupledReplica`."""
         return self._machine.phase
 
     @property
@@ -67,63 +62,63 @@ class ReplicaHost:
         """For how long the merger has not been reached, as far as this thread has heard."""
         return 0.0 if self._lost_at_s is None else time.monotonic() - self._lost_at_s
 
-    def receive(self, give_up_s: float = math.inf) -> Train | None:
-        """The next step. None when the run is over; until then this waits, but no longer than `give_up_s` for a merger
-        that cannot be reached."""
-        while self._train is None and self.phase != "over" and self.unreachable_s <= give_up_s:
+    def receive(self, give_up_s: float = math.inf) -> int | None:
+        """Wait for the next step, and return the samples of all replicas before it. None when the run is over, or when
+        the merger cannot be reached for `give_up_s`."""
+        while self._next is None and self.phase != "over" and self.unreachable_s <= give_up_s:
             self._receive(self.link.received.get())
-        return self._train
+        return self._next
 
     def stepped(self, samples: int, loss: float | None = None) -> None:
         """A step was made. What came during it counts as come before its end: the record could not say that it came
         before the learning rate was known."""
-        self._steps, self._train = self._steps + 1, None
+        self._steps, self._next = self._steps + 1, None
         while not self.link.received.empty():
             self._receive(self.link.received.get())
         finite = loss is not None and math.isfinite(loss)
-        self._handle((StepEnded(samples=samples, loss=loss if finite else None), []))
+        self._machine.step_ended(samples, loss if finite else None)
 
     def last_step_made(self) -> None:
         """Of this replica: it goes on giving what it has until the run is over."""
-        self._train = None
+        self._next = None
         if self.phase == "training":
-            self._handle((LastStepMade(), []))
+            self._machine.last_step_made()
 
     def _receive(self, received: Received) -> None:
         """Of the merger: hang up on one that says what none can."""
         try:
             check_received(self._machine, received, self._fragments.elements)
-            self._handle(received)
+            self._ordered(received)
         except PeerError as e:
             self.link.refuse(e)
 
-    def _handle(self, received: Received) -> None:
-        event, tensors = received
-        if isinstance(event, LinkLost):
+    def _ordered(self, received: Received) -> None:
+        order, self._values = received
+        if order is None:
             self._lost_at_s = self._lost_at_s or time.monotonic()
-        elif tensors or isinstance(event, Halt):
+        elif self._values or isinstance(order, Halt):
             self._lost_at_s = None
-        self.halted |= isinstance(event, Halt)
-        for instruction in self._machine.handle(event):
-            match instruction:
-                case FragmentSent():
-                    self._take(instruction, tensors)
-                case Contribute():
-                    self._contribute(instruction)
-                case StepsMade() | LastStepMade():
-                    self.link.put(instruction)
-                case Train():
-                    self._train, self.samples = instruction, instruction.samples
-                case StopReplica():
-                    self._train = None
+        self.halted |= isinstance(order, Halt)
+        self._machine.ordered(order)
 
-    def _take(self, sent: FragmentSent, tensors: list[Tensor]) -> None:
-        (values,) = tensors
+    # What the replica asks
+
+    def take(self, sent: FragmentSent) -> None:
+        (values,) = self._values
         self._fragments.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
         self._taken.add(sent, self._steps)
 
-    def _contribute(self, asked: Contribute) -> None:
-        own, collect = self._fragments, asked.collect
+    def train(self, samples: int) -> None:
+        self._next = self.samples = samples
+
+    def say(self, body: StepsMade | LastStepMade) -> None:
+        self.link.put(body)
+
+    def stop(self) -> None:
+        self._next = None
+
+    def contribute(self, collect: CollectChanges) -> None:
+        own = self._fragments
         fragments = own.account.due(collect.fragments, last=collect.last)
         if not fragments and not collect.last:
             return
@@ -136,9 +131,9 @@ class ReplicaHost:
 def train_replica(trainer: WholeTrainer, link: MergerLink, step_s: float = 0.0) -> None:
     """Until the merger ends the run. A step takes `step_s` at least."""
     replica = ReplicaHost(trainer.fragments, trainer.batch, link, trainer.steps)
-    while (train := replica.receive()) is not None:
+    while (samples := replica.receive()) is not None:
         began_s = time.monotonic()
-        loss = trainer.step(train.samples)
+        loss = trainer.step(samples)
         sleep_until(began_s + step_s)
         replica.stepped(trainer.samples, loss)
 
