@@ -50,7 +50,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.readable_core
+	$(BIN)/python -m tests.budgets
 
 # Pages that are made from the code: of docs/reference, and docs/state-machines.md.
 reference: $(READY)
