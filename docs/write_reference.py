@@ -16,7 +16,6 @@ from isthmus.option_docs import OptionDoc
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol import federated_transitions as federated
 from isthmus.protocol.decoupled import Merger
-from isthmus.protocol.device_session import SESSION
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.membership import MEMBERSHIP
 from isthmus.protocol.phases import COORDINATOR
@@ -40,7 +39,6 @@ EXIT_CODES = {
 MACHINES = {
     "The coordinator": (COORDINATOR, "src/isthmus/protocol/phases.py", "one run"),
     "The worker": (WORKER, "src/isthmus/protocol/worker_phases.py", "one stage on a device"),
-    "The device session": (SESSION, "src/isthmus/protocol/device_session.py", "a device's side of a run"),
     "The coordinator of federated rounds": (
         federated.COORDINATOR,
         "src/isthmus/protocol/federated_transitions.py",

@@ -2,110 +2,171 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from isthmus.protocol import StateHolding
-from isthmus.protocol.device_session import (
-    CloseStage,
-    Connect,
-    Connected,
-    DeviceSession,
-    GiveState,
-    LeaveRun,
-    StageAssigned,
-    StageFailed,
-    StageStarted,
-    StartStage,
-    StateKept,
-    TellInventory,
-)
-from isthmus.protocol.run_messages import (
-    DeviceReady,
-    FetchState,
-    Halt,
-    Pause,
-    PlaceWeights,
-    RetireSnapshots,
-    SnapshotCopied,
-)
+from isthmus.protocol.device_session import DeviceSession, SessionOrder
+from isthmus.protocol.run_messages import FetchState, Halt, Pause, PlaceWeights, RetireSnapshots
 from isthmus.session.program import OutOfPhase
 
 OWN = frozenset({"a"})
+Asked = tuple[object, ...]
 
 
-def at_work(epoch: int = 1, step: int = 0) -> DeviceSession[int]:
-    session: DeviceSession[int] = DeviceSession()
-    assert session.handle(StageAssigned(epoch=epoch, step=step)) == [Connect()]
-    assert session.handle(Connected(epoch=epoch)) == []
-    assert session.handle(PlaceWeights(epoch=epoch, own=OWN)) == [StartStage(step, OWN)]
-    assert session.handle(StageStarted(epoch=epoch)) == [DeviceReady(epoch=epoch)]
-    assert session.phase == "working"
-    return session
+class Worker:
+    """A session, and what it asks: each method returns what was asked because of it."""
+
+    def __init__(self) -> None:
+        self.session: DeviceSession[int] = DeviceSession()
+        self.session.port = self
+        self._asked: list[Asked] = []
+
+    def _took(self) -> list[Asked]:
+        taken, self._asked = self._asked, []
+        return taken
+
+    def ordered(self, order: SessionOrder) -> list[Asked]:
+        self.session.ordered(order)
+        return self._took()
+
+    def assigned(self, epoch: int, step: int = 0) -> list[Asked]:
+        self.session.assigned(epoch, step)
+        return self._took()
+
+    def connected(self, epoch: int) -> list[Asked]:
+        self.session.connected(epoch)
+        return self._took()
+
+    def started(self, epoch: int) -> list[Asked]:
+        self.session.started(epoch)
+        return self._took()
+
+    def failed(self, epoch: int) -> list[Asked]:
+        self.session.failed(epoch)
+        return self._took()
+
+    def kept(self, epoch: int, step: int, values: Mapping[str, int], of: str = "") -> list[Asked]:
+        self.session.kept(epoch, step, values, of)
+        return self._took()
+
+    # The session's port
+
+    def close(self) -> None:
+        self._asked.append(("close",))
+
+    def connect(self) -> None:
+        self._asked.append(("connect",))
+
+    def start(self, step: int, own: frozenset[str]) -> None:
+        self._asked.append(("start", step, own))
+
+    def ready(self) -> None:
+        self._asked.append(("ready", self.session.epoch))
+
+    def inventory(self) -> None:
+        self._asked.append(("inventory",))
+
+    def copied(self, step: int, of: str) -> None:
+        self._asked.append(("copied", step, of))
+
+    def give(self, epoch: int, values: Mapping[str, int]) -> None:
+        self._asked.append(("give", epoch, values))
+
+    def leave(self) -> None:
+        self._asked.append(("leave",))
+
+
+def at_work() -> Worker:
+    worker = Worker()
+    assert worker.assigned(1) == [("connect",)]
+    assert worker.connected(1) == []
+    assert worker.ordered(PlaceWeights(epoch=1, own=OWN)) == [("start", 0, OWN)]
+    assert worker.started(1) == [("ready", 1)]
+    assert worker.session.phase == "working"
+    return worker
 
 
 def test_weights_may_come_before_links() -> None:
-    session: DeviceSession[int] = DeviceSession()
-    session.handle(StageAssigned(epoch=1, step=3))
-    assert session.handle(PlaceWeights(epoch=1, own=OWN)) == []
-    assert session.handle(Connected(epoch=1)) == [StartStage(3, OWN)]
+    worker = Worker()
+    worker.assigned(1, 3)
+    assert worker.ordered(PlaceWeights(epoch=1, own=OWN)) == []
+    assert worker.connected(1) == [("start", 3, OWN)]
 
 
 def test_a_stage_is_closed_before_the_device_says_what_it_holds() -> None:
-    session = at_work()
-    assert session.handle(Pause(epoch=2)) == [CloseStage(), TellInventory()]
-    session.handle(StateKept(epoch=1, step=7, values={"a": 1}))  # of the stage that was closed: the epoch before
-    assert session.memory.holdings() == (StateHolding(epoch=1, step=7, parts=OWN),)
-    assert session.handle(Pause(epoch=3)) == [TellInventory()]
+    worker = at_work()
+    assert worker.ordered(Pause(epoch=2)) == [("close",), ("inventory",)]
+    worker.kept(1, 7, {"a": 1})  # of the stage that was closed: the epoch before
+    assert worker.session.memory.holdings() == (StateHolding(epoch=1, step=7, parts=OWN),)
+    assert worker.ordered(Pause(epoch=3)) == [("inventory",)]
+
+
+def test_what_a_stage_that_is_closed_keeps_is_in_the_inventory() -> None:
+    """The device says `kept` while it closes: the session has the new epoch by then."""
+    worker = at_work()
+    held: list[tuple[StateHolding, ...]] = []
+    worker.close = lambda: worker.session.kept(1, 7, {"a": 1})
+    worker.inventory = lambda: held.append(worker.session.memory.holdings())
+    worker.ordered(Pause(epoch=2))
+    assert held == [(StateHolding(epoch=1, step=7, parts=OWN),)]
+
+
+def test_links_that_fail_at_once_leave_the_device_idle() -> None:
+    worker = Worker()
+    worker.connect = lambda: worker.session.failed(1)
+    assert worker.assigned(1) == [("close",)] and worker.session.phase == "idle"
 
 
 def test_another_stage_takes_the_place_of_the_one_at_work() -> None:
-    assert at_work().handle(StageAssigned(epoch=2, step=5)) == [CloseStage(), Connect()]
+    assert at_work().assigned(2, 5) == [("close",), ("connect",)]
 
 
 def test_a_stage_that_fails_leaves_the_device_idle() -> None:
-    session = at_work()
-    assert session.handle(StageFailed(epoch=1)) == [CloseStage()]
-    assert session.phase == "idle" and session.handle(StageFailed(epoch=1)) == []
+    worker = at_work()
+    assert worker.failed(1) == [("close",)]
+    assert worker.session.phase == "idle" and worker.failed(1) == []
 
 
 def test_what_comes_of_an_epoch_that_is_over_changes_nothing() -> None:
-    session = at_work()
-    session.handle(StageAssigned(epoch=2, step=0))
-    for event in (Connected(epoch=1), PlaceWeights(epoch=1), StageStarted(epoch=1), StageFailed(epoch=1)):
-        assert session.handle(event) == []
-    assert session.handle(StateKept(epoch=1, step=4, values={"b": 2}, of="d1")) == []
+    worker = at_work()
+    worker.assigned(2)
+    assert worker.connected(1) == worker.ordered(PlaceWeights(epoch=1)) == worker.started(1) == worker.failed(1) == []
+    assert worker.kept(1, 4, {"b": 2}, of="d1") == []
+    session = worker.session
     assert session.phase == "connecting" and session.stale == 5 and session.memory.holdings() == ()
 
 
 def test_a_copy_of_a_snapshot_is_told_and_one_s_own_is_not() -> None:
-    session = at_work()
-    assert session.handle(StateKept(epoch=1, step=4, values={"b": 2}, of="d1")) == [
-        SnapshotCopied(of="d1", step=4, epoch=1)
-    ]
-    assert session.handle(StateKept(epoch=1, step=4, values={"a": 1})) == []
-    assert session.memory.holdings() == (StateHolding(epoch=1, step=4, parts=frozenset({"a", "b"})),)
-    assert session.handle(RetireSnapshots(step=5)) == [] and session.memory.holdings() == ()
+    worker = at_work()
+    assert worker.kept(1, 4, {"b": 2}, of="d1") == [("copied", 4, "d1")]
+    assert worker.kept(1, 4, {"a": 1}) == []
+    memory = worker.session.memory
+    assert memory.holdings() == (StateHolding(epoch=1, step=4, parts=frozenset({"a", "b"})),)
+    assert worker.ordered(RetireSnapshots(step=5)) == [] and memory.holdings() == ()
 
 
 def test_a_device_that_has_just_joined_gives_what_it_holds() -> None:
-    session = at_work()
-    session.handle(StateKept(epoch=1, step=4, values={"a": 1}))
-    assert session.handle(FetchState(epoch=9, step=4, parts=OWN)) == [GiveState(9, {"a": 1})]
+    worker = at_work()
+    worker.kept(1, 4, {"a": 1})
+    assert worker.ordered(FetchState(epoch=9, step=4, parts=OWN)) == [("give", 9, {"a": 1})]
 
 
 def test_what_lies_beyond_the_beginning_of_an_epoch_is_forgotten() -> None:
-    session = at_work()
+    worker = at_work()
     for step in (4, 6):
-        session.handle(StateKept(epoch=1, step=step, values={"a": step}))
-    session.handle(StageAssigned(epoch=2, step=4))
-    session.handle(Connected(epoch=2))
-    session.handle(PlaceWeights(epoch=2))
-    assert [held.step for held in session.memory.holdings()] == [4]
+        worker.kept(1, step, {"a": step})
+    worker.assigned(2, 4)
+    worker.connected(2)
+    worker.ordered(PlaceWeights(epoch=2))
+    assert [held.step for held in worker.session.memory.holdings()] == [4]
 
 
 def test_the_end() -> None:
-    session = at_work()
-    assert session.handle(Halt()) == [LeaveRun()]
-    assert session.handle(Pause(epoch=2)) == []
+    worker = at_work()
+    assert worker.ordered(Halt()) == [("leave",)]
+    assert worker.ordered(Pause(epoch=2)) == worker.assigned(2) == worker.failed(1) == worker.kept(1, 4, {}) == []
+    assert worker.session.memory.holdings() == ()
     with pytest.raises(OutOfPhase, match="PlaceWeights came in phase 'working'"):
-        at_work().handle(PlaceWeights(epoch=1))
+        at_work().ordered(PlaceWeights(epoch=1))

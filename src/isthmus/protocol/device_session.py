@@ -11,223 +11,144 @@ that of a whole step: another plan may go on from it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-import msgspec
-
-from isthmus.protocol.machine import EpochMachine, Transitions
 from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.run_messages import (
-    DeviceReady,
-    FetchState,
-    Halt,
-    Pause,
-    PlaceWeights,
-    RetireSnapshots,
-    SnapshotCopied,
-)
-from isthmus.session.program import Event
+from isthmus.protocol.run_messages import FetchState, Halt, Pause, PlaceWeights, RetireSnapshots
+from isthmus.session.program import OVER, OutOfPhase, Policy
 
 Value = TypeVar("Value")
-
-# From the coordinator, besides the bodies in `run_messages`
-
-
-class StageAssigned(Event, frozen=True, kw_only=True):
-    """A stage of this epoch, which begins from the state after `step` steps."""
-
-    step: int
+ValueT_contra = TypeVar("ValueT_contra", contravariant=True)
+SessionOrder = Pause | PlaceWeights | FetchState | RetireSnapshots | Halt
 
 
-# From the device itself
+class SessionPort(Protocol[ValueT_contra]):
+    """What a session asks of its device. A method may tell the session at once what came of it."""
+
+    def close(self) -> None:
+        """Close the stage and its links; say `kept` first, if its state is that of a whole step."""
+
+    def connect(self) -> None:
+        """Connect to the neighbours and read the data, then say `connected`; or `failed`."""
+
+    def start(self, step: int, own: frozenset[str]) -> None:
+        """Make the stage from the weights at hand and these parts of the device's memory, then say `started`."""
+
+    def ready(self) -> None:
+        """Tell the coordinator that the stage is at work."""
+
+    def inventory(self) -> None:
+        """Tell the coordinator what is in the session's memory."""
+
+    def copied(self, step: int, of: str) -> None:
+        """Tell the coordinator that parts of the state of another device's stage are here."""
+
+    def give(self, epoch: int, values: Mapping[str, ValueT_contra]) -> None:
+        """Send what was asked for under this epoch: for a device that has just joined, another one than its own."""
+
+    def leave(self) -> None:
+        """The run is over."""
 
 
-class Connected(Event, frozen=True, kw_only=True):
-    """There are links to the stage's neighbours, and the data are here."""
-
-
-class StageStarted(Event, frozen=True, kw_only=True):
-    pass
-
-
-class StageFailed(Event, frozen=True, kw_only=True):
-    """The stage cannot go on, or not begin. The coordinator knows why."""
-
-
-class StateKept(Event, Generic[Value], frozen=True, kw_only=True):
-    """Parts of the state after `step` steps are in memory: of this device's stage, or of another's (`of`)."""
-
-    step: int
-    values: Mapping[str, Value]
-    of: str = ""
-
-
-SessionEvent = (
-    Pause
-    | StageAssigned
-    | PlaceWeights
-    | FetchState
-    | RetireSnapshots
-    | Halt
-    | Connected
-    | StageStarted
-    | StageFailed
-    | StateKept[Value]
-)
-
-
-# What the device is to do. `DeviceReady` and `SnapshotCopied` go to the coordinator
-
-
-class CloseStage(msgspec.Struct, frozen=True):
-    """Close the stage and its links; say `StateKept` first, if its state is that of a whole step."""
-
-
-class Connect(msgspec.Struct, frozen=True):
-    """Connect to the neighbours and read the data, then say `Connected`; or `StageFailed`."""
-
-
-class StartStage(msgspec.Struct, frozen=True):
-    """Make the stage from the weights at hand and these parts of the device's memory, then say `StageStarted`."""
-
-    step: int
-    own: frozenset[str]
-
-
-class TellInventory(msgspec.Struct, frozen=True):
-    """Say what is in the session's memory, once the stage is closed."""
-
-
-class GiveState(msgspec.Struct, Generic[Value], frozen=True):
-    epoch: int
-    """Of who asked: of a device that has just joined, another one than its own."""
-    values: Mapping[str, Value]
-
-
-class LeaveRun(msgspec.Struct, frozen=True):
-    pass
-
-
-SessionInstruction = (
-    CloseStage | Connect | StartStage | TellInventory | DeviceReady | SnapshotCopied | GiveState[Value] | LeaveRun
-)
-
-Phase = Literal["idle", "connecting", "starting", "working", "over"]
-
-SESSION = Transitions(
-    "idle",
-    "over",
-    {
-        "idle": {
-            Pause: "idle",
-            StageAssigned: "connecting",
-            Connected: "idle",
-            StageStarted: "idle",
-            PlaceWeights: "idle",
-            FetchState: "idle",
-            RetireSnapshots: "idle",
-            Halt: "over",
-            StageFailed: "idle",
-            StateKept: "idle",
-        },
-        "connecting": {
-            Pause: "idle",
-            StageAssigned: "connecting",
-            Connected: "connecting starting",
-            PlaceWeights: "connecting starting",
-            FetchState: "connecting",
-            RetireSnapshots: "connecting",
-            Halt: "over",
-            StageFailed: "idle",
-            StateKept: "connecting",
-        },
-        "starting": {
-            Pause: "idle",
-            StageAssigned: "connecting",
-            StageStarted: "working",
-            FetchState: "starting",
-            RetireSnapshots: "starting",
-            Halt: "over",
-            StageFailed: "idle",
-            StateKept: "starting",
-        },
-        "working": {
-            Pause: "idle",
-            StageAssigned: "connecting",
-            FetchState: "working",
-            RetireSnapshots: "working",
-            Halt: "over",
-            StageFailed: "idle",
-            StateKept: "working",
-        },
-    },
-)
-
-
-class DeviceSession(EpochMachine[Phase, SessionEvent[Value], SessionInstruction[Value]], Generic[Value]):
-    """Of one worker. A value is whatever the host keeps for a part of the state."""
-
-    transitions = SESSION
+class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
+    """Of one worker, which sets `port`. A value is whatever the device keeps for a part of the state."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("idle")
+        self.epoch = 0
+        """Of the plan in force."""
         self.memory: StateInventory[Value] = StateInventory()
         self._step = 0
         self._connected = False
         self._placed: PlaceWeights | None = None
 
-    def _is_stale(self, event: SessionEvent[Value]) -> bool:
-        """Orders begin epochs, and the own state of an epoch that is over may be what the next one begins from."""
-        if isinstance(event, Pause | StageAssigned | FetchState | RetireSnapshots | Halt):
-            return False
-        return event.epoch != self._epoch and not (isinstance(event, StateKept) and not event.of)
+    # What the coordinator orders
 
-    def _take(self, event: SessionEvent[Value]) -> list[SessionInstruction[Value]]:
-        match event:
-            case Pause(epoch=epoch):
-                out = self._close()
-                self._epoch = epoch
-                return [*out, TellInventory()]
-            case StageAssigned(epoch=epoch, step=step):
-                out = self._close()
-                self._phase, self._epoch, self._step = "connecting", epoch, step
-                self._connected, self._placed = False, None
-                return [*out, Connect()]
-            case Connected():
-                self._connected = True
-                return self._start() if self._phase == "connecting" else []
+    def ordered(self, order: SessionOrder) -> None:
+        """Raises OutOfPhase for weights that no stage waits for."""
+        match order:
             case PlaceWeights():
-                self._placed = event
-                return self._start() if self._phase == "connecting" else []
-            case StageStarted():
-                if self._phase != "starting":  # it was closed meanwhile
-                    return []
-                self._phase = "working"
-                return [DeviceReady(epoch=self._epoch)]
-            case StageFailed():
-                return self._close()
-            case StateKept(epoch=epoch, step=step, values=values, of=of):
-                self.memory.keep(epoch, step, values)
-                return [SnapshotCopied(of=of, step=step, epoch=self._epoch)] if of else []
+                if not self._is_late(order.epoch):
+                    self._place(order)
+            case _ if self.over:
+                return
+            case Pause(epoch=epoch):
+                before, self.phase, self.epoch = self.phase, "idle", epoch
+                self._close(before)
+                self.port.inventory()
             case FetchState(epoch=epoch, step=step, parts=parts):
-                return [GiveState(epoch, self.memory.values(step, parts))]
+                self.port.give(epoch, self.memory.values(step, parts))
             case RetireSnapshots(step=step):
                 self.memory.retire(step)
-                return []
             case Halt():
-                self._phase = "over"
-                return [LeaveRun()]
+                self.phase = OVER
+                self.port.leave()
 
-    def _close(self) -> list[SessionInstruction[Value]]:
-        before, self._phase = self._phase, "idle"
-        return [] if before == "idle" else [CloseStage()]
+    def assigned(self, epoch: int, step: int) -> None:
+        """A stage of this epoch, which begins from the state after `step` steps."""
+        if self.over:
+            return
+        before, self.phase = self.phase, "connecting"
+        self.epoch, self._step = epoch, step
+        self._connected, self._placed = False, None
+        self._close(before)
+        self.port.connect()
 
-    def _start(self) -> list[SessionInstruction[Value]]:
-        if not self._connected or self._placed is None:
-            return []
-        self._phase = "starting"
-        self.memory.begin(self._step)
-        return [StartStage(self._step, self._placed.own)]
+    # What the device says
+
+    def connected(self, epoch: int) -> None:
+        """There are links to the stage's neighbours, and the data are here."""
+        if self._is_late(epoch):
+            return
+        self._check("connected", "idle", "connecting")
+        self._connected = True
+        self._start()
+
+    def started(self, epoch: int) -> None:
+        if self._is_late(epoch):
+            return
+        self._check("started", "idle", "starting")
+        if self.phase == "starting":  # else it was closed meanwhile
+            self.phase = "working"
+            self.port.ready()
+
+    def failed(self, epoch: int) -> None:
+        """The stage cannot go on, or not begin. The coordinator knows why."""
+        if not self._is_late(epoch):
+            before, self.phase = self.phase, "idle"
+            self._close(before)
+
+    def kept(self, epoch: int, step: int, values: Mapping[str, Value], of: str = "") -> None:
+        """Parts of the state after `step` steps are in memory: of this device's stage, or of another's (`of`). The own
+        state of an epoch that is over may be what the next one begins from."""
+        if self._is_late(epoch) if of else self.over:
+            return
+        self.memory.keep(epoch, step, values)
+        if of:
+            self.port.copied(step, of)
+
+    def _is_late(self, epoch: int) -> bool:
+        self.stale += epoch != self.epoch
+        return epoch != self.epoch or self.over
+
+    def _check(self, what: str, *phases: str) -> None:
+        if self.phase not in phases:
+            raise OutOfPhase(f"{what} came in phase {self.phase!r}")
+
+    def _place(self, order: PlaceWeights) -> None:
+        self._check(type(order).__name__, "idle", "connecting")
+        self._placed = order
+        self._start()
+
+    def _close(self, before: str) -> None:
+        if before != "idle":
+            self.port.close()
+
+    def _start(self) -> None:
+        if self.phase == "connecting" and self._connected and self._placed is not None:
+            self.phase = "starting"
+            self.memory.begin(self._step)
+            self.port.start(self._step, self._placed.own)
 
 
 class StateInventory(Generic[Value]):

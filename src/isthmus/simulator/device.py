@@ -12,20 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from isthmus.protocol.compute_lane import ComputeLane
-from isthmus.protocol.device_session import (
-    CloseStage,
-    Connect,
-    Connected,
-    DeviceSession,
-    GiveState,
-    LeaveRun,
-    SessionEvent,
-    SessionInstruction,
-    StageStarted,
-    StartStage,
-    StateKept,
-    TellInventory,
-)
+from isthmus.protocol.device_session import DeviceSession
 from isthmus.protocol.events import (
     Collect,
     Collected,
@@ -119,6 +106,7 @@ class SimulatedWorker:
         self.name = name
         self.device = device
         self.session: DeviceSession[HistoryEntry | None] = DeviceSession()
+        self.session.port = self
         self.epoch: Epoch | None = None
         """Of its stage."""
         self.number = -1
@@ -136,10 +124,6 @@ class SimulatedWorker:
 
     def assigned(self, epoch: Epoch) -> None:
         self.epoch, self.number = epoch, epoch.number[self.name]
-
-    def order(self, event: SessionEvent[HistoryEntry | None]) -> None:
-        for instruction in self.session.handle(event):
-            self._follow(instruction)
 
     def handle(self, event: WorkerEvent) -> None:
         machine = self.machine
@@ -161,27 +145,36 @@ class SimulatedWorker:
         if self.machine is machine:
             self.handle(event)
 
-    # The session's instructions
+    # What the session asks
 
-    def _follow(self, instruction: SessionInstruction[HistoryEntry | None]) -> None:
-        epoch = self.session.epoch
-        match instruction:
-            case CloseStage():
-                self._close()
-            case Connect():
-                self._around.connect(self, partial(self.order, Connected(epoch=epoch)))
-            case StartStage(step=step, own=own):
-                self._around.start(self, own, partial(self._start, step, own, epoch))
-            case TellInventory():
-                self._around.say(self, Inventory(holdings=self.session.memory.holdings(), epoch=epoch))
-            case DeviceReady() | SnapshotCopied():
-                self._around.say(self, instruction)
-            case GiveState(epoch=asked, values=values):
-                self._around.give(self, asked, values)
-            case LeaveRun():
-                if self.machine is not None:
-                    self.handle(Halt())
-                self._around.left(self)
+    def connect(self) -> None:
+        self._around.connect(self, partial(self.session.connected, self.session.epoch))
+
+    def start(self, step: int, own: frozenset[str]) -> None:
+        self._around.start(self, own, partial(self._start, step, own, self.session.epoch))
+
+    def inventory(self) -> None:
+        self._around.say(self, Inventory(holdings=self.session.memory.holdings(), epoch=self.session.epoch))
+
+    def ready(self) -> None:
+        self._around.say(self, DeviceReady(epoch=self.session.epoch))
+
+    def copied(self, step: int, of: str) -> None:
+        self._around.say(self, SnapshotCopied(of=of, step=step, epoch=self.session.epoch))
+
+    def give(self, epoch: int, values: State) -> None:
+        self._around.give(self, epoch, values)
+
+    def leave(self) -> None:
+        if self.machine is not None:
+            self.handle(Halt())
+        self._around.left(self)
+
+    def close(self) -> None:
+        machine, self.machine = self.machine, None
+        if machine is not None and self.live and machine.is_recoverable(self.step):
+            self.session.kept(machine.epoch, self.step, self.live)
+        self.live = {}
 
     def _start(self, step: int, own: frozenset[str], epoch: int) -> None:
         if self.session.phase != "starting" or self.session.epoch != epoch:
@@ -190,13 +183,7 @@ class SimulatedWorker:
         self.live = {**self.placed, **self.session.memory.values(step, own)}
         self.step, self._items, self._first_samples = step, {}, {}
         self.machine = Worker(self.epoch.views[self.number], epoch)
-        self.order(StageStarted(epoch=epoch))
-
-    def _close(self) -> None:
-        machine, self.machine = self.machine, None
-        if machine is not None and self.live and machine.is_recoverable(self.step):
-            self.order(StateKept(step=self.step, values=self.live, epoch=machine.epoch))
-        self.live = {}
+        self.session.started(epoch)
 
     # The worker's instructions
 
@@ -261,5 +248,5 @@ class SimulatedWorker:
 
     def _keep(self, step: int, machine: Worker) -> None:
         values = dict(self.live)
-        self.order(StateKept(step=step, values=values, epoch=machine.epoch))
+        self.session.kept(machine.epoch, step, values)
         self._around.kept(self, step, values)

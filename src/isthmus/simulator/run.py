@@ -36,7 +36,6 @@ from isthmus.protocol.coordinator_events import (
     ReceiveState,
     ReleaseDevice,
 )
-from isthmus.protocol.device_session import StageAssigned
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.phases import CoordinatorStatistics
@@ -289,7 +288,7 @@ class RunSimulation:
                 self._begin(instruction, machine.coordinator)
             case AssignStage(device=device):
                 step = self._begun.step if self._begun is not None else self._spec.start_step
-                self.connections.down(device, partial(_assign, self._epoch, StageAssigned(step=step, epoch=epoch)))
+                self.connections.down(device, partial(_assign, self._epoch, epoch, step))
             case Order(device=device, body=body):
                 self._order(device, body)
             case OpenItem():
@@ -309,7 +308,7 @@ class RunSimulation:
                 self._donations.receive(instruction)
             case RetireSnapshots() | Halt():
                 for worker_id in list(self.connections.open):
-                    self.connections.down(worker_id, lambda worker: worker.order(instruction))
+                    self.connections.down(worker_id, lambda worker: worker.session.ordered(instruction))
             case ReleaseDevice(device=device):
                 if (worker := self.connections.release(device)) is not None:
                     self.left(worker)
@@ -339,11 +338,13 @@ class RunSimulation:
                 placed = {part: self._store[part] for part in parts}
                 self.connections.down(device, partial(_place, placed, body))
             case FetchState(parts=parts):
-                self.connections.down(device, lambda worker: worker.order(body), self._moving_s(device, parts))
+                self.connections.down(
+                    device, lambda worker: worker.session.ordered(body), self._moving_s(device, parts)
+                )
             case SendState():
                 self.connections.down(device, partial(self._donations.send, body))
             case Pause():
-                self.connections.down(device, lambda worker: worker.order(body))
+                self.connections.down(device, lambda worker: worker.session.ordered(body))
 
     def _begin(self, begin: BeginEpoch, coordinator: Coordinator) -> None:
         lineage = Lineage(self._lineage)
@@ -441,14 +442,14 @@ class RunSimulation:
         self.connections.answered = True
 
 
-def _assign(epoch: Epoch, event: StageAssigned, worker: SimulatedWorker) -> None:
+def _assign(epoch: Epoch, number: int, step: int, worker: SimulatedWorker) -> None:
     worker.assigned(epoch)
-    worker.order(event)
+    worker.session.assigned(number, step)
 
 
-def _place(placed: State, event: PlaceWeights, worker: SimulatedWorker) -> None:
+def _place(placed: State, order: PlaceWeights, worker: SimulatedWorker) -> None:
     worker.placed = placed
-    worker.order(event)
+    worker.session.ordered(order)
 
 
 def _is_there_at_first(fault: Fault) -> bool:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import NamedTuple
 
 from isthmus.protocol.coordinator_events import ReceiveState
-from isthmus.protocol.device_session import StateKept
 from isthmus.protocol.run_messages import SendState, StateReceived, TransferEnded
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
@@ -90,7 +89,7 @@ class StateDonations:
         values = {part: value for part, value in state.items() if part in parts}
 
         def received() -> None:
-            joiner.order(StateKept(step=step, values=values, epoch=asked.epoch))
+            joiner.session.kept(asked.epoch, step, values)
             told = StateReceived(of=donor, step=step, number=asked.number, epoch=asked.epoch)
             self._connections.up(joiner, told)
 

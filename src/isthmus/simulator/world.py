@@ -10,7 +10,6 @@ import msgspec
 
 from isthmus.fleet import Fleet
 from isthmus.plans.worker_ids import device_of
-from isthmus.protocol.device_session import StageFailed, StateKept
 from isthmus.protocol.events import Computed, Saved, Send, SendParts, Updated, WorkerEvent
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReport
 from isthmus.protocol.work import Item
@@ -145,7 +144,7 @@ class World:
     def _give_up(self, worker: SimulatedWorker, epoch: int, reason: str) -> None:
         """A worker cannot go on because of another one."""
         if worker.session.epoch == epoch and worker.session.phase in ("connecting", "starting", "working"):
-            worker.order(StageFailed(epoch=epoch))
+            worker.session.failed(epoch)
             self._coordination.say(worker, DeviceFailed(reason=reason, fault="other", epoch=epoch))
 
     # Links
@@ -225,8 +224,7 @@ class World:
             if until_s > self.clock.now_s:
                 self.later(until_s - self.clock.now_s, ("snapshot", worker.name), arrive)
             elif there is not None and alive and (keeper := there.workers.get(holder)) is not None:
-                copied = StateKept(step=step, values=values, of=worker.name, epoch=number)
-                self.on(there, partial(keeper.order, copied))
+                self.on(there, partial(keeper.session.kept, number, step, values, worker.name))
 
         self.later(seconds, ("snapshot", worker.name), arrive)
 

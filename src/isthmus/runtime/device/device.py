@@ -18,22 +18,7 @@ from isthmus.data import Dataset
 from isthmus.errors import IsthmusError, PeerError, RankLost, StepError, UserError
 from isthmus.graph.boundaries import WATCHED
 from isthmus.plans.worker_ids import is_first
-from isthmus.protocol.device_session import (
-    CloseStage,
-    Connect,
-    Connected,
-    DeviceSession,
-    GiveState,
-    LeaveRun,
-    SessionEvent,
-    SessionInstruction,
-    StageAssigned,
-    StageFailed,
-    StageStarted,
-    StartStage,
-    StateKept,
-    TellInventory,
-)
+from isthmus.protocol.device_session import DeviceSession
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_messages import (
@@ -106,6 +91,7 @@ class DeviceWorker:
         self._ranks: Ranks | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._session: DeviceSession[Part] = DeviceSession()
+        self._session.port = self
         self._data: dict[str, Dataset] = {}
         self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None
         """A stage whose weights are on the way."""
@@ -242,12 +228,12 @@ class DeviceWorker:
                     self._end_following()
                 elif isinstance(body, PlaceWeights):
                     self._values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
-                self._handle(body)
+                self._session.ordered(body)
             case AssignMessage(assignment=assignment):
                 check_assignment(assignment)
                 self._end_following()
                 self._assignment = assignment
-                self._handle(StageAssigned(step=assignment.start_step, epoch=assignment.epoch))
+                self._session.assigned(assignment.epoch, assignment.start_step)
             case ReceiveStateMessage():
                 self._joiner = StateJoiner(message)
             case StateMessage() | StatePart():
@@ -260,35 +246,27 @@ class DeviceWorker:
             case _:
                 raise AssertionError(f"the coordinator sent {type(message).__name__}, which is not an instruction")
 
-    def _handle(self, event: SessionEvent[Part]) -> None:
-        for instruction in self._session.handle(event):
-            self._carry_out(instruction)
+    # What the session asks
 
-    def _carry_out(self, instruction: SessionInstruction[Part]) -> None:
-        match instruction:
-            case CloseStage():
-                self._close()
-            case Connect():
-                self._connect(self._assignment)
-            case StartStage(step=step, own=own):
-                kept = joined(self._session.memory.values(step, own).values())
-                placed, self._values = self._values, {}
-                self._start(self._assignment, {**placed, **kept})
-            case DeviceReady():
-                self._send(msgspec.structs.replace(instruction, paths=self._peers.paths(), notes=self._notes))
-            case TellInventory():
-                self._accelerator.release_cached()  # others may compute on it too
-                self._send(Inventory(holdings=self._session.memory.holdings(), epoch=self._epoch))
-            case SnapshotCopied():
-                self._send(instruction)
-            case GiveState(epoch=epoch, values=values):
-                self._send(StateFetched(epoch=epoch), joined(values.values()))
-            case LeaveRun():
-                pass
+    def ready(self) -> None:
+        self._send(DeviceReady(epoch=self._epoch, paths=self._peers.paths(), notes=self._notes))
+
+    def inventory(self) -> None:
+        self._accelerator.release_cached()  # others may compute on it too
+        self._send(Inventory(holdings=self._session.memory.holdings(), epoch=self._epoch))
+
+    def copied(self, step: int, of: str) -> None:
+        self._send(SnapshotCopied(of=of, step=step, epoch=self._epoch))
+
+    def give(self, epoch: int, values: Mapping[str, Part]) -> None:
+        self._send(StateFetched(epoch=epoch), joined(values.values()))
+
+    def leave(self) -> None:
+        """`work` ends when the session is over."""
 
     def _fail(self) -> None:
         """The stage, or what there is of it, cannot go on."""
-        self._handle(StageFailed(epoch=self._epoch))
+        self._session.failed(self._epoch)
 
     def _send_state(self, asked: SendState) -> None:
         if self._executor is None or asked.epoch != self._epoch:
@@ -323,9 +301,10 @@ class DeviceWorker:
         joiner, self._joiner = self._joiner, None
         if joiner is not None:
             for step, parts in joiner.states():
-                self._handle(StateKept(step=step, values=parts, epoch=joiner.epoch))
+                self._session.kept(joiner.epoch, step, parts)
 
-    def _connect(self, assignment: Assignment) -> None:
+    def connect(self) -> None:
+        assignment = self._assignment
         torch.set_num_threads(assignment.threads)
         try:
             # Before the data: reading it may take one device longer than another's timeout.
@@ -338,9 +317,14 @@ class DeviceWorker:
         self._data |= stage_data(
             assignment, self._site.data_key, foreign=self._foreign, kinds=self._site.data_kinds, known=self._data
         )
-        self._handle(Connected(epoch=assignment.epoch))
+        self._session.connected(assignment.epoch)
 
-    def _start(self, assignment: Assignment, values: Mapping[str, Tensor]) -> None:
+    def start(self, step: int, own: frozenset[str]) -> None:
+        kept = joined(self._session.memory.values(step, own).values())
+        placed, self._values = self._values, {}
+        self._make(self._assignment, {**placed, **kept})
+
+    def _make(self, assignment: Assignment, values: Mapping[str, Tensor]) -> None:
         assert self._pending is not None, "links are there before weights are used"
         _, channels = self._pending
         planned_bytes = assignment.memory_bytes // (self._site.ranks if self._site.sharded else 1)
@@ -382,7 +366,7 @@ class DeviceWorker:
             fingerprints,
         )
         self._executor, self._pending = executor, None
-        self._handle(StageStarted(epoch=assignment.epoch))
+        self._session.started(assignment.epoch)
 
     def _engine(self, assignment: Assignment, values: Mapping[str, Tensor], fingerprints: Fingerprinter) -> Engine:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
@@ -432,7 +416,7 @@ class DeviceWorker:
         )
         return island_engine(made, values, self._ranks)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Its state stays in memory if it is that of a whole step."""
         self._control.forget_meanwhile()
         executor, self._executor = self._executor, None
@@ -451,7 +435,7 @@ class DeviceWorker:
             step, state = live
             # On the host: the next stage needs the accelerator's memory.
             kept = by_part(to_host(self._accelerator, state))
-            self._handle(StateKept(step=step, values=kept, epoch=executor.assignment.epoch))
+            self._session.kept(executor.assignment.epoch, step, kept)
         self._drop_stale()
 
     def _drop_stale(self) -> None:
@@ -465,13 +449,12 @@ class DeviceWorker:
             self._inbox.put(found)
 
     def _keep(self, assignment: Assignment, step: int, taken: Snapshot) -> None:
-        self._handle(StateKept(step=step, values=by_part(taken.tensors()), epoch=assignment.epoch))
+        self._session.kept(assignment.epoch, step, by_part(taken.tensors()))
 
     def _on_snapshot_copied(self, assignment: Assignment, stage: int, step: int, taken: Snapshot) -> None:
         """In the thread of the stage's link."""
         of = next(n.device for n in assignment.neighbours if n.stage == stage)
-        kept = StateKept(step=step, values=by_part(taken.tensors()), of=of, epoch=assignment.epoch)
-        self._inbox.put(partial(self._handle, kept))
+        self._inbox.put(partial(self._session.kept, assignment.epoch, step, by_part(taken.tensors()), of))
 
     def _peak(self) -> MemoryPeak:
         found = self._accelerator.memory()
