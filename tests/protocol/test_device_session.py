@@ -53,7 +53,7 @@ class Worker:
 
     # The session's port
 
-    def close(self) -> None:
+    def close_stage(self) -> None:
         self._asked.append(("close",))
 
     def connect(self) -> None:
@@ -107,7 +107,7 @@ def test_what_a_stage_that_is_closed_keeps_is_in_the_inventory() -> None:
     """The device says `kept` while it closes: the session has the new epoch by then."""
     worker = at_work()
     held: list[tuple[StateHolding, ...]] = []
-    worker.close = lambda: worker.session.kept(1, 7, {"a": 1})
+    worker.close_stage = lambda: worker.session.kept(1, 7, {"a": 1})
     worker.inventory = lambda: held.append(worker.session.memory.holdings())
     worker.ordered(Pause(epoch=2))
     assert held == [(StateHolding(epoch=1, step=7, parts=OWN),)]

@@ -83,6 +83,7 @@ class _Worker(DeviceWorker):
         self._accelerator, self._before, self._ranks = HOST, 0, None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._session = DeviceSession()
+        self._session.port = self
         self._data = dict(given.data)
         self._pending = self._executor = self._joiner = self._server = None
         self._values, self._notes = {}, ()

@@ -25,7 +25,7 @@ SessionOrder = Pause | PlaceWeights | FetchState | RetireSnapshots | Halt
 class SessionPort(Protocol[ValueT_contra]):
     """What a session asks of its device. A method may tell the session at once what came of it."""
 
-    def close(self) -> None:
+    def close_stage(self) -> None:
         """Close the stage and its links; say `kept` first, if its state is that of a whole step."""
 
     def connect(self) -> None:
@@ -142,7 +142,7 @@ class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
 
     def _close(self, before: str) -> None:
         if before != "idle":
-            self.port.close()
+            self.port.close_stage()
 
     def _start(self) -> None:
         if self.phase == "connecting" and self._connected and self._placed is not None:

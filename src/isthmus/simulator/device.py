@@ -170,7 +170,7 @@ class SimulatedWorker:
             self.handle(Halt())
         self._around.left(self)
 
-    def close(self) -> None:
+    def close_stage(self) -> None:
         machine, self.machine = self.machine, None
         if machine is not None and self.live and machine.is_recoverable(self.step):
             self.session.kept(machine.epoch, self.step, self.live)

@@ -416,7 +416,7 @@ class DeviceWorker:
         )
         return island_engine(made, values, self._ranks)
 
-    def close(self) -> None:
+    def close_stage(self) -> None:
         """Its state stays in memory if it is that of a whole step."""
         self._control.forget_meanwhile()
         executor, self._executor = self._executor, None
