@@ -23,11 +23,11 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 
     total: int
     free: int
-    """Of all processes: what nobody has reserved."""
+    """Bytes that no process has reserved."""
     allocated: int
     """In this process's tensors."""
     reserved: int
-    """What this process's allocator has taken from the hardware, in use or cached."""
+    """Bytes that this process's allocator has taken from the hardware, in use or cached."""
     peak_allocated: int
     """The most that tensors had since the last `reset_peak`."""
     peak_reserved: int
@@ -61,7 +61,7 @@ class Accelerator(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the hardware, as people call it."""
+        """The hardware's name, as people call it."""
         ...
 
     @property
@@ -80,7 +80,8 @@ class Accelerator(Protocol):
         ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """What this thread's current stream gets from now on waits for the event; the host does not."""
+        """Let work that this thread queues on its current stream from now on wait for the event; the host does not
+        wait."""
         ...
 
     def used_here(self, tensor: Tensor) -> None:
@@ -97,7 +98,8 @@ class Accelerator(Protocol):
         ...
 
     def random_state(self) -> Tensor:
-        """Of all generators that random operators on this accelerator, and on the host, draw from, in a row."""
+        """Return the states of all generators that random operators on this accelerator, and on the host, draw from, in
+        a row."""
         ...
 
     def set_random_state(self, state: Tensor) -> None:
@@ -123,8 +125,8 @@ TRIES = 3
 
 
 class DeviceClock:
-    """Of all threads. Anchored by an event on a stream that has nothing else to do: the host waits for no work of other
-    streams."""
+    """The clock of all threads, in seconds. It is anchored by an event on a stream that has nothing else to do: the
+    host waits for no work of other streams."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -133,7 +135,7 @@ class DeviceClock:
         self._anchor = self._anchored()
 
     def at_s(self, event: DeviceEvent) -> float:
-        """Of a timed event that is done."""
+        """Return the time of a timed event that is done, in seconds of `time.monotonic`."""
         with self._anchoring:
             anchor, anchored_s = self._anchor
             if time.monotonic() - anchored_s > ANCHOR_S:

@@ -20,7 +20,8 @@ GROUP = "isthmus.accelerators"
 # To count GPUs must start no driver: a process in which one was started cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _HARDWARE = torch.accelerator.current_accelerator()
-"""What this build of torch is for. Asked once: when the emulated kind is registered too, torch names that one."""
+"""The accelerator that this build of torch is for. It is asked once: when the emulated kind is registered too, torch
+names that one."""
 _ON_REQUEST = {"checked": "isthmus.accelerators.checked:open_checked"}
 """Kinds that no machine has by itself, imported when they are asked for."""
 _CHECKS = {"checked": "isthmus.accelerators.checked:check_settings"}

@@ -89,7 +89,7 @@ Fill = Callable[[memoryview], None]
 
 
 class CopyLabel(NamedTuple):
-    """What is copied, as a trace calls it."""
+    """The name of a copy in a trace."""
 
     name: str
     item: int = -1
@@ -145,7 +145,7 @@ class CopyBatch:
         return self._done
 
     def begin(self) -> None:
-        """What is queued from now on counts as its time."""
+        """Begin its time: work that is queued from now on counts."""
         self.began = self.began or self._way.event()
 
     def down(self, flat: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class CopyBatch:
         self._done = done
 
     def release(self) -> None:
-        """What went down has been read from its host buffers."""
+        """Release the host buffers: the data copied to the host has been read from them."""
         for buffer in self.buffers:
             self._way.buffers.give(buffer)
         self.buffers = []
@@ -253,7 +253,8 @@ class CopyStream:
         return self.accelerator.record(timed=self._clock is not None)
 
     def hold(self) -> None:
-        """What the current stream gets from now on waits for all copies made so far: it may write what they read."""
+        """Let work that the current stream gets from now on wait for all copies made so far: it may write the memory
+        that they read."""
         if self._last is not None:
             self.accelerator.wait(self._last)
 

@@ -84,7 +84,7 @@ class TorchAccelerator:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
-        """What torch does for "the current device" is for this one, whatever the thread's is."""
+        """Make this device torch's current device inside, whatever the thread's is."""
         return torch.accelerator.device_index(self.device.index)
 
     @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""What a run believes of its fleet, when another plan is worth asking for, or worth the change, and when a slow link is
-tried again.
+"""A run's estimates of its fleet decide when another plan is requested, when it is worth the change, and when a slow
+link is tried again.
 
-What the work itself shows is measured all the time (`drift`). A try of a slow link (`LinkReprobe`) is for what no work
-shows: a plan avoids a slow link, and would avoid it for ever, as nothing tells that it has recovered. A try is a probe
-of some seconds while the run trains, on a link that carries nothing; no weights move for it.
+The run's own steps are measured all the time (`drift`). A try of a slow link (`LinkReprobe`) is for links that carry
+nothing: a plan avoids a slow link, and would avoid it for ever, as nothing shows that it has recovered. A try is a
+probe of some seconds while the run trains, on a link that carries nothing; no weights move for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isthmus.trace import Span
 from isthmus.units import format_size
 
 CHANGE_S = 5.0
-"""What it costs to change the plan besides moving weights: to stop, to connect, to start."""
+"""Seconds that a change of plan costs besides moving weights: to stop, to connect, to start."""
 
 RETRY_S = 60.0
 """How long a link that became slow, and is not used since, rests before a probe tries it again."""
@@ -33,7 +33,7 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan
     step_s: float = 0.0
-    """Of the plan in force."""
+    """Seconds per step of the plan in force."""
     moving_s: float = 0.0
     """To move weights and optimizer state from one to the other."""
 
@@ -64,11 +64,11 @@ class Adaptation:
         self._news = DriftReport()
         self._fits = 0
         self._memory: dict[str, int] = {}
-        """By device, what is there where that turned out to be less than stated."""
+        """Bytes of memory that a device has, where that turned out to be less than stated."""
         self._policy = ReplanPolicy()
         self._reprobe = LinkReprobe(RETRY_S)
         self._change_s = 0.0
-        """What it costs to change to the plan that was made last; 0 where it must be."""
+        """Seconds that the change to the newest plan costs; 0 for a change that must be made."""
         self._reached = 0
         """Steps that are done."""
         if adapts and outdated:
@@ -140,7 +140,7 @@ class Adaptation:
 
 
 LEAST_GAIN = 0.03
-"""Of a step's time: what a prediction may be wrong by is no reason to move weights."""
+"""A smaller share of a step's time may be an error of the prediction, and is no reason to move weights."""
 REST_COSTS = 20
 """After a change of plan the next one waits for so many times what the change cost: changes that were wrong take at
 most a twentieth of the time."""
@@ -154,7 +154,7 @@ class ReplanGain(NamedTuple):
     steps: int
     """That are left."""
     cost_s: float
-    """Of changing: to stop, to move weights, to start."""
+    """Seconds that the change takes: to stop, to move weights, to start."""
 
     @property
     def worth_it(self) -> bool:

@@ -1,5 +1,5 @@
-"""What may reach a stage while a plan is in force: items that its coordinator opens, and what its neighbours send of
-them. Anything else is refused before it is kept.
+"""A stage accepts, while a plan is in force, only the items that its coordinator opens and the data that its neighbours
+send for them. Anything else is refused before it is kept.
 
 Why a neighbour is never far ahead: an item is opened when all devices have reported the one that lies `lease_ahead`
 before it, and one item more at the run's end.
@@ -19,7 +19,8 @@ Key = tuple[str | int, ...]
 
 
 class StageArrivals:
-    """Of one stage, in one plan epoch. An error of a neighbour names its device, any other the coordinator."""
+    """Checks the arrivals of one stage in one plan epoch. A neighbour's error names its device, any other the
+    coordinator."""
 
     def __init__(
         self,
@@ -38,15 +39,15 @@ class StageArrivals:
         self._ahead = lease_ahead
         self._eval_micro_batches, self._eval_rest = eval_micro_batches, eval_rest
         self._step = start_step
-        """Of the training item that is opened next."""
+        """The step of the training item that is opened next."""
         self._kept_step = -1
-        """Of the newest snapshot."""
+        """The step of the newest snapshot."""
         self._opens = self._reports = first_item
         """The item that is opened next, and the one that is reported next."""
         self._first = first_item
-        """What is of an item before it came too late."""
+        """Arrivals for items before this one come too late and are refused."""
         self._parts: dict[int, Item] = {}
-        """By index of an item that is opened: what this stage's replica does of it."""
+        """The part of each opened item that this stage's replica does, by the item's index."""
         self._seen: dict[int, dict[Key, Arrived | PartsArrived]] = {}
         self._trained: deque[int] = deque(maxlen=view.delay + 1)
         self._receives = {

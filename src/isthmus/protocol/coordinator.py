@@ -106,7 +106,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self.members = Members()
         self._next: StateLayout | None = None
         self._transfer: StateTransfer | None = None
-        """What joining devices of the next plan get beforehand."""
+        """The state transfer that prepares joining devices for the next plan."""
         self._transfers = 0
         self._awaited: set[str] = set()
         """Who is to be ready, or to have given what it holds."""

@@ -1,4 +1,4 @@
-"""What happens to a coordinator (events) and what it asks for (instructions)."""
+"""The coordinator handles events and answers with instructions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from isthmus.session.program import Event
 class DeviceJoined(Event, frozen=True, kw_only=True):
     device: str
     holdings: tuple[StateHolding, ...] = ()
-    """Of one that was here before: what it still has in memory."""
+    """State that a device which was here before still has in memory."""
 
 
 class DeviceLost(Event, frozen=True, kw_only=True):
     device: str
     reason: str
     worker_ids: tuple[str, ...] = ()
-    """Of its further stages: they are lost with it."""
+    """Its further stages, which are lost with it."""
     returns: bool = False
     """Whether its machine is there, so that it will be offered again."""
 
@@ -44,7 +44,7 @@ class PlanMade(Event, frozen=True, kw_only=True):
     worth_it: bool = True
     """Or, with figures, whether it must be."""
     figures: PlanFigures | None = None
-    """By which a run that need not change its plan decides."""
+    """Figures by which a run that need not change its plan decides."""
 
 
 class NoPlan(Event, frozen=True, kw_only=True):
@@ -97,9 +97,9 @@ class ItemDone(msgspec.Struct, frozen=True):
     item: Item
     loss: float | None = None
     note_: str = ""
-    """What a person may want to know of it."""
+    """A line about the item for people; empty for none."""
     sums: tuple[float, ...] = ()
-    """Of an evaluation: losses, counts, and sums and counts of metrics."""
+    """Sums of an evaluation: losses, counts, and sums and counts of metrics."""
 
 
 class CommitCheckpoint(msgspec.Struct, frozen=True):
@@ -160,10 +160,10 @@ class ReceiveState(msgspec.Struct, frozen=True):
 
     device: str
     number: int
-    """Of the following, among the run's."""
+    """The number of the state transfer in the run."""
     step: int
     donated: Mapping[str, frozenset[str]]
-    """By device."""
+    """Parts that each device sends."""
 
 
 class ReleaseDevice(msgspec.Struct, frozen=True):

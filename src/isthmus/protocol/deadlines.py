@@ -67,8 +67,8 @@ class Deadlines:
         self._queue = Waits(log)
         self._items = Waits(log)
         self._item, self._waited_s, self._longest_s = -1, 0.0, 0.0
-        """Of the item that others have finished: its number, for how long somebody is behind, and for how long somebody
-        was with one before."""
+        """The number of the item that others have finished, the seconds that a device is behind with it, and the
+        longest seconds that one was behind with an item before."""
 
     def missed(
         self, phase: Phase, awaited: Collection[str], now_s: float, starting: Callable[[str], bool] = lambda _: False

@@ -38,7 +38,7 @@ _SHORTEST_S = 1e-3
 _QUORUM_TIMEOUT = 2.0
 """Times between two merges after which a quorum counts only replicas that show life."""
 _FASTEST_STEP_S = 1e-3
-"""Of a replica that is away, where the pace of none is known."""
+"""Seconds per step that an absent replica is assumed to need where no replica's speed is known."""
 _FASTER = 8
 """Times the fastest pace that was seen: what one that was away may have had."""
 
@@ -53,7 +53,7 @@ class _Member:
         """Steps that it has reported on this connection."""
         self.connections = 1
         self.merged_steps: dict[int, int] = {}
-        """By fragment, how many it had made when it gave the newest contribution that is merged."""
+        """Steps that it had made when it gave the newest contribution that is merged, by fragment."""
         self.leaves = False
         self.steps = steps
         self.shows_life = False
@@ -67,7 +67,7 @@ class _Member:
 
 
 class MergerPort(Protocol):
-    """What the merger asks of its host."""
+    """The merger asks this of its host."""
 
     def ask(self, replica: str, collect: CollectChanges) -> None:
         """Ask a replica for a contribution."""
@@ -95,7 +95,7 @@ class Merger(Policy[MergerPort]):
         super().__init__("waiting")
         self.rules = rules
         self.samples = 0
-        """Of all replicas so far."""
+        """Samples that all replicas have trained on so far."""
         self.merge = 0
         """Number of the newest merge that was announced."""
         self.due_s: float | None = STARTING * rules.timeout_s
@@ -103,11 +103,11 @@ class Merger(Policy[MergerPort]):
         self._members: dict[str, _Member] = {}
         self._now_s = self._announced_s = 0.0
         self._step_s = math.inf
-        """Of the fastest replica, as far as is known."""
+        """Seconds per step of the fastest replica, as far as is known."""
         self._interval_s = 0.0
         """From one announcement to the next, as it was lately."""
         self._merged_samples = 0
-        """Of all replicas, when the newest merge was announced."""
+        """Samples of all replicas when the newest merge was announced."""
         self._turn = 0
         """The fragment of the next merge."""
         self._asked: CollectChanges | None = None

@@ -1,4 +1,4 @@
-"""What one replica is to be sent next: the newest version of each fragment, then what it is asked for.
+"""Decides the next message to a replica: the newest version of each fragment, then the order that it was given.
 
 A replica that is stopped or slow to receive piles up nothing: versions that it missed are skipped, and it gets the
 newest one whole.

@@ -1,4 +1,4 @@
-"""What decoupled replicas and their merger say to each other, and what a merge is.
+"""Messages between decoupled replicas and their merger, and the parts of a merge.
 
 A merge has a number, from 1 on. A fragment's version is the number of the merge that made it; 0 is the start.
 """
@@ -29,7 +29,7 @@ class MergeRules(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     """After which a run ends that has no replica."""
     step_samples: int | None = None
-    """Of a replica's step, at most; None: its own script says how many."""
+    """Samples of a replica's step, at most; None: its own script says how many."""
 
 
 # Replica to merger
@@ -39,9 +39,9 @@ class StepsMade(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkn
     """A step is done."""
 
     steps: Count
-    """Of this replica, this one included."""
+    """Steps that this replica has made, this one included."""
     samples: Count
-    """Of this step."""
+    """Samples of this step."""
     loss: Finite | None = None
     """None for one that is not a number."""
 
@@ -61,7 +61,7 @@ class Contributed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
     fragments: Many[Count]
     steps: Count
     samples: Many[Count]
-    """Of each fragment: trained on since the last contribution that was merged."""
+    """Samples of each fragment that were trained on since the last contribution that was merged."""
     taken: Many[VersionTaken] = ()
     """Versions since the newest contribution that it knows to be merged."""
     taken_before: Count = 0
@@ -99,7 +99,7 @@ class FragmentSent(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     first: bool
     """On this connection: a contribution that is not merged yet is void, and its change is to be given again."""
     samples: Count
-    """Of all replicas until then: the learning rate follows it."""
+    """Samples of all replicas until then: the learning rate follows them."""
 
 
 ReplicaOrder = CollectChanges | FragmentSent | Halt
@@ -113,7 +113,7 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: str
     number: int
-    """Of the merge that asked for it: that in which it is, or an earlier one that it came too late for."""
+    """The number of the merge that asked for it: either it is in that merge, or it came too late for that one."""
     steps: int
     """That the replica had made."""
     samples: int
@@ -135,7 +135,7 @@ class MergeChanges(msgspec.Struct, frozen=True, kw_only=True):
     merge: int
     fragments: tuple[MergedFragment, ...]
     samples: int
-    """Of all replicas so far."""
+    """Samples that all replicas have trained on so far."""
 
 
 class FinishMerges(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ UNLIKE_OTHERS = 10.0
 
 
 class FragmentGrowth:
-    """Of one fragment. Sizes are root mean squares.
+    """Limits how far replicas move one fragment. Sizes are root mean squares.
 
     Replicas of one job move about as far for each sample. Where all together make the weights large, the model needs it
     or all diverge, and nobody is to blame: the limit gives way.
@@ -24,11 +24,12 @@ class FragmentGrowth:
         """`first` is the size of the run's first weights."""
         self._limit = LARGEST_WEIGHTS * max(1.0, first)
         self._moved: dict[str, tuple[float, int]] = {}
-        """By replica, the sizes of its merged changes together, and their samples."""
+        """The summed sizes and samples of each replica's merged changes."""
 
     def unlike_others(self, weights: float, changes: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-        """Of the changes of a merge, by replica its size and samples, those that are not to be merged: how many times
-        as far for each sample they move the weights as others. `weights` is the size of the weights now."""
+        """Return how many times as far for each sample a change moves the weights as others, for each change of a merge
+        that is not to be merged. `changes` gives each replica's size and samples, `weights` the size of the weights
+        now."""
         merged, found = dict(changes), dict[str, float]()
         while (reached := weights + _mean(merged)) > self._limit:
             name = max(merged, key=lambda one: _rate(merged[one]), default=None)
@@ -44,7 +45,7 @@ class FragmentGrowth:
         return found
 
     def _with(self, name: str, changes: Mapping[str, tuple[float, int]]) -> tuple[float, int]:
-        """What a replica has moved, the changes of this merge included."""
+        """Return the size and samples that a replica has moved, the changes of this merge included."""
         (size, samples), (more, of) = self._moved.get(name, (0.0, 0)), changes.get(name, (0.0, 0))
         return size + more, samples + of
 
@@ -55,6 +56,6 @@ def _rate(moved: tuple[float, int]) -> float:
 
 
 def _mean(changes: Mapping[str, tuple[float, int]]) -> float:
-    """Of which the mean of the changes, weighted by samples, is no larger."""
+    """Return an upper bound of the size of the changes' mean, weighted by samples."""
     total = sum(samples for _, samples in changes.values())
     return sum(size * samples for size, samples in changes.values()) / max(1, total)

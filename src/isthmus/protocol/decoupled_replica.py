@@ -29,7 +29,7 @@ class SamplesKnown:
         """Samples and own steps. Versions come late: two of them, both late, say best how many samples a step is."""
 
     def heard(self, samples: int, steps: int) -> None:
-        """Of a version, taken after so many own steps."""
+        """Take the samples that a version names, received after so many own steps."""
         if samples <= self._newest[0]:
             return
         self._newest = samples, steps
@@ -46,7 +46,7 @@ class SamplesKnown:
 
 
 class ReplicaPort(Protocol):
-    """What a replica asks of its host."""
+    """A replica asks this of its host."""
 
     def take(self, sent: FragmentSent) -> None:
         """Use the values that came with this order."""

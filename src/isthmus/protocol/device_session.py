@@ -23,7 +23,7 @@ SessionOrder = Pause | PlaceWeights | FetchState | RetireSnapshots | Halt
 
 
 class SessionPort(Protocol[ValueT_contra]):
-    """What a session asks of its device. A method may tell the session at once what came of it."""
+    """A session asks this of its device. A method may notify the session at once of the outcome."""
 
     def close_stage(self) -> None:
         """Close the stage and its links; say `kept` first, if its state is that of a whole step."""
@@ -51,12 +51,12 @@ class SessionPort(Protocol[ValueT_contra]):
 
 
 class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
-    """Of one worker, which sets `port`. A value is whatever the device keeps for a part of the state."""
+    """The session of one worker, which sets `port`. `Value` is the device's type for a part of the state."""
 
     def __init__(self) -> None:
         super().__init__("idle")
         self.epoch = 0
-        """Of the plan in force."""
+        """The epoch of the plan in force."""
         self.memory: StateInventory[Value] = StateInventory()
         self._step = 0
         self._connected = False

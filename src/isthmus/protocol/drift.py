@@ -28,13 +28,13 @@ from isthmus.trace import Span
 from isthmus.units import format_bandwidth, format_compute, significant
 
 STEPS = 5
-"""Of a window, at least."""
+"""A window has at least so many steps."""
 LEAST_S = 2.0
 """And how long it lasts at least: a machine that is busy with something else for a moment is not a slow machine."""
 APART = 1.25
 """Rates that differ by less are the same."""
 AGREE = 0.8
-"""Of the steps in a window, how many must say so."""
+"""The share of a window's steps that must agree."""
 LAG_STEPS = 2
 """The two ends of a message report it at most so many steps apart, or it is not counted."""
 AHEAD_STEPS = 64
@@ -77,7 +77,7 @@ class DriftReport:
         self._reported: dict[Key, float] = {}
 
     def fresh(self, figure: RateChange) -> str:
-        """What to say of it; empty if that would be nothing new."""
+        """Return a log line of the new rate; empty if it is nothing new."""
         last = self._reported.get(figure.key)
         if last is not None and max(figure.now / last, last / figure.now) < FAR:
             return ""
@@ -135,12 +135,12 @@ class RateEstimator:
         return True
 
     def restart(self) -> None:
-        """What was measured so far was of another plan."""
+        """Forget the measurements: they belong to another plan."""
         self._window.clear()
 
 
 class _RunningSum:
-    """What passed in one step, and how long it took."""
+    """The amount that passed in one step, and the seconds that it took."""
 
     def __init__(self) -> None:
         self.amount = self.seconds = self.end_s = 0.0
@@ -158,13 +158,13 @@ class Drift:
         self._fleet = fleet
         self._estimators: dict[Key, RateEstimator] = {}
         self._flops: dict[str, dict[str, float]] = {}
-        """By device and kind of work: the mean of its stages, which do the same micro-batches."""
+        """Mean FLOP of a device's stages, which do the same micro-batches, by device and kind of work."""
         self._sums: dict[int, dict[Key, _RunningSum]] = {}
         self._halves: dict[int, dict[tuple[str, str, str, int], Span]] = {}
-        """Of messages that one end has reported, by step: that end's span by source, target, name and micro-batch."""
+        """Messages that one end has reported, by step: that end's span by source, target, name and micro-batch."""
         self._first = 0
         self.fits = 0
-        """Of how many devices and links the first steps have shown the rate."""
+        """Devices and links whose rate the first steps have shown."""
 
     def begin(self, plan: Plan, step: int) -> None:
         """A plan is in force from this step on. The step itself is not measured: its devices and links are cold."""
@@ -184,7 +184,7 @@ class Drift:
             estimator.restart()
 
     def note(self, step: int, spans: Iterable[Span]) -> list[RateChange]:
-        """What was reported up to the end of a step; returns what is believed anew."""
+        """Take the spans that were reported up to the end of a step; return the rates that are believed anew."""
         for span in spans:
             if not self._first <= span.step <= step + AHEAD_STEPS or span.end_s <= span.start_s:
                 continue
@@ -207,7 +207,7 @@ class Drift:
         ]
 
     def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float) -> list[RateChange]:
-        """What a probe of a doubtful link found; returns what is believed anew."""
+        """Take the rate that a probe of a doubtful link found; return the rates that are believed anew."""
         estimator = self._estimators[link]
         before = estimator.believed
         return [RateChange(link, before, estimator.believed)] if estimator.tried(bandwidth_bytes_per_s) else []

@@ -1,7 +1,6 @@
-"""What happens to a worker (events) and what it asks for (instructions). Names and numbers only, never tensors.
+"""A worker handles events and answers with instructions. Both have names and numbers only, never tensors.
 
-What comes from another party carries the plan epoch under which it arose; a machine drops and counts what is of another
-epoch.
+An event from a peer carries the plan epoch under which it arose; a machine drops and counts events of another epoch.
 """
 
 from __future__ import annotations

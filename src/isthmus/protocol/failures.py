@@ -96,7 +96,8 @@ def without_name(failure: IsthmusError, device: str) -> str:
 
 
 class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job's model or data raised on a device. Devices that fail alike fail at the same step, by the same."""
+    """An error that the job's model or data raised on a device. Devices that fail alike fail at the same step, by the
+    same operator or cause."""
 
     step: CountOrNone
     what: Name

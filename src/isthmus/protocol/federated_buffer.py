@@ -53,7 +53,7 @@ class Buffer:
         self._made: dict[int, Mapping[int, int]] = {}
 
     def round(self, round_: int) -> Mapping[int, int]:
-        """Of each client whose update is in, by how many rounds it is late; by client number."""
+        """Return the clients whose updates are in the round, each with the rounds that its update is late."""
         if round_ < self._next and round_ not in self._made:
             self._begin()
         while self._next <= round_:

@@ -128,7 +128,8 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
 
     @property
     def waiting(self) -> Waiting | None:
-        """What the phase that is due waits for; None where one is open, or executors are not to come and go."""
+        """The executors that the next phase waits for; None where a phase is open, or executors are not to come and
+        go."""
         gathering, here = self.rules.gathering, len(self._alive)
         if gathering is None or self._phase != "joining":
             return None
@@ -141,14 +142,15 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
 
     @property
     def due_s(self) -> float | None:
-        """By the clock of `Tick`, when the next tick may decide something, if nothing else happens before."""
+        """The time, by the clock of `Tick`, at which the next tick may decide something, if nothing else happens
+        before."""
         if self._open is not None:
             return None if self._phase == "unmasking" else self._open.opened_s + self.rules.deadline_s
         return None if (waiting := self.waiting) is None else waiting.until_s
 
     def rounds_late(self, executor: str, phase: PhaseId) -> int | None:
-        """By how many rounds an update of this phase is late, if it comes now: 0 in the open phase, None if it does not
-        count."""
+        """Return how many rounds an update of this phase is late, if it comes now: 0 in the open phase, None if it does
+        not count."""
         opened = self._open
         if opened is None or phase == opened.phase:
             return None if opened is None else 0
@@ -469,7 +471,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
     # Losses
 
     def _expel(self, executor: str, reason: str) -> list[CoordinatorInstruction]:
-        """Of an executor that sent what it cannot have."""
+        """Dismiss an executor that sent an invalid message."""
         return [DismissExecutor(executor, reason), *self._lose(executor, reason)]
 
     def _lose(self, executor: str, reason: str) -> list[CoordinatorInstruction]:

@@ -85,7 +85,7 @@ class ExecutorLost(msgspec.Struct, frozen=True, kw_only=True):
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     ended: Mapping[str, str] = {}
-    """By executor whose process has ended, how."""
+    """How each executor's process ended, where it has."""
 
 
 class RunInterrupted(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,18 +169,18 @@ class UpdateServer(msgspec.Struct, frozen=True):
 
     phase: PhaseId
     opening: PhaseSetup | None = None
-    """Of a pass of nobody: no executor opens it."""
+    """The setup of a pass without clients, which no executor opens."""
 
 
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a round: exactly which updates are in it."""
+    """The outcome of a round: exactly which updates are in it."""
 
     round: int
     attempt: int
     trained: Mapping[str, tuple[ClientTime, ...]]
-    """By executor, of the last pass."""
+    """The clients that each executor trained in the last pass."""
     earlier_s: Mapping[str, float] = {}
-    """By executor, seconds of training in the passes before that one; empty for algorithms of one pass."""
+    """Seconds that each executor trained in the passes before that one; empty for algorithms of one pass."""
     refused: tuple[RefusedUpdate, ...] = ()
     missing: tuple[int, ...] = ()
     """Clients of the cohort that neither came, in all passes, nor were refused."""
@@ -188,7 +188,7 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The makespan that was planned; None while nothing was known of the executors."""
     bound_s: float | None = None
     lines: Mapping[str, LinearFit] = {}
-    """What was believed of each executor when the round was planned; empty while nothing was known."""
+    """The estimated time of each executor when the round was planned; empty while nothing was known."""
     stolen: int = 0
     """Clients that changed hands."""
     stale: tuple[tuple[int, int], ...] = ()

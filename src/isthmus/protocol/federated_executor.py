@@ -84,7 +84,7 @@ class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]
 
     @property
     def upcoming(self) -> tuple[ClientTask, ...]:
-        """What comes after the tasks in work, the next first: their states may be read ahead."""
+        """The tasks after those in work, the next first: their states may be read ahead."""
         return tuple(islice(self._queue, AHEAD))
 
     def _is_stale(self, event: ExecutorEvent) -> bool:

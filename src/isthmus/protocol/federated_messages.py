@@ -17,7 +17,7 @@ from isthmus.wire_types import MOST_CLIENTS, Client, Count, CountOrNone, Finite,
 NONE = -1
 """In place of a state's number, of a client that keeps nothing yet."""
 MOST_SAMPLES = (1 << 40) - 1
-"""Of a site."""
+"""The most samples of a site."""
 State = Annotated[int, Meta(ge=NONE, le=MOST_CLIENTS)]
 """An executor numbers the states that it keeps, of its clients."""
 
@@ -43,11 +43,11 @@ class ClientTask(msgspec.Struct, frozen=True, array_like=True, gc=False):  # a m
 
 
 class PhaseSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What every executor must know of a phase."""
+    """The part of a phase that every executor must know."""
 
     phase: PhaseId
     clients: Client
-    """Of the whole cohort, as are its samples: they fix the scale of exact sums."""
+    """Clients of the whole cohort. Like the cohort's samples they fix the scale of exact sums."""
     samples: Count
     durable_round: CountOrNone = -1
     """Rounds up to this one are on disk: states that they replaced can go."""
@@ -84,7 +84,7 @@ class RefusedUpdate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundBody(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What one frame of a federated run says."""
+    """One frame of a federated run."""
 
 
 # Coordinator to executor
@@ -152,7 +152,7 @@ class ExecutorJoined(RoundBody, frozen=True, kw_only=True):
     """The executor takes part."""
 
     samples: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
-    """Of a site's one client; None where the coordinator has the data too."""
+    """Samples of a site's one client; None where the coordinator has the data too."""
 
 
 class ExecutorDrained(RoundBody, frozen=True, kw_only=True):

@@ -45,7 +45,7 @@ class OpenPhase:
     refused: list[RefusedUpdate] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     late: dict[str, tuple[PhaseId, ClientTask]] = field(default_factory=dict)
-    """Of sites that train still for a phase before: they count here when they come."""
+    """Sites that still train for an earlier phase: their updates count here when they come."""
     stale: list[tuple[int, int]] = field(default_factory=list)
     """(client, rounds late) of those that came."""
     stolen: int = 0
@@ -64,7 +64,7 @@ class OpenPhase:
         return self._out + len(self.unassigned) + len(self.late)
 
     def report(self, executor: str, timed: Sequence[ClientTime], refused: Sequence[RefusedUpdate]) -> None:
-        """What became of clients that an executor held, or of one that is late."""
+        """Record the clients that an executor held and reported, or one that is late."""
         held = self.held.get(executor, {})
         self._out -= sum(held.pop(one.client, None) is not None for one in (*timed, *refused))
         self.timed.setdefault(executor, []).extend(timed)
@@ -102,7 +102,7 @@ class OpenPhase:
             heapq.heappush(self._richest, (-self.load_s(executor), executor))
 
     def load_s(self, executor: str) -> float:
-        """What all it was given takes, by its line."""
+        """Return the seconds that the clients given to the executor take, by its line."""
         clients, samples = self._given.get(executor, (0, 0))
         line = self.line(executor)
         return samples * line.seconds_per_sample + clients * line.fixed_s

@@ -19,17 +19,17 @@ from isthmus.planners.cohort import (
 from isthmus.planners.cohort.problem import Floats, Integers
 
 STEP_S = 1e-4
-"""What one exchange of the certified search takes, roughly."""
+"""The rough seconds of one exchange of the certified search."""
 FEWEST_STEPS, MOST_STEPS = 300, 4000
 LARGE = 100_000_000
 """Clients x executors from where on the certified search's tables would be larger than 1 GB; then it is Parrot's."""
 TINY_S = 1e-12
 NEVER_S = 1e9
-"""What a state takes to move while no times are known to compare that with."""
+"""Seconds that the move of a state is taken to last while no measured times can be compared with it."""
 
 
 class StatesOnNodes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What a schedule of a cohort must know of its clients' states."""
+    """Where the states of a cohort's clients lie, for a schedule."""
 
     homes: Integers
     """(clients,) the node of each one's state, below 0 for none."""

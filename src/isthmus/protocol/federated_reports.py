@@ -24,13 +24,13 @@ MOST_REFUSALS = 3
 
 
 def refusal_texts(refused: Sequence[RefusedUpdate]) -> list[str]:
-    """Of the refusals the first few, each with its client."""
+    """Return the first few refusals, each with its client."""
     few = [f"client {r.client}: {r.reason.removeprefix(f'client {r.client}: ')}" for r in refused[:MOST_REFUSALS]]
     return [*few, f"and {len(refused) - MOST_REFUSALS} clients more"] if len(refused) > MOST_REFUSALS else few
 
 
 def fault_of(event: SumsSent, held: Mapping[int, ClientTask]) -> str | None:
-    """What is wrong with an executor's report of the clients that it was given."""
+    """Return the fault of an executor's report of the clients that it was given; None if it has none."""
     reported = [t.client for t in event.timed] + [r.client for r in event.refused]
     if not set(reported) <= held.keys():
         return "reported clients that it was not given"
@@ -53,7 +53,7 @@ def has_diverged(opened: OpenPhase, why: Why) -> bool:
 
 
 def empty_round(phase: PhaseId, passes: int) -> list[UpdateServer | CommitRound]:
-    """Of a round that begins with this phase, and of which nobody is asked."""
+    """Return the instructions of a round that begins with this phase and asks no client."""
     phases = [PhaseId(phase.round, phase.attempt, number) for number in range(passes)]
     updates = [UpdateServer(one, PhaseSetup(phase=one, clients=0, samples=0)) for one in phases]
     return [*updates, CommitRound(RoundRecord(round=phase.round, attempt=phase.attempt, trained={}))]
@@ -68,8 +68,8 @@ def record_of(
     late: Mapping[int, int],
     why: Why,
 ) -> RoundRecord:
-    """Of a round whose last pass is over, after those that `passed`. `asked` are its clients, `late` by how many rounds
-    some are in a simulation."""
+    """Return the record of a round whose last pass is over, after those that `passed`. `asked` are its clients; `late`
+    gives the rounds that clients of a simulation are late."""
     trained = {t.client for timed in opened.timed.values() for t in timed}
     refusals = [r for one in (*passed, opened) for r in one.refused]
     refused = {r.client for r in refusals}

@@ -9,8 +9,8 @@ import msgspec
 from isthmus.protocol.federated_participation import at_least
 
 Why = Literal["all", "quorum", "behind", "deadline"]
-"""What closed a round: the last of those that were asked; its quorum; that all others still work for an earlier round;
-the deadline."""
+"""The event that ended a round: all clients that were asked have answered; its quorum is in; all others still work for
+an earlier round; its deadline is over."""
 
 
 class ExecutorChurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,11 +59,11 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int = 0
     """Rounds that an update may be late; it then has a smaller weight (FedBuff). 0: late updates are ignored."""
     at_work: int = 0
-    """Of a simulation with late updates: clients at work at any time, of whom a round is the next `needed` that end."""
+    """Clients at work at any time in a simulation with late updates; a round is the next `needed` of them that end."""
     secure: SecureRules | None = None
     """Sums are masked: when a phase is over, the masks are taken off first. None: they are not."""
     most_samples: int = 0
-    """Of a client, which does not say how many it has; 0: it does."""
+    """The most samples of a client, which does not say how many it has; 0: it does."""
     gathering: ExecutorChurn | None = None
     """None: a run begins when all executors are connected, and a lost executor stays lost."""
 
@@ -100,6 +100,6 @@ class Waiting(NamedTuple):
 
     needed: int
     until_s: float | None
-    """By the clock of `Tick`; None: without an end."""
+    """The time, by the clock of `Tick`, at which the wait ends; None: it has no end."""
     goes_on: bool = False
     """Whether the phase begins without the others then; else the run ends."""

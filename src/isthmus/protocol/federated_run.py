@@ -108,7 +108,7 @@ class FederatedRunMachine:
         self._opened: set[str] = set()
         """Who was sent the opening of a phase, of which the secure machine is not told yet."""
         self._left_out: set[str] = set()
-        """Of the phase that was opened last."""
+        """Sites that were left out of the phase that was opened last."""
         self._over = False
 
     @property
@@ -118,7 +118,8 @@ class FederatedRunMachine:
 
     @property
     def due_s(self) -> float | None:
-        """By the clock of `Tick`, when the next tick may decide something, if nothing else happens before."""
+        """The time, by the clock of `Tick`, at which the next tick may decide something, if nothing else happens
+        before."""
         times = [self.coordinator.due_s, *(until_s for _, until_s in self._ending.values())]
         if not self._returns and self._missing:
             times.append(self._join_by_s)
@@ -272,7 +273,7 @@ class FederatedRunMachine:
         return 1 < len(missing) == len(self.coordinator.executors) and self._came.issuperset(missing)
 
     def _until(self, now_s: float, missing: Collection[str]) -> str:
-        """What the wait for those who come and go is for, how it ends, and why they left."""
+        """Return which sites the run waits for, how the wait ends, and why sites left."""
         if (waiting := self.coordinator.waiting) is None:
             return ""
         count = len(self.coordinator.executors)

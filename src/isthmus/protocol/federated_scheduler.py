@@ -51,7 +51,8 @@ class _Plan:
 
 
 class ClientScheduler:
-    """What is known of clients and executors; deals cohorts out. It keeps which is each client's state."""
+    """Assigns the clients of a round to executors, by the known times of both. It also records which state is each
+    client's."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class ClientScheduler:
         self.pinned = pinned
         """The client of each executor that has the data of one only."""
         self.late: Mapping[int, int] = {}
-        """By how many rounds clients of the cohort that is dealt are late; who is not need not be there."""
+        """Rounds that clients of the assigned cohort are late; a client that is not late may be absent."""
         self._rules = rules
         self._number = {name: number for number, name in enumerate(executors)}
         self._plan: _Plan | None = None
@@ -102,7 +103,7 @@ class ClientScheduler:
         return self._homes.move_s
 
     def samples(self, cohort: Integers) -> int:
-        """Of them all, or a bound."""
+        """Return the samples of all these clients, or an upper bound."""
         return len(cohort) * self._rules.most_samples or int(self.sizes[cohort].sum())
 
     def keep(self, timed: Sequence[ClientTime]) -> None:
@@ -119,7 +120,7 @@ class ClientScheduler:
         return bool(self.pinned) or (self._plan is not None and self._plan.fits(round_, alive, cohort))
 
     def assignment(self, cohort: Integers, alive: Sequence[str]) -> ClientAssignment:
-        """Of a round that is planned."""
+        """Return the assignment of a round that is planned."""
         if self.pinned:
             chosen = set(cohort.tolist())
             mine = {name: self.pinned[name] for name in alive if self.pinned.get(name) in chosen}
@@ -156,7 +157,7 @@ class ClientScheduler:
         self._plan = replace(self._plan, schedule=schedule)
 
     def cohort_ahead(self, round_: int) -> Integers | None:
-        """Of a round that was planned ahead."""
+        """Return the cohort of a round that was planned ahead; None if it was not."""
         return self._plan.cohort if self._plan is not None and self._plan.round == round_ else None
 
     def _tasks(self, clients: Integers) -> tuple[ClientTask, ...]:

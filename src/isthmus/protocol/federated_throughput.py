@@ -39,7 +39,7 @@ class ThroughputModel:
         return sum(len(sizes) for _, sizes, _ in self._records[executor]) >= FEWEST
 
     def record(self, round_: int, executor: int, timed: Sequence[ClientTime]) -> None:
-        """What an executor trained in a round."""
+        """Add the clients that an executor trained in a round, with their times."""
         if not timed:
             return
         sizes = np.array([t.samples for t in timed], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""What devices report of a step to be compared later, and which device a comparison names.
+"""Devices report fingerprints of a step; a later comparison names the device that computed wrong.
 
 A worker's fingerprint of a step has one digest per node: `sent KIND STAGE` and `received KIND STAGE` for the messages
 of one kind to and from another stage; `summands` for what it adds to sums with other replicas; `gradients` for what its
@@ -35,16 +35,16 @@ INPUTS: Mapping[str, frozenset[str]] = {
     "norms": _UPDATE,
     STATE: _UPDATE | {"norms"},
 }
-"""By kind of node, the kinds of received messages that it is computed from, beside the state before the step."""
+"""Kinds of received messages that each kind of node is computed from, besides the state before the step."""
 
 
 class StepFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker sent, received and computed in a step."""
+    """The values that a worker sent, received and computed in a step, as digests."""
 
     step: Count
     """Steps that are done with it."""
     digests: Table[Name, Digest]
-    """By node; in an audit by `NODE/LEAF`."""
+    """The digest of each node; in an audit of each `NODE/LEAF`."""
 
 
 class StepFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class StepFinding(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...]
     """Who computed wrong; several where the reports do not tell which of them."""
     nodes: tuple[str, ...]
-    """What differs."""
+    """Names of the nodes that differ."""
 
 
 class Node(NamedTuple):
@@ -81,7 +81,7 @@ class Node(NamedTuple):
 
 
 Reports = Mapping[int, Mapping[str, str]]
-"""By stage, the digests of its nodes."""
+"""Digests of the nodes of each stage."""
 
 
 def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple[StepFinding, ...]:
@@ -121,10 +121,10 @@ class _Compared:
         self._differing = [n for n in self._nodes if self._differs(stage, n.name)]
         wrong = {n.kind for n in self._differing if n.direction == "received"}
         self.own = [n for n in self._differing if n.direction != "received" and not INPUTS[n.kind] & wrong]
-        """What differs, though nothing does that it is computed from."""
+        """Nodes that differ although nothing differs that they are computed from."""
 
     def senders_of(self, nodes: Sequence[Node]) -> list[str]:
-        """Of messages that these nodes are computed from and that cannot be compared."""
+        """Return the senders of the messages that these nodes are computed from and that cannot be compared."""
         taken = frozenset[str]().union(*(INPUTS[n.kind] for n in nodes))
         unseen = {
             n.other
@@ -134,7 +134,7 @@ class _Compared:
         return [self._workers[s] for s in sorted(unseen) if s < len(self._workers)]
 
     def disputes(self) -> list[StepFinding]:
-        """What the sender says it sent is right, and what this worker says it received is not."""
+        """Return the messages that are right as the sender reports them and wrong as this worker reports them."""
         found: list[StepFinding] = []
         for n in self._differing:
             sent = Node("sent", n.kind, self._stage).name
@@ -150,7 +150,7 @@ class _Compared:
         return reported is not None and GRADIENTS in self._expected.get(self._stage, {}) and GRADIENTS not in reported
 
     def unsaid(self) -> list[StepFinding]:
-        """What this worker received is not right, and the sender does not say what it sent."""
+        """Return the messages that this worker received wrong and whose sender does not report them."""
         return [
             StepFinding(workers=(self._workers[n.other], self.worker), nodes=(n.name,))
             for n in self._differing

@@ -19,8 +19,8 @@ import msgspec
 from isthmus.wire_types import CountOrNone, PlaceOrNone, Text
 
 OnNonFinite = Literal["stop", "skip", "ignore"]
-"""What becomes of a step whose loss or gradient norm is not finite: it ends the run; its update is left out on every
-stage; nothing."""
+"""The reaction to a step whose loss or gradient norm is not finite: it ends the run; its update is left out on every
+stage; none."""
 Where = Literal["output", "loss", "gradient", "parameter gradient", "parameter", "buffer"]
 _ORDER: dict[Where, int] = {"output": 0, "loss": 1, "gradient": 2, "parameter gradient": 3, "parameter": 4, "buffer": 5}
 
@@ -30,13 +30,13 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
 
     where: Where
     stage: PlaceOrNone
-    """Of its replica."""
+    """The stage's number in its replica."""
     micro_batch: CountOrNone = -1
-    """Of the step's; -1 for what belongs to the whole step."""
+    """The micro-batch's number in the step; -1 for a value of the whole step."""
     name: Text = ""
-    """Of the value."""
+    """The name of the value that is not finite."""
     cause: Text = ""
-    """What was not finite before this stage computed anything."""
+    """An input that was not finite before this stage computed anything."""
     decides: bool = False
     """Whether a loss, a parameter's gradient or a saved weight is not finite on this stage. Otherwise this is where it
     may have begun, if another stage decides."""

@@ -59,7 +59,7 @@ REVOKED = "it was revoked"
 class _Run(msgspec.Struct):
     opened: RunOpened
     failed: dict[str, str]
-    """By device, how its process ended."""
+    """How each device's process ended, for those that failed."""
     leaving: set[str]
     """Devices that were asked to leave it while they worked for it: not called again, whatever connection they have."""
 
@@ -93,7 +93,7 @@ class FleetMembership:
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
-        """Of the devices that were here and are not revoked, by id."""
+        """Names of the devices that were here and are not revoked, by id."""
         self._members: dict[str, FleetMember] = {}
         self._runs: dict[str, _Run] = {}
         self._expected, self._expected_until_s = "", 0.0

@@ -1,4 +1,4 @@
-"""What a service that generates text is asked for, and what its stages report."""
+"""Requests to a service that generates text, and the reports of its stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the likeliest tokens that have this probability together."""
     seed: Seed = 0
-    """Of the random numbers: those that torch draws after `torch.manual_seed(seed)`."""
+    """The seed of the random numbers: those that torch draws after `torch.manual_seed(seed)`."""
     stop: Many[Count] = ()
     """Tokens that end the text."""
 
@@ -32,7 +32,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """A request."""
 
     number: int
-    """Of no other request."""
+    """A number that no other request has."""
     tokens: tuple[int, ...]
     sampling: Sampling
 
@@ -48,7 +48,7 @@ class StageUnable(Body, frozen=True, kw_only=True):
 
 
 class TokenGenerated(Body, frozen=True, kw_only=True):
-    """Of the last stage."""
+    """The last stage generated a token."""
 
     prompt: Count
     place: Count

@@ -33,9 +33,9 @@ class Leases:
         self._done: set[tuple[str, int, int]] = {("save", spec.start_step, 0)}
         """Evaluations and checkpoints that need not be done again: kind, step, first sample."""
         self._keep_step = spec.start_step
-        """Of the newest snapshot that was leased."""
+        """The step of the newest snapshot that was leased."""
         self._waits: set[str] | None = None
-        """Of that snapshot: whose copies are not complete, and "" while not all devices have made theirs."""
+        """Devices whose copies of that snapshot are not complete, and "" while not all devices have made theirs."""
         self.acknowledged = -1
         """Step of the newest complete snapshot; below 0 for none."""
         self.open: dict[int, Item] = {}
@@ -145,7 +145,7 @@ class Leases:
 
 
 Reports = Mapping[str, ItemReported]
-"""By device."""
+"""The report of each device."""
 
 
 class ItemReports:
@@ -184,7 +184,7 @@ def evaluation_sums(item: Item, reports: Reports) -> tuple[float, ...]:
 
 
 def non_finite(item: Item, reports: Reports, divergence: Divergence) -> tuple[str, bool]:
-    """What to say of an item's numbers, and whether they end the run."""
+    """Return the log line about the numbers of an item that are not finite, and whether they end the run."""
     found = {device: report.non_finite for device, report in reports.items() if report.non_finite is not None}
     if item.kind == "train":
         return divergence.stepped(item.step, found)

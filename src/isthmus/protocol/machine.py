@@ -48,7 +48,7 @@ EpochEventT = TypeVar("EpochEventT", bound=Event | FromDevice[Event])
 InstructionT = TypeVar("InstructionT")
 
 Table = Mapping[str, Mapping[type[msgspec.Struct], str]]
-"""By phase and event, the names of the phases that may follow, in one string."""
+"""The names of the phases that may follow, in one string, by phase and event."""
 
 
 class Transitions:
@@ -76,7 +76,7 @@ class Transitions:
 
     @property
     def changes(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """By pair of different phases, the names of the events that lead from one to the other."""
+        """The names of the events that lead from a phase to a different one, by pair of phases."""
         found: dict[tuple[str, str], list[str]] = {}
         for (phase, event), then in self._following.items():
             for other in then - {phase}:
@@ -140,7 +140,6 @@ class EpochMachine(Machine[PhaseT, EpochEventT, InstructionT]):
 
     @property
     def epoch(self) -> int:
-        """Of the plan in force."""
         return self._epoch
 
     def _is_stale(self, event: EpochEventT) -> bool:

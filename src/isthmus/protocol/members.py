@@ -24,7 +24,7 @@ class Members:
 
     @property
     def holdings(self) -> Mapping[str, Sequence[StateHolding]]:
-        """By device that is here."""
+        """The state that each device which is here holds."""
         return {device: held for device, held in self._held.items() if device in self.here}
 
     @property
@@ -84,7 +84,7 @@ class Restarts:
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
-        """Of all that were lost and are not back."""
+        """Why each device was lost that is not back."""
         self._returning: set[str] = set()
         self._in_queue: frozenset[str] = frozenset()
         self._step = -1

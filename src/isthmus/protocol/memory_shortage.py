@@ -12,22 +12,22 @@ class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes, when memory was short."""
 
     asked: Amount
-    """What could not be had; 0 where that is not known."""
+    """Bytes that could not be allocated; 0 where that is not known."""
     free: Amount
-    """Of the hardware's memory, for all processes."""
+    """Free bytes of the hardware's memory, for all processes."""
     total: Amount
     reserved: Amount
-    """By the device's process, with what it had before it got the stage."""
+    """Bytes that the device's process had reserved, with those it had before it got the stage."""
     before: Amount = 0
 
     @property
     def capacity(self) -> int:
-        """What a stage can have there while other processes keep what they have."""
+        """Bytes that a stage can have there while other processes keep theirs."""
         return max(1, self.free + self.reserved - self.before)
 
     @property
     def needed(self) -> int:
-        """What the stage would have taken by then."""
+        """Bytes that the stage would have taken by then."""
         return max(1, self.reserved - self.before + self.asked)
 
     @property
@@ -43,9 +43,9 @@ class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a stage took while it ran, in bytes."""
 
     size_bytes: Amount
-    """Of an accelerator, in tensors; of the CPU, by how much the process's resident set exceeded what it was before."""
+    """On an accelerator, bytes in tensors; on the CPU, bytes by which the process's resident set grew."""
     reserved_bytes: Amount
-    """Of an accelerator, what torch's allocator took from it, for tensors and to give it to others of them; of the CPU,
+    """On an accelerator, bytes that torch's allocator took from it, in use by tensors or free for others; on the CPU,
     the same again."""
     resident: bool
     """Whether it is of a resident set."""

@@ -70,11 +70,11 @@ class Lineage:
 
 
 Held = Mapping[str, Sequence[StateHolding]]
-"""By device, what it says it holds."""
+"""The states that each device reports to hold."""
 
 
 def holders_at(step: int, held: Held, lineage: Lineage) -> dict[str, frozenset[str]]:
-    """By device, the parts of the state after `step` that it holds."""
+    """Return the parts of the state after `step` that each device holds."""
     return {
         device: frozenset[str]().union(*(h.parts for h in holdings if h.step == step and lineage.counts(h.epoch, step)))
         for device, holdings in held.items()
@@ -89,8 +89,8 @@ def recovery_step(parts: Set[str], held: Held, lineage: Lineage) -> int | None:
 
 
 def state_donors(needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> dict[str, frozenset[str]]:
-    """By device, the parts that it sends to devices that need them and do not hold them. Each part is sent once, by the
-    holder that sends the fewest parts so far."""
+    """Return the parts that each device sends to devices that need them and do not hold them. Each part is sent once,
+    by the holder that sends the fewest parts so far."""
     missing = sorted({part for device, wanted in needs.items() for part in wanted - holds.get(device, frozenset())})
     given: Counter[str] = Counter()
     found: dict[str, set[str]] = {}
@@ -108,9 +108,9 @@ class RecoveryPoint(msgspec.Struct, frozen=True):
     in_memory: bool
     """Whether devices hold the state; else it is the last checkpoint's."""
     own: Mapping[str, frozenset[str]]
-    """By device, the parts that it holds."""
+    """Parts that each device holds."""
     donors: Mapping[str, frozenset[str]]
-    """By device, the parts that it sends to others."""
+    """Parts that each device sends to others."""
 
 
 def recovery_point(layout: StateLayout, held: Held, lineage: Lineage, saved_step: int) -> RecoveryPoint:

@@ -22,7 +22,7 @@ from isthmus.protocol.work import Item, RunSpec
 
 
 class ReportChecks:
-    """Of one coordinator. It hears of what the run does in order."""
+    """Checks reports to one coordinator. It is notified in order of what the run does."""
 
     def __init__(self, spec: RunSpec, epoch: int, steps: int) -> None:
         """`epoch`: of the coordinator's first plan, in which devices can have done so many steps yet."""
@@ -30,7 +30,7 @@ class ReportChecks:
         self._first_epoch = epoch
         self._epoch = epoch
         self._most_steps = {epoch: steps}
-        """By epoch, how many steps a device can have done in it, from the run's beginning on."""
+        """Steps that a device can have done in each epoch at most, from the run's beginning on."""
         self._transfer = (0, 0)
         """Number and first step of the newest state transfer."""
 
@@ -76,7 +76,8 @@ class ReportChecks:
         return self._spec.micro_batches - 1
 
     def _check_held(self, holdings: Iterable[StateHolding]) -> None:
-        """Of a coordinator before this one, more is not known than where the run ends."""
+        """Raise PeerError for a state that no device can hold. Only the run's last step is known of a coordinator
+        before this one."""
         for held in holdings:
             before = held.epoch < self._first_epoch
             most = self._spec.steps if before else self._most_steps.get(held.epoch, -1)

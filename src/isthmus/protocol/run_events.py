@@ -1,4 +1,5 @@
-"""What a run's machine hears besides the coordinator's events, and what it asks for besides its instructions."""
+"""A run's machine handles these events besides the coordinator's, and answers with these instructions besides its
+own."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class RunMachine:
         self._leaving: set[str] = set()
         self._queued: frozenset[str] = frozenset()
         self._due: dict[str, int] = dict.fromkeys(coordinator.devices, 0)
-        """By worker, the item that it reports next."""
+        """The item that each worker reports next."""
         self._verdict = ""
         """On the device that was lost last."""
         self._short = False

@@ -20,12 +20,12 @@ from isthmus.trace import Span
 from isthmus.wire_types import Count, CountOrNone, Distinct, Many, Name, NotNegative, Place, Seconds, Text
 
 Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
-"""What one stage sends another: activations and gradients per micro-batch; per item the value of a shared parameter,
-its gradient, the number of items that a summed loss counts, and the gradient norms for clipping."""
+"""The data that one stage sends another: activations and gradients per micro-batch; per item the value of a shared
+parameter, its gradient, the number of items that a summed loss counts, and the gradient norms for clipping."""
 
 
 class Body(Event, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What one frame says."""
+    """One frame of a run."""
 
 
 # Between two stages
@@ -41,11 +41,11 @@ class Arrived(Body, frozen=True, kw_only=True):
     number: NotNegative = 0.0
     """The value of a `count` parcel."""
     finite: bool = True
-    """Of `norms`: whether the sender's loss and gradients are."""
+    """Whether the sender's loss and gradients are finite; used by `norms`."""
 
 
 class PartsArrived(Body, frozen=True, kw_only=True):
-    """What worker `source` sends in a round of a group's sum: a stretch of the buffer, as one tensor."""
+    """Worker `source` sends a stretch of the buffer, as one tensor, in a round of a group's sum."""
 
     group: Place
     round: Place
@@ -67,8 +67,8 @@ class PlaceWeights(Body, frozen=True, kw_only=True):
 
 
 class WeightExchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a training step whose weights others change too: before it the devices add the amounts that come with it, and
-    report the weights that are asked for."""
+    """Exchange with other trainers of the same weights at a training step: before it the devices add the amounts that
+    come with it, and report the weights that are asked for."""
 
     rate_step: Count
     """The learning rate is that of this step of training."""
@@ -101,7 +101,7 @@ class SendState(Body, frozen=True, kw_only=True):
     gradients, in the background. No parts: give no more."""
 
     number: Count
-    """Of the state transfer, in the run."""
+    """The number of the state transfer in the run."""
     step: Count
     parts: Distinct[Text]
 
@@ -147,7 +147,7 @@ class ItemReported(Body, frozen=True, kw_only=True):
     loss: float | None = None
     count: NotNegative | None = None
     metrics: Many[float] = ()
-    """Of an evaluation, from the loss's stage: sum and count of each metric, one after another."""
+    """The sum and count of each metric of an evaluation, one after another, from the loss's stage."""
     spans: Many[Span] = ()
     late_s: Seconds = 0.0
     """Emulation only: by how much this item's tasklets overran their emulated durations, in sum."""
@@ -156,7 +156,7 @@ class ItemReported(Body, frozen=True, kw_only=True):
     peak: MemoryPeak | None = None
     """With a save: of the stage so far."""
     fingerprints: Many[StepFingerprint] = ()
-    """Of this step or earlier ones, as far as they are hashed; with a save, of all steps before it."""
+    """Fingerprints of this step or earlier ones, as far as they are hashed; with a save, of all steps before it."""
 
 
 class DeviceFailed(Body, frozen=True, kw_only=True):
@@ -166,10 +166,10 @@ class DeviceFailed(Body, frozen=True, kw_only=True):
     fault: Literal["user", "device", "other"]
     """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
     failure: StepFailure | None = None
-    """Of a step, by the job's model or data, or for want of memory: the device can go on with another stage, or try
-    again."""
+    """An error of a step by the job's model or data, or for want of memory: the device can go on with another stage, or
+    try again."""
     shortage: MemoryShortage | None = None
-    """What the device lacked, if that was memory."""
+    """Memory that the device lacked, if it lacked memory."""
     starts_again: bool = False
     """Whether a new process of the device may do better: as after an error of a driver."""
 
@@ -195,7 +195,7 @@ class StateReceived(Body, frozen=True, kw_only=True):
     """A joining device has the state of another device's parts, as it is after `step` steps."""
 
     number: Count
-    """Of the state transfer, in the run."""
+    """The number of the state transfer in the run."""
     of: Name
     step: Count
 

@@ -95,11 +95,11 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
 
     keys: SiteKeys
     shares: Mapping[int, bytes]
-    """By holder's number, from 1 on; as many as it takes, or more."""
+    """Shares by their holder's number, from 1 on; at least `threshold` of them."""
     threshold: int
     """So many give it back."""
     holders: Mapping[int, str]
-    """Of all numbers, whose share it is, here or not."""
+    """The site of every number, whether it is here or not."""
 
 
 class TakeMasksOff(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class TakeMasksOff(msgspec.Struct, frozen=True, kw_only=True):
     summed: Mapping[str, Secrets]
     dropped: Mapping[str, Secrets]
     peers: Mapping[str, tuple[SiteKeys, ...]]
-    """Of each dropped site, the summed ones that masked with it."""
+    """The summed sites that masked with each dropped site."""
 
 
 class SumsLost(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ SecurePhase = Literal["idle", "keys", "shares", "training", "unmasking", "over"]
 
 _EVER: Mapping[type[msgspec.Struct], str] = {SecureOpened: "keys"}
 MOST_DISPUTED = 1
-"""Of two sites between whom a share is wrong either may lie: nobody is named for one."""
+"""A wrong share between two sites may be the fault of either: no site is named for one."""
 
 SECURE_COORDINATOR = Transitions(
     "idle",
@@ -185,7 +185,7 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         self._peers: dict[str, tuple[str, ...]] = {}
         """Neighbours of every site whose keys are in."""
         self._dealt: dict[str, dict[str, bytes]] = {}
-        """By owner, its sealed shares by holder."""
+        """The sealed shares of each owner, by holder."""
         self._gone: set[str] = set()
         self._out_of: dict[str, str] = {}
         """Sites that lied, and how: the run goes on without them."""
@@ -203,7 +203,7 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
 
     @property
     def due_s(self) -> float | None:
-        """By the clock of `TimePassed`, when a step ends without those that did not answer."""
+        """The time, by the clock of `TimePassed`, at which a step ends without the sites that did not answer."""
         return self._since_s + self._rules.wait_s if self._phase in _STEP else None
 
     def takes(self, site: str, phase: PhaseId) -> bool:
@@ -268,7 +268,7 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         return [] if self._waits else self._end_step("")
 
     def _end_step(self, reason: str) -> list[SecureInstruction]:
-        """Of all that answered. Those that did not are left out."""
+        """End the step with the sites that answered. The others are left out."""
         late, self._waits, self._since_s = tuple(sorted(self._waits)), set(), self._now_s
         match self._phase:
             case "keys":
@@ -388,7 +388,8 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         return UnmaskAsked(phase=self._phase_id, summed=summed, dropped=dropped)
 
     def _lacking(self, here: Collection[str]) -> str | None:
-        """Of these sites' shares, whose secret could not be given back."""
+        """Return the reason why the secret of a site cannot be restored from the shares of these sites; None if all
+        can."""
         for site in sorted(self._wanted):
             held, needed = len(self._holders(site) & set(here)), self._threshold(site)
             if held < needed:

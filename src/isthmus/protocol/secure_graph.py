@@ -23,15 +23,15 @@ neighbourhood has a majority of either then has a probability below 2^-30."""
 
 
 def neighbour_count(sites: int) -> int:
-    """Of each of so many sites. Even where the graph is sparse."""
+    """Return how many neighbours each of so many sites has. It is even where the graph is sparse."""
     if sites < COMPLETE_BELOW:
         return sites - 1
     return min(sites - 1, 2 * math.ceil(PER_DOUBLING * math.log2(sites) / 2))
 
 
 def neighbours(keys: Mapping[str, bytes]) -> dict[str, tuple[str, ...]]:
-    """By site its neighbours, ascending. `keys` are the sites' public keys: they shuffle the ring in which each site
-    has its nearest ones for neighbours, so a coordinator that follows the protocol does not choose them."""
+    """Return the neighbours of each site, ascending. `keys` are the sites' public keys: they shuffle the ring in which
+    each site has its nearest ones for neighbours, so a coordinator that follows the protocol does not choose them."""
     count = neighbour_count(len(keys))
     if count == len(keys) - 1:
         return {site: tuple(sorted(keys.keys() - {site})) for site in keys}

@@ -14,7 +14,8 @@ from isthmus.protocol.federated_messages import PhaseId, RoundBody
 from isthmus.wire_types import Name
 
 MOST_SITES = 1 << 16
-"""Of a sum, and so neighbours of a site: 32 bytes of each are two MiB, half of what a frame's header may have."""
+"""The most sites of a sum, and so neighbours of a site: 32 bytes of each are two MiB, half of a frame's largest
+header."""
 _Each = TypeVar("_Each")
 Sites = Annotated[tuple[_Each, ...], Meta(max_length=MOST_SITES)]
 Key = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -26,13 +27,13 @@ class SiteKeys(msgspec.Struct, frozen=True, array_like=True):
 
     site: Name
     cipher: Key
-    """Of X25519: under what it agrees with a peer, shares for it are sealed."""
+    """An X25519 key: shares for the site are sealed under the secret that it agrees with a peer."""
     mask: Key
-    """Of X25519: what it agrees with a peer is the seed of their common mask."""
+    """An X25519 key: the secret that the site agrees with a peer is the seed of their common mask."""
     commitment: Key
     """SHA-256 of the seed of its own mask."""
     certificate: Annotated[bytes, Meta(max_length=4096)] = b""
-    """Of the key that signed, as the fleet's authority issued it (DER)."""
+    """The certificate of the key that signed, as the fleet's authority issued it (DER)."""
     signature: Annotated[bytes, Meta(max_length=256)] = b""
 
 
@@ -63,7 +64,7 @@ class KeysListed(RoundBody, frozen=True, kw_only=True):
 
 
 class SharesDelivered(RoundBody, frozen=True, kw_only=True):
-    """What a site's neighbours dealt it. It masks its update with these neighbours."""
+    """Shares that a site's neighbours dealt it. It masks its update with these neighbours."""
 
     phase: PhaseId
     shares: Sites[SealedShare]
@@ -111,9 +112,9 @@ class SharesRevealed(RoundBody, frozen=True, kw_only=True):
 
     phase: PhaseId
     seeds: Sites[RevealedShare]
-    """Of the seeds of summed sites' own masks, the sender's own among them."""
+    """Shares of the seeds of summed sites' own masks, the sender's own among them."""
     keys: Sites[RevealedShare]
-    """Of dropped sites' mask keys."""
+    """Shares of dropped sites' mask keys."""
 
 
 SecureReport = KeysSent | SharesSent | SharesDisputed | SharesRevealed

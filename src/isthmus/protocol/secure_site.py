@@ -38,7 +38,8 @@ class UpdateReady(msgspec.Struct, frozen=True, kw_only=True):
     phase: PhaseId
     refused: bool = False
     of: tuple[str, ...] = ()
-    """What shares of its masks reveal of: digests of the model that it was trained from, and of itself."""
+    """Digests of the values that shares of its masks reveal: of the model that it was trained from, and of the update
+    itself."""
 
 
 SecureSiteEvent = (
@@ -113,8 +114,9 @@ SecureSiteInstruction = (
     MakeKeys | DealShares | OpenShares | MaskUpdate | SendRefusal | RevealShares | ForgetSecrets | Distrust
 )
 Revealed = Mapping[str, frozenset[str]]
-"""By what they reveal of, the sites of the sum for which shares were revealed. A peer by name and device, `NAME:ID`: a
-coordinator that has certificates of its own has another device under the same name, and knows that one's update."""
+"""The sites of the sum for which shares were revealed, by the digest of the value that they reveal. A peer is given by
+name and device, `NAME:ID`: a coordinator that has certificates of its own has another device under the same name, and
+knows that one's update."""
 TOO_MUCH = "with other sites, are revealed: two sums would tell too much"
 REMEDY = (
     ". Begin with the sites and devices of that sum, or from another model: by another federated.seed; where weights "
@@ -166,11 +168,11 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
         self._fewest = fewest
         self._device_of = device_of
         self._parties: dict[str, str] = {}
-        """By peer, its name and device."""
+        """Name and device of each peer."""
         self._revealed = dict(revealed or {})
         self._phase_id: PhaseId | None = None
         self._holders: frozenset[str] = frozenset()
-        """Of this site's secrets: its neighbours and itself."""
+        """Holders of this site's secrets: its neighbours and itself."""
         self._owners: frozenset[str] = frozenset()
         """With whom it masks: neighbours whose shares it holds."""
         self._update: UpdateReady | None = None
@@ -282,5 +284,5 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
 
 
 def round_key(phase: PhaseId) -> str:
-    """Of a pass of a round, whatever the attempt."""
+    """Return the name of a pass of a round, the same for all attempts."""
     return f"round {phase.round} pass {phase.number}"

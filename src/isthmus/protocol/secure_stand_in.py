@@ -42,7 +42,7 @@ NO_SHARE = bytes(32)
 
 
 class SimulatedSecrets:
-    """Of one site: what its machine says, with names in place of keys."""
+    """The messages of one site's machine, with names in place of keys."""
 
     def __init__(self, site: str, rules: SecureRules, before: SimulatedSecrets | None = None) -> None:
         """`before` are those of the site's connection before this one."""
@@ -52,7 +52,7 @@ class SimulatedSecrets:
         self._sums: SumsSent | None = None
 
     def hear(self, order: ExecutorOrder | SecureOrder) -> Iterator[SecureReport | SumsSent]:
-        """What the site sends, at once."""
+        """Yield the site's answers, at once."""
         if isinstance(order, PhaseOpened) and order.tasks:
             self._client = order.tasks[0].client
         match order:

@@ -24,7 +24,7 @@ class StateHomes:
     move_s: float = 0.0
     """Seconds of one state from node to node."""
     found: Mapping[int, int] = field(default_factory=dict)
-    """By file that an earlier run left, its node."""
+    """The node of each file that an earlier run left."""
 
     def of(self, states: NDArray[np.int32]) -> Integers:
         """(clients,) the node of each state."""

@@ -28,18 +28,18 @@ class StateTransfer:
     def __init__(
         self, number: int, step: int, needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]], epoch: int = 0
     ) -> None:
-        """By device: the parts that joining devices need, and those that devices at work have. `number` counts the
-        run's followings: what is still said of an earlier one is none of this one's."""
+        """`needs` gives the parts that each joining device needs, `holds` those that each device at work has. `number`
+        counts the run's state transfers: messages of an earlier one are ignored."""
         self.number = number
         self._epoch = epoch
         self.step = step
         self.donated = state_donors(needs, holds)
-        """By device at work, the parts that it gives."""
+        """Parts that each device at work gives."""
         self.donors = {
             device: tuple(donor for donor, parts in sorted(self.donated.items()) if parts & wanted)
             for device, wanted in sorted(needs.items())
         }
-        """By joining device, its donors."""
+        """Donors of each joining device."""
         self._at: dict[tuple[str, str], int] = {}
         self._copied: int | None = None
         """Steps that the first copies took."""

@@ -172,7 +172,7 @@ def stage_views(
 
 
 def _neighbours(pairs: Iterable[Pair]) -> tuple[Neighbours, Neighbours]:
-    """Of each stage: from whom it receives, and to whom it sends, ascending."""
+    """Return the stages that each stage receives from, and those that it sends to, ascending."""
     sources: dict[int, set[int]] = {}
     targets: dict[int, set[int]] = {}
     for source, target in pairs:

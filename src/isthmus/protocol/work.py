@@ -26,7 +26,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     first_sample: Count = 0
     micro_batches: Count = 0
     first_micro_batch: Count = 0
-    """Of the step's, the number of this item's first: a replica's item is a part of everybody's."""
+    """The number in the step of this item's first micro-batch: a replica's item is a part of the whole item."""
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: Count
 
     def part(self, item: Item) -> Item:
-        """What the replica does of an item. Of a shorter item, an evaluation's, it does about the same part."""
+        """Return the replica's part of an item. Its part of a shorter item, an evaluation's, is about as large a
+        share."""
         first = self.first * item.micro_batches // self.of
         last = (self.first + self.count) * item.micro_batches // self.of
         return msgspec.structs.replace(
@@ -98,7 +99,7 @@ def items(spec: RunSpec, *, due: bool = False) -> Iterator[Item]:
 
 
 def _after(done: int, spec: RunSpec, count: Iterator[int]) -> Iterator[Item]:
-    """What is due after so many steps."""
+    """Yield the items that are due after so many steps."""
     last = done == spec.steps
     if spec.eval_every and (done % spec.eval_every == 0 or last):
         whole, most = spec.eval_micro_batches, spec.micro_batches

@@ -67,14 +67,14 @@ _NOBODY: frozenset[int] = frozenset()
 
 
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must know of its stage: its neighbours and its limits.
+    """The neighbours and the limits of a worker's stage.
 
     Stages are numbered through all replicas, so a number names one worker.
     """
 
     stage: Place
     stages: Place
-    """Of its replica."""
+    """Stages of its replica."""
     first: Place = 0
     """Its replica's first."""
     in_flight: Count
@@ -171,7 +171,7 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
         self._leases: deque[Item] = deque()
         self._item: Item | None = None
         self._tasklets: dict[int, _Tasklets] = {}
-        """Of the item in work, and of the step after it where that is begun."""
+        """Tasks of the item in work, and of the step after it where that is begun."""
         self._last = -1
         self._busy = False
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}

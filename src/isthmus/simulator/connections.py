@@ -37,13 +37,13 @@ class Connections:
         self._released: set[str] = set()
         """Devices that do not come back."""
         self.open: dict[str, ControlSession] = {}
-        """By worker id."""
+        """Open sessions by worker id."""
         self.answered = True
         """Whether the coordinator is there."""
         self.over = False
 
     def latency_s(self) -> float:
-        """Of a message; what comes before the first item takes no time."""
+        """Seconds that a message takes; 0 before the first item."""
         return self._options.control_latency_s if self._world.setting_up else 0.0
 
     def up(self, worker: SimulatedWorker, body: DeviceReport) -> None:

@@ -98,7 +98,7 @@ class SimulatedDevice:
         self.workers: dict[str, SimulatedWorker] = {}
         self.died_s = math.inf
         self.waiting: list[Act] | None = None
-        """What happens to it once it goes on, while it is silent."""
+        """Actions that follow once it goes on, while it is silent."""
 
 
 class SimulatedWorker:
@@ -108,7 +108,7 @@ class SimulatedWorker:
         self.session: DeviceSession[HistoryEntry | None] = DeviceSession()
         self.session.port = self
         self.epoch: Epoch | None = None
-        """Of its stage."""
+        """The plan epoch of its stage."""
         self.number = -1
         """In that epoch's plan."""
         self.machine: Worker | None = None
@@ -119,7 +119,7 @@ class SimulatedWorker:
         self._around = around
         self._items: dict[int, Item] = {}
         self._first_samples: dict[int, int] = {}
-        """By item, of all replicas."""
+        """The first sample of each item, of all replicas."""
         self._saved: State = {}
 
     def assigned(self, epoch: Epoch) -> None:

@@ -75,7 +75,7 @@ def _tasklet_seconds(plan: Plan, fleet: Fleet, options: SimulationOptions) -> di
 
 
 def _parcel_sizes(plan: Plan) -> dict[tuple[Parcel, int, int], int]:
-    """By (parcel, source, target). The parameters that two stages share travel as one parcel."""
+    """Return the bytes of each (parcel, source, target). The parameters that two stages share travel as one parcel."""
     sizes: defaultdict[tuple[Parcel, int, int], int] = defaultdict(int)
     first = 0
     for replica in plan.replicas:
@@ -90,7 +90,7 @@ def _parcel_sizes(plan: Plan) -> dict[tuple[Parcel, int, int], int]:
 
 
 def _part_sizes(plan: Plan) -> dict[tuple[int, int, int, int], int]:
-    """By group, round, source and target."""
+    """Return the bytes of each message of a group's sum, by group, round, source and target."""
     found: dict[tuple[int, int, int, int], int] = {}
     for number, group in enumerate(plan.sync.groups):
         workers = dict(zip(group.devices, plan.members(group), strict=True))
@@ -117,14 +117,14 @@ class Epoch:
         self.shares = _shares(plan, spec)
         stages = [stage for replica in plan.replicas for stage in replica.workers]
         self.state_bytes = [stage.memory.weights + stage.memory.optimizer for stage in stages]
-        """Of each worker's weights and optimizer state."""
+        """Bytes of each worker's weights and optimizer state."""
         ways = [options.recovery.control_s_per_byte.get(stage.device, 0.0) for stage in stages]
         self.copy_s = [size * way for size, way in zip(self.state_bytes, ways, strict=True)]
-        """What a copy of each worker's state takes on the way to the coordinator, or from it."""
+        """Seconds that a copy of each worker's state takes to the coordinator, or from it."""
         self.savers = len(plan.replicas[0].stages) if plan.sync.averages == "gradients" else len(stages)
         """So many workers, the first ones, give theirs to a checkpoint: equal parameters are saved once."""
         self.neighbours = {worker: self._neighbours(worker) for worker in self.worker_ids}
-        """By worker id, those on other devices to which it has a link."""
+        """The workers on other devices to which each worker has a link."""
 
     def _neighbours(self, worker_id: str) -> tuple[str, ...]:
         view = self.views[self.number[worker_id]]
@@ -138,7 +138,7 @@ class Epoch:
 
 
 def _shares(plan: Plan, spec: RunSpec) -> list[Share]:
-    """Of each worker. An only replica does all, whatever number of micro-batches it was planned for."""
+    """Return each worker's share. A single replica does all, whatever number of micro-batches it was planned for."""
     counts = [r.micro_batches for r in plan.replicas] if len(plan.replicas) > 1 else [spec.micro_batches]
     each = zip(shares(counts, spec.micro_batch_size), plan.replicas, strict=True)
     return [share for share, replica in each for _ in replica.workers]

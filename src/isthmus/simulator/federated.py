@@ -59,7 +59,7 @@ from isthmus.simulator.clock import VirtualClock
 
 
 class MessageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one executor's messages. What has values is given by pass."""
+    """Seconds of one executor's messages. Durations of messages with values are given by pass."""
 
     to_s: float = 0.0
     """Latency of a message to the executor."""
@@ -77,25 +77,25 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Durations of training and of messages. Times of clients are lines times log-normal noise of mean 1."""
 
     lines: tuple[LinearFit, ...]
-    """Of every executor in truth; what the coordinator believes of them it must find out."""
+    """The true line of every executor; the coordinator must estimate it."""
     noise: float = 0.0
     """The noise's sigma."""
     between_s: float = 0.0
     """From one client's end to the next one's beginning, on any executor: no client's time has it."""
     latency_s: float = 0.0
-    """Of a message, either way."""
+    """Seconds that a message takes, either way."""
     broadcast_s: float = 0.0
     """From a phase's opening until an executor has the model."""
     sums_s: float = 0.0
     """Until the coordinator has an executor's sums."""
     messages: tuple[MessageCosts, ...] = ()
-    """Of every executor by itself, in place of the three figures above."""
+    """Costs of every executor by itself, in place of the three figures above."""
     clients_per_vmap: int = 1
     """Clients of equal numbers of samples that are trained as one."""
     factor: Callable[[int, PhaseId], float] = lambda executor, phase: 1.0
     """(executor, phase) -> how much slower it is then."""
     used: Callable[[int], int] = lambda samples: samples
-    """Of so many samples of a client, those that are trained on."""
+    """Returns how many of a client's samples are trained on."""
     moves_s: Callable[[int, int], float] | None = None
     """(executor, executor) -> seconds of a client's state from the one that keeps it to the one that trains the client;
     None where no states move."""
@@ -158,13 +158,14 @@ def simulate_federation(machine: FederatedCoordinator, costs: FederatedCosts, se
 
 
 Moves = Mapping[tuple[str, str], Sequence[int]]
-"""By executor that took clients and executor that had them, those clients."""
+"""Clients that moved, by the executor that took them and the one that had them."""
 MOST_NAMED = 8
 """Clients in one line; of more than a few, their number."""
 
 
 def record_texts(record: RoundRecord, moves: Moves | None = None) -> list[str]:
-    """What a committed round's record says beyond its clients: an early end, clients that others took, late updates."""
+    """Return the lines about a committed round besides its clients: an early end, clients that others took, late
+    updates."""
     found: list[str] = []
     if record.closed_by != "all":
         missing = f"; clients missing: {len(record.missing)}" if record.missing else ""
@@ -223,12 +224,12 @@ class _RoundsSimulation:
         self._ended: dict[str, str] = {}
         """Processes that ended, and how."""
         self._due_s: float | None = None
-        """Of the tick that comes next."""
+        """Seconds at which the next tick comes."""
         self._finish: FinishRounds | None = None
         self._opened_s = 0.0
         self._ended_s = self._lost_s = 0.0
         self._moves: dict[tuple[str, str], list[int]] = {}
-        """Of the open round."""
+        """Clients that moved in the open round."""
         self._attempt = (0, 0)
         """Round and attempt that were opened last."""
         self._rounds: list[SimulatedRound] = []

@@ -1,4 +1,4 @@
-"""What a simulated run's weights are: the list of the updates made to them. And what must hold of it.
+"""The weights of a simulated run are the list of the updates made to them. A check says which lists are right.
 
 Every part of the model goes through the same updates: each range of samples once and in order, and none of an epoch's
 line that ended.
@@ -26,7 +26,7 @@ class HistoryEntry:
 
 
 State = Mapping[str, HistoryEntry | None]
-"""By part."""
+"""The newest update of each part."""
 
 
 def updated(state: State, first_sample: int, epoch: int) -> State:

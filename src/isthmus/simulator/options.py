@@ -1,4 +1,4 @@
-"""What a simulation assumes besides the plan, the fleet and the run's length; and what goes wrong in it, and when.
+"""Assumptions of a simulation besides the plan, the fleet and the run's length; faults and when they strike.
 
 What goes wrong, as `isthmus simulate` takes it:
 
@@ -50,7 +50,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def option(self) -> str:
-        """Of `isthmus simulate`, that gives such a fault."""
+        """The option of `isthmus simulate` that gives such a fault."""
         return f"--{self.kind}" if self.kind in ("slow", "join", "leave") else "--fault"
 
 
@@ -144,7 +144,8 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     redial_s: float = 1.0
     """Until a device whose connection was closed tries again."""
     control_s_per_byte: Mapping[str, float] = {}
-    """By device: of its way to the coordinator, which carries weights; 0 of others."""
+    """Seconds per byte on a device's way to the coordinator, which carries weights; 0 for devices that are not
+    named."""
     timeout_s: float = 60.0
     """Silence after which a connection is given up."""
     start_s: float = 60.0
@@ -176,12 +177,12 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     header_bytes: int = 0
     """Per message, on the wire only."""
     control_latency_s: float = 0.0
-    """Of each message between a device and the coordinator."""
+    """Seconds of each message between a device and the coordinator."""
 
     jitter: float = 0.0
     """Sigma of the log-normal factors on all durations and transfers; 0 for none."""
     seed: int = 0
-    """Of the jitter, and of which comes first among simultaneous events."""
+    """The seed of the jitter, and of the order of simultaneous events."""
     faults: tuple[Fault, ...] = ()
     recovery: RecoveryTimes = RecoveryTimes()
     run: str = "simulation"

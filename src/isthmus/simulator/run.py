@@ -98,17 +98,17 @@ class Planner(Protocol):
 
 
 class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it. Times are seconds since the first item was opened."""
+    """The outcome of a simulated run. Times are seconds since the first item was opened."""
 
     trace: Trace
     finish: FinishRun
     coordinator: CoordinatorStatistics
     workers: tuple[WorkerStatistics, ...]
-    """Of the first plan's workers that came to the run's end."""
+    """Statistics of the first plan's workers that came to the run's end."""
     seconds: float
     recoveries: tuple[Recovery, ...]
     recovered_s: tuple[tuple[float, float], ...]
-    """Of each recovery, from when to when no device trained."""
+    """Seconds from when to when no device trained, for each recovery."""
     notes: tuple[tuple[float, str], ...]
     done_s: tuple[tuple[float, int], ...]
     """When all devices had done a step, and which; a step that was repeated comes again."""
@@ -163,7 +163,7 @@ class RunSimulation:
         self._known = 0
         """Recoveries of this coordinator that are in the list."""
         self._earlier: tuple[Recovery, ...] = ()
-        """Of coordinators before this one."""
+        """Recoveries of coordinators before this one."""
         self._statistics: dict[str, WorkerStatistics] = {}
         self._finished_s = 0.0
         self.finish: FinishRun | None = None
@@ -236,7 +236,7 @@ class RunSimulation:
         self.world.later(TICK_S, "tick", self._tick)
 
     def handle(self, event: RunEvent) -> None:
-        """What the coordinator hears, if it is there."""
+        """Pass an event to the coordinator, if it is there."""
         machine = self.machine
         if not self.connections.answered or self.finish is not None:
             return

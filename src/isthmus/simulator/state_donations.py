@@ -30,10 +30,10 @@ class StateDonations:
         self._world = world
         self._connections = connections
         self._receivers: dict[str, list[ReceiveState]] = {}
-        """By donor."""
+        """The orders to receive state that each donor sends, by donor."""
         self._donations: dict[str, _Donation] = {}
         self._through_s: dict[str, float] = {}
-        """By donor, when all that it has sent so far is through."""
+        """Seconds at which all that each donor has sent so far has arrived."""
 
     def clear(self) -> None:
         self._receivers.clear()

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: faults strike devices, links and the coordinator."""
+"""Faults strike devices, links and the coordinator of a simulated run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Strikes:
         self._called.add(name)
 
     def tick(self) -> Observation:
-        """What the coordinator sees of the devices now."""
+        """Return the coordinator's observation of the devices now."""
         here = frozenset(self._world.devices)
         self._called -= here
         leaving, self._leaving = frozenset(self._leaving), set()

@@ -38,7 +38,7 @@ class SyncedModel:
     """The layers and the period of a mode of synchronisation. Raises UserError for no layers, or a period below 1."""
 
     forward_s: float
-    """What comes before the first layer's forward, or all of it where nothing is said of single layers."""
+    """Seconds before the first layer's forward, or of the whole forward where layers have no forward of their own."""
     layers: tuple[SyncedLayer, ...]
     """In backward order."""
     latency_s: float

@@ -1,4 +1,4 @@
-"""What surrounds simulated devices: time, links, and what goes wrong with them. No decision is made here."""
+"""The surroundings of simulated devices: time, links and faults. No decision is made here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from isthmus.simulator.options import SimulationOptions
 from isthmus.trace import Span
 
 SPARE_SHARE = 0.5
-"""Of a link, what copies of snapshots take."""
+"""The share of a link that copies of snapshots take."""
 _TAKING_TIME = (Computed, Updated, Saved)
 
 
 class Coordination(Protocol):
-    """What devices tell their coordinator; messages travel on its connections."""
+    """Messages of devices to their coordinator, which travel on its connections."""
 
     def say(self, worker: SimulatedWorker, body: DeviceReport) -> None: ...
 
@@ -54,7 +54,7 @@ class World:
         self._network = Network(fleet, options.overheads.message_s, self._factor)
         self._slow: dict[str, float] = {}
         self._cuts: dict[frozenset[str], float] = {}
-        """By pair of devices, until when nothing passes."""
+        """Seconds until which nothing passes between two devices, by pair."""
         self.setting_up = False
         """Whether connecting and starting take time: before a run's first item they take none."""
         self.say = coordination.say

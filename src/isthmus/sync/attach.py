@@ -226,7 +226,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 class _Worker(msgspec.Struct, frozen=True):
-    """What must be alike, and a name."""
+    """A worker's name, and the settings and parameters that must be alike on all workers."""
 
     host: str
     settings: _Settings

@@ -41,7 +41,7 @@ class Averager:
         self.workers = dist.get_world_size(group)
         self.lanes = lanes
         self.sent_bytes = 0
-        """What this worker sent in a ring: 2 (K - 1) / K of every tensor."""
+        """Bytes that this worker sent in a ring: 2 (K - 1) / K of every tensor."""
         self.busy_s = 0.0
         """How long averages were on the way, overlapping ones counted once. 0 but for CPU tensors on Gloo."""
         self._through_s = 0.0
@@ -140,7 +140,8 @@ class PendingAverage:
 
 
 def codec_name(codec: DeltaCodec | None) -> str:
-    """What must be alike between workers, and between a saved state and who reads it."""
+    """Return the codec's name, which must be alike between workers, and between a saved state and the run that reads
+    it."""
     kind = type(codec)
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(codec)  # object's names an address
 

@@ -35,7 +35,7 @@ JOIN_S = 1.0
 
 
 class _Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the merger, as worker 0 sends it."""
+    """The address of the merger, as worker 0 sends it."""
 
     run: str = ""
     address: str = ""

@@ -59,7 +59,7 @@ class DirectSum:
 
     @property
     def space_bytes(self) -> int:
-        """What hop 1 brings."""
+        """Bytes that hop 1 brings."""
         return len(self._others) * self._shards[self._rank].nbytes
 
     def offer(self, space: Tensor) -> None:

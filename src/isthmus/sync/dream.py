@@ -30,7 +30,8 @@ LOG = logging.getLogger("isthmus.sync")
 _WATCHED_PERIODS = 3
 """A link's time is the median of so many periods': one disturbed period is no drift."""
 _NOTICEABLE = 0.01
-"""Of the computation. A change below that is not worth a plan, however large a share it is of next to nothing."""
+"""A change below this share of the computation is not worth a plan, however large a share it is of an average that
+takes next to nothing."""
 
 _AS_GOOD = 1.003
 """A plan is followed that takes no more than this and has the fewest messages: each costs processor time, which no plan
@@ -38,7 +39,7 @@ counts."""
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
-    """What an option that is not given means."""
+    """Values of the options that are not given."""
 
     planner: str
     spare: float
@@ -71,14 +72,14 @@ class Dream(Scheduled):
             drift=method.drift if given.drift is None else given.drift,
         )
         self.link: LinkModel | None = None
-        """Of the newest probe."""
+        """The link as the newest probe measured it."""
         self.plans = 0
         """How many were made."""
         self._profiler = Profiler(setting.module, setting.model.buffers[0].device, lambda: setting.monitor.waited_s)
         self._busy_s: float | None = None
-        """What averages took of a period when the plan was new."""
+        """Seconds of a period that averages took when the plan was new."""
         self._newest_s: deque[float] = deque(maxlen=_WATCHED_PERIODS)
-        """What they took of the newest periods."""
+        """Seconds that averages took in the newest periods."""
         if setting.options.plan is not None:
             self.follow(_checked(setting.options.plan, setting))
 
@@ -124,7 +125,7 @@ class Dream(Scheduled):
             self._make_plan()
 
     def times(self) -> WorkerTimes | None:
-        """What this worker's newest steps took; None before the first."""
+        """Return the times of this worker's newest steps; None before the first."""
         return self._profiler.times() if self._profiler.steps else None
 
     def _make_plan(self) -> None:

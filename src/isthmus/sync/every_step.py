@@ -115,7 +115,7 @@ class AscWfbp(EveryStep):
         self._planned = False
         self._begun_s = 0.0
         self._ready_s: list[list[float]] = [[] for _ in setting.model.layers]
-        """Of each layer in each step, since the first layer was ready."""
+        """Seconds at which each layer was ready in each step, since the first layer was."""
 
     def ready(self, number: int) -> None:
         if not self._planned:

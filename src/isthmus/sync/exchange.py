@@ -52,7 +52,7 @@ def to_bytes(value: object) -> Tensor:
 
 
 def from_bytes(data: Tensor, kind: type[T]) -> T:
-    """What `to_bytes` was given. UserError for anything else."""
+    """Return the value that `to_bytes` was given. Raises UserError for anything else."""
     return parse_msgpack(data.cpu().numpy().tobytes(), kind, f"expected {kind}")
 
 

@@ -1,4 +1,4 @@
-"""What is still open when the interpreter ends is ended before it, within bounds.
+"""Open resources are closed before the interpreter ends, within bounds.
 
 A thread that waits in torch when Python finalizes may be woken then: Python ends it by unwinding its stack, and C++
 aborts the process on the way. So no such thread may be left when the exit handlers have run.

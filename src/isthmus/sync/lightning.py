@@ -96,7 +96,7 @@ class SyncStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Of all backward passes of a step but the last."""
+        """Block the exchange in all backward passes of a step but the last."""
         with contextlib.nullcontext() if self.sync is None else self.sync.no_sync():
             yield
 

@@ -1,4 +1,4 @@
-"""What a mode is: what happens inside backward, and what at the end of a step."""
+"""A mode acts inside backward and at the end of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setting:
-    """What every mode works on."""
+    """The objects that every mode works on."""
 
     module: nn.Module
     model: FlatModel
@@ -36,7 +36,7 @@ class Setting:
     period: int
     options: Options
     codec: DeltaCodec | None = None
-    """Of the deltas that `outer` and `streaming` exchange."""
+    """The codec of the deltas that `outer` and `streaming` exchange."""
 
     def delta_averager(self) -> Averager | CompressedAverager:
         """For the same deltas each time."""
@@ -73,12 +73,12 @@ class Mode:
 
     @property
     def samples(self) -> int | None:
-        """Of all workers so far; None where they count nothing but steps."""
+        """Samples of all workers so far; None where they count nothing but steps."""
         return None
 
     @property
     def sent_bytes(self) -> int:
-        """By this worker."""
+        """Bytes that this worker sent."""
         return self.setting.averager.sent_bytes
 
     def ready(self, number: int) -> None:
@@ -102,7 +102,7 @@ class Mode:
         self._in_period = 0 if ends_period else self._in_period + 1
 
     def counts(self) -> Tensor:
-        """What `recount` takes."""
+        """Return the counts that `recount` takes."""
         return torch.tensor([self.steps, self.periods, self.own_period, self._in_period])
 
     def recount(self, counts: Tensor) -> None:
@@ -122,7 +122,7 @@ class Mode:
         """All workers are at the end of a period; `report` is what they said of the one before."""
 
     def state(self) -> dict[str, Tensor]:
-        """What is lost with the process: tensors by name."""
+        """Return the state that is lost with the process: tensors by name."""
         return {}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -153,7 +153,8 @@ def restored(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 
 
 def restored_document(state: Mapping[str, Tensor], name: str, kind: type[T]) -> T:
-    """What `exchange.to_bytes` packed under this name. Raises UserError unless it is there and of this kind."""
+    """Return the value that `exchange.to_bytes` packed under this name. Raises UserError unless it is there and of this
+    kind."""
     if name not in state:
         raise UserError(f"saved sync state: {name!r} is missing. Was it saved in this mode?")
     try:

@@ -1,4 +1,4 @@
-"""What each worker spends its time on, told to all of them once in a period, and who holds the others up.
+"""Each worker broadcasts once in a period how it spends its time, and the worker that delays the others is named.
 
 The exchange of one period is started at its end and read at the end of the next: nobody waits for it.
 """
@@ -46,7 +46,7 @@ class PeriodReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def behind_s(self) -> float:
-        """What the slowest worker costs the others per step: its time over theirs."""
+        """Seconds per step that the slowest worker costs the others: its time over theirs."""
         return max(self.compute_s) - self.usual_s
 
 
@@ -72,7 +72,7 @@ class Monitor:
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """What is done inside is waiting for others."""
+        """Count the time inside as waiting for others."""
         start_s = time.perf_counter()
         try:
             yield

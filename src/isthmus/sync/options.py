@@ -1,4 +1,4 @@
-"""What can be chosen beside the mode and the period."""
+"""Options of `attach` besides the mode and the period."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from isthmus.training.optim import OuterStep
 
 
 class OuterExchange:
-    """Of some tensors. `start`: the outer ones, which are kept and changed in place."""
+    """The outer step of some tensors. `start` are the outer ones, which are kept and changed in place."""
 
     def __init__(self, start: Sequence[Tensor], setting: Setting, config: OuterOptimizer) -> None:
         self._monitor = setting.monitor
@@ -61,7 +61,7 @@ class OuterExchange:
         self._outer.mix_into(own)
 
     def state(self, prefix: str) -> dict[str, Tensor]:
-        """What is lost with the process, by name. Waits for what is on its way."""
+        """Return the state that is lost with the process, by name. Waits for exchanges that are on their way."""
         self.arrive()
         found: dict[str, Tensor] = {}
         for number, (value, momentum) in enumerate(zip(self._outer.values, self._outer.momenta, strict=True)):
@@ -138,7 +138,7 @@ class Streaming(Mode):
         return loss
 
     def detach(self) -> None:
-        """What is on its way arrives: torch ends a process whose group goes away under an exchange."""
+        """Wait for exchanges that are on their way: torch ends a process whose group goes away under one."""
         for fragment in self._fragments:
             fragment.exchange.arrive()
 

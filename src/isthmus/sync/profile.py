@@ -1,4 +1,4 @@
-"""What a step's parts take: forward as a whole, backward and update of each layer, and an average (alpha + beta x
+"""The times of a step's parts: forward as a whole, backward and update of each layer, and an average (alpha + beta x
 bytes)."""
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _medians(rows: list[list[float]]) -> tuple[float, ...]:
 def worker_profile(
     worker: str, times: WorkerTimes, units: Sequence[Sequence[str]], average_s: Sequence[float]
 ) -> WorkerProfile:
-    """What the planner wants, in forward order, given how long averaging each of `units` (backward order) takes.
+    """Return a worker's profile for the planner, in forward order. `average_s` are seconds to average each of `units`
+    (backward order).
 
     A unit is one layer or several that are averaged together: ready when the last of them is. A worker whose layers
     became ready in another order counts as if each had waited for those before it.

@@ -73,7 +73,7 @@ class Scheduled(Mode):
         self.origin = 0
         """The step at which the plan's first iteration was."""
         self._on_the_way: dict[int, _SentLayers] = {}
-        """By layer, in the order in which they were sent."""
+        """Layers that are being averaged, in the order in which they were sent."""
         self.barriers = ForwardBarriers(
             setting.module, setting.model.layers, self.entered, lambda number: self.finish([number])
         )
@@ -256,7 +256,7 @@ class OverlappedPartialSync(Scheduled):
 
 
 def partial_sync(setting: Setting) -> Mode:
-    """By the option `overlap`."""
+    """Return the mode that the option `overlap` chooses."""
     return OverlappedPartialSync(setting) if setting.options.overlap else PartialSync(setting)
 
 

@@ -30,7 +30,8 @@ class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     steps: int
     sent_bytes: int
-    """By this worker, for averages: 2 (K - 1) / K of what was averaged, as in a ring. `decoupled`: contributions."""
+    """Bytes that this worker sent for averages: 2 (K - 1) / K of the averaged tensors, as in a ring. `decoupled`: bytes
+    of its contributions."""
     samples: int | None
     """`decoupled`: of all workers so far, as far as this one knows."""
     workers: tuple[str, ...]
@@ -139,7 +140,7 @@ class Sync:
         return self._mode.finished
 
     def statistics(self) -> SyncStatistics:
-        """What was done so far. No communication: every worker may ask at any time."""
+        """Return the statistics so far. No communication: every worker may ask at any time."""
         setting, mode = self._setting, self._mode
         last = setting.monitor.last
         dream = mode if isinstance(mode, Dream) else None
@@ -160,7 +161,8 @@ class Sync:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this worker must keep besides its own model and optimizer, in the middle of a period too."""
+        """Return the state that this worker must keep besides its own model and optimizer, in the middle of a period
+        too."""
         self.wait()
         return {"made": to_bytes(self._made), "counts": self._mode.counts(), **self._mode.state()}
 
@@ -198,7 +200,7 @@ class Sync:
 
     @property
     def _made(self) -> dict[str, str]:
-        """What must be as it was for a saved state to mean the same."""
+        """Settings that must be as they were for a saved state to mean the same."""
         setting = self._setting
         return {"mode": self.mode_name, "period": str(setting.period), "codec": codec_name(setting.codec)}
 
@@ -253,7 +255,8 @@ class Sync:
             self._buffers_sent = None
 
     def _buffers(self) -> list[Tensor]:
-        """What the module calls by the names of the start: it may have put another tensor there (`self.mean = ...`).
+        """Return the module's buffers under their names at the start: it may have put another tensor there (`self.mean
+        = ...`).
 
         All workers send alike, so one of another shape is left alone, and what was held before goes in its place.
         """

@@ -87,7 +87,8 @@ class Updates:
             self.optimizer.param_groups = groups
 
     def _kernels(self, group: Mapping[str, object], parameters: Sequence[nn.Parameter]) -> dict[str, bool]:
-        """What to change in a group of `param_groups`, so that fused kernels update these parameters if they can.
+        """Return the changes to a group of `param_groups`, so that fused kernels update these parameters if they
+        can.
 
         They go through memory from end to end, whatever its strides; SGD's take momentum of all parameters or of none.
         """

@@ -93,7 +93,7 @@ _deferred: list[_Deferred] = []
 
 
 def forget() -> None:
-    """Of devices that are no longer there."""
+    """Forget the copies of devices that are no longer there."""
     _deferred.clear()
 
 

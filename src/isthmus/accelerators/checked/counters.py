@@ -1,4 +1,4 @@
-"""What the host did with a device: work that it queued, bytes that it copied, and where it waited."""
+"""Counters of the host's use of a device: work that it queued, bytes that it copied, and places where it waited."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     event_waits: int
     """The host waited for one event."""
     places: dict[str, int]
-    """Of implicit copies and waits: what and where -> how often."""
+    """Implicit copies and waits: the number of times by operation and place."""
 
 
 class Counters:
-    """Of one device, by thread. The caller holds the lock."""
+    """Counters of one device, by thread. The caller holds the lock."""
 
     def __init__(self, refused: Collection[Wait]) -> None:
         self._numbers: dict[int, Counter[str]] = {}

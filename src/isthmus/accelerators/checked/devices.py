@@ -54,13 +54,13 @@ def refused(index: int) -> set[Wait]:
 
 
 def _of(variable: str, index: int) -> str:
-    """What it says of this device, or else of each."""
+    """Return the variable's value for this device, or else for each."""
     parts = _parts(variable)
     return parts.get(index, parts.get(None, ("",)))[-1]
 
 
 def _parts(variable: str) -> dict[int | None, tuple[str, ...]]:
-    """By the device that it is said of; None of each."""
+    """Return the values by the device that they are for; None stands for each device."""
     found: dict[int | None, tuple[str, ...]] = {}
     for part in filter(None, os.environ.get(variable, "").split(",")):
         text, _, of = part.partition("@")
@@ -82,7 +82,7 @@ class CheckedDevice:
         self.counters = Counters(refused(index))
         self.memory = CheckedMemory(f"{KIND}:{index}", memory_bytes(index))
         self.random_state = torch.Generator().manual_seed(index).get_state()
-        """Of its random numbers: those that the CPU would draw from this state."""
+        """The state of its random numbers: they are those that the CPU would draw from it."""
         self.drawing: int | None = None
         """The thread that holds the generators."""
         self.dropped: deque[DeviceAllocation] = deque()
@@ -152,7 +152,7 @@ def device(index: int) -> CheckedDevice:
 
 
 def seed_all(seed: int) -> None:
-    """Of the random numbers of every device that there is."""
+    """Seed the random numbers of every device that there is."""
     with LOCK:
         for each in _devices.values():
             each.random_state = torch.Generator().manual_seed(seed).get_state()

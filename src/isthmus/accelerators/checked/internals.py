@@ -27,7 +27,7 @@ _registered: list[object] = []
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """What autograd asks."""
+    """Answers to autograd's questions."""
 
     def is_built(self) -> bool:
         return True
@@ -40,7 +40,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 
 class _DeviceModule:
-    """What torch asks of the type's module."""
+    """The type's module, with the functions that torch asks of it."""
 
     def __init__(self, seed_all: Callable[[int], None]) -> None:
         self._seed_all = seed_all
@@ -111,8 +111,8 @@ def _bound(fallback: Callable[..., object], name: str) -> Callable[..., object]:
 
 
 def numbers_refused(op: OpOverload) -> list[bool]:
-    """Of each argument: whether it is a tensor, and torch takes no number in its place. Torch hands over a number that
-    was made a tensor as a number."""
+    """Return for each argument whether it is a tensor, and torch takes no number in its place. Torch hands over a
+    number that was made a tensor as a number."""
     takes = torch._C._should_allow_numbers_as_tensors(name_of(op))
     return [not takes and isinstance(a.type, torch.TensorType) for a in op._schema.arguments]
 
@@ -135,7 +135,7 @@ def backward_in_this_thread() -> None:
 def cpu_takes_flash(
     inputs: Sequence[Tensor], mask: Tensor | None, dropout: float, causal: bool, scale: float | None, grouped: bool
 ) -> bool:
-    """Of the CPU's two algorithms of attention."""
+    """Return whether the CPU takes the flash algorithm of attention, of its two."""
     choose: Callable[..., int] = torch._fused_sdp_choice
     return choose(*inputs, mask, dropout, causal, scale=scale, enable_gqa=grouped) == _FLASH
 

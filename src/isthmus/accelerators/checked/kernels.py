@@ -51,10 +51,10 @@ def _index(where: torch.device | None) -> int:
 
 
 class _Facts(NamedTuple):
-    """Of an operator, by its schema."""
+    """Facts of an operator, from its schema."""
 
     writes: tuple[bool, ...]
-    """Of each argument in turn."""
+    """Whether the operator writes each argument, in turn."""
     tensors: tuple[bool, ...]
     """Where a number must be made a tensor."""
     names: dict[str, int]
@@ -207,7 +207,8 @@ def _on_cpu(
 
 
 def _tensor_of(value: object) -> object:
-    """Of no dims, and therefore without a say in the result's type, where it is a number."""
+    """Return a number as a tensor without dims, which therefore does not affect the result's type; else the value
+    itself."""
     if isinstance(value, bool | int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     return value
@@ -321,7 +322,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """By the algorithm that torch takes on the CPU for such tensors."""
+    """Compute attention by the algorithm that torch takes on the CPU for such tensors."""
     inputs = [as_host(t).requires_grad_(t.requires_grad) for t in (query, key, value)]
     mask = None if attn_mask is None else as_host(attn_mask)
     flash = cpu_takes_flash(inputs, mask, dropout_p, is_causal, scale, enable_gqa)

@@ -22,7 +22,8 @@ SMALL = 2**20
 """Largest of those that come from segments of `SMALL_SEGMENT` bytes. More than that is split off a larger block."""
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
-"""Of larger blocks, up to half of it. Beyond, each has a segment of its own: a multiple of `SMALL_SEGMENT`."""
+"""Bytes of the segments of larger blocks, up to half of that size. A block beyond has a segment of its own: a multiple
+of `SMALL_SEGMENT`."""
 
 
 def rounded(size: int, unit: int) -> int:
@@ -63,7 +64,7 @@ class CheckedMemory:
         self.peak_allocated = 0
         self.peak_reserved = 0
         self._free: defaultdict[tuple[int, bool], list[Block]] = defaultdict(list)
-        """By size."""
+        """Free blocks, sorted by size."""
         self._segments = itertools.count()
 
     def take(self, size: int, stream: int) -> Block:

@@ -32,7 +32,7 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 class HostOrder:
-    """What the host has waited for."""
+    """The work that the host has waited for."""
 
     def __init__(self) -> None:
         self.clock: Clock = {}
@@ -110,7 +110,7 @@ Span = tuple[int, int]
 
 
 def span_of(tensor: Tensor) -> Span:
-    """What a tensor reaches of its memory, gaps included."""
+    """Return the bytes of its memory that a tensor reaches, gaps included."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if not tensor.numel():

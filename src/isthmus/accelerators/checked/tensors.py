@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 UNWRITTEN = 0xFF
 """A byte of memory that holds nothing yet: floating-point numbers of such bytes are NaN."""
 _allocations: dict[int, DeviceAllocation] = {}
-"""Of tensors, by address."""
+"""Allocations of tensors, by address."""
 _host_buffers: dict[int, DeviceAllocation] = {}
 _seeds: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -96,7 +96,7 @@ def _placed(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 
 
 def view_of(base: Tensor, like: Tensor) -> Tensor:
-    """What `like` is to the host's memory, as a view of `base`."""
+    """Return the view of `base` that `like` is of the host's memory."""
     return _placed(base.untyped_storage(), like)
 
 
