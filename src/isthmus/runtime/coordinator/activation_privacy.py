@@ -1,4 +1,5 @@
-"""What leaves data holders under a plan, and whether noise can cover it: which values each stage must clip first.
+"""Determines which values leave data holders under a plan, which of them each stage must clip first, and whether noise
+can cover them.
 
 A stage is raw where it computes on samples as they are: it reads columns that are no labels, or takes values of such a
 stage that were not covered. Raw stages run on data holders; what they send to other holders stays as it is.
@@ -32,7 +33,7 @@ MOST_NAMED = 3
 
 
 class Protection(NamedTuple):
-    """Of a plan; stages are numbered as workers."""
+    """The protection of a plan; stages are numbered as workers."""
 
     raw: frozenset[int]
     released: Mapping[int, Released]
@@ -41,7 +42,7 @@ class Protection(NamedTuple):
     train: int
     """Releases of a training sample in one pass: stages of a replica whose values leave."""
     heldout: int
-    """Of a held-out sample in one evaluation."""
+    """Releases of a held-out sample in one evaluation."""
 
     def freezes(self, worker: int) -> bool:
         """Whether the stage's weights do not learn."""
@@ -53,7 +54,7 @@ class Protection(NamedTuple):
 
 
 NONE = Protection(frozenset(), {}, None, 0.0, 0, 0)
-"""Of a job that asks for no noise."""
+"""The protection of a job that asks for no noise."""
 
 
 class _Graph(NamedTuple):
@@ -66,8 +67,8 @@ class _Graph(NamedTuple):
 
 
 def protection(prepared: Prepared, plan: Plan, pairs: Sequence[StagePair], holders: Sequence[str]) -> Protection:
-    """What must be covered. UserError where noise on the plan's messages would not cover what leaves, or the accounting
-    not what they tell."""
+    """Return the protection that the plan needs. UserError where noise on the plan's messages would not cover the
+    values that leave, or the accounting not what they disclose."""
     privacy = prepared.job.privacy
     if privacy is None:
         return NONE
@@ -303,7 +304,7 @@ def _check_trained(
 def _sent_values(
     whole: _Graph, worker: int, devices: Sequence[str], held: Sequence[bool], noise: ActivationNoise, *, is_raw: bool
 ) -> Iterator[Crossing]:
-    """What must be covered of what the stage sends to devices that hold no data."""
+    """Yield the values that the stage sends to devices that hold no data, and that must be covered."""
     for c in whole.stages[worker].sends:
         if held[c.target]:
             continue

@@ -40,7 +40,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     logs: Path
     """Where what devices write to standard error goes, as far as it is written on this machine."""
     stages: Mapping[str, int] = {}
-    """By device that may get several at once: how many."""
+    """How many stages each device may get, for those that may get several at once."""
     replicas: bool = False
     """Each device trains the whole model; its changes are merged."""
     yields: bool = False
@@ -53,7 +53,7 @@ class Session(Protocol):
     """Devices at work for a run."""
 
     def ended(self) -> Mapping[str, str]:
-        """Of which devices the process has ended otherwise than well, and how."""
+        """How each device's process ended, for those that failed."""
         ...
 
     def starting(self, device: str) -> bool:
@@ -90,7 +90,7 @@ class Session(Protocol):
 
 
 def paths_of(device: str, paths: Sequence[PeerPath], worker_ids: Collection[str]) -> list[PeerPath]:
-    """Of the ways that a device has taken those to other devices with one of these worker ids, each once."""
+    """Return the paths that a device has taken to other devices with one of these worker ids, each device once."""
     found = {device_of(way.device): way for way in paths if way.device in worker_ids}
     return [msgspec.structs.replace(way, device=other) for other, way in found.items() if other != device]
 
@@ -143,7 +143,7 @@ class Backend(Protocol):
 
     @property
     def computes(self) -> Mapping[str, EngineOperators]:
-        """What devices said of their engines; those that are not named have this installation's."""
+        """The operators that devices reported of their engines; devices that are not named have this installation's."""
         ...
 
     def idle(self, like: Collection[str]) -> list[str]:

@@ -18,7 +18,7 @@ from isthmus.errors import IsthmusError, PeerError, UserError
 
 NAMED: Mapping[str, str] = {"train": "training", "heldout": "held-out"}
 Digests = Mapping[str, Mapping[str, str]]
-"""By device and split."""
+"""Digests by device and split."""
 
 
 class UnequalData(UserError):
@@ -35,8 +35,8 @@ class DataQueries(Protocol):
     def describe(
         self, devices: Sequence[str], data: DataSpec, *, heldout: bool
     ) -> Mapping[str, DataDescription | IsthmusError]:
-        """By device. UserError, which names the device and the field, for data that it does not have, may not read, or
-        describes as no data are; PeerError for a device that does not answer."""
+        """Return each device's description. UserError, which names the device and the field, for data that it does not
+        have, may not read, or describes as no data are; PeerError for a device that does not answer."""
         ...
 
     def are_equal(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
@@ -71,7 +71,7 @@ class DataHolders:
         self._asking: dict[str, threading.Thread] = {}
         """Who came while the run was under way."""
         self.described: dict[str, DataDescription] = {}
-        """By device, in the order in which they answered."""
+        """Descriptions by device, in the order in which the devices answered."""
 
     def ask(self, devices: Sequence[str] | None = None) -> None:
         """Have all of these devices describe the data; without any, those candidates that are here, one at least.
@@ -102,7 +102,7 @@ class DataHolders:
             yield from self._asks.describe([device], self._data.at(device), heldout=self._heldout).items()
 
     def remember(self, described: Mapping[str, DataDescription]) -> None:
-        """What was found before, by another process."""
+        """Take the descriptions that another process found before."""
         self.described |= described
 
     def is_known(self, device: str) -> bool:
@@ -159,7 +159,7 @@ class DataHolders:
 
 
 def agreed(described: Mapping[str, DataDescription]) -> DataDescription:
-    """Of holders of the same samples: any one's, without digests."""
+    """Return the description of any of the holders, without digests: all have the same samples."""
     return msgspec.structs.replace(next(iter(described.values())), digests={})
 
 

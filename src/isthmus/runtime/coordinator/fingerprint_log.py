@@ -20,13 +20,13 @@ from isthmus.training.digests import KEY_BYTES
 
 
 class FingerprintLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of a plan, or of what a worker reported."""
+    """A plan, or a worker's report."""
 
     step: int
     """Steps that are done: before the plan, or with what is reported."""
     plan: Plan | None = None
     key: bytes = b""
-    """Of the digests under this plan."""
+    """The key of the digests under this plan."""
     accelerators: dict[str, str] = {}
     """Where devices of this machine compute under this plan, if not on the CPU."""
     worker: str = ""
@@ -34,14 +34,14 @@ class FingerprintLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Fingerprinted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a step."""
+    """The plan and the reports of a step."""
 
     plan: Plan
     key: bytes
     accelerators: dict[str, str]
-    """By device; those that are not here compute on CPUs."""
+    """Accelerators by device; devices that are not here compute on CPUs."""
     workers: dict[str, dict[str, str]]
-    """By worker, its digests."""
+    """The digests of each worker."""
 
 
 class FingerprintLog:
@@ -63,7 +63,7 @@ class FingerprintLog:
         self._file = _file(folder)
         self._workers = 0
         self._last: dict[str, tuple[int, bool]] = {}
-        """By worker, the step that it reported last, and whether with a state."""
+        """The step that each worker reported last, and whether with a state."""
 
     def begin(self, step: int, plan: Plan) -> None:
         self._workers, self._last = len(plan.worker_ids), {}
@@ -73,8 +73,8 @@ class FingerprintLog:
             )
 
     def add(self, worker: str, found: Sequence[StepFingerprint]) -> None:
-        """What no honest device reports is ignored: steps out of order, nodes that the plan has not, and other names of
-        those that it has."""
+        """Write the reports that are valid. Others are ignored: steps out of order, nodes that the plan has not, and
+        other names of those that it has."""
         for one in found if self.settings is not None else ():
             kept = {name: digest for name, digest in one.digests.items() if self._knows(name)}
             if len(kept) > self._most:
@@ -109,7 +109,7 @@ def chosen_fingerprints(job: Job) -> Fingerprinting | None:
 
 
 def read_fingerprints(folder: Path) -> dict[int, Fingerprinted]:
-    """By steps done; nothing where none were kept."""
+    """Return the fingerprints by steps done; none where none were kept."""
     found: dict[int, Fingerprinted] = {}
     plan, key, accelerators = None, b"", dict[str, str]()
     for line in _file(folder).lines():

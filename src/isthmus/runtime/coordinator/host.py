@@ -78,9 +78,9 @@ from isthmus.trace import Span
 from isthmus.training.layout import header_of
 
 MOST_SPANS = 500_000
-"""What is kept of a trace: days of training would not fit in memory."""
+"""The most spans that a trace keeps: those of days of training would not fit in memory."""
 FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Diverged, "failed": UserError}
-"""What a run's failure is, by how it ended."""
+"""The error that each ending of a failed run raises."""
 LATE_ITEMS = 64
 """Spans of an item may come with a later item's report, at most this many later."""
 
@@ -204,7 +204,7 @@ class CoordinatorHost:
             raise PeerError(f"sent {type(body).__name__} with tensors")
 
     def _translate(self, received: ReceivedMessage | RunEvent) -> list[RunEvent]:
-        """What a device sent, as events for the machine."""
+        """Return a device's message as events for the machine."""
         if not isinstance(received, tuple):
             return [received]
         device, message, tensors = received

@@ -1,4 +1,4 @@
-"""What donors send for joining devices, passed on to the devices that receive it. The coordinator keeps none of it."""
+"""Passes the state that donors send on to the joining devices that receive it. The coordinator keeps none of it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Joiners:
         self._callbacks = callbacks
         self._lanes = lanes
         self._receivers: dict[str, list[str]] = {}
-        """By device that sends its state."""
+        """Joining devices by the device that sends them its state."""
         self._most_waiting_bytes: dict[str, int] = {}
-        """By joining device."""
+        """Bytes that may wait to be sent to each joining device."""
         self._number = self._step = 0
-        """Of the following, and the step from which on states are given; what is still under way of an earlier one goes
-        no further."""
+        """The number of the state transfer, and the step from which on states are given; messages of an earlier
+        transfer go no further."""
 
     def follow(self, wanted: ReceiveState, epoch: int) -> None:
         self._number, self._step = wanted.number, wanted.step
@@ -64,7 +64,8 @@ class Joiners:
         self._receivers.clear()
 
     def _drop(self, joiner: str) -> None:
-        """What it will not follow any more need not go down its line beside its work."""
+        """Drop the state that waits to be sent to a device that does not catch up any more: it need not use the
+        device's line."""
         if (lane := self._lanes.get(joiner)) is not None:
             lane.drop_background()
 

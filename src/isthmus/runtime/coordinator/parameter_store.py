@@ -27,14 +27,14 @@ class ParameterStore:
         self._given = given
         self._found: dict[str, Tensor] = {}
         self._others: dict[int, dict[str, Tensor]] = {}
-        """Of replicas but the first, what a checkpoint holds of theirs alone."""
+        """State of replicas but the first that a checkpoint holds for them alone."""
         self._rest: dict[str, Tensor] | None = None
         self.base = ""
         """Digest of what is read again where it came from, once the module is built: no part of a checkpoint."""
 
     @property
     def rest(self) -> Mapping[str, Tensor]:
-        """What no stage uses or changes: part of a checkpoint all the same."""
+        """Variables that no stage uses or changes: they are part of a checkpoint all the same."""
         return self._complete()[1]
 
     def begin(self) -> None:
@@ -50,7 +50,7 @@ class ParameterStore:
         self._found, self._others = resume(found, expected, self._prepared.job.optimizer, checkpoint)
 
     def forget_others(self) -> None:
-        """What replicas have of their own is in their memory now, or nowhere."""
+        """Forget the state of single replicas: it is in their memory now, or lost."""
         self._others = {}
 
     def give(self, tensors: Mapping[str, Tensor]) -> None:

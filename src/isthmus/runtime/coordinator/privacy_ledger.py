@@ -30,7 +30,7 @@ def opened_ledger(folder: Path, noise: ActivationNoise | None, samples: Sequence
 
 
 class _SentSamples:
-    """What one holder sent, in the order of its own data."""
+    """Samples that one holder sent, in the order of its own data."""
 
     def __init__(self, size: int, before: tuple[SampleRange, ...]) -> None:
         self._size, self.stretches = size, before
@@ -59,7 +59,7 @@ class _SentSamples:
 
 
 class PrivacyLedger:
-    """Of one run: what its sessions sent, this one and those before."""
+    """The ledger of one run: samples that were sent in this session and those before."""
 
     def __init__(self, folder: Path, delta: float, samples: Sequence[int]) -> None:
         """`samples` of each holder with data of its own, in their order, or of all together. UserError for a record
@@ -90,7 +90,7 @@ class PrivacyLedger:
             self._write(self._spent([sent.reserved() for sent in self._sent]))
 
     def after(self, item: Item, batch: int) -> str:
-        """What to say of a finished item: something, where it ends a pass over the data."""
+        """Return a line about a finished item; empty unless it ends a pass over the data."""
         size = sum(self._samples)
         passes = (item.step + 1) * batch // size
         if item.kind != "train" or passes == item.step * batch // size:

@@ -21,7 +21,7 @@ class RecoveryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lineage: tuple[tuple[int, int], ...]
     """Plan epochs that trained, each with the step that it began from."""
     plan: Plan
-    """Of the newest epoch."""
+    """The plan of the newest epoch."""
 
 
 def write_record(folder: Path, record: RecoveryRecord) -> None:

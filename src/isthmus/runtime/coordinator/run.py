@@ -45,8 +45,8 @@ from isthmus.units import format_duration
 
 
 def _most_leaves(prepared: Prepared) -> int:
-    """Of a step's fingerprint in an audit: parameters and buffers, which are operators of the graph, with gradients,
-    norms and what optimizers keep of them; values of each micro-batch, there and back."""
+    """Return the most leaves of a step's fingerprint in an audit: parameters and buffers, which are operators of the
+    graph, with gradients, norms and the optimizers' state of them; values of each micro-batch, there and back."""
     return (8 + 2 * prepared.job.micro_batches) * len(prepared.captured.train.ops)
 
 
@@ -85,7 +85,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     weights: Mapping[str, Tensor] | None = None
     """To begin with: every variable, by the module's own names. None: the module's first ones."""
     record: RecoveryRecord | None = None
-    """Of a run whose coordinator was lost: devices may be at work for it, and hold more than the checkpoint."""
+    """The record of a run whose coordinator was lost: devices may be at work for it, and hold more than the
+    checkpoint."""
     believed: Fleet | None = None
     """The fleet as an earlier session of the run measured it, for plans; None: as stated."""
     backend: Backend = LocalBackend()
@@ -159,7 +160,7 @@ class RunController:
         )
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self.peaks: dict[str, MemoryPeak] = {}
-        """By device of the plan in force."""
+        """Peaks by device of the plan in force."""
         self._begun: BeginEpoch | None = None
         self._reached = 0
         """Steps that are done."""
@@ -176,23 +177,23 @@ class RunController:
         self._values = ParameterStore(prepared, self.now.written, options.weights)
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None
-        """Of the state that `_values` are; None when they are of several."""
+        """The step of the state that `_values` are; None when they are of several."""
         self.start_step = self._begun_from(options.resume_from) if options.resume_from is not None else 0
         if self._record is None:
             self._load(options.resume_from)
 
     @property
     def spent(self) -> PrivacySpent | None:
-        """What messages disclosed of samples, where noise covers them. Nothing is sent any more."""
+        """The privacy that messages have spent, where noise covers them. Nothing is sent any more."""
         return self._ledger.close() if self._ledger is not None else None
 
     @property
     def now(self) -> StageAssignments:
-        """Of the plan that is in force."""
+        """The assignments of the plan that is in force."""
         return self._plans.now
 
     def machine(self) -> RunMachine:
-        """Of this run, new or started again."""
+        """Return the machine of this run, new or started again."""
         timeout_s = self.job.timeout_s
         return RunMachine(
             self._coordinator(),
@@ -411,8 +412,8 @@ def run_plan(
 
 
 def _most_stages(plan: Plan) -> dict[str, int]:
-    """By device that may get several: where labels stay, a data holder gets the first and the last stage under this
-    plan or a later one."""
+    """Return how many stages each device may get, for those that may get several: where labels stay, a data holder gets
+    the first and the last stage under this plan or a later one."""
     found = Counter(plan.devices)
     if plan.constraints.labels_stay:
         found |= Counter(dict.fromkeys(plan.constraints.data_holders, 2))
@@ -426,7 +427,7 @@ def check_outcome(outcome: Outcome) -> None:
 
 
 LATE_SHARE = 0.02
-"""Of the time, by which the tasklets of an emulated device may overrun."""
+"""The share of the time by which the tasks of an emulated device may take longer than they should."""
 
 
 def late_warnings(late_s: Mapping[str, float], elapsed_s: float) -> list[str]:
@@ -441,7 +442,7 @@ def late_warnings(late_s: Mapping[str, float], elapsed_s: float) -> list[str]:
 
 
 def manifest_of(job: Job, checkpoint: Path) -> Manifest:
-    """Of a checkpoint that the job goes on from. UserError where it cannot."""
+    """Return the manifest of a checkpoint that the job goes on from. UserError where it cannot."""
     manifest = read_manifest(checkpoint)
     for field, got, saved in (
         ("training.seed", job.training.seed, manifest.seed),

@@ -1,4 +1,4 @@
-"""What a coordinator is given to do besides coordination, and what is left of a run when it is over."""
+"""Callbacks of a coordinator for its work besides coordination, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     periods: tuple[PlanPeriod, ...] = ()
     """The run's plans."""
     peaks: Mapping[str, MemoryPeak] = {}
-    """By device, of its stage under the last plan."""
+    """The peak of each device's stage under the last plan."""
     spent: PrivacySpent | None = None
-    """What messages disclosed of samples, in this session and those before it; None where nothing covers them."""
+    """The privacy that messages spent in this session and those before it; None where nothing covers them."""
 
 
 class Address(NamedTuple):
@@ -58,15 +58,15 @@ class Address(NamedTuple):
 
 
 class WeightAmounts(NamedTuple):
-    """What comes with a training step from outside of the run."""
+    """Amounts that come with a training step from outside of the run."""
 
     exchange: WeightExchange
     amounts: Mapping[str, Tensor]
-    """By the module's own names of parameters."""
+    """Amounts by the module's own names of parameters."""
 
 
 class WeightExchanges(Protocol):
-    """Of a run whose weights others change too."""
+    """The weight exchanges of a run whose weights others change too."""
 
     def opened(self, item: Item) -> WeightAmounts:
         """With a training step. A step that is made again is opened again, and gets the same."""
@@ -101,7 +101,7 @@ class RunCallbacks(Protocol):
         ...
 
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
-        """What a device's stage needs, but for the parts that it has itself."""
+        """Return the weights that a device's stage needs, but for the parts that it has itself."""
         ...
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
@@ -113,11 +113,11 @@ class RunCallbacks(Protocol):
         ...
 
     def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """Of parts of the model."""
+        """Return the shapes of parts of the model."""
         ...
 
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
-        """What optimizers update, and how."""
+        """Return the parts that optimizers update, and the engine's settings for that."""
         ...
 
     def opened(self, item: Item) -> WeightAmounts | None:

@@ -35,9 +35,9 @@ STRETCH_S = 0.01
 """A stretch of a snapshot lasts about this long on its link."""
 LEAST_STRETCH_BYTES, MOST_STRETCH_BYTES = 1 << 14, 1 << 20
 SPARE_SHARE = 0.5
-"""Of the time that a link has nothing else to do, what snapshots may take."""
+"""The share of the time that a link has nothing else to do that snapshots may take."""
 LEAST_SPARE = 0.05
-"""Of a link that is never idle, the share that snapshots get all the same."""
+"""The share of a link that is never idle that snapshots get all the same."""
 LEAST_INTERVAL_S = 10.0
 """Between snapshots: a copy in memory is not free either."""
 
@@ -99,7 +99,7 @@ class StageAssignments:
 
     @property
     def owned(self) -> frozenset[str]:
-        """Of those, what optimizers update."""
+        """The names among `written` that optimizers update."""
         return frozenset(name for pair in self.stages for name in pair.owned)
 
     def repriced(self, fleet: Fleet) -> float:
@@ -109,8 +109,8 @@ class StageAssignments:
         return with_sync(problem, alike, self.plan.sync).predicted.step_s
 
     def of_whole_replicas(self, fleet: Fleet) -> Plan | None:
-        """Of several replicas, those that lost no device: they go on at once, and a better plan is made meanwhile.
-        None where there is nothing of the kind."""
+        """Return the plan of the replicas that lost no device: they go on at once, and a better plan is made meanwhile.
+        None for a single replica, or if no device was lost."""
         if len(self.plan.replicas) == 1 or set(self.plan.devices) <= set(fleet.names):
             return None
         problem = self._prepared.problem(fleet).under(self.plan.replicas[0].schedule)
@@ -159,7 +159,7 @@ class StageAssignments:
         return max(1, math.ceil(max(steps)))
 
     def state_bytes(self, device: str) -> int:
-        """Of a device's part of a snapshot, about."""
+        """Return the approximate bytes of a device's part of a snapshot."""
         return self._bytes_of(self.by_worker_id[device].written)
 
     def _bytes_of(self, parts: Collection[str]) -> int:
@@ -298,7 +298,7 @@ class StageAssignments:
         return msgspec.structs.replace(config, micro_batches=share.count)
 
     def _norm_positions(self) -> list[tuple[int, ...]]:
-        """Of each stage, where its trainable parameters stand in the module's own order."""
+        """Return for each stage where its trainable parameters stand in the module's own order."""
         graph = self._prepared.captured.train
         order = {op.target: i for i, op in enumerate(graph.ops) if op.kind == "parameter"}
         owned = sorted({name for pair in self.stages for name in pair.owned}, key=lambda name: order[name])
@@ -377,7 +377,7 @@ class StageAssignments:
         return SPARE_WINDOW_BYTES + self._crossing_bytes(a, b) + 2 * sums
 
     def _crossing_bytes(self, a: int, b: int) -> int:
-        """What a step and an evaluation bring from one stage to the other and back, at most."""
+        """Return the most bytes that a step and an evaluation bring from one stage to the other and back."""
         size, total = self.job.micro_batch_size, 0
         for graphs in ([p.train for p in self.stages], [p.evaluation for p in self.stages]):
             for graph in graphs:

@@ -17,7 +17,8 @@ from isthmus.training.scaling import LOSS_SCALE
 
 
 class StagePair(msgspec.Struct, frozen=True):
-    """What one worker of a device runs: the training stage, and the evaluation stage that shares its weights."""
+    """The stages that one worker of a device runs: the training stage, and the evaluation stage that shares its
+    weights."""
 
     view: StageView
     train: StageGraph

@@ -117,7 +117,7 @@ class FleetReplicas(MergedRun):
         return {}
 
     def first(self, replica: str) -> Outgoing:
-        """What the merger sends first to a device that joins the run."""
+        """Return the merger's first message to a device that joins the run."""
         job, number = self._job, list(self._groups).index(replica)
         own = pipeline_prepared(self._prepared, self._groups, replica)
         stages = StageAssignments(own, self._plans[replica], self._fleet)
@@ -151,7 +151,7 @@ class FleetReplicas(MergedRun):
 
 
 def _shapes(module: nn.Module, prepared: Prepared) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """Of each fragment's parameters, by the name that the graph has of them."""
+    """Return the shapes of each fragment's parameters, by the name that the graph has of them."""
     names, used = parameter_names(module), {op.target for op in prepared.captured.train.ops if op.kind == "parameter"}
     return tuple(
         {next((n for n in names[p] if n in used), names[p][0]): tuple(p.shape) for p in fragment}

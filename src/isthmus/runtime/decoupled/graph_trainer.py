@@ -47,7 +47,8 @@ def check_order(order: TrainReplica, kept: Mapping[str, Tensor]) -> None:
 
 
 class GraphTrainer:
-    """Of the replica that received the order. Its parameters are zeros until the merger's versions are taken."""
+    """The trainer of the replica that received the order. Its parameters are zeros until the merger's versions are
+    taken."""
 
     def __init__(
         self, order: TrainReplica, kept: Mapping[str, Tensor], dataset: Dataset, accelerator: Accelerator

@@ -9,7 +9,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job
 
 Groups = dict[str, tuple[str, ...]]
-"""By the replica's name, its devices in the fleet's order. A replica of one device has its name."""
+"""The devices of each replica in the fleet's order, by its name. A replica of one device has that device's name."""
 FIELD = "sync.decoupled.replicas"
 
 

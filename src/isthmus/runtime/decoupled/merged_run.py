@@ -1,4 +1,4 @@
-"""What every run of decoupled replicas has: its merger, and the model that it makes."""
+"""A run of decoupled replicas of any kind has a merger, and the model that the merger makes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isthmus.training.decoupled import MergedFragments, check_model, delta_codec
 
 
 def merge_rules(job: Job, replicas: int = 1) -> MergeRules:
-    """What the job says of merges and of its end, with so many replicas. A period that is not planned yet is 1."""
+    """Return the job's rules of merges and of its end, with so many replicas. A period that is not planned yet is 1."""
     training, rules = job.training, job.sync.decoupled
     period = 1 if job.sync.period == "auto" else job.sync.period
     return MergeRules(
@@ -38,7 +38,7 @@ def merge_rules(job: Job, replicas: int = 1) -> MergeRules:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledOutcome:
-    """What came of a run."""
+    """The outcome of a run."""
 
     finish: FinishMerges
     samples: int
@@ -46,13 +46,13 @@ class DecoupledOutcome:
     late: int
     """Contributions that came after their merge had ended, and were part of the next."""
     sent_bytes: int
-    """Of changes, to all replicas."""
+    """Bytes of changes that were sent, to all replicas."""
     received_bytes: int
-    """Of contributions."""
+    """Bytes of contributions."""
     plain_bytes: int
-    """Of both, if they were sent as float32."""
+    """Bytes of both, if they were sent as float32."""
     whole_bytes: int
-    """Of fragments that were sent whole: to a replica that begins, or missed a change."""
+    """Bytes of fragments that were sent whole: to a replica that begins, or missed a change."""
     seconds: float
 
 
@@ -91,7 +91,7 @@ class MergedRun:
         )
 
     def _outcome(self, host: MergerHost, finish: FinishMerges) -> DecoupledOutcome:
-        """Of a run that is over: `model` has what is merged."""
+        """Return the outcome of a run that is over, and fill `model` with the merged weights."""
         self.fill()
         return DecoupledOutcome(
             finish=finish,

@@ -61,7 +61,7 @@ class MergerWatch:
 
 
 class _ReplicaLink:
-    """What one replica is to be sent, and its connection."""
+    """One replica's connection, and the messages that wait for it."""
 
     def __init__(self, run: str, merged: MergedFragments, lock: threading.Lock, shape: Link | None) -> None:
         """The `lock` is held while versions change, and while it is decided what is sent."""
@@ -70,12 +70,12 @@ class _ReplicaLink:
         self.outgoing: OutgoingLink | None = None
         self._connections = 0
         self.changes: dict[int, Tensor] = {}
-        """By fragment, the payload of its newest change."""
+        """The payload of each fragment's newest change."""
         self._run, self._merged, self._lock, self._shape = run, merged, lock, shape
         self._heartbeats = 0
         self._first: Outgoing | None = None
         self.sent_bytes = self.plain_bytes = self.whole_bytes = 0
-        """Of changes, of these as float32, and of fragments that are sent whole."""
+        """Bytes of changes, of these as float32, and of fragments that are sent whole."""
         for fragment in range(fragments):
             self.delivery.publish(fragment, 0, 0)
 
@@ -167,7 +167,7 @@ class MergerHost:
         self._unlike: dict[str, str] = {}
         """Replicas that are to be left out for a change that was not merged, and why."""
         self.received_bytes = self._plain_bytes = 0
-        """Of contributions, and of these as float32."""
+        """Bytes of contributions, and of these as float32."""
         self._began_s = time.monotonic()
         self._finish: FinishMerges | None = None
         self._gone: set[str] = set()
@@ -178,17 +178,17 @@ class MergerHost:
 
     @property
     def sent_bytes(self) -> int:
-        """Of changes, to all replicas."""
+        """Bytes of changes that were sent, to all replicas."""
         return sum(link.sent_bytes for link in self._links.values())
 
     @property
     def whole_bytes(self) -> int:
-        """Of fragments that were sent whole."""
+        """Bytes of fragments that were sent whole."""
         return sum(link.whole_bytes for link in self._links.values())
 
     @property
     def plain_bytes(self) -> int:
-        """Of changes both ways, if they were sent as float32."""
+        """Bytes of changes both ways, if they were sent as float32."""
         return self._plain_bytes + sum(link.plain_bytes for link in self._links.values())
 
     def coordinate(self, ended: Callable[[], Mapping[str, str]], stopped: Callable[[], bool]) -> FinishMerges:

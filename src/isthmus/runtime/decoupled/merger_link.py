@@ -61,7 +61,7 @@ class ReplicaPlace:
     link: Link | None = None
     """Emulated, to the merger."""
     identity: Identity | None = None
-    """Of a device that joined a fleet: its coordinator has the merger."""
+    """The identity of a device that joined a fleet: its coordinator has the merger."""
     away_timeout_s: float = math.inf
     """Where the merger cannot be reached for longer, the replica ends."""
 
@@ -76,13 +76,13 @@ class MergerLink:
         self._was_assigned = False
         self._heard_s = time.monotonic()
         self._connection: tuple[deque[Outgoing], OutgoingLink, SocketChannel] | None = None
-        """What waits to be sent, and over what."""
+        """Messages that wait to be sent, the link that sends them, and its channel."""
         self._over = threading.Event()
         threading.Thread(target=self._live, name="connect to merger", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def assigned(self) -> tuple[TrainReplica, list[Tensor]]:
-        """What the merger says first to a device that joined. PeerError where it cannot be reached."""
+        """Wait for the merger's first message to a device that joined. PeerError where it cannot be reached."""
         if (found := self._assigned.get()) is None:
             raise PeerError("merger: cannot be reached")
         return found

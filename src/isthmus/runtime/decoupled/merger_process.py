@@ -34,7 +34,7 @@ _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from isthmus.runtime.decoupl
 
 
 class MergerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a merger gets at its start, beside the first weights."""
+    """A merger gets this at its start, besides the first weights."""
 
     run: str
     """The run's secret name."""

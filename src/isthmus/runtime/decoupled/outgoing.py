@@ -19,7 +19,7 @@ Outgoing = tuple[AnyMessage, Sequence[Tensor]]
 
 
 class OutgoingLink:
-    """Of one channel. Tensors that it is given must not change."""
+    """Sends the messages of one channel. Tensors that it is given must not change."""
 
     def __init__(self, channel: SocketChannel, shape: Link | None, following: Callable[[], Outgoing | None]) -> None:
         """`following` gives the next message, None where there is none; called in the thread. `shape` is an emulated
@@ -30,7 +30,7 @@ class OutgoingLink:
         self._wakeup = threading.Condition()
         self._woken, self._over = False, False
         self.sent_bytes = 0
-        """Of tensors."""
+        """Bytes of tensors."""
         self._thread = threading.Thread(target=self._send, name=f"send to {channel.other}", daemon=True)
         self._thread.start()
 

@@ -48,10 +48,10 @@ RETURN_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPipeline:
-    """What a replica's devices run, and on which plan."""
+    """The job, the plan and the devices of one replica."""
 
     prepared: Prepared
-    """Of the replica's own job."""
+    """The replica's own job, prepared."""
     plan: Plan
     fleet: Fleet
     """Its devices."""
@@ -61,7 +61,7 @@ class ReplicaPipeline:
     began_s: float
     """The whole run, by the monotonic clock."""
     places: Mapping[str, ProcessPlace] = field(default_factory=dict[str, ProcessPlace])
-    """Of devices' processes; the CPU for those that it leaves out."""
+    """Places of devices' processes; a device that is left out computes on the CPU."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class PipelineReplica:
         self._machine = DecoupledReplica(count, job.training.batch_size)
         self._machine.port = self
         self._values: list[Tensor] = []
-        """What came with the order that is being taken."""
+        """Values that came with the order that is being taken."""
         self._module = seeded_model(job)
         self._fragments = fragments_of(self._module, count)
         self._elements = [sum(parameter.numel() for parameter in fragment) for fragment in self._fragments]
@@ -106,7 +106,7 @@ class PipelineReplica:
         """Samples of all replicas at the step that is opened next."""
         self._amounts: dict[str, Tensor] = {}
         self._asked: CollectChanges | None = None
-        """What comes with the step that is opened next."""
+        """The amounts and the request for a contribution that come with the step that is opened next."""
         self._opened: dict[int, _Opened] = {}
         self._has_copies = True
         """Whether steps may be made again."""

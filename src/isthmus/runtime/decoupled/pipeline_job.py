@@ -1,5 +1,5 @@
-"""What a replica of several devices trains, as a job of its own: its share of the batch, in micro-batches of the same
-size as everywhere, and in the order in which one process would take its samples."""
+"""A replica of several devices trains a job of its own: its share of the batch, in micro-batches of the same size as
+everywhere, and in the order in which one process would take its samples."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from isthmus.rng import torch_seed
 from isthmus.runtime.decoupled.groups import Groups
 
 MOST_STEPS = 1 << 32
-"""Of a replica, for which there are samples: more than any run has."""
+"""Steps of a replica for which there are samples: more than any run has."""
 
 
 def pipeline_job(job: Job, groups: Groups, name: str) -> Job:
-    """Of one replica. Its learning rate is that of the whole run's steps."""
+    """Return the job of one replica. Its learning rate is that of the whole run's steps."""
     training, packed = job.training, job.sync.decoupled.packed
     number, count = list(groups).index(name), len(groups)
     own = training.batch_size // count

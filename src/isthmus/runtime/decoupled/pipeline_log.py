@@ -1,4 +1,4 @@
-"""What the devices of a pipeline computed, step after step, in files of the replica's folder. Times count from the
+"""Logs the computation of a pipeline's devices, step after step, in files of the replica's folder. Times count from the
 beginning of the whole run."""
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from isthmus.trace import Span
 
 SPANS, PERIODS = "spans.jsonl", "periods.jsonl"
 MOST_SPANS = 500_000
-"""Of a replica: days of training would fill the disk."""
+"""The most spans of a replica: those of days of training would fill the disk."""
 OVERRUN = 1.05
 """Times as long as planned: what is shorter is the clock's."""
 
 
 class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
-    """Of computing: those that devices reported with one step."""
+    """The spans of computing that devices reported with one step."""
 
     spans: tuple[Span, ...]
 
@@ -38,7 +38,7 @@ class PeriodBegun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spans_file(replica: Path) -> LinesFile[StepSpans]:
-    """Of a replica's folder."""
+    """Return the spans' file in a replica's folder."""
     return LinesFile(replica / SPANS, StepSpans, "spans")
 
 
@@ -56,9 +56,9 @@ class PipelineLog:
         self._began_s = began_s
         self._written = 0
         self._least_s: dict[tuple[str, str], float] = {}
-        """By device and work, how long a micro-batch takes as planned."""
+        """Seconds that a micro-batch takes as planned, by device and work."""
         self.late_s: dict[str, float] = {}
-        """By device, by how much its tasklets took longer."""
+        """Seconds by which each device's tasks took longer."""
         self._origin_s: float | None = None
         """From which the spans of this run count."""
 
@@ -68,7 +68,7 @@ class PipelineLog:
             self._origin_s = time.monotonic() - self._began_s
 
     def spans(self, spans: Iterable[Span]) -> None:
-        """Of a step that is over."""
+        """Log the spans of a step that is over."""
         later_s = self._origin_s or 0.0
         spans = [span for span in spans if span.track == "compute"]
         for span in spans:

@@ -1,4 +1,4 @@
-"""What a run of decoupled replicas writes down, and the same run made again from it, bit for bit, in one process."""
+"""The record of a run of decoupled replicas, and the same run made again from it, bit for bit, in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MergeLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merges_file(run: Path) -> LinesFile[MergeLine]:
-    """Of a run's folder."""
+    """Return the merges' file in a run's folder."""
     return LinesFile(run / MERGES, MergeLine, "merges")
 
 
@@ -67,11 +67,11 @@ class _Replay:
             own = [(f.fragment, c) for f in merged for c in f.contributions if c.replica == name]
             self._acts[name] = _acts(own)
         self._samples = {merge.merge: merge.samples for merge in merges} | {0: 0}
-        """Of all replicas, by version."""
+        """Samples of all replicas at each version."""
         self._known = {name: SamplesKnown(per_step) for name in names}
         """The same, as far as each replica knows."""
         self._included: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        """By replica and fragment, the versions with a contribution of it, and its number."""
+        """The versions with a contribution of a replica to a fragment, and the contribution's number."""
 
     def run(self) -> MergedFragments:
         for merge in self._merges:

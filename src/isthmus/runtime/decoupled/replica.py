@@ -24,9 +24,9 @@ class WholeTrainer(Trainer, Protocol):
     """The steps of one replica of a job, on the whole model."""
 
     samples: int
-    """Of a step."""
+    """Samples of a step."""
     batch: int
-    """Of a step of each replica."""
+    """Samples of a step of all replicas together."""
 
 
 class ReplicaHost:
@@ -36,15 +36,15 @@ class ReplicaHost:
         """`per_step`: samples of all replicas in a step of each; `steps` were made by an earlier process."""
         self.link = link
         self.sent_bytes = 0
-        """Of contributions."""
+        """Bytes of contributions."""
         self.samples = 0
-        """Of all replicas before the next step, as far as this one knows."""
+        """Samples of all replicas before the next step, as far as this one knows."""
         self.halted = False
         """Whether the merger has ended the run."""
         self._machine = DecoupledReplica(fragments.count, per_step, steps)
         self._machine.port = self
         self._values: list[Tensor] = []
-        """What came with the order that is being taken."""
+        """Values that came with the order that is being taken."""
         self._fragments = fragments
         self._taken = TakenVersions()
         self._steps = steps
@@ -79,13 +79,13 @@ class ReplicaHost:
         self._machine.step_ended(samples, loss if finite else None)
 
     def last_step_made(self) -> None:
-        """Of this replica: it goes on giving what it has until the run is over."""
+        """Note that this replica has made its last step: it goes on giving contributions until the run is over."""
         self._next = None
         if self.phase == "training":
             self._machine.last_step_made()
 
     def _receive(self, received: Received) -> None:
-        """Of the merger: hang up on one that says what none can."""
+        """Take a message of the merger; hang up on a merger that sent an invalid one."""
         try:
             check_received(self._machine, received, self._fragments.elements)
             self._ordered(received)

@@ -40,7 +40,7 @@ CAPTURED, PLAN = "captured.safetensors", "plan.json"
 
 
 def replica_folder(run: Path, name: str) -> Path:
-    """Of a replica that is a pipeline."""
+    """Return the folder of a replica that is a pipeline."""
     return run / REPLICAS / quote(name, safe="+ ")
 
 
@@ -77,8 +77,8 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
 
 
 def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link | None]]:
-    """By replica, the links of its first device to the merger and back. The merger is where the fleet's first device
-    is."""
+    """Return the links of each replica's first device to the merger and back. The merger is where the fleet's first
+    device is."""
     (first, _), *others = groups.items()
     ends = fleet.names[0]
     found = {name: (fleet.link(devices[0], ends), fleet.link(ends, devices[0])) for name, devices in others}
@@ -94,14 +94,14 @@ def _trainer(job: Job, data: Dataset, number: int, count: int, place: ProcessPla
 
 
 class _Begin(msgspec.Struct, frozen=True):
-    """What a replica's process waits for."""
+    """The message that a replica's process waits for."""
 
     address: str
     step_s: dict[str, float]
     began_s: float
-    """By the monotonic clock."""
+    """Seconds on the monotonic clock."""
     micro_batches: int
-    """Of the job's batch."""
+    """Micro-batches of the job's batch."""
 
 
 class DecoupledRun(MergedRun):

@@ -57,7 +57,7 @@ class ReplicasTogether:
         self._versions = {(fragment, 0): values for fragment, values in enumerate(self.merged.known)}
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
         self.changes: dict[int, Tensor] = {}
-        """By fragment, the payload of its newest change."""
+        """The payload of each fragment's newest change."""
 
     def start(self, replica: str) -> None:
         self.trainers[replica] = self._trainer_of(replica)
@@ -76,7 +76,7 @@ class ReplicasTogether:
         self._payloads[replica, fragment, number] = self.trainers[replica].fragments.give(fragment, number)
 
     def payload(self, replica: str, fragment: int, number: int) -> Tensor:
-        """Of a contribution that is not merged yet."""
+        """Return the payload of a contribution that is not merged yet."""
         return self._payloads[replica, fragment, number]
 
     def has_given(self, replica: str, fragment: int, number: int) -> bool:

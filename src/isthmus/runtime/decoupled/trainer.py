@@ -47,9 +47,9 @@ class ReplicaTrainer:
 
     def __init__(self, job: Job, data: Dataset, number: int, count: int, accelerator: Accelerator = HOST) -> None:
         self.samples = job.training.batch_size // count
-        """Of a step."""
+        """Samples of a step."""
         self.batch = self.samples * count
-        """Of a step of each replica."""
+        """Samples of a step of all replicas together."""
         self._micro_batch = min(self.samples, job.micro_batch_size)
         self._accelerator, self._losses = accelerator, LossAccumulator(accelerator)
         self._seed = torch.tensor(self._micro_batch / self.samples, device=accelerator.device)

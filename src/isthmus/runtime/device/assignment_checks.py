@@ -22,7 +22,7 @@ def check_assignment(assignment: Assignment) -> None:
 
 
 Check = tuple[str, object, bool]
-"""What it is, what was got, whether it fits."""
+"""The name of the thing checked, its value, and whether it fits."""
 
 
 def _of_place(assignment: Assignment) -> Iterator[Check]:

@@ -75,16 +75,16 @@ class CoordinatorLink:
         start_heartbeats(join.run, timeout_s, self._over, lambda: (self._lane,))
 
     def send(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
-        """What is said while the coordinator is away is lost: it will ask anew. Tensors `of` a snapshot are said when
-        that is copied; nobody waits here."""
+        """Put a message into the lane; the caller does not wait. A message is lost while the coordinator is away: it
+        will ask anew. Tensors `of` a snapshot are sent when that is copied."""
         self._lane.put(message, tensors, _when_whole(message, tensors, of))
 
     def send_background(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
-        """What all else is said before."""
+        """Put a message that all others are sent before."""
         self._lane.put(message, tensors, _when_whole(message, tensors, of), background=True)
 
     def background_bytes(self) -> int:
-        """Of that, what waits to be said."""
+        """Return the bytes of background messages that wait to be sent."""
         return self._lane.background_bytes()
 
     def forget_meanwhile(self) -> None:
@@ -174,7 +174,7 @@ def _when_whole(message: AnyMessage, tensors: Sequence[Tensor], of: Snapshot | N
 
 
 class CoordinatorMessage(NamedTuple):
-    """What the coordinator said that is nothing for a stage at work."""
+    """A message of the coordinator that is not for a stage at work."""
 
     message: AnyMessage
     tensors: list[Tensor]
@@ -187,8 +187,8 @@ def of_order(error: Exception, order: CoordinatorMessage) -> Exception:
 
 
 def unfollowable(error: Exception, order: msgspec.Struct) -> Exception:
-    """What came of an order: PeerError for one that nobody can follow; any other error of ours, of memory, of files or
-    of a driver as it is."""
+    """Return the error to report for an order: PeerError for an order that nobody can follow; any other error of
+    Isthmus, of memory, of files or of a driver as it is."""
     known = isinstance(error, IsthmusError | OSError) and not isinstance(error, OutOfPhase)
     if known or is_short_of_memory(error) or is_drivers(error):
         return error

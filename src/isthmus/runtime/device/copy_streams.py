@@ -1,4 +1,4 @@
-"""What crosses a link goes down from the accelerator before it leaves, and up when it has arrived."""
+"""Tensors that cross a link are copied down from the accelerator before they leave, and up when they have arrived."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ from isthmus.units import format_size
 
 
 class DeviceWorker:
-    """Of a device that may hold several stages at once there is one of these for each."""
+    """One worker of a device; a device that may hold several stages at once has one for each."""
 
     def __init__(self, coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> None:
         self._run = run
@@ -97,11 +97,11 @@ class DeviceWorker:
         """A stage whose weights are on the way."""
         self._executor: StageRunner | None = None
         self._joiner: StateJoiner | None = None
-        """Of a joining device: what it has of the run already."""
+        """The part of the run's state that a joining device has already."""
         self._values: Mapping[str, Tensor] = {}
         """The weights at hand."""
         self._server: StageServer | None = None
-        """Of a device that generates text, in place of training."""
+        """The server of a device that generates text, in place of training."""
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
         )
@@ -180,7 +180,8 @@ class DeviceWorker:
             raise cause from lost
 
     def _refuse(self, error: Exception, order: AnyMessage) -> None:
-        """What came of an order. The coordinator hears of one that nobody can follow; the ranks of an island end."""
+        """Handle an order that failed. An order that nobody can follow is reported to the coordinator; the ranks of an
+        island end."""
         if self._server is not None and isinstance(error, IsthmusError):
             self._server.give_up(error)
         elif isinstance(error, PeerError) and self._site.island is None:
@@ -297,7 +298,7 @@ class DeviceWorker:
             self._send(StateReceived(number=number, of=message.of, step=step, epoch=joiner.epoch))
 
     def _end_following(self) -> None:
-        """What a joining device has got of the run counts from now on."""
+        """Keep the state that a joining device has received: it counts from now on."""
         joiner, self._joiner = self._joiner, None
         if joiner is not None:
             for step, parts in joiner.states():
@@ -439,7 +440,7 @@ class DeviceWorker:
         self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """What is left of the stage in the inbox: links that were closed say nothing more."""
+        """Drop the stage's messages that are left in the inbox: links that were closed send no more."""
         kept: list[object] = []
         while not self._inbox.empty():
             found = self._inbox.get()

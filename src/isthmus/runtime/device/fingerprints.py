@@ -24,7 +24,7 @@ from isthmus.training.digests import fold, leaf, quick_leaf
 from isthmus.training.snapshot import Snapshot
 
 Leaves = dict[str, dict[str, str]]
-"""By node, the digests of its leaves."""
+"""The digests of each node's leaves."""
 Value = Tensor | PendingRead | Snapshot | float
 
 
@@ -38,7 +38,7 @@ class Fingerprinter:
         self._queue: queue.SimpleQueue[tuple[Item | int, str, str, Value] | Future[None] | None] = queue.SimpleQueue()
         self._by_item: dict[int, Leaves] = {}
         self._by_step: dict[int, Leaves] = {}
-        """Of values inside the stage: the engine knows no items."""
+        """Leaves of values inside the stage by step: the engine knows no items."""
         self._done: queue.SimpleQueue[StepFingerprint] = queue.SimpleQueue()
         if settings is not None:
             threading.Thread(target=self._hash, args=(settings,), name="fingerprints", daemon=True).start()
@@ -64,7 +64,7 @@ class Fingerprinter:
                 self._put(body.item, node, f"{body.micro_batch} {name}", value)
 
     def _unchanged(self, value: Tensor) -> Tensor:
-        """Of what is changed in place before long."""
+        """Return a value that stays, of a tensor that is changed in place before long."""
         return value if self._accelerator.asynchronous else value.clone()
 
     def _put(self, item: int, node: str, name: str, value: Tensor | float) -> None:
@@ -75,7 +75,7 @@ class Fingerprinter:
             self._queue.put((item, node, name, value))
 
     def summand(self, item: int, group: int, flat: Tensor) -> None:
-        """What this stage adds to a sum, which is made in place."""
+        """Add the tensor that this stage adds to a sum, which is made in place."""
         if self.on:
             self._put(item, SUMMANDS, f"{group}", self._unchanged(flat))
 
@@ -93,7 +93,7 @@ class Fingerprinter:
                 self._put(item, "count", "number", count)
 
     def state(self, item: int, saved: Snapshot) -> None:
-        """What a checkpoint gets."""
+        """Add the state that a checkpoint gets."""
         if self.on:
             self._queue.put((item, STATE, "", saved))
 

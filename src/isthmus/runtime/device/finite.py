@@ -114,8 +114,8 @@ class FiniteWatch:
         return scale is not None and scale.overflows
 
     def saved(self, state: Mapping[str, Tensor]) -> None:
-        """What goes into a checkpoint: parameters must be finite, and what forwards write no NaN. A running minimum
-        may begin at infinity."""
+        """Check the state that goes into a checkpoint: parameters must be finite, and buffers that forwards write must
+        have no NaN. A running minimum may begin at infinity."""
         name = self._spoilt(state)
         if name:
             self._note("parameter" if name in self._parameters else "buffer", -1, repr(name))
@@ -142,7 +142,8 @@ class FiniteWatch:
         )
 
     def _cause(self, inputs: Mapping[Ref, Tensor]) -> str:
-        """What the stage was given that is not finite already: what it reads, or its own parameters."""
+        """Return the first input of the stage that is not finite already: a column that it reads, or one of its own
+        parameters."""
         received = {crossing.value for crossing in self._train.receives}
         for ref, value in inputs.items():
             if ref not in received and not is_finite(value):
@@ -269,7 +270,7 @@ class FlagWatch(FiniteWatch):
         return PendingRead(self._engine.accelerator, torch.cat(flags)) if flags else None
 
     def _bad(self) -> list[tuple[_Flag, str]]:
-        """What was not finite, with its name."""
+        """Return the flags that are not finite, each with its name."""
         reading = self._reading or self._read()
         if reading is None:
             return []
@@ -278,5 +279,5 @@ class FlagWatch(FiniteWatch):
 
 
 def _is_variable(name: str) -> bool:
-    """Of a state, whether it is on the accelerator and no optimizer's."""
+    """Return whether a part of a state is on the accelerator and no optimizer's."""
     return not name.startswith(OPTIMIZER) and name != LOSS_SCALE

@@ -17,7 +17,8 @@ from isthmus.runtime.processes.fork_service import serve_forks
 from isthmus.training.engine_operators import engine_operators
 
 FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
-"""What torch imports at the first backward from given gradients: sympy, for a third of a second of every copy."""
+"""Torch imports this at the first backward from given gradients: it imports sympy, which takes a third of a second in
+every copy."""
 
 importlib.import_module(FIRST_BACKWARD)
 engine_operators("torch")  # hundreds of schemas, which every copy would look up before its first stage

@@ -36,7 +36,8 @@ MEETING_S = 60.0
 IDLE_S = 30 * 86400.0
 """Between two commands. Gloo notices a process that ends at once; a wait has no other end."""
 COLLECTIVE_S = 600.0
-"""Of an accelerator's own collectives, from the first rank that comes to the last: torch's default."""
+"""Seconds that an accelerator's own collectives may take, from the first rank that comes to the last: torch's
+default."""
 LOOK_S = 0.2
 _CURRENT = "current"
 
@@ -51,7 +52,7 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     local: int
     """Ranks on this machine."""
     number: int = 0
-    """Of this rank, among those."""
+    """The number of this rank among those."""
 
 
 def island_here(state: Path) -> Island | None:
@@ -140,8 +141,8 @@ def _met(folder: Path, name: str, rank: int, count: int, accelerator: Accelerato
 
 
 def _bound_collectives(accelerator: Accelerator) -> None:
-    """Of an accelerator's own backend, whose ranks do not notice one that ends. They meet in work that all of them have
-    been told of, and wait for orders over Gloo, which notices."""
+    """Bound the time of the collectives of an accelerator's own backend, whose ranks do not notice one that ends. They
+    meet in work that all of them have received, and wait for orders over Gloo, which notices."""
     if backends_for(accelerator.device.type) != HOST_BACKEND and dist.group.WORLD is not None:
         # torch has no public name for either
         backend = dist.group.WORLD._get_backend(accelerator.device)  # pyright: ignore[reportPrivateUsage]

@@ -44,7 +44,7 @@ Signature = tuple[tuple[str, str, tuple[int, ...], Packing | None], ...]
 
 
 class Expected(NamedTuple):
-    """What may arrive: anything else is refused before it is allocated."""
+    """The parcels and parts that may arrive: any other is refused before it is allocated."""
 
     parcels: Mapping[tuple[Parcel, int], frozenset[Signature]]
     parts: Mapping[tuple[int, int, int], int] = {}
@@ -52,7 +52,7 @@ class Expected(NamedTuple):
 
 
 class _Here(NamedTuple):
-    """What has arrived."""
+    """The tensors of a parcel that has arrived."""
 
     tensors: list[Tensor]
     landed: DeviceEvent | None
@@ -88,7 +88,7 @@ class StageLinks:
         self._ending = threading.Lock()
         self._owed: dict[int, int] = {}
         self._feedback: dict[int, SampleFeedback] = {}
-        """By the stage to which gradients go; used in the packing thread of its lane alone."""
+        """Error feedback by the stage to which gradients go; used in the packing thread of its lane alone."""
         self._names = {n.stage: n for n in assignment.neighbours}
         self._arrivals = StageArrivals(
             assignment.view,
@@ -237,7 +237,7 @@ class StageLinks:
         return self._taken((parcel, source, item, micro_batch, -1))
 
     def take_parts(self, group: int, turn: int, source: int, item: int) -> Tensor:
-        """What a stage of another replica sent in this round of a sum."""
+        """Take the tensor that a stage of another replica sent in this round of a sum."""
         return self._taken((AVERAGE, source, item, group, turn))[0]
 
     def _taken(self, key: Key) -> list[Tensor]:
@@ -353,7 +353,8 @@ class StageLinks:
                     self._lanes[neighbour.stage].reshape(shape)
 
     def hold(self) -> None:
-        """What the accelerator computes from now on waits for what went down so far: it may overwrite it."""
+        """Let the accelerator's work from now on wait for the copies to the host so far: it may overwrite their
+        sources."""
         for ways in self._ways.values():
             ways.down.hold()
 
@@ -411,7 +412,8 @@ def _packed(encode: Encode) -> PackedMessage:
 
 
 def _encoded(headers: Sequence[TensorHeader], tensors: Sequence[Tensor], with_feedback: _WithFeedback) -> list[Tensor]:
-    """What is sent of a parcel's tensors, flat, where they lie. UserError names a value that cannot be packed."""
+    """Return a parcel's tensors as they are sent, flat, where they lie. UserError names a value that cannot be
+    packed."""
     found: list[Tensor] = []
     for header, tensor in zip(headers, tensors, strict=True):
         if header.packing is None:

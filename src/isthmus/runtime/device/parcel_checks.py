@@ -1,4 +1,4 @@
-"""What an assignment may receive, and how it packs what it sends: derived from the stage and its view."""
+"""The stage and its view determine which tensors an assignment may receive, and how it packs those that it sends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def sent_packings(assignment: Assignment) -> dict[tuple[Parcel, int], dict[str, 
 
 
 def _packing(crossing: Crossing, packing: Packing | None, size: int) -> Packing | None:
-    """What has no gradient, what no codec takes and what none would make shorter travels as it is."""
+    """Return the packing of a value; None, as it is, for one that has no gradient, that no codec takes or that none
+    would make shorter."""
     if packing is None or not crossing.gradient:
         return None
     spec = crossing.spec
@@ -64,7 +65,7 @@ def _packing(crossing: Crossing, packing: Packing | None, size: int) -> Packing 
 
 
 def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozenset[Signature]]:
-    """What may arrive from each stage under this assignment, by name, dtype and shape."""
+    """Return the parcels that may arrive from each stage under this assignment, by name, dtype and shape."""
     size = assignment.engine.micro_batch_size
     train, view = assignment.train, assignment.view
     specs = {op.name: op.outputs[0] for op in train.ops if op.kind == "parameter"}

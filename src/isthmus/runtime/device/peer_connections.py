@@ -68,7 +68,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageLinkage(Protocol):
-    """What says which links a stage has."""
+    """An object that gives the links of a stage."""
 
     @property
     def run(self) -> str: ...

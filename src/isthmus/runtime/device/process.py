@@ -123,7 +123,7 @@ def _work(site: Endpoint, serve: Callable[[], None]) -> int:
 
 
 def _end_with_error(work: Callable[[], int]) -> None:
-    """Of one stage: the others of the device are lost with it."""
+    """End the process if one stage fails: the others of the device are lost with it."""
     if code := work():
         sys.stderr.flush()
         os._exit(code)

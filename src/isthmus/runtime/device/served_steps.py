@@ -1,5 +1,5 @@
-"""What a stage that generates text takes: of its coordinator, and of its neighbours. All is checked before anything is
-computed, allocated or kept. PeerError here does not name who sent it."""
+"""Checks the messages that a stage which generates text receives from its coordinator and its neighbours. All is
+checked before anything is computed, allocated or kept. PeerError here does not name the sender."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Snapshots:
         self._under_way.append((step, self.of(state)))
 
     def hand_on(self, *, wait: bool = False) -> None:
-        """What is to be kept, and is whole; or all of it."""
+        """Hand on the snapshots that are to be kept and are whole; with `wait`, all of them."""
         while self._under_way and (wait or self._under_way[0][1].whole):
             step, taken = self._under_way.popleft()
             taken.wait()
@@ -56,13 +56,13 @@ class Snapshots:
             self._way.hold()
 
     def tell(self) -> None:
-        """Of copies that are done, to the trace."""
+        """Add the copies that are done to the trace."""
         if self._way is not None:
             self._way.tell()
 
 
 SPARE_ITEMS = 0.8
-"""Of the items between two snapshots, how many it takes to send one: the last ones are to spare."""
+"""The share of the items between two snapshots in which one is sent: the last ones are to spare."""
 Put = Callable[[SnapshotMessage | SnapshotPart, Sequence[Tensor]], None]
 
 
@@ -114,7 +114,7 @@ class SnapshotReceiver:
         self._shapes = shapes
         self._complete = complete
         self._begun: dict[int, tuple[int, IncomingSnapshot]] = {}
-        """By stage, with its step."""
+        """The snapshot that arrives from each stage, with its step."""
 
     def guard(self, message: SnapshotMessage | SnapshotPart) -> None:
         """Refuse what the plan does not expect before anything is allocated for it."""

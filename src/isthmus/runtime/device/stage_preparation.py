@@ -89,8 +89,9 @@ def check_operators(assignment: Assignment, name: EngineName) -> None:
 
 
 def unless_outdated(act: Callable[[], str], outdated: Callable[[], bool]) -> str:
-    """What `act` gives. PeerError where that is of no use any more: to compile may take longer than the coordinator
-    waits for a device to stop, and cannot be ended, so that it goes on in a thread that nobody listens to."""
+    """Return the result of `act`. PeerError where that is of no use any more: to compile may take longer than the
+    coordinator waits for a device to stop, and cannot be ended, so that it goes on in a thread whose result is
+    ignored."""
     given: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
 
     def do() -> None:
@@ -113,14 +114,15 @@ def unless_outdated(act: Callable[[], str], outdated: Callable[[], bool]) -> str
 
 
 def _columns(engine: TorchEngine, assignment: Assignment, batches: Batches) -> Mapping[Ref, Tensor]:
-    """Of the first micro-batch that this stage works on."""
+    """Return the columns of the first micro-batch that this stage works on."""
     item = Item(index=0, kind="train", step=0, micro_batches=assignment.engine.micro_batches)
     found = batches.columns(assignment.train, item, next(iter(assignment.view.own(item)), 0))
     return {ref: to_device(engine.accelerator, column) for ref, column in found.items()}
 
 
 CLOSE = 1e-4
-"""Of the largest value: kernels may sum in another order, samples that mix differ by far more."""
+"""The tolerated difference as a share of the largest value: kernels may sum in another order, samples that mix differ
+by far more."""
 
 
 def check_samples_apart(assignment: Assignment, weights: Mapping[str, Tensor], batches: Batches) -> None:
@@ -204,7 +206,7 @@ def _changed(
 
 
 def group_buffer(assignment: Assignment, group: GroupShare, engine: Engine, saved: Mapping[str, Tensor]) -> GroupBuffer:
-    """What a stage sums with a group."""
+    """Return the buffer of the parameters that a stage sums with a group."""
     own = {op.name: op.target for op in assignment.train.variables()}
     parameters = Parameters(engine, {name: own[name] for name in group.parameters})
     averages, share = assignment.view.averages, assignment.share.count / assignment.share.of

@@ -64,7 +64,7 @@ from isthmus.training.split_backward import SplitEngine
 from isthmus.training.sums import add_in_order
 
 Chore = Callable[[], None]
-"""What another lane leaves to be done between two instructions."""
+"""Work that another lane leaves to be done between two instructions."""
 
 
 class StageRunner:
@@ -115,7 +115,7 @@ class StageRunner:
         self._all_finite = True
         """The loss and gradients of the item that was collected last."""
         self._count: float | None = None
-        """Of the item's loss: this replica's, or after a sum of gradients with other replicas that of all."""
+        """Items that the loss counts: this replica's, or after a sum of gradients with other replicas those of all."""
         self._buffers = {g.group: group_buffer(assignment, g, engine, saved) for g in assignment.groups}
         self._rounds = {g.group: g.rounds for g in assignment.view.groups}
         self._state: Snapshot | None = None

@@ -48,7 +48,7 @@ FORGOTTEN = 1024
 
 
 class _Arrived(NamedTuple):
-    """What has come of a step, by source."""
+    """The inputs of a step that have arrived, by source."""
 
     tokens: int
     new: NewPrompt | None
@@ -73,9 +73,9 @@ class StageServer:
         self._inbox = inbox
         self._accelerator = accelerator
         self._weights: dict[str, Tensor] = {}
-        """Of the stage, and of no other."""
+        """Weights of the stage, and of no other."""
         self._epoch = -1
-        """Of the newest stage that was to be loaded."""
+        """The epoch of the newest stage that was to be loaded."""
         self._serving: _Serving | None = None
 
     def follow(self, order: ServingOrder, tensors: Sequence[Tensor]) -> None:
@@ -149,7 +149,7 @@ class _Running:
     cache: PromptCache
     new: NewPrompt
     chooser: TokenChooser | None
-    """Of the last stage."""
+    """The chooser of the last stage."""
     held: int = 0
     """Tokens that were computed: the next one's position."""
 

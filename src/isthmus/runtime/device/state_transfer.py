@@ -110,7 +110,7 @@ class StateJoiner:
         self.epoch = agreed.epoch
         self._agreed = agreed
         self._arriving: dict[str, tuple[int, IncomingSnapshot]] = {}
-        """By donor: the step of the state that arrives now, or of the gradients that led to it."""
+        """The step of the state that arrives now from each donor, or of the gradients that led to it."""
         self._receivers: dict[str, CatchUpState] = {}
 
     def accept(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> int | None:
@@ -131,7 +131,7 @@ class StateJoiner:
         return self._done(of) if self._arriving[of][1].whole else None
 
     def states(self) -> Iterator[tuple[int, Mapping[str, Part]]]:
-        """What is here: steps, and parts after them."""
+        """Return the states that have arrived: steps, and parts after them."""
         return ((catch_up.step, by_part(catch_up.state())) for catch_up in self._receivers.values())
 
     def _check(self, begun: StateMessage) -> None:

@@ -69,7 +69,7 @@ class StageTurns:
 
 
 class NoTurns:
-    """Of a device that has one stage."""
+    """A device that has one stage needs no turns."""
 
     def turn(self, work: Work) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -112,7 +112,7 @@ class Tasklets:
         self._late_s = 0.0
 
     def take_late_s(self) -> float:
-        """By how much emulated tasklets lasted longer than they should, since the last call."""
+        """Return the seconds by which emulated tasks lasted longer than they should, since the last call."""
         found, self._late_s = self._late_s, 0.0
         return found
 

@@ -1,5 +1,5 @@
-"""What a stage does of exchanges of weights: of a replica that never waits, others' changes are added between two
-steps, and the replica's own weights are read."""
+"""A stage's part in exchanges of weights: of a replica that never waits, others' changes are added between two steps,
+and the replica's own weights are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OpenedExchange(NamedTuple):
     order: OpenItem
     exchange: WeightExchange
     amounts: Mapping[str, Tensor]
-    """By the module's own names: what is added to parameters before the step, [elements]."""
+    """Amounts that are added to parameters before the step, by the module's own names, [elements]."""
 
 
 class StageExchanges:
@@ -31,12 +31,13 @@ class StageExchanges:
     def __init__(
         self, engine: Engine, train: StageGraph, steps: int, read: Callable[[int, Mapping[str, Tensor]], None]
     ) -> None:
-        """Of a run of `steps`. `read` gets an item and weights that are wanted, before anything changes them."""
+        """The run has so many `steps`. `read` gets an item and weights that are wanted, before anything changes
+        them."""
         self._engine, self._train, self._steps, self._read = engine, train, steps, read
         self._opened: dict[int, OpenedExchange] = {}
         self._rate_step: int | None = None
         self.before: dict[str, Tensor] = {}
-        """By the module's own names, parameters as the last whole step left them, where amounts were added since."""
+        """Parameters as the last whole step left them, where amounts were added since, by the module's own names."""
 
     def opened(self, found: OpenedExchange) -> OpenItem:
         """PeerError for the rate of a step that the run has not, and for amounts that are not a parameter's."""
