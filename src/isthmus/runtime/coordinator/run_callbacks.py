@@ -79,7 +79,7 @@ class WeightExchanges(Protocol):
 
 
 class RunCallbacks(Protocol):
-    """What a run does besides coordination: plans, assignments, weights, checkpoints, progress."""
+    """The work of a run besides coordination: plans, assignments, weights, checkpoints, progress."""
 
     def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures | None]:
         """A plan for these devices, with its figures where the run can tell plans apart. Any thread. UserError when

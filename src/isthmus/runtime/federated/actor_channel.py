@@ -41,7 +41,8 @@ class ActorChannel:
                 self._incoming.put(following)
 
     def frames(self) -> Generator[RayFrame]:
-        """What is sent, until it is closed. Ray has copied a frame when the next one is asked for."""
+        """Yield the frames that are sent, until the channel is closed. Ray has copied a frame when the next one is
+        asked for."""
         while (one := self._outgoing.get()) is not None:
             yield one.frame
             one.taken.set()

@@ -65,8 +65,8 @@ EXIT_TICK_S = 0.01
 
 
 class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver saw of a round. Bytes are whole frames, of all executors, and what they read and wrote in shared
-    memory in place of frames."""
+    """The driver's measurement of a round. Bytes are whole frames, of all executors, and the bytes that they read and
+    wrote in shared memory in place of frames."""
 
     seconds: float
     opened_at_s: float
@@ -76,7 +76,7 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
     trips: int = 0
     """Messages that brought values: sums or collected ones."""
     value_bytes: int = 0
-    """Of those values, without headers."""
+    """Bytes of those values, without headers."""
 
 
 def ended(finish: FinishRounds) -> FinishRounds:
@@ -150,12 +150,12 @@ class FederatedHost:
         """Wakes the thread in `coordinate`: for Ctrl-C, and at the end. A signal may put where it could not lock."""
         self._senders: dict[str, MessageOutput] = {}
         self._outboxes: dict[str, Outbox] = {}
-        """By executor, its messages."""
+        """Messages that wait for each executor."""
         self._later = Outbox()
-        """What can wait until executors have new tasks."""
+        """Messages that can wait until executors have new tasks."""
         self._unsent: list[Outbox] = []
         self._opened = False
-        """Of what was decided since the lock was taken: whose messages wait, and whether a phase was opened."""
+        """Since the lock was taken: the outboxes whose messages wait, and whether a phase was opened."""
         self._channels: list[MessageChannel] = []
         self._phase_id: PhaseId | None = None
         self._broadcast: Mapping[str, Tensor] = {}

@@ -38,7 +38,7 @@ class NodeFiles(StateFiles):
         """`folder` is the node's own."""
         super().__init__(str(folder), form.size_bytes, direct=form.size_bytes >= LARGE_BYTES)
         self.moved_bytes = 0
-        """Of states that came from other nodes."""
+        """Bytes of states that came from other nodes."""
         self._homes = homes
         self._node = node
         self._fetch = fetch
@@ -46,7 +46,8 @@ class NodeFiles(StateFiles):
         self._returned: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def read(self, places: Sequence[int], memory: Rows) -> None:
-        """Of a node that is lost, and its files with it: FileNotFoundError, unless this node sees them too."""
+        """Read states into `memory`. FileNotFoundError for a state of a lost node, whose files are lost with it, unless
+        this node sees them too."""
         found = self._by_node(places)
         if found.keys() <= {self._node}:
             super().read(places, memory)
@@ -87,7 +88,7 @@ class NodeFiles(StateFiles):
 
 
 class NodeView(NamedTuple):
-    """What an executor sees of its folder."""
+    """An executor's view of its folder."""
 
     executors: tuple[str, ...]
     """Whose states lie in it too."""
@@ -129,7 +130,8 @@ class NodeFolder:
 
 
 def state_homes(names: Sequence[str], views: Sequence[NodeView], per_file: int, move_s: float) -> StateHomes | None:
-    """By what each executor sees: those that see the same folder are on one node. None where all are."""
+    """Return the homes of states, found from each executor's view: executors that see the same folder are on one node.
+    None where all are on one."""
     first = [min(names.index(name) for name in view.executors if name in names) for view in views]
     numbers = {place: number for number, place in enumerate(sorted(set(first)))}
     if len(numbers) == 1:

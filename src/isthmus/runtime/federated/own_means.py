@@ -1,4 +1,5 @@
-"""What is said of `local.micro_batches` before the first round, where a loss may be another with each number."""
+"""The warning about `local.micro_batches` before the first round, where a loss may differ with the number of
+micro-batches."""
 
 from __future__ import annotations
 

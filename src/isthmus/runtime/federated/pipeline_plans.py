@@ -53,7 +53,7 @@ class PipelinePlans:
             what = what_is_set(local.optimizer, local.clip_norm)
             raise UserError(f"{what} for a client that is a fleet, expected local.learning_rate alone")
         self.segments = segments(samples.train, local)
-        """Of every round."""
+        """Segments of every round."""
         self._captured: dict[int, Prepared] = {}
         self._plans: dict[Segment, Plan] = {}
         # The last step keeps its gradients besides: planned is what takes the most memory.
@@ -85,7 +85,7 @@ class PipelinePlans:
         return msgspec.structs.replace(self._captured[size], job=job, samples=samples)
 
     def learning_rate(self, round_: int) -> float:
-        """Of all steps of a round."""
+        """Return the learning rate of all steps of a round."""
         return self._steps.at(round_).learning_rate
 
     def _job(self, segment: Segment, key: Key) -> Job:
@@ -134,5 +134,5 @@ class PipelinePlans:
 
     @property
     def round_s(self) -> float:
-        """Of all steps of a round, as the plans predict them."""
+        """Seconds of all steps of a round, as the plans predict them."""
         return sum(segment.steps * self.plan(segment).predicted.step_s for segment in self.segments)

@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 
 
 class ActorSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor is to be."""
+    """The settings of an actor."""
 
     job: FederatedJob
     run: str
     name: str
     number: int
-    """Of the executor."""
+    """The executor's number."""
     fingerprint: str
-    """Of the coordinator's data."""
+    """The fingerprint of the coordinator's data."""
     folder: str
     """Where the command runs: paths in the job, and modules of the user's own, are relative to it."""
     states: str
@@ -76,7 +76,7 @@ class ExecutorActor:
         """Once its process has started."""
 
     def open_states(self, size_bytes: int) -> None:
-        """Of clients, whose states are as large as that. UserError for a folder that cannot be written."""
+        """Open the folder of clients' states of this size. UserError for a folder that cannot be written."""
         self._folder = NodeFolder(self._states_folder, size_bytes, self._setup.name)
 
     def view_states(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -85,7 +85,7 @@ class ExecutorActor:
         return self._folder.executors(), self._folder.files()
 
     def read_states(self, places: Sequence[int]) -> Rows:
-        """Of this node, for another one."""
+        """Return states of this node, for another one."""
         assert self._folder is not None, "states are opened first"
         return self._folder.read(places)
 

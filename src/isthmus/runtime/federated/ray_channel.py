@@ -57,7 +57,7 @@ class RayChannel:
         """The actor begins."""
         self.other = other
         self.moved_bytes = 0
-        """Of states that came to it from other nodes."""
+        """Bytes of states that came to the actor from other nodes."""
         self.lost: str | None = None
         """How the actor was lost."""
         self._actor = actor

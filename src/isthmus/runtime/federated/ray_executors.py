@@ -84,7 +84,7 @@ class RayExecutors:
         self._all("ready")
 
     def _all(self, method: str, *arguments: object) -> list[object]:
-        """What a method of all actors returns."""
+        """Call a method of all actors; return its results."""
         ray = ray_library()
         calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         found: list[object] = []
@@ -109,7 +109,7 @@ class RayExecutors:
 
     @property
     def moved_bytes(self) -> int:
-        """Of clients' states that moved to another node."""
+        """Bytes of clients' states that moved to another node."""
         return sum(channel.moved_bytes for channel in self._channels)
 
     def begin(self, on_connection: Callable[[MessageChannel], None]) -> None:

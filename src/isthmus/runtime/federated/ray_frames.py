@@ -22,7 +22,7 @@ Payload = Sequence[NDArray[np.uint8]]
 """One array of bytes for each tensor."""
 RayFrame = tuple[bytes, Payload]
 ALIGNMENT_BYTES = 16
-"""Of numbers where they are computed with. What comes beside a small header may lie anywhere."""
+"""The alignment of numbers where they are computed with. Bytes that come beside a small header may lie anywhere."""
 
 
 def ray_frame(message: AnyMessage, payload: Sequence[memoryview] = ()) -> RayFrame:
@@ -34,7 +34,7 @@ _NOTHING = np.empty(0, dtype=np.uint8)
 
 
 def frame_bytes(frame: RayFrame) -> int:
-    """Of the header and all tensors."""
+    """Return the bytes of the header and all tensors."""
     return len(frame[0]) + sum(part.nbytes for part in frame[1])
 
 

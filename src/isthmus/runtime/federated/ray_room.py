@@ -10,7 +10,8 @@ USER = RayUser("execution.engine", "execution.ray.address")
 
 
 def cluster_room(options: RayExecution) -> int:
-    """Of the job's cluster. UserError where Ray is missing, too old or cannot be reached, or has room for none."""
+    """Return how many executors the job's cluster has room for. UserError where Ray is missing, too old or cannot be
+    reached, or has room for none."""
     connected = connect(options.address, USER)
     try:
         if not (room := room_for(options)):
@@ -24,7 +25,7 @@ def cluster_room(options: RayExecution) -> int:
 
 
 def room_for(options: RayExecution) -> int:
-    """Of the cluster that this process is connected to, at most."""
+    """Return how many executors the cluster that this process is connected to has room for, at most."""
     nodes = [node["Resources"] for node in ray_library().nodes() if node["Alive"]]
     rooms = [_times(has.get("CPU", 0.0), options.cpus) for has in nodes]
     if options.gpus:
@@ -33,7 +34,7 @@ def room_for(options: RayExecution) -> int:
 
 
 def share_text(options: RayExecution) -> str:
-    """What each executor reserves."""
+    """Return the resources that each executor reserves, as text."""
     return f"cpus = {options.cpus:g}, gpus = {options.gpus:g}"
 
 

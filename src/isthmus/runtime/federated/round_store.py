@@ -1,4 +1,4 @@
-"""What is kept of a federated run, in its folder: the server's values, committed rounds, their lines, evaluations.
+"""The folder of a federated run keeps the server's values, committed rounds, their lines, and evaluations.
 
 job.json   rounds.jsonl   rounds/   privacy.json
 """
@@ -51,7 +51,7 @@ class RoundStore:
         self.first_round = 0
         self.evaluator: Evaluator | None = None
         self.own_models: OwnModels | None = None
-        """Of clients that use models of their own."""
+        """The models of clients that use models of their own."""
         self._job = job
         self._accounting, self._unsampled = job.accounting(identity.clients), 0
         self._commits = Commits(folder / ROUNDS, identity)
@@ -78,13 +78,14 @@ class RoundStore:
         return before.unsampled + lost + was_open
 
     def guarantee(self, rounds: int) -> Guarantee | None:
-        """What so many rounds promise every client; None without privacy."""
+        """Return the guarantee of so many rounds for every client; None without privacy."""
         accounting = self._accounting
         return None if accounting is None else accounting.guarantee(rounds, self.server.numbers, self._unsampled)
 
     @property
     def promised(self) -> Guarantee | None:
-        """What the whole run promises every client; of a run that is resumed with fewer rounds, those that it made."""
+        """The guarantee of the whole run for every client; for a run that is resumed with fewer rounds, of those that
+        it made."""
         return self.guarantee(max(self._job.federated.rounds, self.first_round))
 
     def begin(self, note: Callable[[str], None]) -> None:

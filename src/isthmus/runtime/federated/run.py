@@ -129,7 +129,7 @@ class FederatedRun:
             warnings.warn(text, stacklevel=2)
         self._began, self._watch = began, watch
         self.moved_bytes = 0
-        """Of clients' states, from node to node of a Ray cluster; known at the end."""
+        """Bytes of clients' states that moved from node to node of a Ray cluster; known at the end."""
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
         self._resident = resident = Resident(build(job))
@@ -174,7 +174,7 @@ class FederatedRun:
         return ended(finish)
 
     def _trainer(self, number: int) -> ClientTrainer:
-        """Of executor `number`, in this process or a copy of it."""
+        """Return the trainer of executor `number`, in this process or a copy of it."""
         module, states, pacer = self._resident.module, self._states(number), self._pacer(number)
         return executor_trainer(self.job, self._algorithm, module, self.data, states, pacer, number)
 
@@ -293,7 +293,8 @@ class FederatedRun:
             return finish
 
     def _commit(self, record: RoundRecord, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:
-        """What must be seen before the next round changes it; the rest happens beside that round."""
+        """Close the round, as the next round changes its values; return the rest, which is done while that round
+        runs."""
         closed = self.store.closed(record, measure)
         return lambda: after.put(closed)
 

@@ -78,13 +78,14 @@ class SecureSiteExecutor(SiteExecutor):
         self._stepping = threading.Lock()
         self._secrets: SiteSecrets | None = None
         self._sums: SumsSent | None = None
-        """Of the phase that is trained."""
+        """Sums of the phase that is trained."""
         self._vector: Vector | None = None
         """The update, before it is masked."""
         self._sizes: dict[str, int] = {}
         self._client = 0
         self._models: dict[PhaseId, str] = {}
-        """By phase, what it was opened with: a client may be trained for one while another is opened."""
+        """The digest of the model that each phase was opened with: a client may be trained for one while another is
+        opened."""
 
     def _device_of(self, keys: SiteKeys) -> str:
         try:

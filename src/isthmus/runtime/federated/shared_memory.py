@@ -48,7 +48,7 @@ def _copy(place: Tensor, numbers: Tensor) -> None:
 
 
 class SharedMemory(NamedTuple):
-    """What an executor shares with its coordinator."""
+    """Memory that an executor shares with its coordinator."""
 
     broadcast_memory: SharedBroadcast
     accumulator: SharedAccumulator
@@ -96,7 +96,7 @@ class SharedAccumulator:
         self._counts = memory[:ALIGNMENT_BYTES].view(torch.int64)
         self._counts.zero_()
         self.totals: list[dict[str, Tensor]] = []
-        """By pass, each summed value's memory, int64 [numbers]."""
+        """Each summed value's memory, int64 [numbers], for each pass."""
         for one in sizes:
             at, totals = ALIGNMENT_BYTES, dict[str, Tensor]()
             for name, numbers in one.items():

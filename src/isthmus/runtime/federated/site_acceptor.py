@@ -69,7 +69,7 @@ class SiteConnection:
         self._lane.put(message, tensors)
 
     def flush(self) -> None:
-        """What is not taken within seconds is dropped."""
+        """Close the output; messages that are not sent within `FLUSH_S` are dropped."""
         self._lane.close(FLUSH_S)
 
     def close(self) -> None:

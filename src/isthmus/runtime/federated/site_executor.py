@@ -54,7 +54,7 @@ class SiteLink:
     revealed: Revealed = field(default_factory=dict[str, frozenset[str]])
     """Before."""
     devices: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By site, the id of the only device that its owner's rules allow to have that name."""
+    """The id of the only device that its owner's rules allow to have a site's name, by site."""
     check: Callable[[ExecutorOrder | SecureOrder], None] = lambda order: None
     """PeerError for what is not of the run as its owner's rules or word allowed it."""
 

@@ -46,7 +46,7 @@ class SitePipeline:
         UserError for an accelerator that is not here."""
         self._plans, self._resident, self._folder = plans, resident, folder
         self.watcher = Watcher(noted=log)
-        """Of every run."""
+        """The watcher of every run."""
         self._emulate = config.emulate
         self._module = MeanLoss(resident.module, uneven=plans.uneven) if plans.divides else resident.module
         places = local_places(config.device, plans.fleet.names, {d.name: d.engine for d in plans.fleet.devices})
@@ -77,7 +77,7 @@ class SitePipeline:
         return self._change(model, start, gradients, rate, one_step=len(parts) == 1)
 
     def _run(self, segment: Segment, key: Key) -> Mapping[str, Tensor]:
-        """What the run leaves: every variable that it trained or wrote, and what optimizers keep."""
+        """Run the plan; return every variable that the run trained or wrote, and the state of its optimizers."""
         prepared, plan = self._plans.prepared(segment, key), self._plans.plan(segment)
         shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
         options = RunOptions(

@@ -85,7 +85,7 @@ class SiteRunner:
         self._plan = plan
         self._data = OwnData(load_dataset(config.data, "train"))
         self._fork_servers = ForkServers()
-        """Of a site that is a fleet."""
+        """Fork servers of a site that is a fleet."""
         self._warm: tuple[TaskSpec, Site] | None = None
         self._training = threading.Lock()
         self._work: _SiteRun | None = None
@@ -93,7 +93,7 @@ class SiteRunner:
         self._ruled: set[str] = set()
         """Requests that the owner's rules allowed, and the log has."""
         self._threads = ComputeThreads()
-        """Of this run and of those before that are still trained for."""
+        """Threads of this run, and of earlier runs that are still trained for."""
 
     def start_run(self, call: StartRun, coordinator: tuple[str, int]) -> None:
         if self._work is not None and self._work.run == call.run and self._work.thread.is_alive():
@@ -186,8 +186,8 @@ class SiteRunner:
         take_part(channel, self._name, call.run, call.timeout_s, act)
 
     def _is_allowed(self, task_spec: TaskSpec, work: _SiteRun) -> bool:
-        """By the owner's file and rules; where the owner is to be asked, waits for the answer. False where the run is
-        over before. UserError for a no."""
+        """Return whether the owner's file and rules allow the run; where the owner is to be asked, wait for the answer.
+        False where the run is over before. UserError for a no."""
         self._config.check(task_spec)
         request, rules = digest_of(task_spec), self._config.approval
         note = partial(self._site_log.note, job=task_spec.job, run=task_spec.run)
@@ -292,7 +292,7 @@ class SiteRunner:
         return made
 
     def _pipeline(self, task_spec: TaskSpec, module: nn.Module, data: OwnData) -> SitePipeline | None:
-        """Of a site that is a fleet."""
+        """Return the pipeline of a site that is a fleet; None for any other site."""
         if (config := self._config.pipeline) is None:
             return None
         site, samples = self._config, DataDescription(columns=dict(data.columns), train=data.samples)
@@ -321,7 +321,7 @@ def _said_no(task_spec: TaskSpec) -> UserError:
 
 
 def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
-    """What is to be done; None when the run is over before it began."""
+    """Wait for the task; None when the run is over before it began."""
     received: tuple[object, list[Tensor]] | None
     while (received := channel.receive(idle_s=timeout_s)) is not None:
         match received[0]:

@@ -28,7 +28,7 @@ class SiteUpdateReceiver:
     """As `UpdateReceiver`. `note` gets every update that does not count, with its sender and the reason."""
 
     values: type[SentValues] = SiteValues
-    """What sites send."""
+    """The type of the values that sites send."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class SiteUpdateReceiver:
             self._server.fold(self._clients[executor], update, self._samples[executor])
 
     def take_figures(self, round_: int) -> dict[str, Mapping[str, float]]:
-        """By site, what it reported of its own data in the round; those of earlier rounds are forgotten."""
+        """Return each site's figures of its own data in the round; those of earlier rounds are forgotten."""
         found = self._figures.pop(round_, {})
         self._figures = {number: figures for number, figures in self._figures.items() if number > round_}
         return found

@@ -32,7 +32,7 @@ GAIN = 1.1
 """Twice the executors must be so much faster, or they are not used."""
 MEASURED_S = 0.4
 CONTEXT_BYTES = {"cuda": 600 << 20}
-"""What a process's context takes on a device before it allocates anything; other kinds: nothing that is known."""
+"""Bytes that a process's context takes on a device before it allocates anything; none are known for other kinds."""
 KEPT_FREE = 0.1
 
 

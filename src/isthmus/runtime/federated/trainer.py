@@ -26,8 +26,8 @@ def executor_trainer(
     pacer: Pacer,
     number: int,
 ) -> ClientTrainer:
-    """Of executor `number`, ready to train. UserError for a device that is not here, a model that does not take the
-    data."""
+    """Return the trainer of executor `number`, ready to train. UserError for a device that is not here, a model that
+    does not take the data."""
     rounds = job.federated.rounds
     trainer = ClientTrainer(
         TrainingTask(algorithm=algorithm, local=job.local.tabled(rounds), seed=job.federated.seed, rounds=rounds),

@@ -25,14 +25,14 @@ class UpdateReceiver(Protocol):
     """Messages with values so far, and their bytes without headers."""
     value_bytes: int
     shared_bytes: int
-    """Of them, those in memory that executors share."""
+    """Those of these bytes that are in memory that executors share."""
 
     def guard(self, executor: str, message: AnyMessage) -> None:
         """PeerError for what no executor sends, before its tensors are received."""
         ...
 
     def hello(self, executor: str) -> AnyMessage | None:
-        """What an executor that has connected gets first."""
+        """Return the first message to an executor that has connected; None for none."""
         ...
 
     def on_report(
@@ -47,7 +47,8 @@ class UpdateReceiver(Protocol):
         ...
 
     def settle(self) -> None:
-        """What was taken in need not stay where it is: now there is time to read it, or all of it has been."""
+        """Move received values out of memory that may be used again: now there is time to read them, or all have been
+        read."""
         ...
 
     def ignore(self, executor: str) -> None:
@@ -74,7 +75,7 @@ def check_frame(message: AnyMessage, values: type[SentValues]) -> None:
 
 
 def unmasked(recovered: TakeMasksOff) -> NoReturn:
-    """Of a receiver whose values have no masks."""
+    """Raise InternalError: a receiver whose values have no masks was given masks to take off."""
     raise InternalError(f"round {recovered.phase.round + 1}: no masks are on the sums")
 
 
@@ -82,7 +83,7 @@ class _ReceivedSums(NamedTuple):
     tensors: Mapping[str, Tensor]
     weights: AggregationWeights
     largest: Mapping[str, float]
-    """Of each sum, its largest number or a bound."""
+    """The largest number of each sum, or a bound."""
     shared_bounds: bool
 
 

@@ -20,7 +20,8 @@ from isthmus.runtime.identity.roster import ROSTER
 
 AUTHORITY_LIFE_S = 10 * 365 * 86400.0
 CERTIFICATE_LIFE_S = 86400.0
-"""Of a device's: a stolen key is of use for a day at most. Devices renew at half of it."""
+"""Seconds that a device's certificate is valid: a stolen key is of use for a day at most. Devices renew at half of
+it."""
 SKEW_S = 2 * 3600.0
 """Certificates begin earlier by this much: clocks of other machines may be behind."""
 _KEY, _CERTIFICATE = "authority.key", "authority.pem"
@@ -77,7 +78,8 @@ class Authority:
 
 
 def fingerprint_in(folder: Path) -> bytes:
-    """Of the authority in this folder; b"" where there is none. UserError for one that is damaged."""
+    """Return the fingerprint of the authority in this folder; b"" where there is none. UserError for one that is
+    damaged."""
     path = folder / _CERTIFICATE
     if not path.exists():
         return b""

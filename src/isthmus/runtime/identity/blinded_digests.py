@@ -33,7 +33,7 @@ def blinded(fingerprint: str, key: bytes) -> str:
 
 
 def proof(key: bytes, sender: str, receiver: str, sent: str, received: str) -> str:
-    """What the sender, whose key this is and who gave `sent`, shows the receiver, who gave `received`.
+    """Return the proof of the sender, whose key this is and who gave `sent`, for the receiver, who gave `received`.
 
     PeerError for a digest that is no point of the curve.
     """

@@ -24,7 +24,7 @@ ID_DIGITS = 32
 _URI = "isthmus:"
 REJOIN = "join again with a new ticket (--ticket-file) in another --state folder"
 PRIVATE_BYTES = 32
-"""Of the number that a private key is."""
+"""Bytes of the number that a private key is."""
 KEY, CERTIFICATE, AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
 _SHARED = "one-owner"
 
@@ -34,7 +34,7 @@ class Party(msgspec.Struct, frozen=True):
 
     role: Role
     id: str
-    """Of its key, see `id_of`."""
+    """The id of the peer's key, see `id_of`."""
 
 
 def id_of(key: CertificatePublicKeyTypes) -> str:

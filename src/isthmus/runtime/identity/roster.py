@@ -64,7 +64,7 @@ class Roster:
             database.execute("DELETE FROM tickets WHERE hash = ? AND used_by IS NULL", (_hash(secret),))
 
     def check(self, secret: bytes, now_s: float) -> str | None:
-        """Of a ticket that is in date, the ids of the devices that have used it. PeerError for any other."""
+        """Return the ids of the devices that have used a ticket that is in date. PeerError for any other."""
         with self._database.reading() as database:
             found = database.execute("SELECT expires_s, used_by FROM tickets WHERE hash = ?", (_hash(secret),))
             expires_s, used_by = found.fetchone() or (None, None)

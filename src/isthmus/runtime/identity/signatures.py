@@ -14,7 +14,7 @@ from isthmus.runtime.identity.keys import REJOIN, Identity, load_certificate, lo
 
 
 class DeviceSigner:
-    """Of one device. Its certificate is read anew each time: it is renewed while processes run."""
+    """Signs as one device. Its certificate is read anew each time: it is renewed while processes run."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity

@@ -22,7 +22,7 @@ SECRET_BYTES = 16
 MOST_CHARACTERS = 3000
 """Below the 4096 that a terminal takes as one line."""
 MOST_ADDRESSES = 64
-"""Of a coordinator's machine."""
+"""The most addresses of a coordinator's machine."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -71,7 +71,7 @@ def read_ticket(path: Path) -> Ticket:
 
 
 def read_ticket_of(path: Path, number: int) -> Ticket:
-    """Of a file with a ticket in each line, which must be 0600, the one of this number, from 0 on."""
+    """Return the ticket of this number, from 0 on, from a file with a ticket in each line. The file must be 0600."""
     lines = [line for line in _text(path).splitlines() if line.strip()]
     if number >= len(lines):
         raise UserError(

@@ -92,7 +92,7 @@ class HubFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PathCount(msgspec.Struct, frozen=True, kw_only=True):
-    """What one directed path carried so far, in frames and bytes as they would be on the wire."""
+    """Counts of one directed path so far, in frames and bytes as they would be on the wire."""
 
     source: int
     target: int
@@ -102,7 +102,7 @@ class PathCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HubCount(msgspec.Struct, frozen=True, kw_only=True):
-    """What the hub did so far; `overflows` are frames lost because the host did not let it read in time."""
+    """Counts of the hub so far; `overflows` are frames lost because the host did not let it read in time."""
 
     paths: list[PathCount]
     overflows: int

@@ -55,7 +55,7 @@ _REPLY_TIMEOUT_S = 10.0
 
 
 class PairStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one direction carried, as it would be on the wire, and the packets that it dropped."""
+    """Counts of one direction, as it would be on the wire, and of the packets that it dropped."""
 
     packets: int
     wire_bytes: int
@@ -126,7 +126,7 @@ class Lab:
         return self._running().network(self._places.index(place))
 
     def payload_bandwidth_bytes_per_s(self, source: str, target: str) -> float:
-        """What TCP can carry of the application's bytes on a link, at best; infinite where nothing limits it."""
+        """Return the most bytes/s of the application that TCP can carry on a link; infinite where nothing limits it."""
         link = self._links[source, target]
         return float("inf") if link is None else link.bandwidth_bytes_per_s * _PAYLOAD_SHARE
 

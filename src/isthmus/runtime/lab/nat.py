@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 _INSIDE = "192.168"
 _PRIVATE = "192.168.0.0/16"
 _SIX = "fd99"
-"""Of the IPv6 addresses: the wide-area network is `fd99::/64`, home N `fd99:N::/64`."""
+"""The prefix of the IPv6 addresses: the wide-area network is `fd99::/64`, home N `fd99:N::/64`."""
 
 
 class Home:
@@ -219,8 +219,8 @@ class Home:
 
 
 def inside(network: str, act: Callable[[], Result]) -> Result:
-    """What `act` returns, called in a thread that has this network, as have all threads that it starts. Needs the
-    machine's root."""
+    """Return the result of `act`, called in a thread that has this network, as have all threads that it starts. Needs
+    the machine's root."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_entered, network, act).result()
 

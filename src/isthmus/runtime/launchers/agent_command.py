@@ -8,8 +8,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=aut
 
 
 def join_arguments(agent: AgentSpec, *state: str) -> list[str]:
-    """Of `isthmus`. `state` are options that say where the agent's key and its ticket are: `--state FOLDER`,
-    `--attached` or `--ticket-file FILE`."""
+    """Return the arguments of `isthmus`. `state` are options that say where the agent's key and its ticket are:
+    `--state FOLDER`, `--attached` or `--ticket-file FILE`."""
     return ["join", "--name", agent.name, *state, *agent.arguments]
 
 

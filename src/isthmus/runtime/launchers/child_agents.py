@@ -23,7 +23,8 @@ SIGNAL_S = 2.0
 
 
 class ChildAgents:
-    """By name. `log(name, line)` is given what they print, from a thread for each."""
+    """Agents that are child processes, by name. `log(name, line)` is given the lines that they print, from a thread for
+    each."""
 
     def __init__(self, log: Callable[[str, str], None]) -> None:
         self._log = log
@@ -47,7 +48,7 @@ class ChildAgents:
 
 
 def state_of(code: int | None) -> AgentState:
-    """Of a process with this exit code; None while it runs."""
+    """Return the state of a process with this exit code; None while it runs."""
     if code is None:
         return AgentState.RUNNING
     return AgentState.LOST if code else AgentState.ENDED

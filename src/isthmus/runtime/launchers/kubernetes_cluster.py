@@ -34,7 +34,7 @@ class Refused(PeerError):
 
 
 class _Response(Protocol):
-    """Of urllib3: as much as is used of it."""
+    """A response of urllib3, as much as is used of it."""
 
     @property
     def data(self) -> bytes: ...
@@ -85,7 +85,7 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> int:
-        """Of its agent."""
+        """The number of its agent."""
         return int(self.metadata.annotations[_NUMBER])
 
     @property
@@ -171,7 +171,7 @@ class KubernetesCluster:
         return any(condition.type == "Failed" and condition.status == "True" for condition in conditions)
 
     def pods(self, name: str) -> dict[int, Pod]:
-        """Of the JobSet, the newest of each number."""
+        """Return the pods of the JobSet, the newest of each number."""
         selector = f"jobset.sigs.k8s.io/jobset-name={name}"
         answer = self._ask("pods", self._core.list_namespaced_pod, self._namespace, label_selector=selector)
         found = msgspec.json.decode(answer, type=_Pods).items
@@ -205,7 +205,7 @@ class KubernetesCluster:
             answer.close()
 
     def _delete(self, what: str, call: Callable[..., _Response], *place: str, **options: str) -> None:
-        """What is gone already is no error."""
+        """Delete an object. One that is gone already is no error."""
         try:
             self._ask(what, call, *place, **options)
         except Refused as e:

@@ -1,4 +1,4 @@
-"""What is applied to a Kubernetes cluster: a JobSet of one indexed job with a pod per agent, and a Secret with tickets.
+"""Manifests for a Kubernetes cluster: a JobSet of one indexed job with a pod per agent, and a Secret with tickets.
 
 JobSet makes the headless service of its pods, by `network`.
 """
@@ -14,7 +14,7 @@ from isthmus.runtime.launchers.launcher import AgentSpec
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
 JOB = "agents"
-"""Of the JobSet the one replicated job, and of a pod the one container."""
+"""The name of the JobSet's one replicated job, and of a pod's one container."""
 NUMBER = "JOB_COMPLETION_INDEX"
 """Kubernetes sets it in each pod of an indexed job."""
 HELD_TICKET = "(ticket)"
@@ -31,7 +31,7 @@ class KubernetesOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """With Isthmus installed. It runs as user 1000."""
     namespace: str = "default"
     context: str = ""
-    """Of the kubeconfig; by default its current one."""
+    """The context of the kubeconfig; by default its current one."""
     gpus_per_node: int = 0
     """nvidia.com/gpu of each pod."""
     cpu: str = ""
@@ -41,7 +41,7 @@ class KubernetesOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     volume: str = ""
     """A PersistentVolumeClaim (ReadWriteMany) for keys of agents: they stay the same members on another node."""
     bucket: str = ""
-    """Of Google Cloud Storage, at /isthmus/bucket, for `--data`; any other by a volume of its CSI driver."""
+    """A bucket of Google Cloud Storage, at /isthmus/bucket, for `--data`; any other by a volume of its CSI driver."""
     python: str = "python3"
 
 
@@ -57,7 +57,7 @@ def secret(name: str, tickets: Sequence[str], options: KubernetesOptions) -> dic
 
 
 def jobset(name: str, agents: Sequence[AgentSpec], options: KubernetesOptions) -> dict[str, object]:
-    """Of one pod per agent, each on a node of its own. No ticket is in it."""
+    """Return a JobSet of one pod per agent, each on a node of its own. No ticket is in it."""
     job = {
         "completionMode": "Indexed",
         "completions": len(agents),

@@ -1,4 +1,4 @@
-"""What an engine does for a fleet: start one agent per node, watch the agents, start one again, and end them all.
+"""A launcher starts one agent per node for a fleet, watches the agents, starts lost ones again, and ends them all.
 
 An agent is `isthmus join` on a node. The engine carries nothing else: data of a run stay on the links between devices.
 """
@@ -24,7 +24,7 @@ class AgentState(Enum):
     ENDED = "ended"
     """With exit code 0: it was dismissed."""
     LOST = "lost"
-    """By an error, or with its node."""
+    """It ended by an error, or with its node."""
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Its name in the fleet."""
     arguments: tuple[str, ...] = ()
-    """Of `isthmus join`, besides name, ticket and state folder."""
+    """Arguments of `isthmus join`, besides name, ticket and state folder."""
     island: bool = False
     """It runs under torchrun: the accelerators of its node are one device."""
     ticket: str
@@ -49,8 +49,8 @@ class Renders(Protocol):
     """A `Launcher` that can show what it hands to its engine."""
 
     def render(self, agents: Sequence[AgentSpec], folder: Path) -> str:
-        """What `start` would hand over: a script or a manifest, without tickets. Nothing is made or asked for, and the
-        engine need not be there. UserError for options of which nothing can be made."""
+        """Return the script or manifest that `start` would hand over, without tickets. Nothing is made or asked for,
+        and the engine need not be there. UserError for options of which nothing can be made."""
         ...
 
 
@@ -84,7 +84,7 @@ class Launcher(Protocol):
         ...
 
     def states(self) -> Mapping[str, AgentState]:
-        """Of every agent, by name, now."""
+        """Return the state of every agent now, by name."""
         ...
 
     def restart(self, agent: AgentSpec) -> None:

@@ -1,4 +1,4 @@
-"""What agents print into files of a shared file system, line by line as it comes."""
+"""Logs the lines that agents print into files of a shared file system, as they come."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ class RayLauncher:
     def __init__(self, options: RayOptions) -> None:
         self._options = options
         self._connected = False
-        """By us."""
+        """Whether this object connected to Ray, and disconnects at the end."""
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, tuple[int, float]] = {}
-        """Of each agent, by name: its number, and how many GPUs it has."""
+        """The number and the GPUs of each agent, by name."""
         self._agents: dict[str, _ActorHere] = {}
         self._log: Callable[[str, str], None] = lambda name, line: None
 
@@ -109,7 +109,7 @@ class RayLauncher:
             ray.shutdown()
 
     def _gpus(self) -> list[float]:
-        """Of each node that is alive and has the CPUs; the most first."""
+        """Return the GPUs of each node that is alive and has the CPUs; the most first."""
         alive = [node["Resources"] for node in ray_library().nodes() if node["Alive"]]
         return sorted((has.get("GPU", 0.0) for has in alive if has.get("CPU", 0.0) >= self._options.cpus), reverse=True)
 

@@ -44,7 +44,7 @@ class RayActor:
         self._over = threading.Event()
 
     def run(self, agent: AgentSpec) -> Generator[str | AgentState]:
-        """What the agent prints, line by line, and how it ended."""
+        """Run the agent; yield the lines that it prints, and at last its state."""
         with _folder() as folder:
             self._agents.start(agent, agent_command(agent, sys.executable, "--state", str(folder), "--attached"))
             yield f"on node {ray_library().util.get_node_ip_address()}"

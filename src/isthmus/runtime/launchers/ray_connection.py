@@ -29,7 +29,7 @@ class RayUser(NamedTuple):
 
     @property
     def start(self) -> str:
-        """What to do where there is no cluster."""
+        """The advice for people where there is no cluster."""
         return f"start one with `ray start --head`, or name one with {self.address}"
 
 

@@ -51,7 +51,7 @@ class SkyPilotOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     infra: str = ""
     """As aws/us-east-1; by default the cheapest that SkyPilot finds."""
     accelerators: str = ""
-    """Of each machine, as A100:8."""
+    """Accelerators of each machine, as A100:8."""
     cpus: str = ""
     """As 8+."""
     memory: str = ""
@@ -80,7 +80,7 @@ class SkyPilotLauncher:
         self._folder = Path()
         self._log: Callable[[str, str], None] = lambda name, line: None
         self._launches: dict[str, _Launch] = {}
-        """By agent, the newest one."""
+        """The newest launch of each agent."""
         self._started = 0
 
     def check(self) -> None:

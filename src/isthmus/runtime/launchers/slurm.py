@@ -66,7 +66,7 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Limit of the job. One that reaches it is requeued."""
     gpus_per_node: int = 0
     cpus_per_task: int = 0
-    """Of the agent of each node; by default as the partition has it."""
+    """CPUs of each node's agent; by default as the partition has it."""
     warning: str = "90 s"
     """So long before the limit agents are asked to leave."""
     folder: str = ""
@@ -78,7 +78,7 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _Job(Protocol):
-    """Of submitit: as much as is used of it."""
+    """A job of submitit, as much as is used of it."""
 
     job_id: str
 
@@ -236,7 +236,7 @@ class SlurmLauncher:
 
 
 def _task_command(tasks: Path) -> str:
-    """Of each node."""
+    """Return the command of each node."""
     return shlex.join([sys.executable, "-u", "-m", MODULE, str(tasks)])
 
 

@@ -37,13 +37,13 @@ BEAT_S = 30.0
 GONE_S = 900.0
 """Without a beat for so long the launcher is gone."""
 MOST_REQUEUES = 100
-"""Of a job at its time limit."""
+"""The most requeues of a job at its time limit."""
 NO_TICKET = b"-"
 """First line for an agent that is a member already."""
 
 
 class AgentStatus(Enum):
-    """What a task knows of its agent."""
+    """The state of a task's agent."""
 
     WAITING = "waiting"
     """No task has started it, or Slurm has taken the node of its task."""
@@ -53,7 +53,7 @@ class AgentStatus(Enum):
 
 
 class SharedFolder:
-    """What the launcher and all tasks share."""
+    """Files that the launcher and all tasks share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,7 +72,7 @@ class SharedFolder:
             atomic_write(self._beat, b"%f" % now_s, durable=False)
 
     def last_beat(self) -> bytes:
-        """Of a clock that is not this node's: to be compared for equality only."""
+        """Return the newest beat, by a clock that is not this node's: compare it for equality only."""
         try:
             return self._beat.read_bytes()
         except OSError:
@@ -80,7 +80,7 @@ class SharedFolder:
 
 
 class AgentFolder:
-    """What the launcher and a task share of one agent."""
+    """Files of one agent that the launcher and its task share."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder / "agents" / quote(name, safe="")
@@ -125,7 +125,7 @@ class Placed(msgspec.Struct, frozen=True):
 
     name: str
     arguments: tuple[str, ...]
-    """Of `isthmus join`."""
+    """Arguments of `isthmus join`."""
     island: bool
     attempt: int
 

@@ -1,1 +1,1 @@
-"""What travels in a frame's header, by who says it to whom. Tensors follow as raw bytes, in the order of `tensors`."""
+"""Headers of frames, by sender and receiver. Tensors follow as raw bytes, in the order of `tensors`."""

@@ -31,7 +31,7 @@ AnyMessage = (
 )
 
 FROM_DEVICES = ToCoordinator | Heartbeat | StateMessage | StatePart
-"""What devices tell the coordinator of a run."""
+"""Messages that devices send the coordinator of a run."""
 
 
 _Frame = ToDevice | ToCoordinator | ToPeer | ToExecutor | FromExecutor | ToReplica | FromReplica

@@ -1,4 +1,4 @@
-"""What the coordinator gives a device: its stage, its settings and its neighbours. Data only, never code."""
+"""The coordinator gives a device its stage, its settings and its neighbours. Data only, never code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     host: Host
     port: Port
     id: Id = ""
-    """Of its key: who must answer there. Empty where links are plain TCP."""
+    """The id of the key that must answer there. Empty where links are plain TCP."""
     streams: Streams = 1
     """Streams of the connection to it, where that is TLS."""
     shape: Link | None = None
@@ -77,7 +77,7 @@ class ComputeEmulation(msgspec.Struct, frozen=True, kw_only=True):
     flops_forward: Int64
     flops_backward: Int64
     flops_weights: Int64 = 0
-    """Of those of the backward: the weight gradients', where they are computed apart."""
+    """The part of the backward's FLOPs that weight gradients take, where they are computed apart."""
 
     def least_s(self, work: Work, step: int) -> float:
         """How long the work on a micro-batch lasts in a step."""
@@ -87,20 +87,20 @@ class ComputeEmulation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What this stage adds to the sum of one group."""
+    """The tensors that this stage adds to the sum of one group."""
 
     group: Place
     parameters: Many[Text]
     """Op names."""
     elements: Amount
-    """Of the group's buffer."""
+    """Elements of the group's buffer."""
 
 
 class Fingerprinting(msgspec.Struct, frozen=True, kw_only=True):
     """Hash what the stage sends, receives and computes."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    """Of 32 bytes."""
+    """A key of 32 bytes."""
     leaves: bool = False
     """Report each tensor's digest, not one for all of a kind."""
 
@@ -126,19 +126,19 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool = False
     """Run the forward again in the backward instead of keeping what it saves."""
     released: Released | None = None
-    """What is clipped and covered with noise before it leaves."""
+    """Values that are clipped and covered with noise before they leave."""
     frozen: bool = False
     """The stage computes on raw samples, and its weights are not to learn from them."""
     discloses: bool = True
     """Whether gradients of its parameters may be sent to devices that join later."""
     data: DataSpec
     digests: Table[Name, Name] = {}
-    """What this device told of its samples before the run, by split: under its own key, so that it alone can tell
-    whether they are still the same. Empty where it told nothing."""
+    """Digests that this device gave of its samples before the run, by split: under its own key, so that it alone can
+    tell whether they are still the same. Empty where it gave none."""
     train_samples: Count
     """With the seed, whether they are shuffled, and their layout, this is the order in which they are used."""
     layout: Layout | None = None
-    """Of samples that lie in blocks."""
+    """The layout of samples that lie in blocks."""
     shuffle: bool = True
     evaluates: bool = True
     """Whether held-out data are needed at all."""
@@ -156,12 +156,12 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     outer: OuterOptimizer | None = None
     """The step that groups make with summed deltas."""
     saves: Many[Text] | None = None
-    """Of a checkpoint, what this stage gives: these names; None for its whole state."""
+    """The names that this stage gives to a checkpoint; None for its whole state."""
     snapshot_copy: SnapshotReplication | None = None
     snapshot_sources: Table[Place, Table[Text, Shape]] = {}
     """Stages whose snapshots this device keeps copies of, with the shapes of their parts."""
     memory_bytes: Amount = 0
-    """What the plan says that the stage takes; 0 where it does not say."""
+    """Bytes that the stage takes according to the plan; 0 where the plan does not say."""
     threads: Threads = 1
     timeout_s: Seconds = 60.0
     trace: bool = True

@@ -18,13 +18,13 @@ class ReplicaShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Which samples a replica trains on, step after step."""
 
     number: Place
-    """Of the replica."""
+    """The replica's number."""
     own: Positive
     """Samples of one of its steps."""
     batch: Positive
-    """Of a step of each replica."""
+    """Samples of a step of all replicas together."""
     seed: Seed
-    """Of the order of all samples."""
+    """The seed of the order of all samples."""
     shuffle: bool
 
 

@@ -27,8 +27,8 @@ class SiteValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unk
 
     weight: NotNegative | None = None
     figures: Table[Name, float] = {}
-    """Of the model that the round began with, on the site's own data: the loss and metrics that its owner's file
-    names."""
+    """Figures of the model that the round began with, on the site's own data: the loss and metrics that its owner's
+    file names."""
 
 
 class MaskedValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class FromExecutor(Message, frozen=True, kw_only=True):
 
     body: ExecutorReport | SecureReport | DeviceFailed
     values: SentValues | None = None
-    """What the tensors are."""
+    """The meaning of the tensors."""
 
 
 FederatedMessage = TaskMessage | ToExecutor | FromExecutor

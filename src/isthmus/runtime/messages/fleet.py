@@ -18,14 +18,14 @@ from isthmus.wire_types import Id, Name, Seconds, Text, Threads
 MOST_HARDWARE = 100
 """Characters of what a device's hardware is called."""
 MOST_REQUEST_BYTES = 4096
-"""Of a signing request; one by us has about 250."""
+"""The most bytes of a signing request; one of Isthmus has about 250."""
 MOST_CERTIFICATE_BYTES = 4096
 """One by us has about 400."""
 Certificate = Annotated[bytes, Meta(max_length=MOST_CERTIFICATE_BYTES)]
 MOST_SECRET_BYTES = 64
 """A ticket's has 16."""
 MOST_STAGES = 1024
-"""Of a plan, at one device: each has a thread and a connection."""
+"""The most stages of a plan at one device: each has a thread and a connection."""
 MOST_NEW_DEVICES = 16
 """Devices of a machine that join with one ticket."""
 
@@ -35,7 +35,7 @@ class DevicePresent(Message, frozen=True, kw_only=True):
 
     versions: Versions
     computes: EngineOperators | None = None
-    """What its engine is, and has. None of a site, which computes its own model."""
+    """The kind and operators of its engine. None for a site, which computes its own model."""
     hardware: Text = ""
     """Where it computes, as people call it; only shown."""
     working: Id = ""
@@ -47,7 +47,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     device: Name
     timeout_s: Seconds
-    """Of the coordinator: a device that says nothing for so long is lost."""
+    """The coordinator's timeout: a device that says nothing for so long is lost."""
     idle: Text = ""
     """Why a run that waits for others has nothing for it, in words."""
 
@@ -104,7 +104,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     """The join frame: all that a machine without a certificate can say."""
 
     secret: Annotated[bytes, Meta(max_length=MOST_SECRET_BYTES)]
-    """Of a ticket; empty for a device that returns."""
+    """The secret of a ticket; empty for a device that returns."""
     devices: Annotated[tuple[NewDevice, ...], Meta(min_length=1, max_length=MOST_NEW_DEVICES)]
     versions: Versions
     returning: Id = ""
@@ -138,12 +138,12 @@ class CompareData(Message, frozen=True, kw_only=True):
     who is shown one says whether it holds, and shows its own."""
 
     device: Name
-    """What the coordinator calls the one that is asked."""
+    """The coordinator's name of the device that is asked."""
     other: Name
     own: Name
-    """What the device gave as a digest of its data."""
+    """The digest of its data that the device gave."""
     others: Name
-    """What the other device gave."""
+    """The digest that the other device gave."""
     shown: Name = ""
     """The other's proof; empty for the device that shows first."""
 

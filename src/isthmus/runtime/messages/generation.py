@@ -30,17 +30,17 @@ class ServeStage(Message, frozen=True, kw_only=True):
     """Tokens of a prompt and its answer together, at most."""
     neighbours: Many[Neighbour] = ()
     flops_per_s: NotNegative | None = None
-    """Of an emulated device: a step lasts at least its FLOPs / flops_per_s."""
+    """The speed of an emulated device: a step lasts at least its FLOPs / flops_per_s."""
     threads: Threads = 1
     timeout_s: Seconds = 60.0
 
 
 class NewPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What stages have to know of a prompt besides its tokens."""
+    """A new prompt, without its tokens, as stages must know it."""
 
     sampling: Sampling
     made: Count = 0
-    """Of the step's tokens, how many were generated before: of a prompt that starts again."""
+    """How many of the step's tokens were generated before, for a prompt that starts again."""
     capacity: Count
     """Tokens that its caches hold."""
 

@@ -53,7 +53,7 @@ class MeasureLink(Message, frozen=True, kw_only=True):
 
 
 SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
-"""Of the messages that are timed."""
+"""Sizes of the messages that are timed."""
 
 
 class LinkTimes(Message, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class MatrixProduct(msgspec.Struct, frozen=True, tag="product"):
 
     @property
     def flops(self) -> int:
-        """Of all of them."""
+        """FLOPs of all of the products."""
         return 2 * self.batch * self.m * self.n * self.k * self.count
 
 
@@ -98,7 +98,7 @@ class AttentionShape(msgspec.Struct, frozen=True, tag="attention"):
 
     @property
     def flops(self) -> int:
-        """Of all of them; what a causal mask leaves out is counted, as in graphs."""
+        """FLOPs of all of them; FLOPs that a causal mask leaves out are counted, as in graphs."""
         return 2 * self.batch * self.heads * self.queries * self.keys * (self.size + self.value_size) * self.count
 
 
@@ -113,9 +113,9 @@ class LayerStage(msgspec.Struct, frozen=True, kw_only=True):
     operators: Count
     """How many that is, without those that every stage computes for itself."""
     flops: Affine
-    """Of a micro-batch's forward and backward."""
+    """FLOPs of a micro-batch's forward and backward."""
     memory_bytes: Amount
-    """Of weights and gradients, and of what one micro-batch keeps."""
+    """Bytes of weights and gradients, and of the tensors that one micro-batch keeps."""
 
 
 class SyntheticColumn(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +133,7 @@ class LayerTrial(msgspec.Struct, frozen=True, kw_only=True):
 
     layers: Annotated[tuple[LayerStage, ...], Meta(min_length=1, max_length=MOST_LAYERS)]
     operators: Count
-    """Of the whole model."""
+    """Operators of the whole model."""
     columns: Table[Text, SyntheticColumn]
     engine: EngineConfig
     precision: Precision
@@ -147,21 +147,21 @@ class MeasureSpeed(Message, frozen=True, kw_only=True):
     operators: Annotated[tuple[MatrixProduct | AttentionShape, ...], Meta(max_length=MOST_OPERATORS)] = ()
     trial: LayerTrial | None = None
     threads: Threads = 1
-    """Of torch, on a CPU."""
+    """Threads of torch, on a CPU."""
 
 
 Kind = Literal["layers", "products", "attention", "convolutions"]
 
 
 class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device computed, and how long that took."""
+    """A measured computation of a device, and the seconds that it took."""
 
     what: Kind
     precision: Precision
     flops: Above
     seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
     operators: Count = 0
-    """Of `layers`: how many of the model's."""
+    """How many of the model's operators were measured, for `layers`."""
 
     @property
     def flops_per_s(self) -> float:
@@ -175,14 +175,14 @@ class MeasuredSpeed(Message, frozen=True, kw_only=True):
     shorter: Text = ""
     """Why not all of the trial's stages were measured, where that is no matter of time."""
     peak_flops_per_s: NotNegative = 0.0
-    """Of nothing but a matrix product in fp32."""
+    """The speed of a matrix product in fp32 alone."""
     host_bytes_per_s: NotNegative = 0.0
     """Between accelerator and host, the slower way; 0 on the CPU."""
     memory_bytes: Amount = 0
-    """Of an accelerator, what one process can have now."""
+    """Bytes of an accelerator that one process can have now."""
     hardware: Text = ""
     engine: EngineName = "torch"
-    """What computed all that, and computes its stages."""
+    """The engine that was measured, and computes the device's stages."""
     failure: Text = ""
 
 

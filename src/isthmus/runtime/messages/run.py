@@ -50,7 +50,7 @@ class JoinRun(Message, frozen=True, kw_only=True):
     host: Host
     port: Port
     holdings: Many[StateHolding] = ()
-    """Of one that was here before: what it still has in memory."""
+    """States that a device which was here before still has in memory."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from isthmus.wire_types import Amount, Count, Distinct, Many, Name, Place, Shape
 
 
 class OfTransfer(Message, frozen=True, kw_only=True):
-    """Of one following among the run's: what another one still has under way is dropped."""
+    """A message of one state transfer of the run: messages of another one that are still under way are dropped."""
 
     epoch: Count = 0
     number: Count
@@ -25,9 +25,9 @@ class ReceiveStateMessage(OfTransfer, frozen=True, kw_only=True):
     """Parts of these devices' states will come, and gradients to repeat their steps with."""
 
     donated: Table[Name, Table[Text, Shape]]
-    """By device, the shapes of what it gives."""
+    """Shapes of the parts that each device gives."""
     trained: Distinct[Text]
-    """Of these names, those that optimizers update."""
+    """Those of the parameters' names that optimizers update."""
     config: EngineConfig
 
 
@@ -63,7 +63,7 @@ class SnapshotMessage(Message, frozen=True, kw_only=True):
     epoch: Count = 0
     step: Count
     headers: Many[TensorHeader]
-    """Of what the buffer holds."""
+    """Headers of the tensors in the buffer."""
 
 
 class SnapshotPart(Message, frozen=True, kw_only=True):

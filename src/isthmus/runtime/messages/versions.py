@@ -12,7 +12,7 @@ import torch
 from isthmus.wire_types import Count, Id, Name
 
 PROTOCOL = 24
-"""Of the messages. Raised whenever one of them changes."""
+"""The version of the messages. It is raised whenever one of them changes."""
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 

@@ -61,7 +61,7 @@ def wait_for_children(children: Collection[Child], timeout_s: float) -> None:
 
 
 def how_it_ended(code: int, log: Path | None) -> str:
-    """Of a process with this exit code, not 0."""
+    """Return how a process with this exit code, not 0, ended."""
     if code < 0:
         return f"its process was killed by {signal.Signals(-code).name}"
     see = f", see {log}" if log is not None else ""

@@ -32,7 +32,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
     data: DataSpec
     heldout: bool
     key: bytes
-    """Of the digests."""
+    """The key of the digests."""
     kinds: tuple[str, ...] | None
     foreign: bool
     folder: str | None
@@ -50,8 +50,8 @@ def data_key(identity: Path | None) -> bytes:
 
 
 def described_at(place: ProcessPlace, data: DataSpec, *, heldout: bool) -> DataDescription:
-    """What a device in that place says of its data. UserError for what stands in the way, as the device says it;
-    PeerError for a process that was ended."""
+    """Return the description of its data by a device in that place. UserError for data that cannot be described, with
+    the device's reason; PeerError for a process that was ended."""
     question = _Question(
         data=data,
         heldout=heldout,

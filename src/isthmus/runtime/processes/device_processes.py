@@ -39,7 +39,7 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where its ranks meet, if the device has several; None for one."""
     ranks: int = 1
     local_ranks: int = 1
-    """Of them, on this machine."""
+    """Ranks among them that are on this machine."""
     sharded: bool = False
     """Each of them holds its part of a stage's weights."""
     accelerator: str = "cpu"
@@ -55,7 +55,7 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of data that the device's owner allows a coordinator to name; None: all that are installed."""
 
     memory_bytes: int | None = None
-    """What jobs may take of this machine's memory, all local ranks together; None: no limit."""
+    """Bytes of this machine's memory that jobs may take, all local ranks together; None: no limit."""
 
     def options(self) -> list[str]:
         """For the process's command line: paths and addresses, no secret."""
@@ -73,7 +73,7 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
         return [*found, *(flag for flag, given in flags.items() if given)]
 
     def safety(self) -> list[str]:
-        """Of a fleet's device, no code is imported from the folder with its data."""
+        """Return Python's options for a process: a fleet's device imports no code from the folder with its data."""
         return ["-P"] if self.identity is not None else []
 
 

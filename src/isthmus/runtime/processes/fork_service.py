@@ -60,7 +60,7 @@ def _send(line: socket.socket, what: Spawned | Exited) -> None:
 
 
 def _live(live: Callable[[SpawnRequest], None], request: SpawnRequest, descriptors: list[int]) -> None:
-    """What the copy does with its life."""
+    """Run the copy's work, in a process group of its own."""
     os.setpgid(0, 0)
     for target, descriptor in zip((0, 2), descriptors, strict=False):
         os.dup2(descriptor, target)

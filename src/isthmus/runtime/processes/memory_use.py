@@ -11,13 +11,13 @@ _PROC = Path("/proc")
 
 
 def available_bytes() -> int | None:
-    """What new processes could take without swapping; None where the system does not say."""
+    """Return the bytes that new processes could take without swapping; None where the system does not say."""
     return _kilobytes(_PROC / "meminfo", "MemAvailable")
 
 
 def family_bytes(pid: int) -> int:
-    """Of a process and all that descend from it. A page that several of them share is counted once in all: each counts
-    its part. 0 for a process that is gone, and on systems without /proc."""
+    """Return the bytes of a process and all that descend from it. A page that several of them share is counted once in
+    all: each counts its part. 0 for a process that is gone, and on systems without /proc."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in _PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it ended meanwhile

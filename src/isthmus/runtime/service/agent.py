@@ -57,7 +57,7 @@ _MEMBERSHIP = "membership.json"
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """Of which fleet a device is, kept beside its key."""
+    """The fleet of a device, kept beside its key."""
 
     name: str
     coordinators: tuple[tuple[str, int], ...]

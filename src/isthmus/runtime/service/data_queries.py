@@ -107,7 +107,7 @@ be of equal data: each could be a guess by somebody who does not have them. With
 
 
 class DataAnswers:
-    """Of one device, for as long as it is in the fleet. Any thread."""
+    """The answers of one device, for as long as it is in the fleet. Any thread."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log

@@ -49,7 +49,8 @@ WARM_BYTES = 1 << 20
 GAIN = 1.1
 """Twice the streams must be so much faster, or they are not used."""
 ENOUGH_S = 3.0
-"""Of one link. A size that takes a third of it longer than the smallest one is the last: all wait for the latency."""
+"""Seconds for one link. A size that takes a third of it longer than the smallest one is the last: all wait for the
+latency."""
 COMPUTE_LIMIT_S = 120.0
 
 
@@ -149,9 +150,9 @@ def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, timeout_s: 
 
 
 def compute_speed(asked: MeasureSpeed, place: ProcessPlace) -> MeasuredSpeed:
-    """Of all ranks together: those of this machine at the same time, other machines as this one. A CPU's memory is
-    shared by its ranks. Each of them holds the stage's weights, so what one has counts; or its part of everything, if
-    they are sharded, and what all have counts."""
+    """Measure the speed of all ranks together: those of this machine at the same time; other machines count as this
+    one. A CPU's memory is shared by its ranks. Each of them holds the stage's weights, so the bytes that one has count;
+    or its part of everything, if they are sharded, and then the bytes that all have count."""
     probe, trial = asked.run, asked.trial
     of_rank = asked if trial is None else msgspec.structs.replace(asked, trial=share_of(trial, place.ranks))
     try:

@@ -29,12 +29,12 @@ class _Trouble(Exception):
 
 
 def examine_device(folder: Path) -> list[Finding]:
-    """Of a device that has joined: what is found at each hop, up to the first that fails."""
+    """Examine a device that has joined: return a finding at each hop, up to the first that fails."""
     return _collected(_device(folder))
 
 
 def examine_ticket(ticket: Ticket) -> list[Finding]:
-    """Of one who has a ticket and did not join yet. The ticket is not used."""
+    """Examine the way for a ticket, before the device has joined. The ticket is not used."""
     return _collected(_ticket(ticket))
 
 
@@ -137,8 +137,8 @@ def _tls_trouble(error: Exception) -> _Trouble:
 
 
 def _welcome(channel: SocketChannel) -> Finding:
-    """What the coordinator makes of us. A device at work is not disturbed: the newest connection counts, and the
-    device comes back by itself."""
+    """Return whether the coordinator takes this device. A device at work is not disturbed: the newest connection
+    counts, and the device comes back by itself."""
     try:
         channel.send(DevicePresent(run="", versions=versions_here()))
         while (received := channel.receive(idle_s=TIMEOUT_S)) is not None and isinstance(received[0], Heartbeat):

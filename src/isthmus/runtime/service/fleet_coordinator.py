@@ -67,7 +67,7 @@ from isthmus.training.engine_operators import EngineOperators
 
 Answer = TypeVar("Answer", bound=Message)
 ANSWERS = ExpectingDial | LinkTimes | MeasuredSpeed | DataDescribed | DataCompared
-"""Of devices that were asked something."""
+"""Answers of devices to questions."""
 WATCH_S = 1.0
 """How often to check for revoked devices."""
 BEAT_S = 0.5
@@ -98,11 +98,11 @@ class FleetCoordinator:
         self._log = log
         self._presence = Presence(state.roster, log, timeout_s=timeout_s, cut=self._cut)
         self._changed = threading.Condition()
-        """Of what is below."""
+        """Guards the attributes below."""
         self._channels: dict[str, set[SocketChannel]] = {}
-        """By id, all connections."""
+        """All connections of each device, by id."""
         self._acceptors: dict[str, Acceptor] = {}
-        """By run."""
+        """The acceptor of each run."""
         self._relay = Relay(timeout_s)
         self._brought_back = self._queued = frozenset[str]()
         self._over = threading.Event()
@@ -224,14 +224,15 @@ class FleetCoordinator:
         return [i.device for i in decided if isinstance(i, AskToLeave)]
 
     def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
-        """What a device answers to a question, which `run` names. PeerError when it does not, or leaves."""
+        """Ask a device a question, which `run` names; return the answer. PeerError when it does not answer, or
+        leaves."""
         answer = self._presence.ask(device, message, within_s)
         if not isinstance(answer, kind):
             raise PeerError(f"device {device!r}: sent {type(answer).__name__}, expected {kind.__name__}")
         return answer
 
     def id_of(self, device: str) -> str:
-        """Of a device that is connected. PeerError for any other."""
+        """Return the id of a device that is connected. PeerError for any other."""
         return self._presence.id_of(device)
 
     def _unknown_peer(self, connection: Connection) -> None:
@@ -275,7 +276,8 @@ class FleetCoordinator:
         return ""
 
     def _acceptor(self, channel: SocketChannel, join: JoinRun, name: str) -> Acceptor | None:
-        """Of the run, if the device may work for it. For a run that is expected a device waits here."""
+        """Return the acceptor of the run, if the device may work for it. For a run that is expected a device waits
+        here."""
         asks = WorkerConnected(device=name, worker=join.device, run=join.run)
         while HoldWorker() in (decided := self._presence.handle(asks)) and not self._over.is_set():
             channel.send(Heartbeat(run=join.run))
@@ -412,7 +414,7 @@ class _FleetSession:
         self._presence.linked(device, self._call.run, paths)
 
     def bandwidth(self, source: str, target: str) -> float | None:
-        """By the two devices' agents, beside the processes that work."""
+        """Measure the link by the two devices' agents, while their other processes work."""
         try:
             return probe_link(self._service, source, target, lambda _: None).bandwidth_bytes_per_s
         except (PeerError, UserError):  # one of them is not here

@@ -1,4 +1,4 @@
-"""What a coordinator keeps of its fleet in a folder, over restarts: authority, own identity, roster, addresses.
+"""The folder in which a coordinator keeps its fleet over restarts: authority, own identity, roster, addresses.
 
 Commands of the same user on the same machine (`isthmus ticket`, `isthmus devices`) open the same folder.
 """
@@ -29,7 +29,7 @@ Addresses = tuple[tuple[str, int], ...]
 
 
 def remove_state(folder: Path) -> None:
-    """What a coordinator that was killed has left. UserError while one serves."""
+    """Remove the state that a coordinator which was killed has left. UserError while one serves."""
     if folder.is_dir():
         with _served(folder):
             shutil.rmtree(folder, ignore_errors=True)

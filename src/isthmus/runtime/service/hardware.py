@@ -1,4 +1,4 @@
-"""What an accelerator is called and how much memory it has, found out in a process of its own.
+"""The name of an accelerator and the size of its memory, found out in a process of its own.
 
 Asking a driver makes a context in the process that asks, which takes hundreds of megabytes of a GPU's memory for as
 long as it lives; an agent lives for weeks. `python -m isthmus.runtime.service.hardware NAME...` prints JSON.
@@ -24,7 +24,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """As `open_accelerator` takes it."""
     name: str = ""
     total_bytes: int = 0
-    """Of its memory."""
+    """Bytes of its memory."""
     error: str = ""
     """Why it cannot be used; else it can."""
 
@@ -35,8 +35,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hardware_of(names: Sequence[str], field: str) -> list[Hardware]:
-    """Of accelerators with full names. UserError, in which `field` is what asked for it, for one that cannot be
-    used."""
+    """Return the hardware of accelerators with full names. UserError, in which `field` is the field that asked for it,
+    for one that cannot be used."""
     asked = [name for name in dict.fromkeys(names) if name != "cpu"]
     known = {found.accelerator: found for found in (_asked(asked) if asked else [])}
     if "cpu" in names:

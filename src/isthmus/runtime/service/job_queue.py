@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 );
 """
 _STOP, _STOP_AND_RESUME = 1, 2
-"""What somebody wants of a job that runs: that it ends; that it ends and is queued again."""
+"""The request to a job that runs: to end; to end and be queued again."""
 _COLUMNS = "number, name, kind, document, directory, state, folder, detail, submitted_s, began_s, ended_s"
 
 
@@ -52,7 +52,7 @@ class Submitted(msgspec.Struct, frozen=True):
     """From where it was handed in: its runs are written there."""
     state: State
     folder: str
-    """Of the run; empty before there is one."""
+    """The folder of the run; empty before there is one."""
     detail: str
     """Why it failed."""
     submitted_s: float
@@ -88,8 +88,8 @@ class JobQueue:
             return [Submitted(*row) for row in database.execute(f"SELECT {_COLUMNS} FROM jobs ORDER BY number")]
 
     def find(self, wanted: str | None, likely: Collection[State] = ("running",)) -> Submitted:
-        """By number or name, the newest of that name; None: the newest that is in a `likely` state, or else of all.
-        UserError when there is none."""
+        """Find a job by number or name, the newest of that name; None: the newest that is in a `likely` state, or else
+        of all. UserError when there is none."""
         jobs = self.jobs()
         if wanted is None:
             found = [job for job in jobs if job.state in likely] or jobs
@@ -181,7 +181,7 @@ class JobQueue:
 
 
 def job_log(state_folder: Path, number: int) -> Path:
-    """What a job of the queue says, of all its sessions."""
+    """Return the file with the log of a job of the queue, of all its sessions."""
     return state_folder / "jobs" / f"{number}.log"
 
 

@@ -40,8 +40,8 @@ def measure_layers(
     offered_bytes: int | None = None,
     engine: EngineName = "torch",
 ) -> tuple[SpeedSample | None, str]:
-    """Of the longest stage that fits and comes soon enough; and why there is no longer one, where that is no matter of
-    time. `offered_bytes` is what the owner gives of the memory."""
+    """Measure the longest stage that fits and comes soon enough; return its speed, and why there is no longer one,
+    unless that is for lack of time. `offered_bytes` are those of the memory that the owner gives."""
     found: SpeedSample | None = None
     for layers in trial.layers:
         these = extent(layers.operators, trial.operators)
@@ -78,7 +78,7 @@ def _free_bytes(accelerator: Accelerator, offered_bytes: int | None) -> int:
 
 
 def _taken_s(accelerator: Accelerator, trial: LayerTrial, stage: StageGraph, seconds: Timer, name: EngineName) -> float:
-    """Of a micro-batch's forward and backward."""
+    """Return the seconds of a micro-batch's forward and backward."""
     engine = TorchEngine(stage, _NOTHING, trial.engine, _MadeUp(accelerator, stage), accelerator=accelerator)
     columns = (trial.columns[name] for name in stage.columns)
     batch = {Ref(c.op): to_device(accelerator, _made_up(c, trial.engine.micro_batch_size)) for c in columns}
@@ -134,7 +134,8 @@ def _value(op: Op, device: torch.device) -> Tensor:
 
 
 def share_of(trial: LayerTrial, ranks: int) -> LayerTrial:
-    """What one of so many ranks computes of a micro-batch, where its graph and its size let it be shared."""
+    """Return the trial of one of so many ranks: its share of a micro-batch, where the graph and the size let it be
+    shared."""
     size, rest = divmod(trial.engine.micro_batch_size, ranks)
     if rest or not trial.any_batch:
         return trial

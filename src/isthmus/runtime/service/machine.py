@@ -22,8 +22,8 @@ LEAST_PYTHON = (3, 11)
 
 class Finding(msgspec.Struct, frozen=True):
     hop: str
-    """Of this machine: Python, system, a library, accelerators, port or folder. Of the way to the coordinator: state,
-    ticket, name (DNS), port, TLS, fleet, clock, membership or version."""
+    """A hop of this machine: Python, system, a library, accelerators, port or folder. Or one of the way to the
+    coordinator: state, ticket, name (DNS), port, TLS, fleet, clock, membership or version."""
     good: bool
     detail: str
     remedy: str = ""
@@ -76,7 +76,7 @@ def _is_there(module: str) -> bool:
 
 
 def _accelerators() -> Iterator[Finding]:
-    """What torch sees of them: nothing that stands in anybody's way."""
+    """Yield a finding of the accelerators that torch sees: none of them is a fault."""
     try:
         library = importlib.import_module("isthmus.accelerators")  # by name, as it needs torch
     except ImportError:

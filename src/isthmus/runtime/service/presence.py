@@ -66,14 +66,14 @@ class Presence:
         self._cut = cut
         self._machine = FleetMembership()
         self._changed = threading.Condition()
-        """Of all that is here."""
+        """Guards all attributes."""
         self._numbers = itertools.count(1)
-        """Of connections and waits."""
+        """Numbers of connections and waits."""
         self._lanes: dict[int, tuple[SendLane, Channel]] = {}
-        """By connection."""
+        """The lane and the channel of each connection."""
         self._calls: dict[str, RunRequest] = {}
         self._over: dict[int, list[str]] = {}
-        """By wait that is over: the devices that are here."""
+        """The devices that are here, by wait that is over."""
         self._questions: dict[str, tuple[AnyMessage, queue.SimpleQueue[AnyMessage | str]]] = {}
         self._hardware: dict[str, str] = {}
         """As the devices call it."""
@@ -250,7 +250,8 @@ class Presence:
                 self._over.pop(number, None)
 
     def ask(self, device: str, message: AnyMessage, within_s: float) -> AnyMessage:
-        """What the device answers to a question, which `run` names. PeerError when it does not, or leaves."""
+        """Ask the device a question, which `run` names; return the answer. PeerError when it does not answer, or
+        leaves."""
         answers: queue.SimpleQueue[AnyMessage | str] = queue.SimpleQueue()
         with self._changed:
             self._questions[message.run] = (message, answers)
@@ -270,13 +271,13 @@ class Presence:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the devices that are connected."""
+        """Names of the devices that are connected."""
         with self._changed:
             return self._machine.connected
 
     @property
     def computes(self) -> dict[str, EngineOperators]:
-        """What the engines of devices that were here have."""
+        """Operators of the engines of devices that were here."""
         with self._changed:
             return dict(self._computes)
 
@@ -288,7 +289,7 @@ class Presence:
 
     @property
     def names_by_id(self) -> dict[str, str]:
-        """Of the devices that were here and are not revoked; to be read only, it changes."""
+        """Names of the devices that were here and are not revoked, by id; to be read only, it changes."""
         return self._machine.names
 
     def id_of(self, device: str) -> str:
@@ -300,7 +301,7 @@ class Presence:
             return member.id
 
     def devices(self) -> tuple[DeviceStatus, ...]:
-        """What is shown of those that are here."""
+        """Return the status of the devices that are here."""
         with self._changed:
             members = [self._machine.member(name) for name in sorted(self._machine.connected)]
             return tuple(
@@ -312,7 +313,7 @@ class Presence:
             )
 
     def links(self, relayed: Sequence[RelayedLink]) -> tuple[LinkStatus, ...]:
-        """What is shown of connections between devices at work, some of which are relayed."""
+        """Return the status of connections between devices at work, some of which are relayed."""
         with self._changed:
             shown = {
                 device: paths

@@ -1,4 +1,4 @@
-"""What a probe asks of devices for a job: its model's operators, and its model's first layers as stages.
+"""The questions of a probe to devices for a job: its model's operators, and its model's first layers as stages.
 
 Sky Computing (sec. IV-B) times "the first few layers of the training model". More layers are nearer to the whole, and
 take longer, and more memory: stages of about 1/128, 1/64, ..., 1/2 and all of the model's FLOPs are sent, and each
@@ -92,8 +92,9 @@ _ATTENTION = "scaled_dot_product_attention"
 
 
 def operators_of(graph: OpGraph, micro_batch_size: int) -> tuple[MatrixProduct | AttentionShape, ...]:
-    """Of one micro-batch's forward: linear layers and products as matrix products, and fused attention as it is; those
-    that are alike counted together, the largest first. Empty for a model without any, as of convolutions."""
+    """Return the operators of one micro-batch's forward: linear layers and products as matrix products, and fused
+    attention as it is; those that are alike counted together, the largest first. Empty for a model without any, as of
+    convolutions."""
     flow, found = Flow(graph), Counter[MatrixProduct | AttentionShape]()
     for op in graph.ops:
         name = op.target.removeprefix("aten.").partition(".")[0]

@@ -1,4 +1,4 @@
-"""What a probe's figures say of a device: which of them plans go by, and what is shown of each."""
+"""A device's figures from a probe: those that plans go by, and those that are shown."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ HALVES: tuple[Precision, ...] = ("bf16", "fp16")
 
 
 def combined_speed(ranks: Sequence[Sequence[SpeedSample]], machines: float) -> tuple[SpeedSample, ...]:
-    """Of the ranks of one device, whose speeds add up; `machines` are so many as these. What not all of them have
-    measured is left out, and of layers the fewest count."""
+    """Return the figures of one device from those of its ranks, whose speeds add up; `machines` are so many as these.
+    Kinds that not all ranks have measured are left out, and the figure of the fewest layers counts."""
     by_kind: defaultdict[tuple[str, Precision], list[SpeedSample]] = defaultdict(list)
     for figure in (figure for figures in ranks for figure in figures):
         by_kind[figure.what, figure.precision].append(figure)
@@ -54,5 +54,5 @@ def _named(figure: SpeedSample, operators: int) -> str:
 
 
 def extent(operators: int, whole: int) -> str:
-    """Of the layers that are measured."""
+    """Return the text that says which layers are measured."""
     return f"all {whole} operators" if operators == whole else f"the first {operators} of {whole} operators"

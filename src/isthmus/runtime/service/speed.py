@@ -39,7 +39,7 @@ LEAST_PRODUCT_S = 0.1
 COPIED_BYTES = 1 << 26
 LEAST_PASSES, MOST_PASSES, PASSES_S = 3, 50, 1.0
 LONG_S = 2.0
-"""Of something that takes longer one pass is enough."""
+"""Work that takes longer than these seconds needs one pass only."""
 
 
 class TimedWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +53,8 @@ class TimedWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seconds(accelerator: Accelerator, act: Callable[[], object]) -> float:
-    """Of the fastest of some passes, by the hardware's own clock, after one that is not counted. A machine that is busy
-    with something else shows its speed in one of them."""
+    """Return the seconds of the fastest of some passes, by the hardware's own clock, after one that is not counted. A
+    machine that is busy with something else shows its speed in one of them."""
     if _pass_s(accelerator, act) > LONG_S:
         return _pass_s(accelerator, act)
     taken_s: list[float] = []
@@ -113,7 +113,8 @@ def measure(
 
 
 def conv_flops(side: int, batch: int = 1) -> int:
-    """Of one pass: forward, and twice as much backward (but for the first layer's input, which needs no gradient)."""
+    """Return the FLOPs of one pass: forward, and twice as much backward (but for the first layer's input, which needs
+    no gradient)."""
     forward = 2 * batch * CHANNELS * CHANNELS * KERNEL * KERNEL * side * side
     return forward * (3 * LAYERS - 1)
 
@@ -181,7 +182,7 @@ def _act(
 
 @contextlib.contextmanager
 def _where_it_fits() -> Generator[None]:
-    """What memory is too short for is left out."""
+    """Leave out the work inside if memory is too short for it."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:

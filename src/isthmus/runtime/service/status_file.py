@@ -1,4 +1,4 @@
-"""What a coordinator is doing now, in its state folder, for `isthmus status`: written anew every second."""
+"""The present status of a coordinator, in its state folder, for `isthmus status`: written anew every second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FRESH_S = 5.0
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a device that is connected."""
+    """The status of a device that is connected."""
 
     name: str
     id: str

@@ -21,13 +21,14 @@ ReceivedMessage = tuple[str, AnyMessage | Exception | None, list[Tensor]]
 OnMessage = Callable[[ReceivedMessage], Callable[[], None] | None]
 """Takes a message; what may take longer it returns, to be called without the acceptor's lock."""
 MOST_MESSAGES_PER_S = 5000.0
-"""Of one device of a run: a report for each item, and heartbeats. Steps take longer than a millisecond."""
+"""The most messages per second of one device of a run: a report for each item, and heartbeats. Steps take longer than a
+millisecond."""
 MOST_AT_ONCE = 50_000.0
 First = TypeVar("First", bound=Message)
 
 
 def first_message(channel: MessageChannel, kinds: tuple[type[First], ...], timeout_s: float) -> First | None:
-    """What a new connection says first; None, and the connection closed, if it is none of `kinds`."""
+    """Return the first message of a new connection; None, and the connection closed, if it is none of `kinds`."""
 
     def only(message: AnyMessage) -> None:
         if not isinstance(message, kinds) or message.tensors:

@@ -42,9 +42,9 @@ PREFIX = struct.Struct(">4sB3xIQ")
 CHUNK_BYTES = 1 << 20
 PIECES_AT_ONCE = 16
 MAX_HEADER_BYTES = 4 << 20
-"""Of what a device sends: thousands of tensors. Decoded it takes about eight times as much memory."""
+"""The largest header of a device: thousands of tensors. Decoded it takes about eight times as much memory."""
 MAX_ASSIGNMENT_BYTES = 64 << 20
-"""Of a header by the coordinator, which has the graph of a stage, or of several to be measured, in it."""
+"""The largest header of the coordinator, which has the graph of a stage, or of several to be measured, in it."""
 MAX_PAYLOAD_BYTES = 1 << 40
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 """Made on import, by one thread. What msgspec knows of a struct is seen by other threads while it is filled in: two
@@ -295,12 +295,12 @@ class SocketChannel:
 
     @property
     def connection(self) -> Connection:
-        """What it runs over."""
+        """The connection that the channel runs over."""
         return self._socket
 
     @property
     def peer_address(self) -> tuple[str, int]:
-        """Of the other end of a TLS connection, as it is seen from here. OSError."""
+        """The address of the other end of a TLS connection, as it is seen from here. OSError."""
         assert isinstance(self._socket, TlsConnection), "only peers that are known have one"
         return self._socket.peer_address()
 

@@ -49,9 +49,9 @@ class QueuedSend(msgspec.Struct, frozen=True):
     start_s: float
     end_s: float
     size_bytes: int
-    """Of its tensors, as they travel."""
+    """Bytes of its tensors, as they travel."""
     wire_bytes: int
-    """Of the whole frame."""
+    """Bytes of the whole frame."""
 
 
 class Credits:
@@ -95,10 +95,10 @@ class _Entry(msgspec.Struct):
     message: AnyMessage
     tensors: Sequence[Tensor]
     size_bytes: int
-    """Of the tensors as the receiver holds them: what credits count."""
+    """Bytes of the tensors as the receiver holds them: credits count these."""
     ready_s: float
     packed: Future[tuple[PackedMessage, float]] | None = None
-    """What is sent and when it was made; None sends the tensors from where they are."""
+    """The packed message and the time at which it was made; None sends the tensors from where they are."""
     blocked_s: float = 0.0
     """Since when it waits for credits, if it had to."""
 
@@ -162,7 +162,7 @@ class SendLane:
                 self._changed.notify_all()
 
     def background_bytes(self) -> int:
-        """What waits to be sent when nothing else is."""
+        """Return the bytes of messages that are sent when no others wait."""
         return self._background_bytes
 
     def drop_background(self) -> None:

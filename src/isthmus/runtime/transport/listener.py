@@ -185,7 +185,7 @@ MOST_SILENT = 64
 MOST_SPEAKING = 64
 """Connections at once in the TLS handshake."""
 MOST_FROM_ONE = 16
-"""Of each kind, from one address: a single unknown peer cannot take all places."""
+"""The most connections of each kind from one address: a single unknown peer cannot take all places."""
 UNKNOWN_S = 20.0
 """Time limit of the whole authentication: a peer that sends a byte at times cannot keep its place."""
 

@@ -61,7 +61,7 @@ class MultiStream:
             stream.setsockopt(level, name, value)
 
     def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
-        """Of one stream: they go the same way."""
+        """Return the option of one stream: all go the same way."""
         return self._streams[0].getsockopt(level, name, size)
 
     def settimeout(self, timeout_s: float | None, /) -> None:
@@ -88,7 +88,7 @@ class MultiStream:
         return sent
 
     def recv_into(self, buffer: memoryview, /) -> int:
-        """Of one block; 0 when the other side has closed. TimeoutError, OSError."""
+        """Receive bytes of one block; 0 when the other side has closed. TimeoutError, OSError."""
         stream = self._streams[self._in]
         while not self._left:
             piece = memoryview(bytearray(_LENGTH.size - len(self._length)))

@@ -39,7 +39,7 @@ class LogLimiter:
         self._log = log
         self._lock = threading.Lock()
         self._windows: dict[str, tuple[float, int]] = {}
-        """By device: when it began, and how many lines there were to say since then."""
+        """The beginning of each device's window, and how many lines there were about it since then."""
 
     def about(self, device: str, text: str) -> None:
         self.look()

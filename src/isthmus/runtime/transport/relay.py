@@ -45,7 +45,7 @@ MOST_STREAMS = 64
 
 
 class _End(msgspec.Struct, frozen=True):
-    """What one device has to know of the other one."""
+    """The addresses and the latency of one device, as the other one must know them."""
 
     addresses: tuple[tuple[str, int], ...]
     """Empty where no direct connection may be tried."""
@@ -63,7 +63,7 @@ class _RelayRequest:
     def __init__(self, near: _End) -> None:
         self.near = near
         self.far: queue.SimpleQueue[_End | None] = queue.SimpleQueue()
-        """Of the waiting device, once it has been notified; None if it is gone."""
+        """The end of the waiting device, once it has been notified; None if it is gone."""
         self.relay: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Whether to relay; False when there is nothing left to do."""
         self.answers: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
@@ -131,7 +131,7 @@ class Relay:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._waiting_devices: dict[tuple[str, str], list[_WaitingDevice]] = {}
-        """By run and id, the newest last; none where nobody waits."""
+        """Waiting devices by run and id, the newest last; none where no device waits."""
         self._streams: set[_Stream] = set()
 
     def serve(self, channel: SocketChannel, first: RelayWait | RelayConnect, names: dict[str, str]) -> None:

@@ -39,7 +39,8 @@ from isthmus.sanitize import MOST_SHOWN, sanitize
 DIRECT_S = 3.0
 """For so long each direct way is tried: a firewall that drops says nothing. The kernel sends again after 1 s."""
 HEAD_START_S = 0.3
-"""Of the address where a device listens, before the coordinator is asked for another way."""
+"""Seconds in which only the address where a device listens is tried, before the coordinator is asked for another
+way."""
 ANSWER_S = 15.0
 """The coordinator waits for the other device before it answers."""
 RELAY_RETRY_S = 1.0
@@ -50,13 +51,13 @@ class PeerRoute(msgspec.Struct, frozen=True, kw_only=True):
     """To another device. Without a port there is no direct way."""
 
     run: str
-    """What for: the name of a run or of a probe."""
+    """The name of the run or of the probe that needs the route."""
     other: str
     """The device, as errors call it."""
     host: str
     port: int
     id: str
-    """Of its key; empty where connections are plain TCP, and nothing is relayed."""
+    """The id of its key; empty where connections are plain TCP, and nothing is relayed."""
     streams: int = 1
     """Streams that are to be one connection; plain TCP has one."""
 
@@ -174,7 +175,7 @@ class _Ways:
         self._running = 0
         self._over = False
         self.failure: PeerError | None = None
-        """Of the first attempt that failed."""
+        """The error of the first attempt that failed."""
 
     def attempt(self, reach: Callable[[], socket.socket]) -> None:
         with self._changed:

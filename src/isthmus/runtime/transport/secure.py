@@ -24,7 +24,7 @@ RECORD_HEADER_BYTES = 5
 
 
 class Connection(Protocol):
-    """What a channel needs of a connected stream: a socket has it all."""
+    """The operations of a connected stream that a channel needs: a socket has them all."""
 
     @property
     def family(self) -> int: ...
@@ -129,7 +129,7 @@ class TlsConnection:
             raise TimeoutError
 
     def peer_address(self) -> tuple[str, int]:
-        """Of the other end, as it is seen from here. OSError."""
+        """Return the address of the other end, as it is seen from here. OSError."""
         host, port, *_ = self._shared.session.getpeername()
         return host, port
 

@@ -31,8 +31,8 @@ class HungUp(Unreached):
 
 
 def until_reached(attempt: Callable[[], Reached], within_s: float, passing: type[Unreached] = HungUp) -> Reached:
-    """What the first attempt returns that succeeds. Raises what the last one raised when the time is over, and at once
-    whatever is not `passing`."""
+    """Return the result of the first attempt that succeeds. Raises the error of the last one when the time is over, and
+    at once an error that is not `passing`."""
     deadline_s = time.monotonic() + within_s
     for wait_s in chain(WAITS_S, repeat(WAITS_S[-1])):
         try:
