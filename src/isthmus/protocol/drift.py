@@ -30,7 +30,7 @@ from isthmus.units import format_bandwidth, format_compute, significant
 STEPS = 5
 """A window has at least so many steps."""
 LEAST_S = 2.0
-"""And how long it lasts at least: a machine that is busy with something else for a moment is not a slow machine."""
+"""A window lasts at least so many seconds: a device that is busy with something else for a moment is not slow."""
 APART = 1.25
 """Rates that differ by less are the same."""
 AGREE = 0.8

@@ -149,7 +149,7 @@ Reports = Mapping[str, ItemReported]
 
 
 class ItemReports:
-    """Those of items that not all devices have reported yet."""
+    """Reports of items that not all devices have reported yet."""
 
     def __init__(self) -> None:
         self._reports: dict[int, dict[str, ItemReported]] = {}

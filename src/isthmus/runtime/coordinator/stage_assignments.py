@@ -110,7 +110,7 @@ class StageAssignments:
 
     def of_whole_replicas(self, fleet: Fleet) -> Plan | None:
         """Return the plan of the replicas that lost no device: they go on at once, and a better plan is made meanwhile.
-        None for a single replica, or if no device was lost."""
+        None for a single replica, if no device was lost, if no replica is whole, or if one has no room for more."""
         if len(self.plan.replicas) == 1 or set(self.plan.devices) <= set(fleet.names):
             return None
         problem = self._prepared.problem(fleet).under(self.plan.replicas[0].schedule)

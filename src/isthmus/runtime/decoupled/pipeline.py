@@ -54,7 +54,7 @@ class ReplicaPipeline:
     """The replica's own job, prepared."""
     plan: Plan
     fleet: Fleet
-    """Its devices."""
+    """The replica's devices."""
     replan: Callable[[Fleet], Plan]
     """For those of them that are there."""
     folder: Path

@@ -48,7 +48,6 @@ class ActorSetup(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     name: str
     number: int
-    """The executor's number."""
     fingerprint: str
     """The fingerprint of the coordinator's data."""
     folder: str

@@ -46,7 +46,6 @@ class SitePipeline:
         UserError for an accelerator that is not here."""
         self._plans, self._resident, self._folder = plans, resident, folder
         self.watcher = Watcher(noted=log)
-        """The watcher of every run."""
         self._emulate = config.emulate
         self._module = MeanLoss(resident.module, uneven=plans.uneven) if plans.divides else resident.module
         places = local_places(config.device, plans.fleet.names, {d.name: d.engine for d in plans.fleet.devices})

@@ -47,8 +47,7 @@ class UpdateReceiver(Protocol):
         ...
 
     def settle(self) -> None:
-        """Move received values out of memory that may be used again: now there is time to read them, or all have been
-        read."""
+        """Read the values that were merged: the memory that they are in may be used again."""
         ...
 
     def ignore(self, executor: str) -> None:

@@ -100,7 +100,6 @@ class Fingerprinting(msgspec.Struct, frozen=True, kw_only=True):
     """Hash what the stage sends, receives and computes."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    """A key of 32 bytes."""
     leaves: bool = False
     """Report each tensor's digest, not one for all of a kind."""
 

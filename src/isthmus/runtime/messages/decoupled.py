@@ -18,7 +18,6 @@ class ReplicaShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Which samples a replica trains on, step after step."""
 
     number: Place
-    """The replica's number."""
     own: Positive
     """Samples of one of its steps."""
     batch: Positive

@@ -138,7 +138,7 @@ def _read(answer: bytes) -> int:
 
 
 def _live(act: Callable[[str], None], parent_pipe: int, log: Path, unused: Sequence[int]) -> None:
-    """Run the copy's work, once the parent has sent the address; return where it ended before."""
+    """Run the copy's work once the parent has sent the address; return without it if the parent has ended."""
     for descriptor in unused:
         os.close(descriptor)
     os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
