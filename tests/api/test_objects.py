@@ -384,6 +384,29 @@ def test_what_is_missing_or_given_twice_is_said() -> None:
         isthmus.plan(nn.Linear(2, 1), "laptop")
 
 
+def test_a_sum_with_its_count_is_a_clients_loss_too(tmp_path: Path) -> None:
+    """As its mean: of clients, and of held-out samples."""
+
+    def summed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return ((output - target) ** 2).sum(), torch.tensor(target.numel())
+
+    clients = [{"input": data(n)[:][0], "target": data(n)[:][1]} for n in (8, 6)]
+    model, found = nn.Linear(4, 1), list[float]()
+    for name, loss in (("mean", LOSS), ("sum", summed)):
+        result = isthmus.federate(
+            model=copy.deepcopy(model),
+            loss=loss,  # pyright: ignore[reportArgumentType]
+            clients=clients,
+            test=clients[0],
+            rounds=2,
+            overrides={"execution.executors": 1},
+            run=tmp_path / name,
+        )
+        assert result.evaluation is not None and result.evaluation.loss is not None
+        found.append(result.evaluation.loss)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 def test_an_algorithm_of_the_callers_own(tmp_path: Path) -> None:
     rounds: list[int] = []
 

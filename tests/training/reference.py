@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from isthmus.graph.capture import split_outputs
+from isthmus.graph.outputs import split_outputs
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import Optimizers, clip, gradient_norms
 

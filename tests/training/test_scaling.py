@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import X, model
 
-from isthmus.graph.capture import split_outputs
+from isthmus.graph.outputs import split_outputs
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import OptimizerConfig
 from isthmus.training.scaling import LossScale, LossScaling

@@ -133,11 +133,9 @@ class Watch:
     def evaluated(self, item: Item, sums: Sequence[float]) -> None:
         """An evaluation comes in several items: its loss and metrics are all sums over all counts."""
         parts, spec = self._heldout.setdefault(item.step, []), self._spec
-        weight = 1.0
-        if spec.eval_rest and item.first_sample // spec.micro_batch_size == spec.eval_micro_batches + 1:
-            weight = spec.eval_rest / spec.micro_batch_size - 1.0  # copies alone: those that filled the one before
+        weight = spec.eval_weight(item)
         parts.append((item.micro_batches, [weight * x for x in sums]))
-        if sum(count for count, _ in parts) < spec.eval_micro_batches + (2 if spec.eval_rest else 0):
+        if sum(count for count, _ in parts) < spec.evaluated_micro_batches:
             return
         total, count, *more = map(sum, zip(*(found for _, found in parts), strict=True))
         loss = total / count if count else math.nan

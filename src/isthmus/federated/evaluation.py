@@ -12,8 +12,9 @@ from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device
-from isthmus.federated.resident import Resident, loss_and_count
-from isthmus.graph.metrics import NO_METRICS, Metrics, added
+from isthmus.federated.resident import Resident
+from isthmus.graph.metrics import NO_METRICS, Metrics
+from isthmus.graph.outputs import evaluate
 from isthmus.sanitize import sanitize
 
 BATCH = 256
@@ -158,14 +159,7 @@ class Evaluator:
     def _on(self, columns: Mapping[str, Tensor]) -> dict[str, float | None]:
         """Mean loss and metrics."""
         uneven = any(bool((c < 0).any()) for c in columns.values() if not c.is_floating_point())
-        total, counted, sums = 0.0, 0.0, list[float]()
-        for start in range(0, len(next(iter(columns.values()))), BATCH):
-            batch = {name: column[start : start + BATCH] for name, column in columns.items()}
-            here = len(next(iter(batch.values())))
-            loss, count, output = loss_and_count(self._resident.module, batch, uneven=uneven)
-            total += float(loss) * (here if count is None else 1)
-            counted += here if count is None else float(count)
-            if self.metrics.counted:
-                sums = added(sums, self.metrics.sums(output, batch).tolist())
-        loss_ = total / (counted or 1.0)
-        return {"loss": loss_, **self.metrics.values(loss_, sums)}
+        count, module = len(next(iter(columns.values()))), self._resident.module
+        batches = ({n: c[start : start + BATCH] for n, c in columns.items()} for start in range(0, count, BATCH))
+        loss, found = evaluate(module, batches, self.metrics, uneven=uneven)
+        return {"loss": loss, **found}

@@ -17,9 +17,8 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.errors import UserError
 from isthmus.federated.buffers import ModuleBuffers, numbers_form
-from isthmus.graph.label_means import LabelMeans
+from isthmus.graph.outputs import Batch, loss_and_count, split_outputs
 
-Batch = Mapping[str, Tensor]
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -217,17 +216,6 @@ def pieces_of(samples: int, most: int) -> int:
     return next(pieces for pieces in range(min(most, samples), 0, -1) if samples % pieces == 0)
 
 
-def loss_and_count(
-    module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[..., object] | None = None
-) -> tuple[Tensor, Tensor | None, object]:
-    """The mean loss of a batch, or the sum and the count of what it is a mean of, as captured graphs have it; and what
-    the module returned. `call` is called in its place."""
-    with LabelMeans(module, batch.values(), uneven=uneven) as means:
-        output = (call or module)(**batch)
-    loss, count = _split(output)
-    return *means.summed(loss, count, {})[:2], output
-
-
 def mean_loss(module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[..., object] | None = None) -> Tensor:
     """Of a batch. Where labels may be left out (`uneven`) and all are, it is 0, and so is its gradient."""
     if not uneven:
@@ -238,15 +226,5 @@ def mean_loss(module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[.
 
 def loss_of(output: object) -> Tensor:
     """The mean loss in what a model returns: a scalar, a dict with `loss` (and `count`), or (loss_sum, count, ...)."""
-    loss, count = _split(output)
+    loss, count, _ = split_outputs(output)
     return loss if count is None else loss / count
-
-
-def _split(output: object) -> tuple[Tensor, Tensor | None]:
-    if isinstance(output, Tensor):
-        return output, None
-    if isinstance(output, Mapping):
-        found = cast("Mapping[str, Tensor]", output)
-        return found["loss"], found.get("count")
-    assert isinstance(output, tuple), "a model returns its loss"
-    return cast("tuple[Tensor, Tensor]", output[:2])

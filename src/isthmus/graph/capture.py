@@ -28,8 +28,9 @@ from isthmus.graph.convert import MADE, convert
 from isthmus.graph.forward_state import ForwardState, StateChange, check_changes
 from isthmus.graph.label_means import LabelMeans
 from isthmus.graph.measure import measure
-from isthmus.graph.metrics import LossAndOutput, MetricSums
+from isthmus.graph.metrics import MetricSums
 from isthmus.graph.opgraph import Op, OpGraph
+from isthmus.graph.outputs import split_outputs
 from isthmus.graph.sizes import NotAffine
 from isthmus.graph.tidy import mark_training
 
@@ -302,46 +303,3 @@ def check_gradients(loss: Tensor) -> None:
 
 def _author(node: BackwardCFunction) -> type:
     return cast(type, node._forward_cls)  # pyright: ignore[reportAttributeAccessIssue]  # set by torch's metaclass
-
-
-def split_outputs(result: object) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """(loss, count, other outputs) of what a forward returned.
-
-    A scalar; (loss_sum, count, ...) with both scalars; or a mapping with `loss` (and `count`, when `loss` is a sum).
-    """
-    count: Tensor | None = None
-    others: dict[str, Tensor] = {}
-    loss = result["loss"] if isinstance(result, LossAndOutput) else result
-    if isinstance(loss, Mapping):
-        found = cast(Mapping[str, object], loss)
-        if "loss" not in found:
-            raise UserError(f"model: forward returned a mapping with {sorted(found)}, expected a scalar under 'loss'")
-        loss, count = found["loss"], _as_count(found.get("count"))
-        others = {k: v for k, v in found.items() if k not in ("loss", "count") and isinstance(v, Tensor)}
-    elif isinstance(loss, (tuple, list)) and loss:
-        values = cast("tuple[object, ...]", tuple(loss))
-        loss, rest = values[0], values[1:]
-        if rest and (isinstance(rest[0], (int, torch.SymInt)) or (isinstance(rest[0], Tensor) and rest[0].ndim == 0)):
-            count, rest = _as_count(rest[0]), rest[1:]
-        others = {f"output_{i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
-    if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.dtype.is_floating_point:
-        raise UserError(
-            f"model: forward returned {_shape(loss)} as its loss, expected a scalar floating-point tensor, "
-            "(loss_sum, count) or a mapping with 'loss'"
-        )
-    return loss, count, others
-
-
-def _as_count(value: object) -> Tensor | None:
-    if value is None or (isinstance(value, Tensor) and value.ndim == 0):
-        return value
-    if isinstance(value, (int, torch.SymInt)):
-        return torch.full((), cast(int, value), dtype=torch.int64)
-    raise UserError(f"model: forward returned {_shape(value)} as its count, expected an integer or a scalar tensor")
-
-
-def _shape(value: object) -> str:
-    if isinstance(value, Tensor):
-        sizes = ", ".join(str(s) if type(s) is int else "batch" for s in value.shape)
-        return f"a tensor of shape [{sizes}] and dtype {str(value.dtype).removeprefix('torch.')}"
-    return f"{type(value).__name__}"

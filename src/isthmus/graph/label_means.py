@@ -74,7 +74,7 @@ class LabelMeans(TorchFunctionMode):
         self._uneven = uneven
         self._columns = list(columns)
         # They move labels by one token, and leave the first of every sample out.
-        self._only_moves = any(_is_hugging_face(part) for part in module.modules())
+        self._only_moves = any(is_hugging_face(part) for part in module.modules())
         self._found: list[_LabelMean] = []
 
     def __torch_function__(
@@ -125,8 +125,12 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
-def _is_hugging_face(module: nn.Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
+def is_hugging_face(module: nn.Module) -> bool:
+    """True if `module` is a transformers model. Does not import the library."""
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
 
 
 def own_mean(count: int, field: str) -> str:

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
+from isthmus.graph.label_means import is_hugging_face
 from isthmus.option_docs import OptionDoc, toml_text, type_text
 
 BY_NAME: Mapping[str, tuple[str, Mapping[str, object]]] = {
@@ -229,14 +230,6 @@ def _warn_of_new_weights(chosen: PretrainedOptions, names: Sequence[str]) -> Non
             f"hf option 'path': {chosen.path} as {chosen.task} has no {shown} ({len(names)} such): drawn at random",
             stacklevel=2,
         )
-
-
-def is_hugging_face(module: nn.Module) -> bool:
-    """True if `module` is a transformers model. Does not import the library."""
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
-        for base in type(module).__mro__
-    )
 
 
 def save_hugging_face(module: nn.Module, directory: Path, tokenizer_dir: Path | None = None) -> None:

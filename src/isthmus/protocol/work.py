@@ -79,6 +79,17 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     recovery_attempts: int = 0
     """Attempts to go on after losses, with no step done in between, after which the run ends; 0: it never gives up."""
 
+    @property
+    def evaluated_micro_batches(self) -> int:
+        """Micro-batches of an evaluation, the two of its rest included."""
+        return self.eval_micro_batches + (2 if self.eval_rest else 0)
+
+    def eval_weight(self, item: Item) -> float:
+        """The factor of an evaluation item's sums in those of the whole evaluation. That of the copies alone takes off
+        the copies that filled the item before."""
+        of_copies = item.first_sample // self.micro_batch_size == self.eval_micro_batches + 1
+        return self.eval_rest / self.micro_batch_size - 1.0 if self.eval_rest and of_copies else 1.0
+
 
 def items(spec: RunSpec, *, due: bool = False) -> Iterator[Item]:
     """The run's items. An evaluation is split so that no item has more micro-batches than a training step. Its rest is

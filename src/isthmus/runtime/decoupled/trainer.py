@@ -3,42 +3,27 @@ pipeline makes the same steps in the same micro-batches, with the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
-
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device
 from isthmus.data import Dataset, batch_at, sample_order
 from isthmus.data.dataset import any_left_out, evaluation_rows
-from isthmus.extensions import import_object
-from isthmus.graph.label_means import LabelMeans
-from isthmus.graph.metrics import NO_METRICS, Metrics, added
+from isthmus.graph.metrics import NO_METRICS, Metrics
+from isthmus.graph.outputs import evaluate, loss_and_count
 from isthmus.job import Job
 from isthmus.models import build_model
 from isthmus.training.decoupled import ReplicaFragments, delta_codec, fragments_of
 from isthmus.training.loss_accumulator import LossAccumulator
 from isthmus.training.optim import Optimizers, clip, gradient_norms
 
-_Split = Callable[[object], tuple[Tensor, Tensor | None, dict[str, Tensor]]]
-
 
 def seeded_model(job: Job) -> nn.Module:
     """As every replica and the merger begin with it."""
     torch.manual_seed(job.training.seed)
     return build_model(job.model)
-
-
-def loss_and_count(module: nn.Module, batch: dict[str, Tensor], data: Dataset) -> tuple[Tensor, Tensor | None, object]:
-    """As captured graphs have it, and what the module returned. Imported when it is needed: it comes with torch.export,
-    for seconds."""
-    split = cast("_Split", import_object("isthmus", "isthmus.graph.capture:split_outputs"))
-    with LabelMeans(module, batch.values(), uneven=any_left_out(data.columns)) as means:
-        outputs = module(**batch)
-    return *means.summed(*split(outputs))[:2], outputs
 
 
 class ReplicaTrainer:
@@ -57,6 +42,7 @@ class ReplicaTrainer:
         """That were made."""
         self._job, self._number = job, number
         self._data, self._columns = data, list(data.columns)
+        self._uneven = any_left_out(data.columns)
         self._order = sample_order(data, job.training.seed, job.training.shuffle)
         self.module = seeded_model(job).to(accelerator.device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -75,7 +61,8 @@ class ReplicaTrainer:
         count = None
         for first in range(start, start + self.samples, self._micro_batch):
             batch = batch_at(self._data, self._order, first, self._micro_batch, self._columns)
-            loss, count, _ = loss_and_count(self.module, all_to_device(self._accelerator, batch), self._data)
+            on_device = all_to_device(self._accelerator, batch)
+            loss, count, _ = loss_and_count(self.module, on_device, uneven=self._uneven)
             loss.backward(self._seed if count is None else None)
             self._losses.add(loss, count)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -99,16 +86,8 @@ def evaluated(
     """The mean loss and the metrics of `most` held-out samples drawn at random, or of all where there are fewer.
     UserError of a metric."""
     module.eval()
-    losses, counts, sums = list[float](), list[float](), list[float]()
-    rows = evaluation_rows(data, most)
-    for start in range(0, len(rows), batch_size):
-        indices = rows[start : start + batch_size]
-        batch = data.batch(indices, list(data.columns))
-        loss, count, outputs = loss_and_count(module, batch, data)
-        losses.append(float(loss) * (len(indices) if count is None else 1))
-        counts.append(len(indices) if count is None else float(count))
-        if metrics.counted:
-            sums = added(sums, metrics.sums(outputs, batch).tolist())
+    rows, columns = evaluation_rows(data, most), list(data.columns)
+    batches = (data.batch(rows[start : start + batch_size], columns) for start in range(0, len(rows), batch_size))
+    found = evaluate(module, batches, metrics, uneven=any_left_out(data.columns))
     module.train()
-    loss_ = sum(losses) / (sum(counts) or 1.0)
-    return loss_, metrics.values(loss_, sums)
+    return found
