@@ -36,6 +36,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
 from isthmus.runtime.messages.fleet import StartRun
 from isthmus.runtime.transport.message_sender import headers_of
+from isthmus.training.learning_rate import LearningRate
 from tests.drawn_integers import Lies, possible_threads, received
 from tests.federated.hostile import MODEL
 from tests.federated.sites import write_job
@@ -157,5 +158,17 @@ def test_a_sum_has_no_more_updates_than_there_are_sites(
     asked = TaskMessage(run=RUN, task_spec=msgspec.structs.replace(site.task_spec, minimum=minimum))
     with pytest.raises(
         PeerError, match=f"^coordinator: asked for updates in a sum {minimum} of the run, expected 1 to 4"
+    ):
+        site.asked(asked)
+
+
+def test_a_schedule_is_not_stepped_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2^48 rounds, which a frame may name, would have kept a thread of the site busy for thousands of years."""
+    site = Site(tmp_path, monkeypatch, secure=False)
+    rate = LearningRate(torch="StepLR", options={"step_size": 2})
+    local = msgspec.structs.replace(site.task_spec.local, learning_rate=rate)
+    asked = TaskMessage(run=RUN, task_spec=msgspec.structs.replace(site.task_spec, local=local, rounds=1 << 48))
+    with pytest.raises(
+        PeerError, match=r"^coordinator: asked for a schedule over rounds \d+ of the run, expected 1 to"
     ):
         site.asked(asked)

@@ -29,6 +29,8 @@ Term = Callable[[Tensor, Tensor], object]
 """(gradient, weights) -> what a client's loss has besides its model's is added to the gradient, in place."""
 RATE = 0.05
 """Parrot's."""
+MOST_ROUNDS = 100_000
+"""Rounds of a run with a schedule. A scheduler of torch is stepped once a round, which takes up to 0.5 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,14 @@ class StepsByRound:
 
     def __init__(self, config: LocalConfig, rounds: int) -> None:
         """Of a run of `rounds`; functions of the schedule are tables (`LocalConfig.tabled`). UserError for what torch
-        refuses."""
+        refuses, and for more rounds than a schedule is stepped through."""
         given = config.learning_rate
         schedule = given if isinstance(given, LearningRate) else CONSTANT
+        if schedule != CONSTANT and rounds > MOST_ROUNDS:
+            raise UserError(
+                f"local.learning_rate: got a schedule over {rounds:,} rounds, expected at most {MOST_ROUNDS:,}: a "
+                "schedule is stepped once a round"
+            )
         rate = given if isinstance(given, float | int) else RATE
         self._optimizers = config.optimizer or (AnyOptimizerConfig(name="sgd", lr=rate),)
         self._clip_norm = config.clip_norm

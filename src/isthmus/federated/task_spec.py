@@ -22,6 +22,7 @@ from isthmus.errors import PeerError, UserError, unknown_name
 from isthmus.federated.admission import AdmissionRules, bounded
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, ClientUpdate, load_algorithm
 from isthmus.federated.local import LocalConfig
+from isthmus.federated.local_steps import MOST_ROUNDS
 from isthmus.federated.pipeline import PipelineConfig, check_descends
 from isthmus.federated.privacy import Privacy, Private
 from isthmus.federated.robust import Aggregation
@@ -43,6 +44,7 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SharesDelivered, UnmaskAsked
+from isthmus.training.learning_rate import LearningRate
 from isthmus.units import parse_duration
 from isthmus.wire_types import MOST_CLIENTS, MOST_ID, Client, Count, Many, Name, NotNegative, Positive, Seed
 
@@ -114,12 +116,14 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError(f"data: this site has {samples} samples, the coordinator counts on at most {most}")
 
     def check_site(self, name: str) -> None:
-        """PeerError where the coordinator takes the site of this name for another one's client, and for sums of more
-        updates than there are sites."""
+        """PeerError where the coordinator takes the site of this name for another one's client, for sums of more
+        updates than there are sites, and for a schedule over more rounds than anybody steps through."""
         if self.sites and self.sites[self.client : self.client + 1] != (name,):
             number = self.sites.index(name) if name in self.sites else "none"
             raise PeerError(f"coordinator: called site {name!r} client {self.client} of the run, expected {number}")
         _check("updates in a sum", self.minimum, 1, max(1, len(self.sites)))
+        if isinstance(self.local.learning_rate, LearningRate):
+            _check("a schedule over rounds", self.rounds, 1, MOST_ROUNDS)
 
     def check_order(self, order: ExecutorOrder | SecureOrder, passes: int, samples: int) -> None:
         """PeerError for a number that this run does not have, and for what no site is asked, at a site that told the
