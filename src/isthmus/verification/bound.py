@@ -122,7 +122,7 @@ class BlockSpan(NamedTuple):
 
 
 class Bounds:
-    """Of one problem, by default on its whole fleet. Seconds per step; infinite where nothing fits."""
+    """Lower bounds of one problem, by default on its whole fleet: seconds per step, infinite where nothing fits."""
 
     def __init__(self, reading: GraphReading, fleet: Fleet | None = None) -> None:
         self.reading, self._question = reading, reading.question
@@ -138,7 +138,7 @@ class Bounds:
 
     @cached_property
     def need_bytes(self) -> int:
-        """Of the whole model with one micro-batch."""
+        """Bytes of the whole model with one micro-batch."""
         state = self._question.state
         return self.reading.kept[-1] + sum(
             v.size_bytes + (v.elements * (state.master + state.gradient + state.optimizer) if v.trained else 0)
@@ -170,7 +170,7 @@ class Bounds:
 
     @cached_property
     def _received(self) -> tuple[list[Counter[int]], list[Counter[int]]]:
-        """By block, bytes that come to it from each block before, and that go back there."""
+        """Return for each block the bytes that it gets from each block before, and the bytes that it sends back."""
         starts = self._edges[:-1]
         there, back = ([Counter[int]() for _ in starts] for _ in range(2))
         for value in self.reading.values:
@@ -206,7 +206,7 @@ class Bounds:
         return found
 
     def single_s(self) -> float:
-        """Of one replica."""
+        """Return the bound of a step of one replica."""
         most = min(len(self._speeds), self.blocks)
         together = list(itertools.accumulate(self._speeds))
         later, fastest, found = self._micro_batches - 1, self._speeds[0], NEVER
@@ -252,7 +252,7 @@ class Bounds:
         return min((self._micro_batches * span.work / self._speeds[0] for span in self._spans), default=NEVER)
 
     def several_s(self, fewest: int = 2, most: int = sys.maxsize) -> float:
-        """Of fewest to most replicas; infinite where there cannot be so many."""
+        """Return the bound of fewest to most replicas; infinite where there cannot be so many."""
         devices = len(self._speeds)
         if self.fewest > min(devices, self.blocks):
             return NEVER
@@ -271,7 +271,7 @@ class Bounds:
         )
 
     def averaging_s(self, replicas: int) -> float:
-        """What two or more of them spend on sums at least, in the mean over a period's steps."""
+        """Return the least time that two or more replicas spend on sums, in the mean over a period's steps."""
         devices = len(self._speeds)
         if devices == 1:
             return 0.0

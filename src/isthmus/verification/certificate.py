@@ -33,8 +33,6 @@ ROUNDING = 1e-7
 
 
 class PlanCost(NamedTuple):
-    """What a plan takes per step, as computed here: seconds, and money."""
-
     step_s: float
     price: float
 

@@ -198,7 +198,7 @@ def _placed(ledger: DifferenceList, where: str, replica: Replica, reading: Graph
 
 
 def _memory(ledger: DifferenceList, where: str, replica: Replica, graph: CutGraph, question: Question) -> None:
-    """What each device must hold, all its stages together."""
+    """Check the memory of each device, all its stages together."""
     needs: dict[str, tuple[str, int]] = {}
     for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
         words, before = needs.get(stage.device, ("", 0))
@@ -283,7 +283,7 @@ def _not_below(
 
 
 def _packed(flow: Flowing, replica: Replica) -> Flowing:
-    """What crosses the wire, as the document says it is packed."""
+    """Return `flow` with its tensors compressed as the document says."""
     edge = next((e for e in replica.edges if (e.source, e.target) == (flow.source, flow.target)), None)
     if edge is None:
         return flow
@@ -347,7 +347,7 @@ def _sync(ledger: DifferenceList, plan: Plan, graphs: Sequence[CutGraph], questi
 def _summed_by_copies(
     ledger: DifferenceList, plan: Plan, sums: dict[int, list[str]], feeders: tuple[str, ...]
 ) -> dict[Members, list[str]]:
-    """What the holders sum, by stage."""
+    """Return the parameters that the copies of a stage sum, by their devices and stages."""
     ledger.same("sync.averages", plan.sync.averages, "gradients")
     ledger.same("sync.period", plan.sync.period, 1)
     return {(feeders, (stage,) * len(feeders)): names for stage, names in sums.items()}

@@ -18,7 +18,7 @@ from isthmus.verification.walks import Terms
 CONTINUED, MOST_CONTINUED = 1000, 64_000
 """Replicas of one choice that are continued, at first and at most: twice as many each time it was not settled."""
 MOST_BYTES = 400_000_000
-"""Of walks that are kept, and of tables."""
+"""Memory of the walks that are kept, and of tables."""
 
 Choice = tuple[int, ...]
 """A state for each replica: its devices."""
@@ -33,7 +33,7 @@ class _Settled(NamedTuple):
 
 
 class ChosenReplicas:
-    """Of one problem; all kinds of devices are tracked."""
+    """The search of one problem. All kinds of devices are tracked."""
 
     def __init__(self, pipelines: SearchedPipelines) -> None:
         walks = pipelines.walks

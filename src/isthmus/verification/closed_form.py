@@ -64,7 +64,7 @@ class ClosedForm:
         return self.of(allowed, [s.micro_batches for s in setups]) if len(allowed) == len(replicas) else NEVER
 
     def of(self, replicas: Sequence[PipelineCheck], shares: Sequence[int], below: float = NEVER) -> float:
-        """Of these replicas with so many micro-batches each; possibly more than it is where it is not `below`."""
+        """Return a step's time or price with so many micro-batches per replica; from `below` on possibly more."""
         below_s = NEVER if self.priced else below
         slowest_s = max(replica.step_s(share, below_s) for replica, share in zip(replicas, shares, strict=True))
         if slowest_s == NEVER or slowest_s >= below_s:
@@ -106,14 +106,13 @@ class ClosedForm:
         return sums_s(fed.fleet, groups_soonest(fed.fleet, graph, groups, self._summed))
 
     def first_sum_s(self, end: int) -> float:
-        """Of the copies of a first stage that ends before this position, alone."""
+        """Return the time of the sums between copies of a first stage alone that ends before this position."""
         if self.question.fed is None:
             return 0.0
         graph = self._graph((0, end) if end < len(self.reading.operators) else (0,))
         return self.copies_s(graph, (0,)) if graph is not None else 0.0
 
     def hourly(self, names: set[str]) -> float:
-        """What these devices cost together."""
         return sum(self.question.fleet.device(name).price_per_hour for name in names)
 
     def pipeline(self, setup: Setup) -> PipelineCheck | None:

@@ -21,13 +21,13 @@ class Part(NamedTuple):
     gradients: int
     optimizer: int
     saved_bytes: int
-    """By operators, for the backward."""
+    """Bytes that operators save for the backward."""
     received_bytes: int
     column_bytes: int
     apart_flops: int = 0
-    """Of the backward's: those of weight gradients that wait until the other gradients are sent."""
+    """Operations of weight gradients, among those of the backward, that wait until the other gradients are sent."""
     waiting_bytes: int = 0
-    """What these weight gradients keep."""
+    """Bytes that the operations of these weight gradients keep."""
 
     def kept_bytes(self, recompute: bool) -> int:
         """From forward to backward: what was received, and what was saved or, to compute it again, read."""
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 class Flowing(NamedTuple):
-    """What stage `source` sends stage `target`, and what comes back; names in the graph's order."""
+    """Values that stage `source` sends stage `target`, and gradients that come back; names in the graph's order."""
 
     source: int
     target: int
@@ -71,7 +71,7 @@ class CutGraph(NamedTuple):
     flowing: tuple[Flowing, ...]
     shared_uses: tuple[SharedVariable, ...]
     owners: dict[str, tuple[int, int]]
-    """By the op of a trained parameter: (stage that updates it, elements)."""
+    """(stage that updates it, elements) by the op of a trained parameter."""
 
 
 def cut(reading: GraphReading, starts: Sequence[int]) -> CutGraph:

@@ -66,11 +66,11 @@ def set_count(kinds: DeviceKinds, tracked: Iterable[int]) -> int:
 
 
 class SetParts(NamedTuple):
-    """By state, the states whose devices are among its own, but for none at all."""
+    """Pairs, by state, of a state and a part of it: a state, not empty, whose devices are among its own."""
 
     part: Ints
     rest: Ints
-    """What each of them leaves."""
+    """The state of the devices that are not in the part."""
     starts: Ints
     """Where those of each state but the first begin."""
 
@@ -91,7 +91,7 @@ class Tracked:
         """[state, tracked kind]: how many devices."""
         self.devices = self.used.sum(axis=1)
         self.steps: dict[int, tuple[Ints, Ints]] = {}
-        """By kind: the states that have one left, and those that follow."""
+        """The states that have a device of a kind left and the states after it is taken, by kind."""
         for kind in range(len(kinds.all)):
             if kind in self.kinds:
                 at = self.kinds.index(kind)
@@ -100,20 +100,19 @@ class Tracked:
             else:
                 self.steps[kind] = np.arange(self.size), np.arange(self.size)
         self.before = np.concatenate([before for before, _ in self.steps.values()])
-        """Of all steps, one after another."""
+        """[step]: the states before all steps, in the order of `steps`."""
         self.after = np.concatenate([after for _, after in self.steps.values()])
         self.kind = np.concatenate([np.full(len(before), kind) for kind, (before, _) in self.steps.items()])
 
     @cached_property
     def parts(self) -> SetParts:
-        """Of all states."""
         found = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
         counts = [len(part) for part in found]
         part = np.concatenate(found)
         return SetParts(part, np.repeat(np.arange(self.size), counts) - part, np.cumsum(counts)[:-1])
 
     def parts_of(self, state: int) -> Ints:
-        """Of a state that is not the first."""
+        """Return the parts of a state that is not the first."""
         part, _, starts = self.parts
         return part[starts[state - 1] : starts[state] if state < self.size - 1 else None]
 

@@ -33,9 +33,7 @@ class CutsNeeded(NamedTuple):
     """How many cuts replicas have at least, so that no two devices sum too much with each other."""
 
     all: int = 0
-    """Of all replicas together."""
     pair: int = 0
-    """Of any two."""
 
     def allow(self, devices: Sequence[int]) -> bool:
         """Whether replicas of so many devices may have so many cuts."""
@@ -78,7 +76,7 @@ class DisjointSets:
             self._best.append(row)
 
     def best(self, fewest: int) -> Together:
-        """Of so many sets or more."""
+        """Return the best choice of so many sets or more."""
         count = max(range(fewest, len(self._best)), key=lambda n: self._best[n][-1])
         value, state, states = float(self._best[count][-1]), self._tracked.size - 1, list[int]()
         while value > -INFINITE and len(states) < count:

@@ -24,7 +24,7 @@ UNLIMITED = 2**60
 
 
 def copied_stages(question: Question, count: int) -> tuple[int, ...]:
-    """Of a chain of so many stages, those of which every holder has a copy."""
+    """Return those stages, in a chain of so many, of which every holder has a copy."""
     if not question.constraints.copied:
         return ()
     return (0, count - 1) if question.constraints.labels_stay and count > 1 else (0,)
@@ -51,7 +51,7 @@ def check_copies(ledger: DifferenceList, where: str, replica: Replica, reading: 
 
 
 def copies_sums(question: Question, graph: CutGraph) -> dict[int, list[str]]:
-    """By stage, the parameters whose gradients its copies sum in every step."""
+    """Return the parameters whose gradients the copies sum in every step, by stage."""
     copied = copied_stages(question, len(graph.parts))
     held = {stage: [op for op, (owner, _) in graph.owners.items() if owner == stage] for stage in copied}
     return {stage: names for stage, names in held.items() if names}
@@ -85,14 +85,14 @@ class FedTimed(StepTiming):
         return found
 
     def round_trip_s(self, stage: int) -> float:
-        """Of a copy, times its holder's part: the step completes so many more."""
+        """Return the longest of all ways; a copy's times its holder's part: the step completes so many more."""
         return max(
             way.round_trip_s(stage) * (share if stage in self._copied else 1.0)
             for way, share in zip(self._ways, self._shares, strict=True)
         )
 
     def eq3_s(self, micro_batches: int) -> float:
-        """Of the slowest way: the paper knows no copies."""
+        """Return the time of the slowest way: the paper knows no copies."""
         return max(way.eq3_s(micro_batches) for way in self._ways)
 
     @property

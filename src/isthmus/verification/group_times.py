@@ -46,7 +46,7 @@ class GroupTimes:
         self._known: dict[tuple[tuple[int, ...], int], GroupSums] = {}
 
     def sums(self, members: tuple[int, ...], starts: Ints, end: int) -> GroupSums:
-        """Of devices of these kinds."""
+        """Return the least sums of devices of these kinds."""
         members = tuple(sorted(members))
         if (members, end) not in self._known:
             size_bytes = self._until[end] - self._until[:end]
@@ -102,7 +102,7 @@ class GroupTimes:
         return np.minimum(whole_s, other_s), np.where(slower_s < other_s, 2 * part, 0.0)
 
     def _part(self, size_bytes: Floats, count: int) -> Floats:
-        """Of so many devices, at least: rounded to elements in each step of a period."""
+        """Return the least part of each of so many devices: it is rounded to elements in each step of a period."""
         rounded = FLOAT32_BYTES * self._question.period if count > 2 else 0
         return np.maximum(0.0, size_bytes / count - rounded)
 
@@ -120,7 +120,7 @@ def _best_rings(hop_s: Floats) -> list[list[tuple[int, int]]]:
 
 
 def _best_leaders(byte_s: Floats, sites: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Of each site, those whose slowest link to others is fastest. `byte_s`: [source, target]."""
+    """Return the members of each site whose slowest link to others is fastest. `byte_s`: [source, target]."""
     found = list[list[int]]()
     for site in sites:
         others = [m for each in sites if each is not site for m in each]

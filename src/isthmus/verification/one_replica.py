@@ -1,4 +1,4 @@
-"""What no pipeline of one replica undercuts: walks under thresholds, and intervals between them.
+"""A bound of all pipelines of one replica: walks under thresholds, and intervals between them.
 
 A step takes `fill + (n - 1) * period`. Let F(B) be the least fill of a walk whose period is at most B. A pipeline with
 a period in (low, high] takes at least F(high) + (n - 1) low. The interval that bounds lowest is looked into first: its
@@ -25,7 +25,7 @@ NARROW = 1e-8
 FEW_STATES = 64
 """Up to so many, all kinds are tracked from the start."""
 MOST_ENTRIES = 50_000_000
-"""Of one programme: on large problems pipelines are searched sooner, with fewer kinds that are tracked."""
+"""Entries of one dynamic programme. On large problems pipelines are searched sooner, with fewer tracked kinds."""
 THIN = 0.01
 """Relative width of an interval that is not halved."""
 
@@ -39,7 +39,7 @@ class PeriodInterval(NamedTuple):
     fill_s: float = 0.0
     """F(high), where it is known."""
     period_s: float = 0.0
-    """Of the walk that has this fill."""
+    """The period of the walk that has this fill."""
     repeats: tuple[int, ...] = ()
     """Kinds of which that walk uses more devices than there are."""
     age: int = -1
@@ -65,7 +65,6 @@ class OneReplica:
         self._walks, self._later, self._goal = walks, micro_batches - 1, goal
         self._most_states, self._pipelines = min(most_states, MOST_ENTRIES // walks.entries), pipelines
         self._known: dict[tuple[int, ...], Tracked] = {}
-        """By kinds of which pipelines are."""
         low = walks.shortest_period_s() * (1 - NARROW)
         # A longer period alone takes the goal.
         high = goal.step_s / self._later if self._later else INFINITE
@@ -79,7 +78,6 @@ class OneReplica:
 
     @property
     def bound_s(self) -> float:
-        """What is proven so far."""
         return min(self._goal.step_s, self._open[0].bound_s) if self._open else self._goal.step_s
 
     def run(self, ended: Callable[[], bool]) -> float:

@@ -45,12 +45,12 @@ def _just_enough(ratio: float, budget: float | None) -> tuple[Packing, ...]:
 
 
 def least_bytes(asked: CompressionConfig | None, elements: int, dtype: str, size_bytes: int) -> int:
-    """Of a tensor that carries a gradient."""
+    """Return the least bytes of a tensor that carries a gradient."""
     return size_bytes - max((packing.saves(elements, dtype) for packing in offers(asked)), default=0)
 
 
 def wire_bytes(question: Question, value: GraphValue) -> int:
-    """What sending a value, or its gradient, takes at least."""
+    """Return the least bytes in which a value, or its gradient, is sent."""
     asked = question.constraints.compression
     return least_bytes(asked, value.elements, value.dtype, value.size_bytes) if value.returns else value.size_bytes
 
@@ -92,14 +92,14 @@ def _shortest(asked: CompressionConfig, flow: Flowing) -> Flowing:
 
 
 def packed_bytes(flow: Flowing, size_bytes: int, packing: Packing) -> int:
-    """Of one direction of an edge: each tensor that a codec makes shorter is packed."""
+    """Return the bytes of one direction of an edge. Each tensor that a codec makes shorter is compressed."""
     return size_bytes - (sum(packing.saves(*tensor) for tensor in flow.packable) if size_bytes else 0)
 
 
 def _in_proportion(
     question: Question, asked: CompressionConfig, graph: CutGraph, devices: Sequence[str], factor: float
 ) -> list[tuple[Packing, ...]]:
-    """Of FusionLLM's Eq. 7, there and back: max(1, c r R_i / max R), with a factor on the quotient."""
+    """FusionLLM's Eq. 7, there and back: max(1, c r R_i / max R), with a factor on the quotient."""
 
     def seconds(source: str, target: str, size_bytes: int) -> float:
         if source == target or not size_bytes:

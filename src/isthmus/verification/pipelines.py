@@ -1,4 +1,4 @@
-"""What is known of any pipeline of a problem: who may begin it, what its stages send each other, and what it takes."""
+"""Bounds of any pipeline of a problem: the devices of its first stage, the bytes between its stages, and its time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_KEPT = 20_000
 MOST_TIMED, MOST_SHARDED = 5, 6
 """Replicas, of which it is known which ring planners choose; and those whose collectives are all looked at."""
 MOST_ORDERS = 24
-"""Of replicas, that are timed each: those of four."""
+"""Orders of replicas that are timed each: those of four."""
 
 
 class PipelineStage(NamedTuple):
@@ -59,7 +59,7 @@ class Joined(NamedTuple):
     """Stages with one before them, of each kind and start: [..., kind, start]."""
 
     spent_s: Floats
-    """Of one micro-batch, and of parameters that the stages share."""
+    """Seconds of one micro-batch, and of parameters that the stages share."""
     busy_s: Floats
     far_s: Floats
     """[start]: what comes from before, at least."""
@@ -68,7 +68,7 @@ class Joined(NamedTuple):
 
 
 class Goal:
-    """What is to be proven: what a known plan takes, or a bound. A plan below it that is come upon is the goal then."""
+    """The time to be proven: a known plan's, or a bound. A faster plan that is found becomes the goal."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
@@ -77,7 +77,7 @@ class Goal:
 
 
 class SearchedPipelines:
-    """Of one problem: what stages send, and what whole pipelines take."""
+    """The messages of stages and the times of whole pipelines, of one problem."""
 
     def __init__(self, reading: GraphReading, walks: Walks, goal: Goal) -> None:
         self.walks, self.goal, self.sent = walks, goal, SentBytes(reading)
@@ -129,7 +129,7 @@ class SearchedPipelines:
         return self.question.constraints.max_price is None and self.messages is not None
 
     def into(self, stage: PipelineStage, end: int) -> SentInto:
-        """What stages that end there send this one, for every start below the end."""
+        """Return the messages to this stage from stages that end there, for every start below the end."""
         key = stage.kind, stage.start, stage.end, end
         if key not in self._into:
             if len(self._into) > MOST_KEPT:
@@ -176,9 +176,9 @@ class SearchedPipelines:
     def step_s(
         self, replicas: Sequence[tuple[PipelineStage, ...]], sums_s: float = 0.0, *, sharded: bool = True
     ) -> float:
-        """Of pipelines that share a batch as it ends soonest, before limits of the terms; infinite where they are no
-        plan. With sums that take `sums_s`, which is the least, where that is at or above the goal or there are too many
-        replicas. `sharded`: no sum may end sooner otherwise."""
+        """Return the time of pipelines that share a batch as it ends soonest, before limits of the terms; infinite
+        where they are no plan. With sums that take `sums_s`, which is the least, where that is at or above the goal or
+        there are too many replicas. `sharded`: no sum may end sooner otherwise."""
         unused = [sorted(kind.names, key=lambda name: name in self._holders) for kind in self.walks.kinds.all]
         # Holders of data last: one of them has each first stage.
         first = [unused[stages[0].kind].pop() for stages in replicas]
@@ -209,7 +209,7 @@ class SearchedPipelines:
 
 
 def _shares(pipelines: Sequence[PipelineCheck], micro_batches: int) -> list[int]:
-    """Of the batch, so that the last one ends soonest: each micro-batch goes where it ends first."""
+    """Divide the batch so that the last pipeline ends soonest: each micro-batch goes where it ends first."""
     shares = [1] * len(pipelines)
     if len(shares) == 1:
         return [micro_batches]
@@ -220,6 +220,6 @@ def _shares(pipelines: Sequence[PipelineCheck], micro_batches: int) -> list[int]
 
 
 def _orders(replicas: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """What more than two devices sum depends on who is counted first; not where replicas are alike."""
+    """Return orders of different replicas: sums of more than two devices depend on the first one."""
     orders = itertools.permutations(range(len(replicas))) if len(replicas) > 2 else [tuple(range(len(replicas)))]
     return list({tuple(replicas[k] for k in order): order for order in orders}.values())

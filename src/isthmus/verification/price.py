@@ -53,7 +53,6 @@ MOST_SETS = 6
 
 
 def single_price(bounds: Bounds) -> float:
-    """Of one replica."""
     question = bounds.reading.question
     devices, work = question.fleet.devices, question.micro_batches * bounds.work
     per_flop = {d.name: d.price_per_hour / SECONDS_PER_HOUR / question.flops_per_s(d.name) for d in devices}
@@ -67,7 +66,6 @@ def single_price(bounds: Bounds) -> float:
 
 
 def several_price(bounds: Bounds) -> float:
-    """Of two replicas and more."""
     reading, question = bounds.reading, bounds.reading.question
     holders = set(question.constraints.data_holders)
     rate = {d.name: d.price_per_hour / SECONDS_PER_HOUR for d in question.fleet.devices}

@@ -1,4 +1,4 @@
-"""What the micro-batches of several replicas take at least, by prices of devices: sets of devices may be too many.
+"""A bound of the time of several replicas' micro-batches, by prices of devices: sets of devices may be too many.
 
 A device has a price of 0 or more micro-batches. A replica whose pipeline takes `fill` and whose period is p ends
 1 + (T - fill) / p of them in a time T, sums apart. What all R replicas end, M, is what they end beyond the prices of
@@ -48,12 +48,12 @@ class _Periods(NamedTuple):
     """The least without prices."""
 
     def least_s(self, each: float) -> float:
-        """Of a replica that ends so many beyond its prices, without these prices."""
+        """Return the least time of a replica that ends so many beyond its prices, without these prices."""
         return self.fill_s + self.low_s * max(each - 1, 0.0 if self.most == 1 else 1.0)
 
 
 class _Tried(NamedTuple):
-    """What such prices prove."""
+    """A bound that prices prove."""
 
     time_s: float
     prices: Floats
@@ -63,7 +63,7 @@ class _Tried(NamedTuple):
 
 
 class _Ascent:
-    """Of one range of numbers of replicas: prices that were tried."""
+    """The prices that were tried for one range of numbers of replicas."""
 
     def __init__(self, begun: list[Floats], owned: Floats) -> None:
         """`owned`: [kind], devices that one replica may have."""
@@ -89,7 +89,7 @@ class _Ascent:
 
 
 class PricedReplicas:
-    """Of one problem. `goal_s`: a bound that is enough."""
+    """The bounds of one problem. `goal_s`: a bound that is enough."""
 
     def __init__(self, walks: Walks, micro_batches: int, goal_s: float) -> None:
         self._walks, self._micro_batches, self._goal_s = walks, micro_batches, goal_s
@@ -100,7 +100,7 @@ class PricedReplicas:
         self._periods, self._unknown = list[_Periods](), self._intervals()
 
     def raised(self, replicas: tuple[int, int], enough_s: float, ended: Callable[[], bool]) -> tuple[float, bool]:
-        """What micro-batches of so many replicas take at least, and whether more may be proven. `enough_s`: at most."""
+        """Return a bound of the micro-batches of so many replicas, up to `enough_s`, and whether more may be proven."""
         ascent = self._ascents.setdefault(replicas, _Ascent(self._begun, self._walks.kinds.counts / replicas[1]))
         while self._unknown and not ended():
             self._look(*self._unknown.pop())

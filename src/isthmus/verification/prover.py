@@ -23,9 +23,9 @@ from isthmus.verification.stage_arrays import stage_arrays
 from isthmus.verification.walks import Walks, ample_bytes, walkable
 
 MOST_STATES = 4096
-"""Of one replica: sets of devices that are distinguished."""
+"""Sets of devices that are distinguished for one replica."""
 MOST_SETS = 512
-"""Of several."""
+"""Sets of devices that are distinguished for several replicas."""
 SLICE = 100_000_000
 """Work of the first try of a part."""
 FINE, FINEST = 0.004, 0.0002
@@ -39,8 +39,6 @@ SETTLED = 1.0005
 
 
 class ProofProgress(NamedTuple):
-    """What is proven."""
-
     bound_s: float
     work: int
     open: str

@@ -1,5 +1,5 @@
-"""What a plan document is held against: the model, the fleet and the batch that it says it is for; and what was found,
-field by field."""
+"""The question that a plan document answers: its model, fleet and batch. The differences that a check found, field by
+field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class StateBytes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def state_bytes(optimizer: str, *, momentum: bool = False, narrow: bool = False) -> StateBytes:
-    """What an optimizer keeps; `narrow` where parameters compute in less than float32 and have a float32 master copy.
+    """Return the bytes that an optimizer keeps of an element; `narrow` where parameters compute in less than float32
+    and have a float32 master copy.
 
     Raises UserError for an unknown optimizer.
     """
@@ -49,7 +50,7 @@ class Question:
     fleet: Fleet
     micro_batch_size: int
     micro_batches: int
-    """Of a step, over all replicas."""
+    """Micro-batches of a step, over all replicas."""
     schedule: str
     state: StateBytes = field(default_factory=StateBytes)
     period: int = 1
@@ -87,7 +88,7 @@ class Question:
         return any(site.uplink_bytes_per_s is not None for site in self.fleet.region_info)
 
     def room_bytes(self, device: str) -> int:
-        """What stages may take of the device's memory."""
+        """Return the bytes of the device's memory that stages may take."""
         memory = self.fleet.device(device).memory_bytes
         return memory - math.ceil(memory * self.constraints.memory_headroom)
 
@@ -106,15 +107,15 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     field: str
     got: Figure
-    """What the document says."""
+    """The figure in the document."""
     expected: Figure
-    """What was computed, or what would be allowed, in words."""
+    """The figure that was computed, or the condition on it in words."""
     by: str = ""
     """How far apart two numbers are."""
 
 
 class BoundCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done about the certificate's lower bound, and what was not."""
+    """The result of the check of the certificate's lower bound."""
 
     status: Literal["none stated", "proven", "refuted", "unchecked"]
     own: float | None = None

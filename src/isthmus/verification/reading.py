@@ -33,7 +33,7 @@ class GraphValue(NamedTuple):
     dtype: str
     size_bytes: int
     column: bool
-    """Of the batch: read where it is first used."""
+    """Whether it is a column of the batch, which is read where it is first used."""
 
 
 class GraphVariable(NamedTuple):
@@ -64,7 +64,6 @@ class GraphReading:
 
     @cached_property
     def operators(self) -> tuple[Op, ...]:
-        """By position."""
         ops = self.question.graph.ops
         written = {name for op in ops for name in op.mutates}
         reached: set[str] = set()

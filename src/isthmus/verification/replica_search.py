@@ -46,8 +46,6 @@ class PeriodTerms(NamedTuple):
 
 
 class PeriodWalks(NamedTuple):
-    """What such replicas take."""
-
     periods: PeriodTerms
     stages: Floats
     """[kind, start, length - 1]: infinite where none may be (`Walks.stages`)."""
@@ -123,7 +121,7 @@ class ReplicaTables:
         self._held_up = bool(self._over_held.any())
         self._to: dict[int, _StagesTo] = {}
         self.bytes = 8 * self._period_s.size * (2 + self._states.size)
-        """Of all arrays, about, once they are needed."""
+        """About the bytes of all arrays, once they are needed."""
         walks.work += len(intervals) * EACH + 4 * self._period_s.size
 
     @property
@@ -143,7 +141,7 @@ class ReplicaTables:
         return np.where(possible, ended, -INFINITE)
 
     def longer(self, suffix: ReplicaSuffix) -> _Longer:
-        """By every stage that ends where it starts."""
+        """Put every stage that ends where the suffix starts before it."""
         end, open_, (lowest, compute_s, *to) = suffix.start, suffix.open, self._stages_to(suffix.start)
         period_s, over_held, before_s = to if len(open_) == len(self._low_s) else (each[open_] for each in to)
         idle_s = np.zeros(compute_s.shape[1:])
@@ -203,7 +201,7 @@ class _Open(NamedTuple):
 
     replicas: tuple[ReplicaSuffix, ...]
     sums_s: float
-    """Of known groups, at least."""
+    """The least time of the sums of known groups."""
     carried: Floats
     """[replica, replica]: bytes of known groups between the devices of their first stages, each way."""
     sharded: bool = True

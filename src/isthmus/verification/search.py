@@ -37,7 +37,7 @@ class OutOfWork(Exception):
 
 
 class SearchResult(NamedTuple):
-    """What no plan that was looked for undercuts, and what one takes; infinite where none is below the limit."""
+    """The bound of all plans in the search, and the best of them; infinite where none is below the limit."""
 
     bound: float
     known: float
@@ -77,9 +77,9 @@ class _Scope(NamedTuple):
     whole: bool
     """Whether all of them are used."""
     second: float
-    """What is minimised, per second of a step: 1, or what the devices cost."""
+    """The objective per second of a step: 1, or the price of the devices."""
     longest_s: float
-    """By a limit of the terms."""
+    """The longest step that the terms allow."""
 
 
 class PlanSearch:

@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 
 class ReceivedBytes(NamedTuple):
-    """Of a stage: what comes from block h or a later one before the stage is `x[h]`."""
+    """The bytes that a stage receives: `x[h]` comes from block h or a later one before the stage."""
 
     there: Floats
     """Bytes of values; so is the next, of what is returned for them."""
@@ -32,8 +32,6 @@ class ReceivedBytes(NamedTuple):
 
 
 class SentBytes:
-    """Of one graph."""
-
     def __init__(self, reading: GraphReading) -> None:
         self._starts = (0, *reading.places)
         values = reading.values
@@ -60,7 +58,7 @@ class SentBytes:
         return np.minimum.accumulate(found[::-1], axis=0)[::-1]
 
     def _received(self, start: int, end: int) -> ReceivedBytes:
-        """By a stage of the blocks from `start` up to `end`, of earlier ones."""
+        """Return the bytes that a stage of the blocks from `start` up to `end` receives from earlier ones."""
 
         def by_block(made: Ints, used: Ints, amounts: Floats) -> Floats:
             chosen = (made < start) & (used[start] < end)

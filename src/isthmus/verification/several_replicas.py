@@ -37,7 +37,7 @@ from isthmus.verification.walks import Terms, Walks
 COARSE = 1.6
 """Ratio between the ends of an interval of periods at first."""
 PRICES = (1.0, 0.6, 0.3)
-"""Of devices that are not tracked. Without a price a replica may have them all, and replicas alone are counted."""
+"""Prices of devices that are not tracked. Without one a replica may have them all, and only replicas are counted."""
 LATE = 4.0
 """Times the time for micro-batches: a longer period leaves a replica one of them, and is not divided."""
 SHARED = 1.05
@@ -51,7 +51,7 @@ FEW_STATES, WIDE = 128, 0.03
 ALL_STATES = 2048
 """Up to so many, all kinds are tracked."""
 MOST_CHOICES = 5000
-"""Of sets, whose replicas are searched."""
+"""Choices of sets whose replicas are searched."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Periods:
 
 
 class Asked(NamedTuple):
-    """Of so many replicas, that sum for low_s to high_s: they end by the limit."""
+    """A question: whether so many replicas that sum for low_s to high_s end by the limit."""
 
     limit_s: float
     low_s: float
@@ -141,7 +141,7 @@ class SeveralReplicas:
         while ends[-1] <= most:
             ends.append(min(max(ends[-1] + 1, int(ends[-1] * WIDER)), most + 1))
         self.ranges = [(a, b - 1) for a, b in itertools.pairwise(ends)]
-        """Of their number."""
+        """Ranges of the number of replicas."""
         self._fills: dict[Hashable, Floats] = {}
         self._least_sums = {x: max(least_sums_s, walks.least_sums_s(*x)) for x in self.ranges}
         self._chosen = ChosenReplicas(pipelines) if pipelines is not None and pipelines.searchable else None
@@ -153,7 +153,6 @@ class SeveralReplicas:
         return set_count(self._walks.kinds, range(len(self._walks.kinds.all))) <= ALL_STATES
 
     def least_sums_s(self, fewest: int, most: int) -> float:
-        """What sums take at least, of one of the ranges."""
         return self._least_sums[fewest, most]
 
     def proven(self, limit_s: float, replicas: tuple[int, int], fine: float, ended: Callable[[], bool]) -> bool:

@@ -120,8 +120,8 @@ class _Builder:
         )
 
     def _homes(self) -> tuple[list[list[int]], bool]:
-        """By start, the nearest blocks before the one just before that made something still to be used; and whether
-        these are all."""
+        """Return for each start the nearest blocks before the one just before that made something still to be used; and
+        whether these are all."""
         found: list[set[int]] = [set() for _ in range(self.count)]
         for value in self._reading.values:
             home = self._block(value.made)

@@ -43,7 +43,7 @@ class Suffix(NamedTuple):
     number: int
     stages: tuple[PipelineStage, ...] = ()
     spent_s: float = 0.0
-    """Of one micro-batch, and of parameters that its stages share."""
+    """Seconds of one micro-batch, and of parameters that its stages share."""
     period_s: float = 0.0
     left: int = 0
     """State of the tracked kinds' devices that are not used."""
@@ -100,8 +100,8 @@ class SuffixSearch:
                 heapq.heappush(self._open, suffix._replace(bound_s=step_s, timed=True))
 
     def _stages_by_end(self) -> None:
-        """By end, [recomputed, kind, start]: seconds of compute, infinite where no such stage may be; and one divided
-        by the micro-batches that a stage holds, where these are not all."""
+        """Fill in for each end [recomputed, kind, start]: seconds of compute, infinite where no such stage may be; and
+        one divided by the micro-batches that a stage holds, where these are not all."""
         walks, terms = self._walks, self._terms
         blocks = walks.arrays.blocks
         options, inverse = walks.options(terms, walks.stages(terms), terms.more_than + 1)
@@ -145,7 +145,7 @@ class SuffixSearch:
         return best_prices_s
 
     def _prefixes(self, tracked: Tracked) -> None:
-        """What the blocks before a stage take at least: with devices that a suffix leaves, and by end with any."""
+        """Bound the time of the blocks before a stage: with devices that a suffix leaves, and by end with any."""
         walks, terms = self._walks, replace(self._terms, prices_s=self._prices_s)
         blocks, count = walks.arrays.blocks, len(walks.kinds.all)
         found = walks.solve(tracked, terms, walks.stages(terms))
@@ -169,7 +169,7 @@ class SuffixSearch:
                     self._least_s[end][:, start - self._lowest[end]] = total[:, end - start - 1]
 
     def _continue(self, suffix: Suffix) -> None:
-        """By one stage before it, in every way."""
+        """Put one stage before it, in every way."""
         if self._dominated(suffix):
             return
         end, stages, lowest = suffix.start, suffix.stages, self._lowest[suffix.start]
@@ -203,7 +203,7 @@ class SuffixSearch:
                 heapq.heappush(self._open, Suffix(at_least, begin, next(self._number), more, spent, period, rest))
 
     def _grown(self, suffix: Suffix) -> _Grown:
-        """By every stage that ends where it starts."""
+        """Put every stage that ends where the suffix starts before it."""
         end, compute_s = suffix.start, self._compute_s[suffix.start]
         lowest = self._lowest[end]
         busy_s = np.where(np.isfinite(compute_s), compute_s, 0.0)
@@ -217,7 +217,7 @@ class SuffixSearch:
         return _Grown(spent_s, far_s, period_s, trip_s)
 
     def _before(self, start: Ints, end: int, kind: Ints, left: Ints, used_up: list[int]) -> Floats:
-        """What the blocks before such stages take at least, with the messages to these."""
+        """Return the least time of the blocks before such stages, with the messages to these."""
         if self._pipelines.messages is None:
             return self._least_s[end][kind, start - self._lowest[end]]
         sent_s, busy_s = (x[start, end - start - 1, kind] for x in self._pipelines.messages)

@@ -36,25 +36,25 @@ SHORTEST_S, AGES_S = 1e-9, 1e30
 MOST_REACHED = 32
 """Devices, of which it is known how well each reaches each."""
 MOST_QUALITIES = 12
-"""Of links, above which it is looked at how many devices these join."""
+"""Speeds of links for which the devices that faster links join are counted."""
 
 
 class MostSummed(NamedTuple):
     """Bytes, by kind of device."""
 
     group: Floats
-    """Of one group: a block is in one."""
+    """Bytes of one group: a block is in one."""
     stage: Floats
-    """Of all groups of a device."""
+    """Bytes of all groups of a device."""
 
 
 class PairSummed(NamedTuple):
     """Bytes that some two of more than `joined` devices of different replicas sum with each other at most."""
 
     sharded: float
-    """Of all groups together: a link carries 2 / R of each."""
+    """Bytes of all groups together: a link carries 2 / R of each."""
     otherwise: float
-    """Of each group in a ring or a hierarchy, which may leave out the link between the two."""
+    """Bytes of each group in a ring or a hierarchy, which may leave out the link between the two."""
     uneven: float
     """So much less of each group may cross the link, for rounding to elements."""
     joined: int = 1
@@ -63,7 +63,7 @@ class PairSummed(NamedTuple):
     """So much of a group may be summed otherwise though it is sharded: in another step of a period."""
 
     def cuts(self, blocks: Floats, replicas: int) -> CutsNeeded:
-        """Of blocks with so many bytes of gradients.
+        """Return the cuts that blocks with so many bytes of gradients need.
 
         Take an interval of blocks with more bytes than `sharded + (R - joined) * otherwise`. If more than `joined`
         replicas have no cut inside, all its groups have the same two devices, which no better link joins. What exceeds
@@ -133,7 +133,7 @@ class SumLimits:
         return [tuple(np.unique(np.array(self._kind)[label == one]).tolist()) for one in large]
 
     def pairs(self, seconds: float, replicas: int) -> list[PairSummed]:
-        """Of two devices, in this time: of any two, and of some two among so many that no good links join all."""
+        """Bound sums of two devices in this time: any two, or two among so many that no good links join all."""
         seconds, links = min(seconds, AGES_S), self._links
         alone = 0.0 if replicas == 2 else float(max(x.max() for x in links.otherwise(seconds, replicas)))
         each, found = links.carried_by_each(seconds), list[PairSummed]()
@@ -151,9 +151,8 @@ class Gradients(NamedTuple):
     """Bytes, less what rounding may add."""
 
     whole: float
-    """Of the model."""
     block: float
-    """Of its largest block."""
+    """Bytes of its largest block."""
 
 
 def least_possible_s(possible: Callable[[float], bool]) -> float:

@@ -113,7 +113,7 @@ class StepTiming:
 
     @cached_property
     def occupied_s(self) -> dict[str, float]:
-        """By name, how long one micro-batch keeps each device, link and shared uplink busy."""
+        """Return how long one micro-batch keeps each device, link and shared uplink busy, by name."""
         found: dict[str, float] = {}
         for name, seconds in zip(self.devices, self.compute_s, strict=True):
             found[f"device {name}"] = found.get(f"device {name}", 0.0) + seconds
@@ -137,7 +137,7 @@ class StepTiming:
         return home, None if home == away else self._fleet.region_info_of(home).uplink_bytes_per_s
 
     def held_up_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[str, float]:
-        """By name, the period that a stage's limit imposes, where it holds fewer than all micro-batches."""
+        """Return the period that a stage's limit imposes where it holds fewer than all micro-batches, by name."""
         found: dict[str, float] = {}
         for k, (name, limit) in enumerate(zip(self.devices, in_flight, strict=True)):
             if limit < self.most_held(micro_batches):
@@ -185,7 +185,7 @@ class StepTiming:
         return self.fill_s + (micro_batches - 1) * period_s + self.shared_s
 
     def unhindered_s(self, micro_batches: int) -> float:
-        """Of a step in which every stage holds all micro-batches."""
+        """Return the time of a step in which every stage holds all micro-batches."""
         return self.fill_s + (micro_batches - 1) * self._busiest_s + self.shared_s
 
     def eq3_s(self, micro_batches: int) -> float:

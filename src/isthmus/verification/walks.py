@@ -41,7 +41,7 @@ NARROW = 1e-9
 MOST_BLOCKS = 400
 MOST_DEVICES = 128
 MOST_ENTRIES = 1_500_000
-"""Of a table of stages by kinds."""
+"""Entries of a table of stages by kinds."""
 EACH = 5_000
 """Entries that take as long as it takes to begin with an array: about 10^8 are a second."""
 MOST_AT_ONCE = 200_000
@@ -52,7 +52,7 @@ MOST_KEPT = 8_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What pipelines keep to."""
+    """The constraints of pipelines."""
 
     threshold_s: float
     """Per micro-batch, of every stage and link."""
@@ -123,7 +123,7 @@ class Walks:
         self.latency = np.where(joined, kinds.latency, 0.0)
         self._apart = np.where(joined, 0.0, INFINITE)
         self._sent: dict[int, tuple[Floats, Floats, Floats]] = {}
-        """By start, what `messages` gives, where there is little of it."""
+        """The results of `messages` by start, where they are small."""
         self._few = len(arrays.near_there) * arrays.blocks**2 * len(kinds.all) ** 2 <= MOST_KEPT
 
     @property
@@ -138,7 +138,7 @@ class Walks:
         return self.compute_s[0][:, 0, -1]
 
     def shortest_period_s(self) -> float:
-        """Of any pipeline: all devices share the work, and the largest block is not divided."""
+        """Bound any pipeline's period from below: all devices share the work; the largest block is not divided."""
         work_s = self.least_work_s()
         together_s = 1 / float((self.kinds.counts / np.maximum(work_s, 1e-300)).sum())
         return max(together_s, float(self.compute_s[0][:, :, 0].min(axis=0).max()))
@@ -271,7 +271,7 @@ class Walks:
         return self._limits.homes(sums_s * self._period * SLACK, fewest, most, self._gradients.block)
 
     def cuts_needed(self, sums_s: float, replicas: int) -> CutsNeeded:
-        """Of so many replicas that sum in this time."""
+        """Return the cuts that so many replicas need that sum in this time."""
         if not np.isfinite(sums_s):
             return CutsNeeded()
         pairs = self._limits.pairs(sums_s * self._period * SLACK, replicas)
@@ -279,8 +279,8 @@ class Walks:
         return CutsNeeded(*(max(each, default=0) for each in zip(*found, strict=True))) if found else CutsNeeded()
 
     def least_sums_s(self, fewest: int, most: int) -> float:
-        """What sums of so many replicas take at least: so many devices hold the largest block, and all together sum the
-        model so many times."""
+        """Return the least time of sums of so many replicas: so many devices hold the largest block, and all together
+        sum the model so many times."""
         counts = self.kinds.counts
 
         def possible(sums_s: float) -> bool:
@@ -421,7 +421,7 @@ class Walks:
         return start, source, known
 
     def _period_s(self, cell: tuple[int, int, int], home_s: float, terms: Terms) -> float:
-        """Of a stage, by the best choice whether it recomputes; what may not be held up is the last one."""
+        """Return a stage's period by the best choice whether it recomputes; the last stage may not be held up."""
         last = cell[1] + cell[2] + 1 == self.arrays.blocks
         found: list[float] = []
         for compute_s, held in zip(self.compute_s, self.held, strict=True):
@@ -433,7 +433,7 @@ class Walks:
 
 
 def ample_bytes(arrays: StageArrays, micro_batches: int) -> float:
-    """Of a device that holds the model, with all micro-batches, however it is cut."""
+    """Return the bytes of a device that holds the model, with all micro-batches, however it is cut."""
     last = arrays.blocks - 1
     each = arrays.saved[0, last] + float(arrays.received.max(initial=0.0)) + arrays.columns[0, last]
     return float(arrays.fixed[0, last] + arrays.saved[0, last] + micro_batches * each)

@@ -1,4 +1,4 @@
-"""What of a stage's backward may wait under `zero-bubble`: the gradients of its weights, where it returns others."""
+"""The part of a stage's backward that may wait under `zero-bubble`: weight gradients where it returns others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def weight_gradients(reading: GraphReading, start: int, end: int) -> dict[str, i
 
 
 def _runs(reading: GraphReading, op: Op, start: int, end: int) -> bool:
-    """What has no position runs wherever it is needed."""
+    """Return whether the stage runs `op`. An operator without a position runs wherever it is needed."""
     return op.name not in reading.position or start <= reading.position[op.name] < end
 
 
