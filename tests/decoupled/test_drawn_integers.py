@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.cost import Decoupled
 from isthmus.errors import PeerError
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled import Merger
+from isthmus.protocol.decoupled import Merger, MergerPort
 from isthmus.protocol.decoupled_events import (
     Contributed,
     FinishMerges,
@@ -33,7 +33,7 @@ from isthmus.training.decoupled import MergedFragments, ReplicaFragments, change
 from isthmus.training.layout import header_of
 
 from ..drawn_integers import Lies, landed, received
-from .recorder import Asked, Recorder
+from ..programs.ports import Asked, Recorder
 
 RUN, STEP_SAMPLES, STEPS = "run", 4, 24
 SIZES = (6, 3)
@@ -211,7 +211,7 @@ class Conversation:
         if isinstance(body, Contributed):
             for fragment, payload in zip(body.fragments, arrived, strict=True):
                 assert merger._merged.unpacked(fragment, payload, merger._codec) is not None
-        port = Recorder()
+        port = Recorder(MergerPort)
         machine = copy.deepcopy(before, {id(merger): port})
         machine.heard(name, body)
         self._is_of_the_plan(machine, port.took(), name)

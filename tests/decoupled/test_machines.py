@@ -16,7 +16,7 @@ from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplica
 from isthmus.cost import Decoupled
 from isthmus.errors import PeerError, UserError
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled import Merger
+from isthmus.protocol.decoupled import Merger, MergerPort
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
@@ -31,12 +31,12 @@ from isthmus.protocol.decoupled_events import (
     VersionTaken,
 )
 from isthmus.protocol.decoupled_growth import FragmentGrowth
-from isthmus.protocol.decoupled_replica import DecoupledReplica
+from isthmus.protocol.decoupled_replica import DecoupledReplica, ReplicaPort
 from isthmus.protocol.run_messages import Halt
 from isthmus.simulator import Fault
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 
-from .recorder import Asked, Recorder
+from ..programs.ports import Asked, Recorder
 from .small import NAMES, SIZES, STEP_S, replicas, rules
 
 
@@ -45,7 +45,8 @@ class Host:
 
     def __init__(self, *, quorum: int = 2, samples: int | None = 1000, fragments: int = 1) -> None:
         self.machine = Merger(rules(samples=samples, fragments=fragments, quorum=quorum))
-        self.machine.port = self.port = Recorder()
+        self.port = Recorder(MergerPort)
+        self.machine.port = self.port.port
         self.now_s = 0.0
         self.steps: Counter[str] = Counter()
 
@@ -57,7 +58,7 @@ class Host:
     def join(self, *names: str) -> None:
         for name in names:
             self.machine.joined(name)
-            assert self.port.took()[-1] == ("send all", name)
+            assert self.port.took()[-1] == ("send_all", name)
 
     def step(self, name: str, samples: int = 32) -> list[Asked]:
         self.steps[name] += 1
@@ -147,7 +148,7 @@ def test_one_that_is_to_leave_gives_all_and_is_not_asked_again() -> None:
     assert host.release("b") == [("ask", "b", asked)]
     found = host.give("b", 1, 16)
     assert merged(found) == [("a", 1, 32), ("b", 1, 16)]
-    assert found[-1] == ("let go", "b")
+    assert found[-1] == ("let_go", "b")
     host.at(2.0)
     host.step("c")
     again = host.step("a")
@@ -164,10 +165,10 @@ def test_one_that_is_to_leave_ends_after_what_it_gives_of_all_and_not_after_what
     assert whom(asked) == ["a", "b"]
     host.step("b")
     host.release("b")
-    assert ("let go", "b") not in host.give("b", 1)
+    assert ("let_go", "b") not in host.give("b", 1)
     host.step("b")
     last = Contributed(merge=1, fragments=(0, 1), steps=host.steps["b"], samples=(64, 64))
-    assert host.heard("b", last)[-1] == ("let go", "b")
+    assert host.heard("b", last)[-1] == ("let_go", "b")
 
 
 def test_one_that_is_to_leave_is_asked_once_on_each_connection() -> None:
@@ -283,8 +284,8 @@ def test_a_merge_to_which_nobody_gives_any_more_does_not_hold_up_the_end() -> No
 
 
 def test_one_that_is_ready_gives_at_once_until_the_last_merge() -> None:
-    replica, port = DecoupledReplica(1, 4), Recorder()
-    replica.port = port
+    replica, port = DecoupledReplica(1, 4), Recorder(ReplicaPort)
+    replica.port = port.port
 
     def ordered(order: ReplicaOrder | None) -> list[Asked]:
         replica.ordered(order)

@@ -22,7 +22,7 @@ VOCABULARY, TOKENS, PROMPTS = 50, 4, 6
 def conversation(lies: Lies | None) -> tuple[int, list[Asked]]:
     """Return how many messages devices sent, and all that the program asked."""
     port = ServingRecorder()
-    program = Tokens(port, ("a", "b"), ("a", "b", "c"), at_once=2, vocabulary=VOCABULARY)
+    program = Tokens(port.port, ("a", "b"), ("a", "b", "c"), at_once=2, vocabulary=VOCABULARY)
     messages = 0
 
     def lie(message: AnyMessage, device: str) -> None:

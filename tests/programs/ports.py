@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from isthmus.errors import UserError
+from isthmus.programs.tokens import ServingPort
 from isthmus.protocol.generation import Prompt
 
 Asked = tuple[object, ...]
 
 
-class ServingRecorder:
-    """`chains` are what `plan` answers, one after another; a text is the reason why there is none."""
+class Recorder:
+    """Each call is written down as the method's name and all its arguments, and returns None. AttributeError and
+    TypeError for a call that the port does not have."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Any]) -> None:
         self.asked: list[Asked] = []
-        self.chains: list[Sequence[str] | str] = []
+        methods = inspect.getmembers(kind, inspect.isfunction)
+        self._methods = {name: inspect.signature(method) for name, method in methods if not name.startswith("_")}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._methods:
+            raise AttributeError(name)
+
+        def ask(*given: object, **named: object) -> None:
+            bound = self._methods[name].bind(self, *given, **named)
+            bound.apply_defaults()
+            self.asked.append((name, *bound.args[1:], *bound.kwargs.values()))
+
+        return ask
+
+    @property
+    def port(self) -> Any:
+        """Itself, as a port of any kind."""
+        return self
 
     def took(self) -> list[Asked]:
         """Return what was asked since the last call."""
         taken, self.asked = self.asked, []
         return taken
 
-    def call(self, device: str) -> None:
-        self.asked.append(("call", device))
 
-    def note(self, text: str) -> None:
-        self.asked.append(("note", text))
+class ServingRecorder(Recorder):
+    """`chains` are what `plan` answers, one after another; a text is the reason why there is none."""
 
-    def ended(self, reason: str) -> None:
-        self.asked.append(("ended", reason))
+    def __init__(self) -> None:
+        super().__init__(ServingPort)
+        self.chains: list[Sequence[str] | str] = []
 
     def plan(self, devices: Sequence[str]) -> Sequence[str]:
         self.asked.append(("plan", *devices))
@@ -43,12 +63,3 @@ class ServingRecorder:
 
     def start(self, prompt: Prompt, made: Sequence[int]) -> None:
         self.asked.append(("start", prompt.number, *made))
-
-    def forget(self, number: int) -> None:
-        self.asked.append(("forget", number))
-
-    def deliver(self, number: int, token: int, *, last: bool) -> None:
-        self.asked.append(("deliver", number, token, last))
-
-    def refuse(self, number: int, reason: str, *, of_request: bool = False) -> None:
-        self.asked.append(("refuse", number, reason, of_request))

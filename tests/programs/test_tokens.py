@@ -19,7 +19,7 @@ class Service:
 
     def __init__(self, chain: Sequence[str], fleet: Sequence[str], at_once: int = 2) -> None:
         self.port = ServingRecorder()
-        self.program = Tokens(self.port, chain, fleet, at_once=at_once, vocabulary=1000)
+        self.program = Tokens(self.port.port, chain, fleet, at_once=at_once, vocabulary=1000)
 
     def joined(self, device: str) -> list[Asked]:
         self.program.joined(device)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from tests.programs.ports import Asked, Recorder
 
 from isthmus.protocol import StateHolding
-from isthmus.protocol.device_session import DeviceSession, SessionOrder
+from isthmus.protocol.device_session import DeviceSession, SessionOrder, SessionPort
 from isthmus.protocol.run_messages import FetchState, Halt, Pause, PlaceWeights, RetireSnapshots
 from isthmus.session.program import OutOfPhase
 
 OWN = frozenset({"a"})
-Asked = tuple[object, ...]
 
 
 class Worker:
@@ -20,62 +20,32 @@ class Worker:
 
     def __init__(self) -> None:
         self.session: DeviceSession[int] = DeviceSession()
-        self.session.port = self
-        self._asked: list[Asked] = []
-
-    def _took(self) -> list[Asked]:
-        taken, self._asked = self._asked, []
-        return taken
+        self.port = Recorder(SessionPort)
+        self.session.port = self.port.port
 
     def ordered(self, order: SessionOrder) -> list[Asked]:
         self.session.ordered(order)
-        return self._took()
+        return self.port.took()
 
     def assigned(self, epoch: int, step: int = 0) -> list[Asked]:
         self.session.assigned(epoch, step)
-        return self._took()
+        return self.port.took()
 
     def connected(self, epoch: int) -> list[Asked]:
         self.session.connected(epoch)
-        return self._took()
+        return self.port.took()
 
     def started(self, epoch: int) -> list[Asked]:
         self.session.started(epoch)
-        return self._took()
+        return self.port.took()
 
     def failed(self, epoch: int) -> list[Asked]:
         self.session.failed(epoch)
-        return self._took()
+        return self.port.took()
 
     def kept(self, epoch: int, step: int, values: Mapping[str, int], of: str = "") -> list[Asked]:
         self.session.kept(epoch, step, values, of)
-        return self._took()
-
-    # The session's port
-
-    def close_stage(self) -> None:
-        self._asked.append(("close",))
-
-    def connect(self) -> None:
-        self._asked.append(("connect",))
-
-    def start(self, step: int, own: frozenset[str]) -> None:
-        self._asked.append(("start", step, own))
-
-    def ready(self) -> None:
-        self._asked.append(("ready", self.session.epoch))
-
-    def inventory(self) -> None:
-        self._asked.append(("inventory",))
-
-    def copied(self, step: int, of: str) -> None:
-        self._asked.append(("copied", step, of))
-
-    def give(self, epoch: int, values: Mapping[str, int]) -> None:
-        self._asked.append(("give", epoch, values))
-
-    def leave(self) -> None:
-        self._asked.append(("leave",))
+        return self.port.took()
 
 
 def at_work() -> Worker:
@@ -83,7 +53,7 @@ def at_work() -> Worker:
     assert worker.assigned(1) == [("connect",)]
     assert worker.connected(1) == []
     assert worker.ordered(PlaceWeights(epoch=1, own=OWN)) == [("start", 0, OWN)]
-    assert worker.started(1) == [("ready", 1)]
+    assert worker.started(1) == [("ready",)] and worker.session.epoch == 1
     assert worker.session.phase == "working"
     return worker
 
@@ -97,7 +67,7 @@ def test_weights_may_come_before_links() -> None:
 
 def test_a_stage_is_closed_before_the_device_says_what_it_holds() -> None:
     worker = at_work()
-    assert worker.ordered(Pause(epoch=2)) == [("close",), ("inventory",)]
+    assert worker.ordered(Pause(epoch=2)) == [("close_stage",), ("inventory",)]
     worker.kept(1, 7, {"a": 1})  # of the stage that was closed: the epoch before
     assert worker.session.memory.holdings() == (StateHolding(epoch=1, step=7, parts=OWN),)
     assert worker.ordered(Pause(epoch=3)) == [("inventory",)]
@@ -107,25 +77,25 @@ def test_what_a_stage_that_is_closed_keeps_is_in_the_inventory() -> None:
     """The device says `kept` while it closes: the session has the new epoch by then."""
     worker = at_work()
     held: list[tuple[StateHolding, ...]] = []
-    worker.close_stage = lambda: worker.session.kept(1, 7, {"a": 1})
-    worker.inventory = lambda: held.append(worker.session.memory.holdings())
+    worker.session.port.close_stage = lambda: worker.session.kept(1, 7, {"a": 1})
+    worker.session.port.inventory = lambda: held.append(worker.session.memory.holdings())
     worker.ordered(Pause(epoch=2))
     assert held == [(StateHolding(epoch=1, step=7, parts=OWN),)]
 
 
 def test_links_that_fail_at_once_leave_the_device_idle() -> None:
     worker = Worker()
-    worker.connect = lambda: worker.session.failed(1)
-    assert worker.assigned(1) == [("close",)] and worker.session.phase == "idle"
+    worker.session.port.connect = lambda: worker.session.failed(1)
+    assert worker.assigned(1) == [("close_stage",)] and worker.session.phase == "idle"
 
 
 def test_another_stage_takes_the_place_of_the_one_at_work() -> None:
-    assert at_work().assigned(2, 5) == [("close",), ("connect",)]
+    assert at_work().assigned(2, 5) == [("close_stage",), ("connect",)]
 
 
 def test_a_stage_that_fails_leaves_the_device_idle() -> None:
     worker = at_work()
-    assert worker.failed(1) == [("close",)]
+    assert worker.failed(1) == [("close_stage",)]
     assert worker.session.phase == "idle" and worker.failed(1) == []
 
 
