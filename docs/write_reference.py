@@ -19,7 +19,7 @@ from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.membership import MEMBERSHIP
 from isthmus.protocol.phases import COORDINATOR
-from isthmus.protocol.secure_coordinator import SECURE_COORDINATOR
+from isthmus.protocol.secure_coordinator import SecureCoordinator
 from isthmus.protocol.secure_site import SECURE_SITE
 from isthmus.protocol.worker_phases import WORKER
 from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tables_by_file
@@ -49,11 +49,6 @@ MACHINES = {
         "src/isthmus/protocol/federated_transitions.py",
         "the clients of one process or site",
     ),
-    "Secure aggregation, the coordinator": (
-        SECURE_COORDINATOR,
-        "src/isthmus/protocol/secure_coordinator.py",
-        "the masks of one phase after another",
-    ),
     "Secure aggregation, a site": (
         SECURE_SITE,
         "src/isthmus/protocol/secure_site.py",
@@ -66,7 +61,11 @@ MACHINES = {
     ),
 }
 """By heading: the table, its file, and the subject of the machine."""
-PROGRAMS = {"A service that generates text": Tokens, "The merger of decoupled replicas": Merger}
+PROGRAMS = {
+    "A service that generates text": Tokens,
+    "The merger of decoupled replicas": Merger,
+    "Secure aggregation, the coordinator": SecureCoordinator,
+}
 SHARED = 4
 """A set of at least so many phases is drawn once, after a diamond, if several events lead to it."""
 

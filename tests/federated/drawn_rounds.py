@@ -40,6 +40,7 @@ from isthmus.protocol.federated_events import (
     ReportRefused,
     RoundRecord,
     StopExecutor,
+    TellSite,
     Tick,
     UpdateServer,
 )
@@ -56,7 +57,6 @@ from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.protocol.secure_coordinator import TellSite
 from isthmus.protocol.secure_messages import SharesDisputed, SharesRevealed, UnmaskAsked
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor

@@ -7,7 +7,6 @@ import contextlib
 import math
 import queue
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,18 +34,9 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
 )
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import DeviceFailed
-from isthmus.protocol.secure_coordinator import (
-    SecureCoordinator,
-    SecureEvent,
-    SecureOpened,
-    SumsLost,
-    SumsWanted,
-    TakeMasksOff,
-    TellSite,
-    UnmaskTried,
-)
+from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff
+from isthmus.protocol.secure_messages import SecureOrder
 from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.identity import Authority
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
@@ -194,16 +184,16 @@ class HostileCoordinator:
 
     def secure_sum(self, phase: PhaseId, names: Sequence[str]) -> Tensor | str:
         """The sum of these sites' updates, in units of itself; or why the sites do not give it."""
-        machine, total = SecureCoordinator(SecureRules()), MaskedSum(self._sizes)
-        total.begin()
+        total = MaskedSum(self._sizes)
+        machine = SecureCoordinator(SecureRules())
+        machine.port = sums = _Sums(self, machine, total)
         self.open(phase, names)
-        machine.handle(SecureOpened(phase=phase, sites=frozenset(names)))
+        machine.opened(phase, frozenset(names))
         summed: set[str] = set()
-        while True:
+        while sums.found is None:
             name, body, tensors = self.heard()
             if getattr(body, "phase", phase) != phase:
                 continue  # of an attempt before
-            event: SecureEvent
             match body:
                 case None | Exception():
                     return f"{name} hung up"
@@ -214,28 +204,37 @@ class HostileCoordinator:
                 case SumsSent():
                     total.add(dict(zip(sorted(total.sizes), tensors, strict=True)))
                     summed.add(name)
-                    if summed != set(names):
-                        continue
-                    event = SumsWanted(phase=phase, summed=frozenset(summed))
+                    if summed == set(names):
+                        machine.sums_wanted(phase, frozenset(summed))
                 case _:
-                    event = FromDevice(name, body)
-            todo = deque(machine.handle(event))
-            while todo:
-                match instruction := todo.popleft():
-                    case TellSite(site=site, body=order):
-                        self._tell(site, order)
-                    case TakeMasksOff():
-                        try:
-                            values, _ = total.unmasked(instruction, RUN)
-                        except PeerError as e:
-                            todo += machine.handle(UnmaskTried(phase=phase, reason=str(e)))
-                            continue
-                        self.wrong = total.wrong
-                        return torch.cat([value.double() for _, value in sorted(values.items())])
-                    case SumsLost(reason=reason):
-                        return reason
-                    case other:
-                        raise AssertionError(other)
+                    machine.heard(name, body)
+        self.wrong = total.wrong
+        return sums.found
+
+
+class _Sums:
+    """What the machine of one sum asks. `found` is how it ended."""
+
+    def __init__(self, coordinator: HostileCoordinator, machine: SecureCoordinator, total: MaskedSum) -> None:
+        self._coordinator, self._machine, self._total = coordinator, machine, total
+        self.found: Tensor | str | None = None
+
+    def tell(self, site: str, order: SecureOrder) -> None:
+        self._coordinator._tell(site, order)
+
+    def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
+        raise AssertionError(f"{sites} left out: {reason}")
+
+    def take_masks_off(self, recovered: TakeMasksOff) -> None:
+        try:
+            values, _ = self._total.unmasked(recovered, RUN)
+        except PeerError as e:
+            self._machine.tried(recovered.phase, str(e))
+        else:
+            self.found = torch.cat([value.double() for _, value in sorted(values.items())])
+
+    def sums_lost(self, phase: PhaseId, reason: str) -> None:
+        self.found = reason
 
 
 def settled(site: HonestSite, text: str) -> str:

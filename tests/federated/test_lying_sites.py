@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,7 @@ from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.site_secrets import SiteSecrets
 from isthmus.protocol.federated_messages import PhaseId
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.secure_coordinator import (
-    LeaveOut,
-    SecureCoordinator,
-    SecureOpened,
-    SumsLost,
-    SumsWanted,
-    TellSite,
-)
+from isthmus.protocol.secure_coordinator import SecureCoordinator, SecurePort
 from isthmus.protocol.secure_messages import (
     KeysListed,
     KeysSent,
@@ -33,6 +26,7 @@ from isthmus.protocol.secure_messages import (
     SharesSent,
     SiteKeys,
 )
+from tests.programs.ports import Recorder
 
 from .hostile import HostileCoordinator, settled
 
@@ -102,22 +96,29 @@ def test_badly_sealed_shares_are_a_message_and_no_site_hangs_up(
     coordinator.close()
 
 
-def dealt(machine: SecureCoordinator, attempt: int) -> list[object]:
-    """A phase until shares are delivered: what the machine says."""
-    phase = PhaseId(0, attempt)
-    found: list[object] = [*machine.handle(SecureOpened(phase=phase, sites=frozenset(NAMES)))]
+def dealt(machine: SecureCoordinator, attempt: int) -> Recorder:
+    """A phase until shares are delivered: what the machine asks."""
+    phase, asked = PhaseId(0, attempt), Recorder(SecurePort)
+    machine.port = asked.port
+    machine.opened(phase, frozenset(NAMES))
     for n, name in enumerate(NAMES):
         keys = SiteKeys(name, bytes([n]) * 32, bytes([n + 9]) * 32, bytes(32))
-        found += machine.handle(FromDevice(name, KeysSent(phase=phase, keys=keys)))
-    listed = {
-        i.site: [p.site for p in i.body.peers]
-        for i in found
-        if isinstance(i, TellSite) and isinstance(i.body, KeysListed)
-    }
-    for name, peers in listed.items():
+        machine.heard(name, KeysSent(phase=phase, keys=keys))
+    for name, peers in listed(asked).items():
         shares = tuple(SealedShare(peer, b"") for peer in peers)
-        found += machine.handle(FromDevice(name, SharesSent(phase=phase, shares=shares)))
-    return found
+        machine.heard(name, SharesSent(phase=phase, shares=shares))
+    return asked
+
+
+def listed(found: Recorder) -> dict[str, list[str]]:
+    """The neighbours that each site was told."""
+    told: list[Any] = [order for what, *order in found.asked if what == "tell"]
+    return {site: [peer.site for peer in order.peers] for site, order in told if isinstance(order, KeysListed)}
+
+
+def left_out(found: Recorder) -> dict[Any, object]:
+    """Why, by sites."""
+    return {call[2]: call[3] for call in found.asked if call[0] == "leave_out"}
 
 
 @pytest.mark.parametrize(
@@ -147,12 +148,11 @@ def dealt(machine: SecureCoordinator, attempt: int) -> list[object]:
 )
 def test_who_is_left_out_after_complaints(said: list[tuple[str, str]], out: dict[str, str]) -> None:
     machine = SecureCoordinator(SecureRules())
-    assert not [i for i in dealt(machine, 0) if isinstance(i, LeaveOut)]
+    assert not left_out(dealt(machine, 0))
     for holder in dict.fromkeys(holder for holder, _ in said):
         owners = tuple(owner for by, owner in said if by == holder)
-        machine.handle(FromDevice(holder, SharesDisputed(phase=PhaseId(0), owners=owners)))
-    found = [i for i in dealt(machine, 1) if isinstance(i, LeaveOut)]
-    assert {i.sites: i.reason for i in found} == {(site,): f"secure aggregation: {how}" for site, how in out.items()}
+        machine.heard(holder, SharesDisputed(phase=PhaseId(0), owners=owners))
+    assert left_out(dealt(machine, 1)) == {(site,): f"secure aggregation: {how}" for site, how in out.items()}
 
 
 VICTIMS = [["a"], ["a", "b"], ["c", "d"]]
@@ -185,22 +185,20 @@ def test_a_site_that_deals_some_wrong_shares_leaves_none_of_them_out(
 def test_after_one_wrong_share_its_owner_and_its_holder_deal_each_other_none() -> None:
     machine = SecureCoordinator(SecureRules(fewest=3))
     dealt(machine, 0)
-    machine.handle(FromDevice("a", SharesDisputed(phase=PhaseId(0), owners=("d",))))
-    listed = {
-        i.site: [peer.site for peer in i.body.peers]
-        for i in dealt(machine, 1)
-        if isinstance(i, TellSite) and isinstance(i.body, KeysListed)
-    }
-    assert listed == {"a": ["b", "c"], "b": ["a", "c", "d"], "c": ["a", "b", "d"], "d": ["b", "c"]}
-    lost = machine.handle(SumsWanted(phase=PhaseId(0, 1), summed=frozenset("acd")))  # a would see two: it would leave
-    assert lost == [SumsLost(PhaseId(0, 1), "secure aggregation: a knows 2 sites of the sum, expected 3")]
+    machine.heard("a", SharesDisputed(phase=PhaseId(0), owners=("d",)))
+    asked = dealt(machine, 1)
+    assert listed(asked) == {"a": ["b", "c"], "b": ["a", "c", "d"], "c": ["a", "b", "d"], "d": ["b", "c"]}
+    asked.took()
+    machine.sums_wanted(PhaseId(0, 1), frozenset("acd"))  # a would see two: it would leave
+    reason = "secure aggregation: a knows 2 sites of the sum, expected 3"
+    assert asked.took() == [("sums_lost", PhaseId(0, 1), reason)]
 
 
 @given(st.sets(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=6))
 def test_one_site_that_lies_leaves_no_honest_one_out(lies: set[tuple[bool, str]]) -> None:
     """Whatever site d does, as owner and as holder: it is in every pair."""
     machine = SecureCoordinator(SecureRules())
-    machine.handle(SecureOpened(phase=PhaseId(0), sites=frozenset(NAMES)))
+    machine.opened(PhaseId(0), frozenset(NAMES))
     machine._disputes = {("d", other) if holds else (other, "d") for holds, other in lies}
-    out = {site for i in dealt(machine, 1) if isinstance(i, LeaveOut) for site in i.sites}
+    out = {site for sites in left_out(dealt(machine, 1)) for site in sites}
     assert out == ({"d"} if len({other for _, other in lies}) > 1 else set())

@@ -27,8 +27,8 @@ from isthmus.protocol.federated_planning import PlanningProblem
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.protocol.secure_coordinator import TakeMasksOff, TellSite
-from isthmus.protocol.secure_messages import SecureReport
+from isthmus.protocol.secure_coordinator import TakeMasksOff
+from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 
 # To the executor, besides the coordinator's orders
 
@@ -154,6 +154,13 @@ class DismissExecutor(msgspec.Struct, frozen=True):
 
     executor: str
     reason: str
+
+
+class TellSite(msgspec.Struct, frozen=True):
+    """Send a site a step of secure aggregation."""
+
+    site: str
+    body: SecureOrder
 
 
 class UnmaskSums(msgspec.Struct, frozen=True):

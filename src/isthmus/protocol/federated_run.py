@@ -30,6 +30,7 @@ from isthmus.protocol.federated_events import (
     MergeSums,
     Notify,
     ReportRefused,
+    TellSite,
     Tick,
     Unmasked,
     UnmaskSums,
@@ -45,20 +46,15 @@ from isthmus.protocol.federated_messages import (
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.protocol.secure_coordinator import (
-    LeaveOut,
-    SecureCoordinator,
-    SecureEvent,
-    SecureOpened,
-    SiteGone,
-    SumsLost,
-    SumsWanted,
-    TakeMasksOff,
-    TellSite,
-    TimePassed,
-    UnmaskTried,
+from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff
+from isthmus.protocol.secure_messages import (
+    KeysSent,
+    SecureOrder,
+    SecureReport,
+    SharesDisputed,
+    SharesRevealed,
+    SharesSent,
 )
-from isthmus.protocol.secure_messages import KeysSent, SecureReport, SharesDisputed, SharesRevealed, SharesSent
 
 Out = list[FederatedInstruction]
 EXIT_GRACE_S = 0.5
@@ -104,7 +100,10 @@ class FederatedRunMachine:
         self._phase: PhaseId | None = None
         """That was opened last."""
         rules = coordinator.rules.secure
-        self._secure = None if rules is None else SecureCoordinator(rules)
+        self._secure: SecureCoordinator | None = None
+        if rules is not None:
+            self._secure = SecureCoordinator(rules)
+            self._secure.port = self
         self._opened: set[str] = set()
         """Who was sent the opening of a phase, of which the secure machine is not told yet."""
         self._left_out: set[str] = set()
@@ -154,12 +153,14 @@ class FederatedRunMachine:
             ) and not self._was_opened(report.phase):
                 self._on_unopened(executor, report)
             case FromDevice(device=site, body=KeysSent() | SharesSent() | SharesDisputed() | SharesRevealed() as body):
-                self._mask(FromDevice(site, body))
+                if (secure := self._masks) is not None:
+                    secure.heard(site, body)
             case Unmasked(phase=phase, reason=reason, wrong=wrong):
                 for holder, owner in wrong:
                     what = f"the share that {owner} dealt and {holder} revealed is wrong: one of the two lies"
                     self._note(f"round {phase.round + 1}: {what}")
-                self._mask(UnmaskTried(phase=phase, reason=reason, wrong=frozenset(wrong)))
+                if (secure := self._masks) is not None:
+                    secure.tried(phase, reason, wrong)
                 if not reason:  # else more shares may come
                     self._coordinate(event)
             case FromDevice(device=site, body=SumsSent() as sums) if self._secure is not None:
@@ -216,7 +217,8 @@ class FederatedRunMachine:
         self._here.discard(executor)
         reason = self._reasons[executor] = self._tick.ended.get(executor, reason)
         self._coordinate(ExecutorLost(executor=executor, reason=reason))
-        self._mask(SiteGone(site=executor))
+        if (secure := self._masks) is not None:
+            secure.gone(executor)
         finish = self._out[-1] if self._over else None
         if not isinstance(finish, FinishRounds) or reason not in finish.reason:
             self._note(f"{self._who} {executor} was lost: {reason}")
@@ -236,7 +238,8 @@ class FederatedRunMachine:
             return
         if self._notes_waits:
             self._note_waits(tick.now_s)
-        self._mask(TimePassed(now_s=tick.now_s))
+        if (secure := self._masks) is not None:
+            secure.clock(tick.now_s)
         self._coordinate(tick)
         if not (self._over or self._returns):
             self._miss(tick, self._join_by_s)
@@ -297,7 +300,8 @@ class FederatedRunMachine:
         if self._opened and self._phase is not None:
             sites, self._opened = frozenset(self._opened), set()
             self._left_out = set()
-            self._mask(SecureOpened(phase=self._phase, sites=sites))
+            if (secure := self._masks) is not None:
+                secure.opened(self._phase, sites)
 
     def _follow(self, instruction: CoordinatorInstruction) -> None:
         match instruction:
@@ -306,7 +310,8 @@ class FederatedRunMachine:
                 if self._secure is not None:
                     self._opened.add(executor)
             case UnmaskSums(phase=phase, executors=summed):
-                self._mask(SumsWanted(phase=phase, summed=summed))
+                if (secure := self._masks) is not None:
+                    secure.sums_wanted(phase, summed)
                 return
             case Notify(executor=executor, body=PhaseDropped(phase=phase, again=False)) if self._returns:
                 self._on_missed(executor, phase.round + 1)
@@ -336,6 +341,11 @@ class FederatedRunMachine:
 
     # Masked sums
 
+    @property
+    def _masks(self) -> SecureCoordinator | None:
+        """None where sums are not masked, and when the run is over."""
+        return None if self._over else self._secure
+
     def _on_masked(self, secure: SecureCoordinator, site: str, sums: SumsSent) -> None:
         """An update that is masked with others, or the news that there is none."""
         if sums.phase == self._phase and site in self._left_out:
@@ -348,23 +358,22 @@ class FederatedRunMachine:
             self._on_ended(site, reason)
             return
         self._coordinate(FromDevice(site, sums))
-        if not sums.timed:
-            self._mask(SiteGone(site=site))
+        if not (sums.timed or self._over):
+            secure.gone(site)
 
-    def _mask(self, event: SecureEvent) -> None:
-        if self._secure is None or self._over:
-            return
-        for instruction in self._secure.handle(event):
-            match instruction:
-                case TellSite() | TakeMasksOff():
-                    self._out.append(instruction)
-                case SumsLost(phase=phase, reason=reason):
-                    self._note(f"round {phase.round + 1}: {reason}")
-                    self._coordinate(Unmasked(phase=phase, reason=reason))
-                case LeaveOut(phase=phase, sites=sites, reason=reason):
-                    self._leave_out(phase, sites, reason)
+    # What secure aggregation asks
 
-    def _leave_out(self, phase: PhaseId, sites: Collection[str], reason: str) -> None:
+    def tell(self, site: str, order: SecureOrder) -> None:
+        self._out.append(TellSite(site, order))
+
+    def take_masks_off(self, recovered: TakeMasksOff) -> None:
+        self._out.append(recovered)
+
+    def sums_lost(self, phase: PhaseId, reason: str) -> None:
+        self._note(f"round {phase.round + 1}: {reason}")
+        self._coordinate(Unmasked(phase=phase, reason=reason))
+
+    def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
         """As if each had said that it has no update of the phase."""
         self._left_out |= set(sites)
         for site in sites:

@@ -12,19 +12,17 @@ own mask off. An update that comes after that is ignored, and its own mask is st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
 from isthmus.protocol.federated_messages import PhaseId
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.machine import FromDevice, Machine, Transitions
 from isthmus.protocol.secure_graph import neighbours, threshold_of
 from isthmus.protocol.secure_messages import (
     KeysListed,
     KeysSent,
-    RevealedShare,
     SealedShare,
     SecureOrder,
     SecureReport,
@@ -35,59 +33,7 @@ from isthmus.protocol.secure_messages import (
     SiteKeys,
     UnmaskAsked,
 )
-
-# To the machine, besides the sites' reports
-
-
-class SecureOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """These sites were sent the opening of a phase."""
-
-    phase: PhaseId
-    sites: frozenset[str]
-
-
-class SiteGone(msgspec.Struct, frozen=True, kw_only=True):
-    site: str
-
-
-class SumsWanted(msgspec.Struct, frozen=True, kw_only=True):
-    """The phase is over: masked updates of these sites are in."""
-
-    phase: PhaseId
-    summed: frozenset[str]
-
-
-class UnmaskTried(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to `TakeMasksOff`."""
-
-    phase: PhaseId
-    reason: str = ""
-    """Why the shares that are here do not give back the secrets; empty: the masks are off."""
-    wrong: frozenset[tuple[str, str]] = frozenset()
-    """Holder and owner of each share that is wrong."""
-
-
-class TimePassed(msgspec.Struct, frozen=True, kw_only=True):
-    now_s: float
-
-
-SecureEvent = FromDevice[SecureReport] | SecureOpened | SiteGone | SumsWanted | UnmaskTried | TimePassed
-
-
-# From the machine
-
-
-class TellSite(msgspec.Struct, frozen=True):
-    site: str
-    body: SecureOrder
-
-
-class LeaveOut(msgspec.Struct, frozen=True):
-    """The phase goes on without these sites: nothing that they send counts."""
-
-    phase: PhaseId
-    sites: tuple[str, ...]
-    reason: str
+from isthmus.session.program import OutOfPhase, Policy, report
 
 
 class Secrets(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,69 +58,37 @@ class TakeMasksOff(msgspec.Struct, frozen=True, kw_only=True):
     """The summed sites that masked with each dropped site."""
 
 
-class SumsLost(msgspec.Struct, frozen=True):
-    """The masks cannot be taken off."""
+class SecurePort(Protocol):
+    """The coordinator of secure aggregation asks this of its host. All calls that one event leads to come after the
+    last change of state: a host that leaves out a site may answer by `sums_wanted`."""
 
-    phase: PhaseId
-    reason: str
+    def tell(self, site: str, order: SecureOrder) -> None:
+        """Send a site what it is to do."""
+
+    def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
+        """The phase goes on without these sites: nothing that they send counts."""
+
+    def take_masks_off(self, recovered: TakeMasksOff) -> None:
+        """Take the masks off the sum, then say `tried`."""
+
+    def sums_lost(self, phase: PhaseId, reason: str) -> None:
+        """The masks cannot be taken off."""
 
 
-SecureInstruction = TellSite | LeaveOut | TakeMasksOff | SumsLost
-SecurePhase = Literal["idle", "keys", "shares", "training", "unmasking", "over"]
-
-_EVER: Mapping[type[msgspec.Struct], str] = {SecureOpened: "keys"}
 MOST_DISPUTED = 1
 """A wrong share between two sites may be the fault of either: no site is named for one."""
 
-SECURE_COORDINATOR = Transitions(
-    "idle",
-    "over",
-    {
-        "idle": {**_EVER, SiteGone: "idle", TimePassed: "idle", SumsWanted: "idle"},
-        "keys": {
-            **_EVER,
-            KeysSent: "keys shares idle",
-            SiteGone: "keys shares idle",
-            TimePassed: "keys shares idle",
-            SumsWanted: "idle",
-        },
-        "shares": {
-            **_EVER,
-            SharesSent: "shares training idle",
-            SiteGone: "shares training idle",
-            TimePassed: "shares training idle",
-            SumsWanted: "idle",
-        },
-        "training": {
-            **_EVER,
-            SharesDisputed: "training",
-            SiteGone: "training",
-            TimePassed: "training",
-            SumsWanted: "unmasking idle",
-        },
-        "unmasking": {
-            **_EVER,
-            SharesRevealed: "unmasking idle",
-            UnmaskTried: "unmasking idle",
-            SiteGone: "unmasking idle",
-            TimePassed: "unmasking idle",
-        },
-    },
-)
-_STEP: Mapping[SecurePhase, type[msgspec.Struct]] = {
-    "keys": KeysSent,
-    "shares": SharesSent,
-    "unmasking": SharesRevealed,
-}
+_LeftOut = Sequence[tuple[Collection[str], str]]
+"""Sites, and why they are left out."""
+_STEP: Mapping[str, type[SecureReport]] = {"keys": KeysSent, "shares": SharesSent, "unmasking": SharesRevealed}
+"""The answer that a step waits for."""
 
 
-class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
-    """The machine, one phase after another."""
-
-    transitions = SECURE_COORDINATOR
+class SecureCoordinator(Policy[SecurePort]):
+    """The machine, one phase after another. Its host sets `port`."""
 
     def __init__(self, rules: SecureRules) -> None:
-        super().__init__()
+        super().__init__("idle")
         self._rules = rules
         self._phase_id = PhaseId(-1)
         self._opened: frozenset[str] = frozenset()
@@ -203,113 +117,136 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
 
     @property
     def due_s(self) -> float | None:
-        """The time, by the clock of `TimePassed`, at which a step ends without the sites that did not answer."""
-        return self._since_s + self._rules.wait_s if self._phase in _STEP else None
+        """The time, by the host's clock, at which a step ends without the sites that did not answer."""
+        return self._since_s + self._rules.wait_s if self.phase in _STEP else None
 
     def takes(self, site: str, phase: PhaseId) -> bool:
         """Whether a masked update of this site may count."""
-        return self._phase == "training" and phase == self._phase_id and site in self._masking
+        return self.phase == "training" and phase == self._phase_id and site in self._masking
 
-    def _is_stale(self, event: SecureEvent) -> bool:
-        if isinstance(event, FromDevice) and isinstance(event.body, SharesDisputed):
-            here = self._phase == "training" and event.device in self._masking
-            return event.body.phase != self._phase_id or not here
-        if isinstance(event, FromDevice):
-            wrong_step = type(event.body) is not _STEP.get(self._phase)
-            return event.body.phase != self._phase_id or wrong_step or event.device not in self._waits
-        if isinstance(event, UnmaskTried):
-            return event.phase != self._phase_id or self._phase != "unmasking"
-        return isinstance(event, SumsWanted) and event.phase != self._phase_id
+    def is_late(self, device: str, body: SecureReport) -> bool:
+        if isinstance(body, SharesDisputed):
+            here = self.phase == "training" and device in self._masking
+        else:
+            here = type(body) is _STEP.get(self.phase) and device in self._waits
+        return body.phase != self._phase_id or not here
 
-    def _take(self, event: SecureEvent) -> list[SecureInstruction]:
-        match event:
-            case FromDevice(device=site, body=report):
-                return self._on_report(site, report)
-            case SecureOpened(phase=phase, sites=sites):
-                return self._open(phase, sites)
-            case SiteGone(site=site):
-                return self._lose(site)
-            case TimePassed(now_s=now_s):
-                self._now_s = now_s
-                late = self._phase in _STEP and now_s - self._since_s >= self._rules.wait_s
-                return self._end_step("did not answer in time") if late else []
-            case SumsWanted(summed=summed):
-                return self._unmask(summed)
-            case UnmaskTried(reason=reason, wrong=wrong):
-                return self._on_tried(reason, wrong)
+    # What the host says
 
-    def _on_report(self, site: str, report: SecureReport) -> list[SecureInstruction]:
-        self._waits.discard(site)
-        match report:
-            case SharesDisputed(owners=owners):
-                return self._on_disputed(site, owners)
-            case KeysSent(keys=keys):
-                self._keys[site] = msgspec.structs.replace(keys, site=site)
-                return self._go_on()
-            case SharesSent(shares=shares):
-                return self._on_shares(site, shares)
-            case SharesRevealed(seeds=seeds, keys=keys):
-                return self._on_revealed(site, seeds, keys)
-
-    def _open(self, phase: PhaseId, sites: frozenset[str]) -> list[SecureInstruction]:
-        self._phase_id, self._phase, self._out_of = phase, "keys", self._liars()
+    def opened(self, phase: PhaseId, sites: frozenset[str]) -> None:
+        """These sites were sent the opening of a phase."""
+        self._phase_id, self.phase, self._out_of = phase, "keys", self._liars()
         self._opened, self._waits, self._since_s = sites, set(sites - self._out_of.keys()), self._now_s
         self._keys, self._peers, self._dealt = {}, {}, {}
         self._seeds, self._mask_keys = {}, {}
         self._gone, self._masking, self._summed, self._failed = set(), frozenset(), frozenset(), False
-        return []
 
-    def _lose(self, site: str) -> list[SecureInstruction]:
+    def gone(self, site: str) -> None:
+        """It is lost, or has no update."""
         self._gone.add(site)
         self._waits.discard(site)
-        return self._go_on() if self._phase in _STEP else []
+        if self.phase in _STEP:
+            self._go_on()
 
-    def _go_on(self) -> list[SecureInstruction]:
-        return [] if self._waits else self._end_step("")
+    def clock(self, now_s: float) -> None:
+        self._now_s = now_s
+        if self.phase in _STEP and now_s - self._since_s >= self._rules.wait_s:
+            self._end_step("did not answer in time")
 
-    def _end_step(self, reason: str) -> list[SecureInstruction]:
+    def sums_wanted(self, phase: PhaseId, summed: frozenset[str]) -> None:
+        """The phase is over: masked updates of these sites are in."""
+        if phase != self._phase_id:
+            self.stale += 1
+        elif self.phase == "unmasking":
+            raise OutOfPhase("sums were wanted twice")
+        else:
+            self._unmask(summed)
+
+    def tried(self, phase: PhaseId, reason: str = "", wrong: Collection[tuple[str, str]] = ()) -> None:
+        """The answer to `take_masks_off`: why the shares that are here do not give back the secrets, or that the masks
+        are off. `wrong` are holder and owner of each share that is wrong."""
+        if phase != self._phase_id or self.phase != "unmasking":
+            self.stale += 1
+            return
+        self._disputes |= set(wrong)
+        if reason and self._waits:
+            self._failed = True  # those that are missing may make the honest ones enough
+        elif reason:
+            self._fail(reason)
+        else:
+            self.phase, self._waits = "idle", set()
+
+    # Steps
+
+    def _go_on(self) -> None:
+        if not self._waits:
+            self._end_step("")
+
+    def _end_step(self, reason: str) -> None:
         """End the step with the sites that answered. The others are left out."""
-        late, self._waits, self._since_s = tuple(sorted(self._waits)), set(), self._now_s
-        match self._phase:
+        late, self._waits, self._since_s = sorted(self._waits), set(), self._now_s
+        match self.phase:
             case "keys":
-                lied = [(site, self._out_of[site]) for site in sorted(self._opened & self._out_of.keys())]
-                without = [out for site, how in lied for out in self._leave_out([site], how)]
-                return [*without, *self._leave_out(late, reason), *self._list_keys()]
+                lied = [([site], self._out_of[site]) for site in sorted(self._opened & self._out_of.keys())]
+                self._list_keys([*lied, (late, reason)])
             case "shares":
-                return [*self._leave_out(late, reason), *self._deliver()]
+                self._deliver([(late, reason)])
             case _:
-                return self._recover()
+                self._recover()
 
-    def _leave_out(self, sites: Collection[str], reason: str) -> list[SecureInstruction]:
-        what = f"secure aggregation: {reason}"
-        return [LeaveOut(self._phase_id, tuple(sorted(sites)), what)] if sites else []
+    def _say(self, left_out: _LeftOut, orders: Mapping[str, SecureOrder] = {}) -> None:
+        """Leave sites out, then send the orders."""
+        phase = self._phase_id
+        for sites, reason in left_out:
+            if sites:
+                self.port.leave_out(phase, tuple(sorted(sites)), f"secure aggregation: {reason}")
+        for site, order in orders.items():
+            self.port.tell(site, order)
 
     # Keys and shares
 
-    def _list_keys(self) -> list[SecureInstruction]:
+    @report(KeysSent, "keys")
+    def _on_keys(self, site: str, sent: KeysSent) -> None:
+        self._waits.discard(site)
+        self._keys[site] = msgspec.structs.replace(sent.keys, site=site)
+        self._go_on()
+
+    def _list_keys(self, left_out: _LeftOut) -> None:
         here = {site: keys for site, keys in self._keys.items() if site not in self._gone}
         if len(here) < self._rules.fewest:
-            self._phase = "idle"
-            return self._leave_out(here, f"{len(here)} sites sent keys, expected at least {self._rules.fewest}")
+            self.phase = "idle"
+            few = f"{len(here)} sites sent keys, expected at least {self._rules.fewest}"
+            self._say([*left_out, (here, few)])
+            return
         self._peers = self._graph(here)
-        self._phase, self._waits = "shares", set(here)
-        return [
-            TellSite(site, KeysListed(phase=self._phase_id, peers=tuple(here[peer] for peer in peers)))
+        self.phase, self._waits = "shares", set(here)
+        orders = {
+            site: KeysListed(phase=self._phase_id, peers=tuple(here[peer] for peer in peers))
             for site, peers in self._peers.items()
-        ]
+        }
+        self._say(left_out, orders)
 
-    def _on_shares(self, site: str, shares: tuple[SealedShare, ...]) -> list[SecureInstruction]:
-        dealt = {share.site: share.sealed for share in shares}
-        if len(shares) != len(dealt) or dealt.keys() != set(self._peers[site]):
+    @report(SharesSent, "shares")
+    def _on_shares(self, site: str, sent: SharesSent) -> None:
+        self._waits.discard(site)
+        dealt = {share.site: share.sealed for share in sent.shares}
+        left_out: _LeftOut = []
+        if len(sent.shares) == len(dealt) and dealt.keys() == set(self._peers[site]):
+            self._dealt[site] = dealt
+        else:
             self._gone.add(site)
-            return [*self._leave_out([site], "dealt shares that are not those of its neighbours"), *self._go_on()]
-        self._dealt[site] = dealt
-        return self._go_on()
+            left_out = [([site], "dealt shares that are not those of its neighbours")]
+        if self._waits:
+            self._say(left_out)
+        else:
+            self._since_s = self._now_s
+            self._deliver(left_out)
 
-    def _on_disputed(self, site: str, owners: tuple[str, ...]) -> list[SecureInstruction]:
-        self._disputes |= {(site, owner) for owner in owners if owner in self._peers[site]}
+    @report(SharesDisputed, "training")
+    def _on_disputed(self, site: str, sent: SharesDisputed) -> None:
+        self._waits.discard(site)
+        self._disputes |= {(site, owner) for owner in sent.owners if owner in self._peers[site]}
         self._gone.add(site)
-        return []
 
     def _liars(self) -> dict[str, str]:
         """And how they are known. One word stands against another: who is in a pair with several that are in fewer, and
@@ -339,17 +276,17 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
                 self._apart |= {one, other}
         return peers
 
-    def _deliver(self) -> list[SecureInstruction]:
+    def _deliver(self, left_out: _LeftOut) -> None:
         able = self._able(self._dealt.keys() - self._gone)
         left = self._dealt.keys() - self._gone - able
         if len(able) < self._rules.fewest:
-            self._phase = "idle"
-            return self._leave_out(able | left, f"{len(able)} sites dealt shares to enough neighbours: too few")
-        self._phase, self._masking = "training", frozenset(able)
-        return [
-            *self._leave_out(left, "too few of its neighbours dealt shares"),
-            *(TellSite(site, SharesDelivered(phase=self._phase_id, shares=self._shares_for(site))) for site in able),
-        ]
+            self.phase = "idle"
+            few = f"{len(able)} sites dealt shares to enough neighbours: too few"
+            self._say([*left_out, (able | left, few)])
+            return
+        self.phase, self._masking = "training", frozenset(able)
+        orders = {site: SharesDelivered(phase=self._phase_id, shares=self._shares_for(site)) for site in able}
+        self._say([*left_out, (left, "too few of its neighbours dealt shares")], orders)
 
     def _able(self, sites: set[str]) -> set[str]:
         """Those with enough neighbours among them to give back their secrets."""
@@ -369,18 +306,21 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
 
     # The end of a phase
 
-    def _unmask(self, summed: frozenset[str]) -> list[SecureInstruction]:
-        if self._phase != "training" or not summed <= self._masking:
-            self._phase = "idle"
-            return [SumsLost(self._phase_id, "secure aggregation: no shares were dealt")]
+    def _unmask(self, summed: frozenset[str]) -> None:
+        if self.phase != "training" or not summed <= self._masking:
+            self.phase = "idle"
+            self.port.sums_lost(self._phase_id, "secure aggregation: no shares were dealt")
+            return
         if not summed:
-            return self._fail("secure aggregation: no site's update is in the sum")
-        self._summed, self._phase, self._since_s = summed, "unmasking", self._now_s
+            self._fail("secure aggregation: no site's update is in the sum")
+            return
+        self._summed, self.phase, self._since_s = summed, "unmasking", self._now_s
         here = summed - self._gone
         self._waits = set(here)
         if (lacking := self._lacking(here)) is not None:
-            return self._fail(lacking)
-        return [TellSite(site, self._question(site)) for site in sorted(here)]
+            self._fail(lacking)
+        else:
+            self._say([], {site: self._question(site) for site in sorted(here)})
 
     def _question(self, site: str) -> UnmaskAsked:
         among = self._holders(site) & self._masking
@@ -405,18 +345,21 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         dropped = {site for site in self._masking - self._summed if self._holders(site) & self._summed}
         return {*self._summed, *dropped}
 
-    def _on_revealed(
-        self, site: str, seeds: tuple[RevealedShare, ...], keys: tuple[RevealedShare, ...]
-    ) -> list[SecureInstruction]:
+    @report(SharesRevealed, "unmasking")
+    def _on_revealed(self, site: str, sent: SharesRevealed) -> None:
+        self._waits.discard(site)
         asked = self._question(site)
-        if tuple(s.site for s in seeds) != asked.summed or tuple(k.site for k in keys) != asked.dropped:
+        if tuple(s.site for s in sent.seeds) != asked.summed or tuple(k.site for k in sent.keys) != asked.dropped:
             self._gone.add(site)  # as one that does not answer
         else:
-            for found, shares in ((self._seeds, seeds), (self._mask_keys, keys)):
+            for found, shares in ((self._seeds, sent.seeds), (self._mask_keys, sent.keys)):
                 for share in shares:
                     found.setdefault(share.site, {})[self._number(site, share.site)] = share.share
         enough = all(len(self._revealed(one)) >= self._threshold(one) for one in self._wanted)
-        return self._recover() if enough and not self._failed else self._go_on()
+        if enough and not self._failed:
+            self._recover()
+        else:
+            self._go_on()
 
     def _number(self, holder: str, owner: str) -> int:
         """At which the owner's polynomials were evaluated for this holder."""
@@ -425,32 +368,21 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
     def _revealed(self, site: str) -> Mapping[int, bytes]:
         return (self._seeds if site in self._summed else self._mask_keys).get(site, {})
 
-    def _recover(self) -> list[SecureInstruction]:
+    def _recover(self) -> None:
         short = [one for one in sorted(self._wanted) if len(self._revealed(one)) < self._threshold(one)]
         if short:
             got, needed = len(self._revealed(short[0])), self._threshold(short[0])
-            return self._fail(f"secure aggregation: {got} shares of {short[0]}'s secret came, expected {needed}")
+            self._fail(f"secure aggregation: {got} shares of {short[0]}'s secret came, expected {needed}")
+            return
         secrets = {one: self._secrets(one) for one in self._wanted}
         dropped = sorted(secrets.keys() - self._summed)
-        return [
-            TakeMasksOff(
-                phase=self._phase_id,
-                summed={site: secrets[site] for site in sorted(self._summed)},
-                dropped={site: secrets[site] for site in dropped},
-                peers={site: self._summed_peers(site) for site in dropped},
-            )
-        ]
-
-    def _on_tried(self, reason: str, wrong: Collection[tuple[str, str]]) -> list[SecureInstruction]:
-        """Until all answers are in, those that are missing may make the honest ones enough."""
-        self._disputes |= set(wrong)
-        if reason and self._waits:
-            self._failed = True
-            return []
-        if reason:
-            return self._fail(reason)
-        self._phase, self._waits = "idle", set()
-        return []
+        recovered = TakeMasksOff(
+            phase=self._phase_id,
+            summed={site: secrets[site] for site in sorted(self._summed)},
+            dropped={site: secrets[site] for site in dropped},
+            peers={site: self._summed_peers(site) for site in dropped},
+        )
+        self.port.take_masks_off(recovered)
 
     def _secrets(self, site: str) -> Secrets:
         holders = {self._number(holder, site): holder for holder in self._holders(site)}
@@ -460,9 +392,9 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
     def _summed_peers(self, site: str) -> tuple[SiteKeys, ...]:
         return tuple(self._keys[peer] for peer in self._peers[site] if peer in self._summed)
 
-    def _fail(self, reason: str) -> list[SecureInstruction]:
-        self._phase, self._waits = "idle", set()
-        return [SumsLost(self._phase_id, reason)]
+    def _fail(self, reason: str) -> None:
+        self.phase, self._waits = "idle", set()
+        self.port.sums_lost(self._phase_id, reason)
 
 
 def number_of(holder: str, holders: Collection[str]) -> int:

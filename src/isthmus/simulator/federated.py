@@ -27,6 +27,7 @@ from isthmus.protocol.federated_events import (
     RoundPlanned,
     RoundRecord,
     TasksTrained,
+    TellSite,
     Tick,
     TrainTasks,
     Unmasked,
@@ -52,7 +53,7 @@ from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
-from isthmus.protocol.secure_coordinator import TakeMasksOff, TellSite
+from isthmus.protocol.secure_coordinator import TakeMasksOff
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SecureReport, SharesDelivered, UnmaskAsked
 from isthmus.protocol.secure_stand_in import SimulatedSecrets
 from isthmus.simulator.clock import VirtualClock

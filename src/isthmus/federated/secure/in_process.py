@@ -21,20 +21,7 @@ from isthmus.federated.secure.shamir import Draw
 from isthmus.federated.secure.site_secrets import SiteSecrets, Unsigned
 from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.secure_coordinator import (
-    LeaveOut,
-    SecureCoordinator,
-    SecureEvent,
-    SecureOpened,
-    SiteGone,
-    SumsLost,
-    SumsWanted,
-    TakeMasksOff,
-    TellSite,
-    TimePassed,
-    UnmaskTried,
-)
+from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff
 from isthmus.protocol.secure_messages import KeysSent, SecureOrder, SecureReport, SharesRevealed, SharesSent
 from isthmus.protocol.secure_site import (
     DealShares,
@@ -91,10 +78,12 @@ class SecurePhase:
         self._rules, self._lost, self._late, self._draw, self._heard = rules, lost, late, draw, heard
         self._sites = {name: _Site(name, values, rules) for name, values in updates.items()}
         self._machine = SecureCoordinator(rules) if machine is None else machine
+        self._machine.port = self
         sizes = {name: len(value) for name, value in next(iter(updates.values())).items() if name != WEIGHTS}
         self._sum = MaskedSum(sizes)
         self._phase = PhaseId(round_)
-        self._events: deque[SecureEvent] = deque()
+        self._reports: deque[tuple[str, SecureReport | None]] = deque()
+        """What sites sent, in order; None of one that is lost."""
         self._summed: set[str] = set()
         self._result: SecureResult | None = None
         self.bytes_up = self.bytes_down = 0
@@ -102,7 +91,7 @@ class SecurePhase:
 
     def run(self) -> SecureResult:
         setup = PhaseSetup(phase=self._phase, clients=len(self._sites), samples=1)
-        self._take(SecureOpened(phase=self._phase, sites=frozenset(self._sites)))
+        self._machine.opened(self._phase, frozenset(self._sites))
         for name in self._sites:
             self._tell(name, PhaseOpened(opening=setup, tasks=()))
         self._settle()
@@ -110,7 +99,7 @@ class SecurePhase:
             self._tell(name, UpdateReady(phase=self._phase))
         self._settle()
         if self._result is None:
-            self._take(SumsWanted(phase=self._phase, summed=frozenset(self._summed)))
+            self._machine.sums_wanted(self._phase, frozenset(self._summed))
         self._settle()
         if self._result is None:
             raise InternalError("secure aggregation: nobody has anything to do, and the phase is not over")
@@ -119,32 +108,40 @@ class SecurePhase:
     def _settle(self) -> None:
         """Until nobody has anything to do: then time passes."""
         for _ in range(3):
-            while self._events:
-                self._take(self._events.popleft())
+            while self._reports:
+                site, report = self._reports.popleft()
+                if report is None:
+                    self._machine.gone(site)
+                else:
+                    self._machine.heard(site, report)
             if self._result is None and (due_s := self._machine.due_s) is not None:
-                self._take(TimePassed(now_s=due_s))
+                self._machine.clock(due_s)
 
-    def _take(self, event: SecureEvent) -> None:
-        for instruction in self._machine.handle(event):
-            match instruction:
-                case TellSite(site=site, body=body):
-                    self.bytes_down += len(msgspec.msgpack.encode(body))
-                    self._tell(site, body)
-                case TakeMasksOff():
-                    for name in self._late:
-                        assert not self._machine.takes(name, self._phase), "its update comes too late"
-                    try:
-                        sums, weights = self._sum.unmasked(instruction, "run")
-                    except PeerError as e:
-                        self._take(UnmaskTried(phase=instruction.phase, reason=str(e)))
-                        continue
-                    self._take(UnmaskTried(phase=instruction.phase, wrong=self._sum.wrong))
-                    self._result = SecureResult(frozenset(self._summed), sums, weights, "")
-                case SumsLost(reason=reason):
-                    none = AggregationWeights(clients=0, total=0)
-                    self._result = SecureResult(frozenset(self._summed), None, none, reason)
-                case LeaveOut():
-                    pass
+    # What the machine asks
+
+    def tell(self, site: str, order: SecureOrder) -> None:
+        self.bytes_down += len(msgspec.msgpack.encode(order))
+        self._tell(site, order)
+
+    def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
+        """The machine ignores what they send."""
+
+    def take_masks_off(self, recovered: TakeMasksOff) -> None:
+        for name in self._late:
+            assert not self._machine.takes(name, self._phase), "its update comes too late"
+        try:
+            sums, weights = self._sum.unmasked(recovered, "run")
+        except PeerError as e:
+            self._machine.tried(recovered.phase, str(e))
+            return
+        self._machine.tried(recovered.phase, wrong=self._sum.wrong)
+        self._result = SecureResult(frozenset(self._summed), sums, weights, "")
+
+    def sums_lost(self, phase: PhaseId, reason: str) -> None:
+        none = AggregationWeights(clients=0, total=0)
+        self._result = SecureResult(frozenset(self._summed), None, none, reason)
+
+    # Sites
 
     def _tell(self, name: str, event: SecureSiteEvent | SecureOrder) -> None:
         site = self._sites[name]
@@ -180,7 +177,7 @@ class SecurePhase:
             return
         self.bytes_up += len(msgspec.msgpack.encode(report))
         self._heard(site.name, report)
-        self._events.append(FromDevice(site.name, report))
+        self._reports.append((site.name, report))
 
     def _send_update(self, site: _Site, values: Mapping[str, Tensor]) -> None:
         if self._is_lost(site.name, "update") or site.name in self._late:
@@ -196,5 +193,5 @@ class SecurePhase:
         steps: tuple[Step, ...] = ("keys", "shares", "update", "reveal")
         if name not in self._lost or steps.index(step) < steps.index(self._lost[name]):
             return False
-        self._events.append(SiteGone(site=name))
+        self._reports.append((name, None))
         return True

@@ -35,6 +35,7 @@ from isthmus.protocol.federated_events import (
     RoundPlanned,
     RoundRecord,
     RunInterrupted,
+    TellSite,
     Tick,
     Unmasked,
     UpdateServer,
@@ -45,7 +46,7 @@ from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.protocol.secure_coordinator import TakeMasksOff, TellSite
+from isthmus.protocol.secure_coordinator import TakeMasksOff
 from isthmus.protocol.secure_messages import SecureReport
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
