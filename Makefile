@@ -27,9 +27,10 @@ fuzz: $(READY)
 		$(BIN)/pytest --numprocesses 2 -m hypothesis --hypothesis-profile=fuzz || exit 1; \
 	done
 
-# What takes too long for every time, and each fault at twenty moments, over real processes.
+# What takes too long for every time (PART=3/10: the third tenth of those files), and each fault at twenty moments.
+PART ?= 1/1
 test-faults: $(READY)
-	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_joined_replicas.py tests/fleet_service/test_nat.py tests/fleet_service/test_islands.py tests/launchers/test_ray.py tests/launchers/test_per_rank.py tests/docs/test_pages.py tests/test_papers.py tests/sync/test_sync_trainer.py tests/launchers/test_ray_executors.py tests/fleet_service/test_idle_audits.py tests/federated/test_secure_aggregation.py tests/federated/test_secure_sites.py tests/training/test_jax.py tests/training/test_jax_contract.py tests/sync/test_decoupled_sync.py tests/decoupled/test_drawn_integers.py tests/runtime/test_drawn_integers.py tests/generation/test_drawn_integers.py tests/federated/test_drawn_integers.py tests/fleet_service/test_drawn_integers.py tests/decoupled/test_drawn_orders.py tests/federated/test_drawn_task_specs.py tests/generation/test_drawn_steps.py tests/runtime/test_drawn_assignments.py tests/runtime/test_drawn_connections.py tests/runtime/test_drawn_transfers.py
+	ISTHMUS_FAULTS=1 $(BIN)/pytest -m "long or thorough" --part $(PART)
 	$(BIN)/python -m tests.faults.table
 
 # Everything that has a GPU side, on this machine's accelerator; ISTHMUS_GPU names another than the first.

@@ -28,7 +28,7 @@ from isthmus.runtime.processes import device_processes
 from tests.captures import kept
 from tests.interpreters import PLANNING_WORK, copied
 
-from . import examples
+from . import examples, tiers
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the workers of the suite have two cores
@@ -64,7 +64,14 @@ def _rewrite_asserts(config: pytest.Config, number: int, workers: int) -> None:
             rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, kept)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="run one part of the files: 3/10 is the third tenth")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.skip_long(items)
+    if others := tiers.keep_part(config.getoption("part"), items):
+        config.hook.pytest_deselected(items=others)
     items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else -1)
 
 

@@ -6,7 +6,6 @@ integer, or PeerError where the decoder refuses it. 400 draws a test; 10,000 wit
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -20,8 +19,9 @@ from isthmus.errors import PeerError
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.transport.channel import Guard, check_message, decode_message, in_host_memory
 from isthmus.training.layout import pack
+from tests.tiers import THOROUGH
 
-DRAWN = 10_000 if os.environ.get("ISTHMUS_FAULTS") else 400
+DRAWN = 10_000 if THOROUGH else 400
 EDGES = (
     *(-(1 << 63), -1, 0, 1, 2, 3, 4, 5, 8, 1 << 31, 1 << 32, 10**15),
     *((1 << 48) - 1, 1 << 48, (1 << 48) + 1, (1 << 63) - 1, (1 << 64) - 1),

@@ -56,10 +56,10 @@ def test_every_script_of_the_papers_pages_is_here() -> None:
     assert set(re.findall(r"`python benchmarks/(\S+\.py)", pages)) == set(SMALL)
 
 
-@pytest.mark.parametrize("script", sorted(SMALL))
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=() if script in QUICK else pytest.mark.long) for script in sorted(SMALL)]
+)
 def test_a_script_of_the_papers_pages_ends_well(script: str, tmp_path: Path) -> None:
-    if script not in QUICK and not os.environ.get("ISTHMUS_FAULTS"):
-        pytest.skip("make test-faults runs all scripts of docs/papers")
     drawn = ("--picture", str(tmp_path / "found.png")) if script == "dtfm/search_curves.py" else ()
     run(script, *SMALL[script], "--json", str(tmp_path / "found.json"), *drawn)
     assert json.loads((tmp_path / "found.json").read_text())

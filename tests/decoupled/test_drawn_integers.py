@@ -35,6 +35,8 @@ from isthmus.training.layout import header_of
 from ..drawn_integers import Lies, landed, received
 from ..programs.ports import Asked, Recorder
 
+pytestmark = pytest.mark.thorough
+
 RUN, STEP_SAMPLES, STEPS = "run", 4, 24
 SIZES = (6, 3)
 AWAY = (7, 10)

@@ -42,6 +42,8 @@ from ..drawn_integers import Lies, landed, possible_threads
 from .small import job_of
 from .test_graph_trainer import ordered
 
+pytestmark = pytest.mark.thorough
+
 PLACE = ReplicaPlace(name="a", run="run", address="127.0.0.1:1", timeout_s=60.0)
 SITE = Endpoint(device="a")
 GRAPHS = ("train", "evaluation")

@@ -34,7 +34,6 @@ from isthmus.simulator import Fault
 
 from .small import LINK, SIZES, job_of, replicas, rules
 
-long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 ENDLESS = 100_000
 """Steps of a run that a test stops."""
 FLEET = Fleet(
@@ -105,7 +104,7 @@ def test_a_pipeline_gives_the_bits_of_one_process(tmp_path: Path) -> None:
     assert bits_as_replayed(job, merges, run)
 
 
-@long
+@pytest.mark.long
 def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path) -> None:
     job, counts, at_loss = pipeline_job(ENDLESS), Counter[str](), Counter[str]()
 

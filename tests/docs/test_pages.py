@@ -9,7 +9,6 @@ commands that are shown and not run, with reasons.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -101,7 +100,7 @@ def test_a_page_works_as_it_is_written(machine: dict[str, str], tmp_path: Path) 
     type_in(script_of_page(PAGE), tmp_path, machine)
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.long
 @pytest.mark.parametrize("page", LONG)
 def test_a_long_page_works_as_it_is_written(page: str, machine: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("peft")

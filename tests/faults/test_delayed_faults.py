@@ -33,15 +33,13 @@ STEPS, SAVE_EVERY = 9, 3
 GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 16, "layers": 2, "heads": 2}
 UNET: dict[str, object] = {"width": 4, "depth": 1}
 
-long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
-
 
 @pytest.mark.parametrize(
     ("name", "options", "data", "stages", "flops_per_s"),
     [
-        pytest.param("gpt", GPT, lambda _: TEXT, 3, 5e7, marks=long),
+        pytest.param("gpt", GPT, lambda _: TEXT, 3, 5e7, marks=pytest.mark.long),
         ("unet", UNET, lambda _: DIGITS, 2, 2e7),
-        pytest.param("hf-resnet", RESNET, images, 2, 2e8, marks=long),
+        pytest.param("hf-resnet", RESNET, images, 2, 2e8, marks=pytest.mark.long),
     ],
 )
 def test_a_lost_device_and_a_resumed_run_equal_the_plain_loop(

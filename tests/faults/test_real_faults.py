@@ -17,8 +17,6 @@ from isthmus.runtime.coordinator.backend import LocalBackend
 from .history import History
 from .real import Act, Run, job, pid_of, run
 
-long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -46,7 +44,7 @@ def test_a_spare_device_takes_the_place_of_one_that_was_killed(tmp_path: Path, u
     _same_weights(found, undisturbed)
 
 
-@long
+@pytest.mark.long
 def test_who_is_left_goes_on_alone_from_the_copies_that_it_kept(tmp_path: Path) -> None:
     found = run(tmp_path, job(), spares=0, act=(10, _killed("d0")))
     assert found.outcome.outcome == "done", found.notes
@@ -55,7 +53,7 @@ def test_who_is_left_goes_on_alone_from_the_copies_that_it_kept(tmp_path: Path) 
     assert sorted({step for step, _ in found.losses}) == list(range(24))
 
 
-@long
+@pytest.mark.long
 def test_without_snapshots_the_last_checkpoint_is_gone_back_to(tmp_path: Path, undisturbed: Run) -> None:
     made = job(snapshots=False, save_every=6)
     found = run(tmp_path, made, act=(10, _killed("d0")))
@@ -64,7 +62,7 @@ def test_without_snapshots_the_last_checkpoint_is_gone_back_to(tmp_path: Path, u
     _same_weights(found, undisturbed)
 
 
-@long
+@pytest.mark.long
 def test_a_device_that_is_stopped_is_evicted_and_comes_back(tmp_path: Path, undisturbed: Run) -> None:
     def stop(history: History) -> None:
         pid = pid_of("d1")
@@ -80,7 +78,7 @@ def test_a_device_that_is_stopped_is_evicted_and_comes_back(tmp_path: Path, undi
     _same_weights(found, expected)
 
 
-@long
+@pytest.mark.long
 def test_a_run_with_nobody_left_says_why_and_how_far_it_came(tmp_path: Path) -> None:
     found = run(tmp_path, job(save_every=4), devices=1, spares=0, act=(6, _killed("d0")))
     assert found.outcome.outcome == "lost"
@@ -104,7 +102,7 @@ def test_one_process_that_dies_alone_is_not_started_again(tmp_path: Path) -> Non
     assert "d0" not in found.outcome.periods[-1].plan.devices
 
 
-@long
+@pytest.mark.long
 def test_a_kill_again_and_again(tmp_path: Path) -> None:
     """Devices start anew a second after they were killed."""
     over = threading.Event()

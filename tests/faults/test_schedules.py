@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
 
 from tests.goldens.files import read
 from tests.goldens.schedules import BLOCKS, EACH, digest, simulated
+from tests.tiers import THOROUGH
 
 from .schedule import drawn
 from .simulated import Simulated
 
-EVERY = 1 if os.environ.get("ISTHMUS_FAULTS") else 2
+pytestmark = pytest.mark.thorough
+
+EVERY = 1 if THOROUGH else 2
 
 
 @pytest.mark.parametrize("block", range(0, BLOCKS, EVERY))

@@ -60,6 +60,8 @@ from tests.drawn_integers import DRAWN, Lies, landed, received
 from tests.federated.drawn_rounds import NAMES, RUN, Rounds, named
 from tests.federated.populations import Run, population
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:

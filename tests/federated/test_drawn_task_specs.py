@@ -42,6 +42,8 @@ from tests.federated.hostile import MODEL
 from tests.federated.sites import write_job
 from tests.fleet_service.parties import certified
 
+pytestmark = pytest.mark.thorough
+
 NAMES, MOST, RUN = ("a", "b", "c", "d"), 64, "f" * 32
 CALL = StartRun(run=RUN, timeout_s=60.0, threads=1)
 MOST_EPOCHS = 8

@@ -202,7 +202,6 @@ def test_a_device_that_is_lost_in_the_middle_costs_time_alone(tmp_path: Path) ->
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 EPOCHS = 40
-long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 
 
 def federated(folder: Path, act: Callable[[int, Path], None] | None) -> Tensor:
@@ -243,7 +242,7 @@ def kill_a_device(site: int, run: Path) -> None:
     os.kill(devices_of(site)["here-1"], signal.SIGKILL)
 
 
-@long
+@pytest.mark.long
 def test_a_fleet_among_five_sites_gives_the_bits_of_one_process_and_a_lost_device_changes_none(tmp_path: Path) -> None:
     plain = federated(tmp_path / "plain", None)
     assert torch.equal(federated(tmp_path / "whole", lambda site, run: None), plain)

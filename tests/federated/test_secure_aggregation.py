@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import os
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -38,6 +37,9 @@ from isthmus.protocol.secure_messages import (
     UnmaskAsked,
 )
 from isthmus.protocol.secure_site import Distrust, RevealShares, SecureSiteMachine, UpdateReady
+from tests.tiers import THOROUGH
+
+pytestmark = pytest.mark.thorough
 
 RETURNS: dict[str, Combine] = {"delta": "weighted_mean", "steps": "mean", "control": "sum"}
 PHASE = PhaseId(0)
@@ -89,8 +91,6 @@ def check_equals_plain(result: SecureResult, samples: Mapping[int, int]) -> None
         assert torch.equal(result.sums[name], value)
 
 
-THOROUGH = bool(os.environ.get("ISTHMUS_FAULTS"))
-SLOW = pytest.mark.skipif(not THOROUGH, reason="takes long: ISTHMUS_FAULTS=1")
 STEPS: tuple[Step, ...] = ("keys", "shares", "update", "reveal")
 SERVERS = {
     name: Server(load_algorithm(AlgorithmSpec(name=name)), torch.randn(9), {"mean": torch.zeros(2)}, 200)
@@ -164,7 +164,7 @@ def test_where_every_update_is_lost_nothing_is_unmasked() -> None:
     assert result.sums is None and result.reason == "secure aggregation: no site's update is in the sum"
 
 
-@pytest.mark.parametrize("per_doubling", [2, pytest.param(10, marks=SLOW)])
+@pytest.mark.parametrize("per_doubling", [2, pytest.param(10, marks=pytest.mark.long)])
 def test_the_sum_is_the_plain_one_where_each_site_has_some_neighbours(
     per_doubling: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def test_a_site_that_is_lost_while_it_trains_takes_its_masks_with_it(
     assert torch.equal(model(tmp_path / "run"), recomputed(job_file, history, len(NAMES)))
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sends", "summed"), [(KeysSent, "ab"), (SharesSent, "ab"), (SumsSent, "abc"), (SharesRevealed, "abc")]
 )

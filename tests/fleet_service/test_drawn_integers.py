@@ -58,6 +58,8 @@ from isthmus.wire_types import MOST_BYTES
 from tests.drawn_integers import DRAWN, Lies, received
 from tests.runtime.jobs import DIGITS, job_of
 
+pytestmark = pytest.mark.thorough
+
 NAMES = ("oslo", "bern")
 MOST_CORES = 1024
 """Of a machine."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -46,7 +45,7 @@ def _awaited(process: subprocess.Popen[str], machines: Machines) -> None:
     assert process.returncode == 0, machines.description()
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.long
 def test_sites_that_cannot_reach_each_other_train_as_the_plain_loop_does(lab: Lab, tmp_path: Path) -> None:
     machines = Machines(Place(lab.command, str), tmp_path)
     serve = f"--host {lab.addresses[COORDINATOR]} --port 7433 --state {tmp_path}/fleet"
@@ -78,7 +77,7 @@ def test_sites_that_cannot_reach_each_other_train_as_the_plain_loop_does(lab: La
     assert [point.loss for point in folder.losses()] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.long
 def test_a_probe_measures_what_was_shaped(lab: Lab, tmp_path: Path) -> None:
     """Latency and bandwidth of all six links, two of them relayed, within a tenth. What else a machine does makes a
     probe worse, never better: one of three probes has to be right."""

@@ -54,7 +54,7 @@ snapshot_every = 20
 [learning_rate]"""
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.long
 def test_a_device_leaves_without_loss(fleet: Fleet, tmp_path: Path) -> None:
     made = job(emulate=False, steps=60)
     prepared, machines = prepare(made), fleet_of(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 import threading
 from pathlib import Path
@@ -34,7 +33,7 @@ def endless(folder: Path) -> Job:
     return msgspec.structs.replace(job, name="audited", fleet=str(folder / "two.toml"), planner="even", runtime=runtime)
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.long
 def test_an_idle_device_names_the_one_that_computes_wrong(joined: Joined, tmp_path: Path) -> None:
     said, stop = io.StringIO(), Stop()
     console = Console(file=said, width=200)

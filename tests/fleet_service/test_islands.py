@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -65,7 +64,7 @@ def test_a_place_whose_ranks_share_out_the_weights_has_the_memory_of_all(monkeyp
 
 
 @pytest.mark.parametrize("options", [(), ("--shard",)])
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.long
 def test_an_island_trains_with_another_device_as_the_plain_loop_does(
     fleet: Fleet, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

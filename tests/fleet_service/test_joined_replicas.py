@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from tests.decoupled.small import LINK, NAMES, job_of
 from .parties import Fleet, outcomes, soon
 from .test_fleet_runs import Devices
 
-long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 MACHINES = Machines(
     name="four",
     devices=tuple(Device(name=name, region="here", flops_per_s=1e9, memory_bytes=1 << 30) for name in NAMES),
@@ -81,7 +79,7 @@ class _Running:
         assert [run.outcome for run in self._ended if isinstance(run, Run)] == ["interrupted"], self._ended
 
 
-@long
+@pytest.mark.long
 def test_a_device_is_lost_and_another_comes(fleet: Fleet, tmp_path: Path) -> None:
     run = _Running(fleet, tmp_path)
     first, second = Devices(fleet, tmp_path, ("a",)), Devices(fleet, tmp_path, ("b",))
@@ -102,7 +100,7 @@ def test_a_device_is_lost_and_another_comes(fleet: Fleet, tmp_path: Path) -> Non
         devices.stop()
 
 
-@long
+@pytest.mark.long
 def test_a_drained_device_gives_all_and_one_that_comes_back_goes_on(fleet: Fleet, tmp_path: Path) -> None:
     run = _Running(fleet, tmp_path)
     devices = Devices(fleet, tmp_path, ("a", "b"))

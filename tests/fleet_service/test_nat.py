@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -166,7 +165,7 @@ def test_a_home_that_gets_another_address_is_found_again(
         assert found == [False]
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.long
 def test_training_goes_on_where_a_home_gets_another_address(lab: Lab, tmp_path: Path) -> None:
     """Both devices are behind NATs. Their link is direct before and after; the losses are those of a plain loop. The
     run has no end of its own: how long the home is away depends on the machine."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+
 from isthmus.errors import PeerError
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, TokenGenerated
@@ -15,6 +17,8 @@ from isthmus.session.program import OutOfPhase
 
 from ..drawn_integers import Lies, landed
 from ..programs.ports import Asked, ServingRecorder
+
+pytestmark = pytest.mark.thorough
 
 VOCABULARY, TOKENS, PROMPTS = 50, 4, 6
 

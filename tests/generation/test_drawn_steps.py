@@ -56,6 +56,8 @@ from isthmus.training.weights import initial_weights
 from ..drawn_integers import Lies, landed, possible_threads, received
 from .runs import GPT
 
+pytestmark = pytest.mark.thorough
+
 RUN, STAGES = "run", 3
 PROMPTS = {
     0: ((5, 77, 200), Sampling(max_tokens=4)),

@@ -18,7 +18,6 @@ from tests.fleet_service.parties import serving, soon
 from .agents import processes_with
 
 WITHIN_S = 180.0
-long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 
 
 def _free_port() -> int:
@@ -26,7 +25,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=long)])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_each_rank_of_the_nodes_is_a_device(count: int, tmp_path: Path) -> None:
     """Each node has two."""
     port, nodes = _free_port(), list[subprocess.Popen[bytes]]()

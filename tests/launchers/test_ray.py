@@ -31,11 +31,15 @@ from .agents import kill_agent, processes_with
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
+from tests.tiers import THOROUGH  # noqa: E402
+
 from .ray_cluster import RayCluster  # noqa: E402
 from .test_contract import Case, check_engine  # noqa: E402
-from .test_ray_executors import ON_RAY, SLOW, Trained, long  # noqa: E402
+from .test_ray_executors import ON_RAY, SLOW, Trained  # noqa: E402
 
-NODES = 3 if os.environ.get("ISTHMUS_FAULTS") else 2
+pytestmark = pytest.mark.thorough
+
+NODES = 3 if THOROUGH else 2
 WITHIN_S = 300.0
 MANY = 100_000
 """Steps of a run that is ended before it has done them."""
@@ -123,7 +127,7 @@ def test_agents_start_are_watched_start_again_and_end(cluster: RayCluster, tmp_p
     assert not any(b"isthmus1-" in text for text in written), "Ray wrote a ticket down"
 
 
-@long
+@pytest.mark.long
 def test_a_job_trains_on_three_nodes(cluster: RayCluster, tmp_path: Path) -> None:
     up = Up(tmp_path, 12)
     assert up.process.wait(WITHIN_S) == 0, up.notes
@@ -131,7 +135,7 @@ def test_a_job_trains_on_three_nodes(cluster: RayCluster, tmp_path: Path) -> Non
     up.check_nothing_is_left(cluster)
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_node_is_replaced(seed: int, cluster: RayCluster, tmp_path: Path) -> None:
     """At a moment that the seed draws. `make test` replaces an agent of the local engine (`test_up.py`)."""
@@ -153,7 +157,7 @@ def test_a_killed_node_is_replaced(seed: int, cluster: RayCluster, tmp_path: Pat
     up.check_nothing_is_left(cluster)
 
 
-@long
+@pytest.mark.long
 def test_agents_end_where_the_command_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
     up = Up(tmp_path, MANY)
     up.wait_for_steps(5)

@@ -25,7 +25,6 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ra
 
 from .ray_cluster import RayCluster  # noqa: E402
 
-long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 NODE = "ISTHMUS_TEST_NODE"
 ON_RAY = {"execution.engine": "ray"}
 APART = {**ON_RAY, "execution.ray.states": f"${NODE}/states"}
@@ -80,7 +79,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return Trained(tmp_path_factory.mktemp("reference"), {"execution.scheme": "sp"}).bits
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["parrot", "ours"])
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedadam", "mime"])
 def test_the_bits_of_processes(algorithm: str, scheme: str, cluster: RayCluster, tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_the_bits_of_processes(algorithm: str, scheme: str, cluster: RayCluster,
     assert all(len(line.record.trained) == 2 for line in found.lines)
 
 
-@long
+@pytest.mark.long
 def test_a_killed_node_costs_nothing_but_time(reference: bytes, cluster: RayCluster, tmp_path: Path) -> None:
     """Where others see its folder."""
 
@@ -106,7 +105,7 @@ def test_a_killed_node_costs_nothing_but_time(reference: bytes, cluster: RayClus
     assert not cluster.actors() and not cluster.groups()
 
 
-@long
+@pytest.mark.long
 def test_states_that_lie_on_their_nodes_are_fetched(reference: bytes, cluster: RayCluster, tmp_path: Path) -> None:
     """With `fa` a client goes to whoever is free."""
     run = Trained(tmp_path, {**APART, "execution.scheme": "fa", "execution.slow_down": [0.0, 20.0]})
@@ -115,7 +114,7 @@ def test_states_that_lie_on_their_nodes_are_fetched(reference: bytes, cluster: R
     assert run.notes[-1] == f"{format_size(run.run.moved_bytes)} of clients' states moved from node to node"
 
 
-@long
+@pytest.mark.long
 def test_states_that_were_on_a_lost_node_end_the_run_with_one_line(cluster: RayCluster, tmp_path: Path) -> None:
     def kill_other(run: Trained) -> None:
         cluster.kill_node()
@@ -128,7 +127,7 @@ def test_states_that_were_on_a_lost_node_end_the_run_with_one_line(cluster: RayC
         cluster.add_node()
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("executors", [4, 0])
 def test_as_many_executors_as_there_is_room_for(
     executors: int, reference: bytes, cluster: RayCluster, tmp_path: Path

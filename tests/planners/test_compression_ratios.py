@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import random
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import every_cut, fits, fleet_of, operator, parameter, placeholder, problem_of, random_graph
 from test_verify import question_of
+from tests.tiers import THOROUGH
 
 from isthmus import expected_loss
 from isthmus.cost import (
@@ -41,8 +41,10 @@ from isthmus.plans import Compression, CompressionConfig, Constraints, Edge, Pac
 from isthmus.plans.packing import DENSE
 from isthmus.verification import Prover, verify
 
+pytestmark = pytest.mark.thorough
+
 NAMES = sorted(["adatopk", "adatopk-paper", "just-enough", "uniform", *DENSE])
-SEEDS = range(60 if os.environ.get("ISTHMUS_FAULTS") else 4)
+SEEDS = range(60 if THOROUGH else 4)
 CANDIDATES = (Packing(codec="bf16"), Packing(codec="topk", ratio=4.0), Packing(codec="topk", ratio=10.0))
 
 

@@ -5,7 +5,6 @@ Goals are above the best, so that a bound that is none would show. `make test` l
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from math import inf
@@ -13,6 +12,7 @@ from math import inf
 import pytest
 from plan_cases import fleet_of, problem_of, random_graph, saving
 from test_verify import question_of, two_sites
+from tests.tiers import THOROUGH
 
 from isthmus.cost import Problem
 from isthmus.fleet import Device, Fleet, Link, Links
@@ -23,10 +23,11 @@ from isthmus.verification.prover import BoundParts
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch
 
+pytestmark = pytest.mark.thorough
+
 ALL = 500
-FAULTS = bool(os.environ.get("ISTHMUS_FAULTS"))
-STEP = 1 if FAULTS else 25
-EFFORT = 0.3 if FAULTS else 0.02
+STEP = 1 if THOROUGH else 25
+EFFORT = 0.3 if THOROUGH else 0.02
 """Of brute force."""
 WORK = 2e8
 

@@ -22,6 +22,8 @@ from isthmus.verification.search import OutOfWork, PlanSearch, _Ending, _Scope  
 from isthmus.verification.stage_arrays import stage_arrays
 from isthmus.verification.walks import Walks, ample_bytes
 
+pytestmark = pytest.mark.thorough
+
 
 def priced(problem: Problem, goal_s: float) -> PricedReplicas:
     reading = GraphReading(question_of(problem))

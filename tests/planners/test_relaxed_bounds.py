@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 import random
 from math import inf
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph, saving
 from test_verify import question_of, two_sites
+from tests.tiers import THOROUGH
 
 from isthmus.cost import Problem
 from isthmus.cost.sync import fastest, sync_s
@@ -33,8 +33,10 @@ from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch
 from isthmus.verification.sum_limits import PairSummed, SumLimits
 
+pytestmark = pytest.mark.thorough
+
 ALL = 500
-STEP = 1 if os.environ.get("ISTHMUS_FAULTS") else 25
+STEP = 1 if THOROUGH else 25
 WORK = 1e7
 
 

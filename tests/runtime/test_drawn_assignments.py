@@ -52,6 +52,8 @@ from isthmus.training.layout import header_of
 from ..drawn_integers import Lies, landed, possible_threads
 from .jobs import DIGITS, fleet_of, job_of, random_cut
 
+pytestmark = pytest.mark.thorough
+
 RUN, EPOCH = "run", 4
 GRAPHS = ("train", "evaluation")
 HALT = CoordinatorMessage(ToDevice(run=RUN, body=Halt(epoch=EPOCH)), [])

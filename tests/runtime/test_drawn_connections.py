@@ -29,6 +29,8 @@ from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelaySta
 
 from ..drawn_integers import Lies, received
 
+pytestmark = pytest.mark.thorough
+
 RUN, STREAMS = "secret", 3
 HERE = ("127.0.0.1", 4000)
 TOLD = (("10.0.0.2", 4001), ("2001:db8::2", 4002))

@@ -56,6 +56,8 @@ from tests.faults.schedule import Fault, Schedule
 from ..drawn_integers import Lies, landed
 from .test_coordinator_host import NotedScript
 
+pytestmark = pytest.mark.thorough
+
 RUN = "run"
 SPEC = RunSpec(
     steps=7, micro_batches=2, micro_batch_size=2, save_every=3, eval_every=3, eval_micro_batches=1, lease_ahead=2

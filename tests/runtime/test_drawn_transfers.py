@@ -50,6 +50,8 @@ from .test_coordinator_host import NotedScript
 from .test_drawn_assignments import Given, _Worker
 from .wire import assignment
 
+pytestmark = pytest.mark.thorough
+
 RUN, EPOCH, NUMBER, FIRST, DONE = "run", 4, 2, 5, 7
 SHAPES = {"w": (30, 31), "v": (4,)}
 CONFIG = EngineConfig(optimizers=(OptimizerConfig(name="sgd", momentum=0.9),), steps=20)

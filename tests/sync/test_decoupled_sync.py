@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -24,9 +23,6 @@ from tests.sync.torchrun import environment
 
 from .small import net, sgd
 
-long = pytest.mark.skipif(
-    not os.environ.get("ISTHMUS_FAULTS"), reason="takes too long for every time: ISTHMUS_FAULTS=1"
-)
 NAMES = [f"worker {rank}" for rank in range(len(SAMPLES))]
 
 
@@ -69,7 +65,7 @@ def test_all_workers_end_with_the_bits_that_the_record_gives(tmp_path: Path) -> 
     assert all(same(model, merged) for model in found.values())
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 2])
 def test_the_others_end_where_one_is_killed_and_one_is_stopped(tmp_path: Path, killed: int) -> None:
     """Worker 0 too, which started the merger and has torch's store."""
@@ -79,7 +75,7 @@ def test_the_others_end_where_one_is_killed_and_one_is_stopped(tmp_path: Path, k
     assert all(same(model, merged) for model in found.values())
 
 
-@long
+@pytest.mark.long
 def test_one_whose_changes_make_the_weights_too_large_is_left_out(tmp_path: Path) -> None:
     """Each change is admissible. The others end with one model, of which the record says all."""
     found, said = models(tmp_path, "spoil", "2")

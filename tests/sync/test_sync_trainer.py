@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ def test_the_trainer_with_the_callback_is_the_loop_with_sync_bit_for_bit(tmp_pat
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes too long for every time: ISTHMUS_FAULTS=1")
+@pytest.mark.long
 def test_lightning_with_the_strategy_is_the_loop_with_sync_bit_for_bit(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     cases = Path(__file__).parent / "lightning_cases.py"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import random
 from collections.abc import Iterator
 
@@ -21,30 +20,33 @@ from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.optim import OptimizerConfig
 
 pytest.importorskip("jax", reason="the extra jax")
+from tests.tiers import THOROUGH
+
 from isthmus.training.jax.program import jax_program, without_entry
 from isthmus.training.jax.start import compute_by_jax
+
+pytestmark = pytest.mark.thorough
 
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
 CLOSE = 1e-5
 RECURRENT = {"aten.lstm.input", "aten.gru.input"}
 
 
-ALL = os.environ.get("ISTHMUS_FAULTS") == "1"
 """Compiling takes seconds for each model."""
 SOME = ("gpt", "cnn", "Written", "Lists", "Dropouts")
-STEPS = 100 if ALL else 25
+STEPS = 100 if THOROUGH else 25
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_plainly() -> Iterator[None]:
     """XLA optimizes for two fifths of the time: in `make test-faults`, and for the devices of `test_engines.py`."""
     config = importlib.import_module("jax").config
-    config.update("jax_disable_most_optimizations", not ALL)
+    config.update("jax_disable_most_optimizations", not THOROUGH)
     yield
     config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *CASES, "Dropouts"] if ALL else SOME)
+@pytest.mark.parametrize("name", [*MODELS, *CASES, "Dropouts"] if THOROUGH else SOME)
 def test_losses_gradients_and_buffers_are_torchs(name: str) -> None:
     """Random numbers too: dropout draws what it draws anywhere."""
     build, columns = model(name) if name != "Dropouts" else (Dropouts, X)
@@ -63,7 +65,7 @@ def test_losses_gradients_and_buffers_are_torchs(name: str) -> None:
             assert (found[key] - value).norm() <= CLOSE * value.norm() + CLOSE, key
     for key, value in plain.state().items():
         assert torch.allclose(other.state()[key], value, rtol=CLOSE, atol=CLOSE), key
-    if ALL or name in ("gpt", "cnn"):
+    if THOROUGH or name in ("gpt", "cnn"):
         data = batches(columns, 1, CONFIG.micro_batch_size, 2)
         assert other.evaluate(copies(data)) == pytest.approx(plain.evaluate(copies(data)), rel=CLOSE)
 

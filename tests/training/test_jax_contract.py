@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import math
 import operator
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,12 +22,15 @@ from torch import fx
 from isthmus.graph.operators import overload_of
 
 pytest.importorskip("jax", reason="the extra jax")
+from tests.tiers import THOROUGH
+
 from isthmus.training.engine_operators import engine_operators
 from isthmus.training.jax.names import NAMES, base_name, is_computed
 from isthmus.training.jax.program import JaxFunction
 from isthmus.training.jax.table import OPERATORS, in_place
 
-ALL = os.environ.get("ISTHMUS_FAULTS") == "1"
+pytestmark = pytest.mark.thorough
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNITS = {torch.float32: 8, torch.float64: 1 << 30, torch.bfloat16: 1, torch.float16: 1}
 """How far results may be apart: libraries differ so much in exponentials and in the order of sums. Results of
@@ -237,15 +239,15 @@ FIRST = list({base_name(target): target for target in reversed(TARGETS)}.values(
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_quickly() -> Iterator[None]:
     config = importlib.import_module("jax").config
-    config.update("jax_disable_most_optimizations", not ALL)
+    config.update("jax_disable_most_optimizations", not THOROUGH)
     yield
     config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.parametrize("target", TARGETS if ALL else FIRST)
+@pytest.mark.parametrize("target", TARGETS if THOROUGH else FIRST)
 def test_an_operator_computes_what_torch_computes(target: str) -> None:
-    for dtype in DTYPES if ALL else DTYPES[:1]:
-        for found in comparisons(target, dtype, None if ALL else 3):
+    for dtype in DTYPES if THOROUGH else DTYPES[:1]:
+        for found in comparisons(target, dtype, None if THOROUGH else 3):
             assert found.nearest <= UNITS[found.detail[0].dtype], (target, dtype, found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,13 @@ from torch.fx.node import map_arg
 from isthmus.graph.operators import is_callable, overload_of
 
 pytest.importorskip("jax", reason="the extra jax")
+from tests.tiers import THOROUGH
+
 from isthmus.training.jax.names import NAMES, base_name, is_computed
 from isthmus.training.jax.program import JaxFunction
 from isthmus.training.jax.table import OPERATORS, in_place
+
+pytestmark = pytest.mark.thorough
 
 CALLS: dict[str, list[Any]] = json.loads((Path(__file__).parents[1] / "graph" / "operator_calls.json").read_text())
 """Of each operator with arguments that it takes."""
@@ -180,17 +183,16 @@ def compare_gradients(
         assert alike(one, other, dtype), (what, one, other)
 
 
-ALL = os.environ.get("ISTHMUS_FAULTS") == "1"
 """Each call is compiled."""
 
 
-@pytest.mark.parametrize("target", TARGETS if ALL else TARGETS[::24])
+@pytest.mark.parametrize("target", TARGETS if THOROUGH else TARGETS[::24])
 def test_an_operator_computes_what_torch_computes(target: str) -> None:
     """Values and gradients, in three types."""
     compared = [
         check(target, call, dtype, seed)
-        for seed, call in enumerate(CALLS[target.removeprefix("aten.")][: None if ALL else 2])
-        for dtype in (CLOSE if ALL else [torch.float32])
+        for seed, call in enumerate(CALLS[target.removeprefix("aten.")][: None if THOROUGH else 2])
+        for dtype in (CLOSE if THOROUGH else [torch.float32])
     ]
     assert any(compared)
 
@@ -231,7 +233,7 @@ SHAPES = 3
 """Of each operator, with a type drawn for each."""
 
 
-@pytest.mark.parametrize("target", TARGETS if ALL else TARGETS[4::48])
+@pytest.mark.parametrize("target", TARGETS if THOROUGH else TARGETS[4::48])
 def test_random_shapes_and_types(target: str) -> None:
     draws = random.Random(target)
     name, compared = target.removeprefix("aten."), 0
@@ -239,6 +241,6 @@ def test_random_shapes_and_types(target: str) -> None:
     for number in range(TRIES):
         call = Sizes(draws.randrange(1 << 30), lists=number % 2 == 1).of(draws.choice(calls))
         compared += check(target, call, draws.choice(list(CLOSE)), number)
-        if compared == (SHAPES if ALL else 1):
+        if compared == (SHAPES if THOROUGH else 1):
             break
     assert compared

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +18,12 @@ from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import OptimizerConfig
 
 pytest.importorskip("jax", reason="the extra jax")
+from tests.tiers import THOROUGH
+
 from isthmus.training.jax.program import jax_program, without_entry
 
-ALL = os.environ.get("ISTHMUS_FAULTS") == "1"
+pytestmark = pytest.mark.thorough
+
 CLOSE = 1e-5
 """Of losses, and of weights by their norm."""
 COLUMNS = {"x": ColumnSpec(dtype="float32", shape=(4, 8)), "y": ColumnSpec(dtype="int64", limit=4)}
@@ -111,7 +113,7 @@ def _compiled_quickly() -> Iterator[None]:
     config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.parametrize("seed", range(20 if ALL else 1))
+@pytest.mark.parametrize("seed", range(20 if THOROUGH else 1))
 def test_ten_graphs_train_alike(seed: int) -> None:
     config = EngineConfig(
         micro_batches=1, micro_batch_size=2, steps=3, optimizers=(OptimizerConfig(name="sgd", lr=0.05),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from unittest import mock
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import all_groupings, literal_cost_s, random_problem
+from tests.tiers import THOROUGH
 
 from isthmus.planners.placement import (
     PlacementProblem,
@@ -25,9 +25,11 @@ from isthmus.planners.placement import (
 from isthmus.planners.placement.bounds import compute_bound_s, group_bound_s, least_group_s, threshold_bound_s
 from isthmus.planners.placement.mixtures import MixtureTables, count_mixtures, mixture_bound_s
 
+pytestmark = pytest.mark.thorough
+
 SHAPES = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (4, 2)]
 SLACK = 1e-7
-NETWORKS = 500 if os.environ.get("ISTHMUS_FAULTS") else 25
+NETWORKS = 500 if THOROUGH else 25
 
 
 @settings(max_examples=120, deadline=None)
