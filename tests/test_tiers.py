@@ -26,5 +26,5 @@ def test_each_file_is_in_one_part(count: int) -> None:
 
 @pytest.mark.parametrize("part", ["0/3", "4/3", "3", "a/b", "-1/3", ""])
 def test_what_is_no_part_is_refused(part: str) -> None:
-    with pytest.raises(pytest.UsageError, match="--part: got .*, expected K/N with K from 1 to N"):
+    with pytest.raises(pytest.UsageError, match=r"--part: got .*, expected K/N with K from 1 to N"):
         keep_part(part, [])
