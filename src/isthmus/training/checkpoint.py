@@ -61,11 +61,11 @@ class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensors: tuple[str, ...]
     """Names."""
     sha256: str
-    """Of its bytes, in hexadecimal digits."""
+    """The digest of its bytes, in hexadecimal digits."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint holds and what a resumed run must agree with."""
+    """The contents of a checkpoint, and the settings that a resumed run must agree with."""
 
     version: Literal[5] = 5
     step: Annotated[int, Meta(ge=0)]
@@ -74,15 +74,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batch: int
     shuffle: bool = True
     data: dict[str, dict[str, str]] = {}
-    """What devices reported of their samples, each under its own key: by device and split."""
+    """Reports of devices on their samples by device and split, each under the device's own key."""
     finite: bool = True
     """Whether its weights are."""
     base: str = ""
     """Digest of the weights that are left out, since they are read again where they came from; empty: none are."""
     files: dict[str, SavedFile] = {}
-    """By name."""
     sha256: str = ""
-    """Of all else that is said here."""
+    """The digest of all other fields."""
 
     def sealed(self) -> Manifest:
         """With the digest that belongs to it."""
@@ -325,7 +324,7 @@ def not_persistent(module: nn.Module) -> set[str]:
 
 
 def attribute_of(module: nn.Module, path: str) -> object:
-    """Of a submodule, by its path; None where there is none."""
+    """Return a submodule's attribute by its path; None where there is none."""
     value: object = module
     for part in path.split("."):
         value = getattr(value, part, None)

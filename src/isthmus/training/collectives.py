@@ -43,7 +43,7 @@ def together() -> Generator[None]:
 
 
 class Collectives:
-    """Of the process group that this process is in. All ranks call the same, in the same order.
+    """Collectives of the process group that this process is in. All ranks call the same, in the same order.
 
     A part of a tensor is the rank's stretch of its elements in a row, with zeros behind the last, so that all parts
     have the same length.
@@ -56,7 +56,7 @@ class Collectives:
         self._direct = kind == "cpu" or backends_for(kind) != HOST_BACKEND
 
     def part(self, whole: Tensor, rank: int | None = None) -> Tensor:
-        """Of this rank by default: a copy, flat."""
+        """Return a rank's part, by default this rank's: a copy, flat."""
         length = part_length(whole.numel(), self.count)
         first = min((self.rank if rank is None else rank) * length, whole.numel())
         found = whole.new_zeros(length)
@@ -84,7 +84,7 @@ class Collectives:
         return self._back(found)
 
     def sum(self, flat: Tensor) -> Tensor:
-        """Of all ranks' tensors, on each of them."""
+        """Return the sum of all ranks' tensors, on each of them."""
         sent = self._out(flat.clone())
         with together():
             dist.all_reduce(torch.view_as_real(sent) if sent.is_complex() else sent)

@@ -32,9 +32,9 @@ from isthmus.training.program import Program, Slot, Step
 from isthmus.units import format_duration
 
 Backend = str | Callable[..., object]
-"""Of torch.compile."""
+"""A backend of torch.compile, by name or as a function."""
 Compiler = Callable[[fx.Graph], Callable[..., Sequence[Tensor]]]
-"""Of a graph of operators, whose nodes say in `meta["dtypes"]` of which types their results are."""
+"""Compiles a graph of operators. A node's `meta["dtypes"]` has the types of its results."""
 Values = dict[Ref, Tensor]
 CLONE = torch.ops.aten.clone.default
 DETACH = torch.ops.aten.detach.default
@@ -94,8 +94,6 @@ def _is_joined(step: Step) -> bool:
 
 
 def by_torch(backend: Backend = "inductor") -> Compiler:
-    """By torch.compile."""
-
     def compiled(graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
         module = fx.GraphModule(torch.nn.Module(), graph)
         # Not fullgraph: errors of compiled code, those of memory too, would be hidden behind one of the compiler's.
@@ -111,7 +109,7 @@ def _compiled(steps: tuple[Step, ...], compiler: Compiler) -> _Segment:
 
 
 def _graph_of(steps: Sequence[Step]) -> tuple[fx.Graph, tuple[Ref, ...], tuple[Ref, ...]]:
-    """What the steps compute of values that others made, and those of their own that outlive them."""
+    """Return the steps' graph, the values of others that it takes, and its own values that outlive it."""
     graph, nodes = fx.Graph(), dict[Ref, fx.Node]()
     made = {Ref(step.name, index) for step in steps for index in range(len(step.dtypes))}
     takes = tuple(dict.fromkeys(ref for step in steps for ref in _refs([step.args, step.kwargs]) if ref not in made))
@@ -163,9 +161,9 @@ def _filled(value: object, nodes: Mapping[Ref, fx.Node]) -> object:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Of the stages of one device: what is measured has the device to itself."""
+"""The stages of one device are measured one at a time: each has the device to itself."""
 PASSES = 3
-"""Of each way to compute, in turn; the quickest counts."""
+"""Passes of each way to compute, in turn; the quickest counts."""
 
 
 class CompileChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,7 +232,7 @@ def _seconds(engine: TorchEngine, act: Callable[[], object]) -> float:
 
 
 def made_up(engine: TorchEngine) -> dict[Ref, Tensor]:
-    """What other stages send in a micro-batch. Whole numbers may be indices: none is too large."""
+    """Make up the values that other stages send in a micro-batch. Whole numbers may be indices: none is too large."""
     draws = torch.Generator().manual_seed(0)
     found: dict[Ref, Tensor] = {}
     for crossing in engine.train.receives:

@@ -40,12 +40,12 @@ def size_of(values: Tensor) -> float:
 
 
 def delta_codec(rules: Decoupled) -> Codec:
-    """Of what replicas send."""
+    """Return the codec of the replicas' messages."""
     return _INT4 if rules.codec == "int4" else codec_of(Packing(codec=rules.codec, ratio=rules.ratio))
 
 
 def change_codec(rules: Decoupled) -> Codec:
-    """Of what the merger sends: every element has changed, so a sparse codec would leave most of it for later."""
+    """Return the merger's codec. Every element has changed: a sparse codec would leave most for later."""
     return _INT4 if rules.ratio > 1 else delta_codec(rules)
 
 
@@ -102,20 +102,20 @@ class _Given(NamedTuple):
     """A contribution whose fate is not known yet."""
 
     number: int
-    """Of the merge that asked for it."""
+    """The number of the merge that asked for it."""
     values: Tensor
     """The replica's own when it gave, as the payload has them; moved since then with what is known."""
     samples: int
 
 
 class ReplicaAccount:
-    """What a replica knows of the merger's weights, and which of its own changes are merged. Wherever its own weights
-    are. It knows nothing until every fragment was taken once."""
+    """A replica's knowledge of the merger's weights, and which of its own changes are merged. It does not depend on
+    where the replica's weights are. Every fragment is unknown until it was taken once."""
 
     def __init__(self, count: int, codec: DeltaCodec) -> None:
         self._codec = codec
         self.known: list[Tensor | None] = [None] * count
-        """By fragment, the newest version that was taken."""
+        """The newest version of each fragment that was taken."""
         self._given: list[_Given | None] = [None] * count
         self._samples = [0] * count
 
@@ -132,8 +132,8 @@ class ReplicaAccount:
         return self._given[fragment] is not None
 
     def due(self, fragments: Iterable[int], *, last: bool) -> tuple[int, ...]:
-        """Of those that a merge asks for, what this replica gives: something that it was trained on, and nothing that
-        waits, but all in the last one."""
+        """Return those fragments of a merge that this replica gives: those that it has trained and that do not wait; in
+        the last merge, all that it has trained."""
         trained = [fragment for fragment in fragments if self._samples[fragment]]
         return tuple(fragment for fragment in trained if last or not self.waits(fragment))
 
@@ -150,7 +150,7 @@ class ReplicaAccount:
 
     @torch.no_grad()
     def take(self, fragment: int, values: Tensor, *, whole: bool, included: int, first: bool) -> Tensor | None:
-        """What is to be added to the replica's own weights [elements]; None where they are to be `values`.
+        """Return the tensor to add to the replica's own weights [elements]; None where they are to be `values`.
 
         `values` is a version of the fragment if `whole`, else the payload of its change. `included` is the newest
         contribution of this replica that is merged; with `first` one that is not is void."""
@@ -177,7 +177,6 @@ class ReplicaFragments:
         """`parameters` of each fragment, which are written in place."""
         self._parameters, self.count = parameters, len(parameters)
         self.elements = [sum(parameter.numel() for parameter in fragment) for fragment in parameters]
-        """Of each fragment."""
         self.account = ReplicaAccount(self.count, codec)
 
     def give(self, fragment: int, number: int) -> Tensor:
@@ -205,7 +204,7 @@ class MergedFragments:
         """`start` are the fragments, flat; `codec` packs changes on their way to replicas."""
         self._outer = [OuterStep([values.clone()], config) for values in start]
         self.known = list(start)
-        """What every replica that has the newest versions knows. A version is never changed in place."""
+        """The newest versions, which all replicas that are up to date know. A version is never changed in place."""
         self._codec = codec
 
     @torch.no_grad()

@@ -100,7 +100,7 @@ class DelayedEngine(TorchEngine):
         return super().forward(step, micro_batch, {Ref(name): t for name, t in at.variables.items()} | dict(inputs))
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
-        """Of a micro-batch that is in flight in two steps, in the earlier one."""
+        """Run a micro-batch's backward, in the earlier step where it is in flight in two."""
         later = self.flights.pop(micro_batch, None) if micro_batch in self._earlier else None
         if later is not None:
             self.flights[micro_batch] = self._earlier.pop(micro_batch)

@@ -22,7 +22,7 @@ DIGEST_BYTES = 16
 
 
 def leaf(key: bytes, value: Tensor | float) -> str:
-    """Of a tensor on the host, its type, its shape and its elements in the order of their indices; or of a number."""
+    """Return the digest of a host tensor (type, shape, and elements in the order of indices), or of a number."""
     if not isinstance(value, Tensor):
         return blake3(struct.pack("<d", value), key=key).hexdigest(length=DIGEST_BYTES)
     return blake3(_form(value), key=key).update(_elements(value)).hexdigest(length=DIGEST_BYTES)
@@ -45,5 +45,5 @@ def _elements(value: Tensor) -> memoryview:
 
 
 def fold(key: bytes, leaves: Mapping[str, str]) -> str:
-    """Of a node: names and digests of its leaves, in the order of their names."""
+    """Return the digest of a node: names and digests of its leaves, in the order of their names."""
     return blake3(msgspec.json.encode(sorted(leaves.items())), key=key).hexdigest(length=DIGEST_BYTES)

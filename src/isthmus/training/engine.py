@@ -29,7 +29,7 @@ from isthmus.wire_types import Count, Many, NotNegative, Seed
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every stage of a job does alike."""
+    """Settings that all stages of a job share."""
 
     optimizers: Many[OptimizerConfig] = (OptimizerConfig(),)
     learning_rate: LearningRate = LearningRate()
@@ -108,7 +108,7 @@ class Engine(Protocol):
         ...
 
     def parameters(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """What the optimizer updates, of owned parameters (op names)."""
+        """Return the tensors that the optimizer updates, of owned parameters (op names)."""
         ...
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
@@ -151,7 +151,7 @@ class Engine(Protocol):
 
 
 class AtStep(NamedTuple):
-    """What a training step computes with, of trained parameters by op name, and what it adds to."""
+    """The variables of a training step by op name, and the sums that it adds to."""
 
     variables: Mapping[str, Tensor]
     gradients: dict[str, Tensor]
@@ -168,7 +168,7 @@ class Flight(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What it takes to run the forward of a micro-batch again: written buffers are those of before."""
+    """The inputs for a second forward of a micro-batch. Written buffers are those from before the first."""
 
     at: AtStep
     step: int
@@ -235,7 +235,7 @@ class TorchEngine:
         size = config.micro_batch_size
         self.eager = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced)
         self.program: RunsOperators = self.eager
-        """What training runs."""
+        """The program of training steps."""
         self.eager_evaluation = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
         self.evaluation_program: RunsOperators = self.eager_evaluation
         seed = 1.0 if train.count is not None else 1.0 / config.micro_batches
@@ -396,7 +396,7 @@ class TorchEngine:
         return {c.value: values[c.value] for c in self.evaluation.sends}
 
     def _values(self, mode: Literal["train", "eval"]) -> dict[Ref, Tensor]:
-        """Of the variables. Not detached: some kernels are chosen by requires_grad, even where no gradient is taken."""
+        """Not detached: some kernels are chosen by requires_grad, even where no gradient is taken."""
         return {Ref(name): t for name, t in self._variables.items()}
 
     def _tally(self, losses: LossAccumulator, values: Mapping[Ref, Tensor], stage: StageGraph) -> None:

@@ -21,7 +21,7 @@ MOST_OPERATORS = 4096
 
 
 class EngineOperators(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device says of its engine."""
+    """A device's description of its engine."""
 
     engine: EngineName = "torch"
     torch: Annotated[str, Meta(max_length=100)]
@@ -30,13 +30,12 @@ class EngineOperators(msgspec.Struct, frozen=True, kw_only=True):
     """Targets and digests of their schemas."""
 
     def lacks(self, schemas: Mapping[str, str]) -> tuple[str, ...]:
-        """Of a graph's operators."""
+        """Return the operators of a graph that the engine lacks."""
         return lacking(schemas, self.operators)
 
 
 @functools.cache
 def engine_operators(engine: EngineName) -> EngineOperators:
-    """Of this installation."""
     found = operators_here()
     if engine == "jax":
         found = {target: schema for target, schema in found.items() if is_computed(target) or _is_drawn(target)}

@@ -13,11 +13,11 @@ from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.units import parse_size
 
 _NO_MEMORY = "can't allocate memory"
-"""What torch says, as a plain RuntimeError, where the CPU's memory is short."""
+"""Torch's text in a plain RuntimeError where the CPU's memory is short."""
 _LIBRARY_SHORT = re.compile(
     r"CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDNN_STATUS_ALLOC_FAILED|unable to find an engine"
 )
-"""What an accelerator's libraries say, by a plain RuntimeError, where no memory is left beside the allocator."""
+"""Texts of an accelerator's libraries in a plain RuntimeError where no memory is left beside the allocator."""
 _LIBRARY_FAILED = re.compile(r"(CUDA|cuDNN|NCCL|HIP) error|(CUDNN|CUBLAS|CUSOLVER)_STATUS_")
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9]+(?= bytes)|[0-9.]+ ?[KMGT]?i?B)")
 

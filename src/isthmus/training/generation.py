@@ -23,7 +23,7 @@ from isthmus.protocol.generation import Sampling
 from isthmus.training.program import Program
 
 KEPT_PROGRAMS = 16
-"""Of prompts' lengths: a stage's operators are resolved once for each number of tokens."""
+"""Programs by length of the prompt: a stage's operators are resolved once for each number of tokens."""
 
 
 class LayerCache:
@@ -50,8 +50,6 @@ class LayerCache:
 
 
 class PromptCache:
-    """Of one prompt on one stage."""
-
     def __init__(self, capacity: int, attentions: int) -> None:
         self.layers = tuple(LayerCache(capacity) for _ in range(attentions))
 
@@ -77,7 +75,7 @@ class ServedStage:
         return PromptCache(capacity, self._attentions)
 
     def flops(self, tokens: int) -> int:
-        """Of a step with so many new tokens."""
+        """Return the operations of a step with so many new tokens."""
         return sum(op.flops_forward.at(tokens) for op in self.graph.ops)
 
     def run(self, cache: PromptCache, start: int, inputs: Mapping[Ref, Tensor], tokens: int) -> dict[Ref, Tensor]:

@@ -9,8 +9,8 @@ from isthmus.training.finite import HALF_TYPES
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the gradients and the master weights of a parameter that computes in `dtype`. Half types add up too coarsely:
-    sums and optimizers work on float32."""
+    """Return the type of gradients and master weights of a parameter that computes in `dtype`. Half types add up too
+    coarsely: sums and optimizers work on float32."""
     return torch.float32 if dtype in HALF_TYPES else dtype
 
 

@@ -71,7 +71,7 @@ def batch_axis(spec: TensorSpec, size: int, ranks: int) -> int | None:
 
 
 def _specs(train: StageGraph, evaluation: StageGraph) -> dict[str, TensorSpec]:
-    """Of what comes from other stages or goes there, by label."""
+    """Return the specs of values that other stages send or receive, by label."""
     crossing = (c for graph in (train, evaluation) for c in (*graph.receives, *graph.sends))
     return {_label(c.value): c.spec for c in crossing}
 
@@ -139,7 +139,7 @@ class _Share:
                 self.engine.add_gradients({name: part.view_as(g) for (name, g), part in parts})
 
     def keep(self, command: Command, given: Tensors) -> None:
-        """What changes the parts of a `ShardedEngine`, or puts them together."""
+        """Change the parts of a `ShardedEngine`, or put them together."""
         engine = self.engine
         assert isinstance(engine, ShardedEngine), f"{command.kind} is for parts"
         tensors = all_to_device(self._ranks.accelerator, given[0]) if given else {}
@@ -276,7 +276,7 @@ class IslandEngine:
         return found
 
     def _together(self, found: Sequence[Mapping[str, Tensor]], *, adds: bool) -> dict[str, Tensor]:
-        """What is of no sample is the same on all ranks, or adds up."""
+        """Join the ranks' results. A tensor without samples is the same on all ranks, or adds up."""
         whole: dict[str, Tensor] = {}
         for name in found[0]:
             axis, parts = self._axes[name], [each[name] for each in found]

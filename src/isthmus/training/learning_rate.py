@@ -108,7 +108,7 @@ class TorchSchedule:
         self._step = 0
 
     def __call__(self, step: int) -> Mapping[str, object]:
-        """By name the settings that it changes: the learning rate, and momentum or betas where it cycles them."""
+        """Return the settings that it changes: the learning rate, and momentum or betas where it cycles them."""
         if step < self._step:
             self._begin()
         while self._step < step:
@@ -168,7 +168,7 @@ def _tabled(name: str, options: Mapping[str, object], steps: int) -> dict[str, o
 
 
 def _values(name: str, given: object, steps: int) -> list[float]:
-    """Of a function that the user names, in every step."""
+    """Return the values of a function that the user names, in every step."""
     if not isinstance(given, str):
         raise UserError(f"learning_rate: {name}: {FUNCTION}: got {given!r:.80}, expected 'package.module:function'")
     function = import_object(f"learning_rate: {name}: {FUNCTION}", given)

@@ -1,4 +1,4 @@
-"""What a checkpoint leaves out, and how it tells that it is still the same.
+"""Weights that a checkpoint leaves out, and their digest, which tells that they are still the same.
 
 A fine-tuned model's weights are mostly those that it began with. Where they can be read again, as a pretrained model's
 can, a checkpoint holds their digest in place of them.

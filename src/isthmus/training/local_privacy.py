@@ -80,7 +80,7 @@ class SecretNoise:
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
-    """What leaves a stage for devices that hold no data, in one pass of one of its graphs."""
+    """The values that leave a stage for devices that hold no data, in one pass of one of its graphs."""
 
     values: Many[tuple[Ref, Amount]] = ()
     """Each with the axis along which the samples lie. All of a sample's are clipped together."""
@@ -93,8 +93,6 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one stage."""
-
     train: Boundary
     evaluation: Boundary
 
@@ -136,7 +134,7 @@ def clip_backward(clipped: _Clipped, gradients: Mapping[Ref, Tensor]) -> dict[Re
 
 
 class Privatizer:
-    """Of one stage: what its values become before they leave, and their gradients on the way back.
+    """Clips one stage's values before they leave, and their gradients on the way back, and adds noise.
 
     Every release draws its noise under a key of its own, from the system's source of random numbers: the job's seed,
     which the coordinator knows, has no part in it, and neither a second pass nor a repeated step draws the same again.
@@ -159,7 +157,7 @@ class Privatizer:
         self._clipped: dict[int, _Clipped] = {}
 
     def forward(self, micro_batch: int, values: Mapping[Ref, Tensor], *, training: bool) -> dict[Ref, Tensor]:
-        """What leaves in place of the boundary's values: new tensors of their types and strides."""
+        """Return new tensors to send in place of the boundary's values, with their types and strides."""
         boundary = self.released.train if training else self.released.evaluation
         if not boundary.values:
             return {}
@@ -204,7 +202,7 @@ def squared_mu(noise_multiplier: float, releases: int = 1) -> float:
 
 @lru_cache(maxsize=1 << 12)
 def epsilon_of(mu_squared: float, delta: float) -> float:
-    """By the exact conversion of the Gaussian mechanism (Balle and Wang 2018, Theorem 8), from dp-accounting."""
+    """Convert exactly for the Gaussian mechanism (Balle and Wang 2018, Theorem 8), by dp-accounting."""
     if mu_squared == 0:
         return 0.0
     dp = import_extra("dp_accounting", OWNER)

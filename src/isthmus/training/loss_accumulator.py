@@ -24,7 +24,7 @@ class LossAccumulator:
         self._begun: _Begun | None = None
 
     def add(self, loss: Tensor, count: Tensor | None) -> None:
-        """Of a micro-batch; without a count it is one. A loss [1 + n] has n sums and counts of metrics after it."""
+        """Add a micro-batch. Without a count it is one. A loss [1 + n] has n sums and counts of metrics after it."""
         # A copy: the loss may be a view of all that it was computed from.
         self._pending.append((loss.detach().clone(), None if count is None else count.detach().clone()))
 
@@ -34,7 +34,7 @@ class LossAccumulator:
         return self._pending[-1][0]
 
     def begin(self) -> None:
-        """What is here starts on its way to the host: who asks later may find that it has arrived."""
+        """Start to copy the losses so far to the host: a later read may find that they have arrived."""
         if self._pending and (self._begun is None or self._begun.micro_batches < len(self._pending)):
             counts = [count for _, count in self._pending if count is not None]
             self._begun = _Begun(
@@ -44,7 +44,7 @@ class LossAccumulator:
             )
 
     def sums(self) -> tuple[float, float]:
-        """Of losses and of counts, added up in order."""
+        """Return the sums of losses and of counts, added up in order."""
         loss, count, *_ = self._all()
         return loss, count
 

@@ -28,7 +28,7 @@ from isthmus.training.learning_rate import CONSTANT, LearningRate, TorchSchedule
 from isthmus.wire_types import NotNegative, Table, Text
 
 STEP = "step"
-"""Of what optimizers keep of a parameter: how often they updated it. All else has its elements."""
+"""The number of updates of a parameter in an optimizer's state. All else there has the parameter's elements."""
 FUSED_KINDS = ("cuda", "xpu", "mps", "checked")
 """Accelerators for which torch has fused optimizers."""
 CANNOT = {
@@ -103,7 +103,7 @@ class Optimizers:
         rate: LearningRate = CONSTANT,
         steps: int = 1,
     ) -> None:
-        """Of a run of `steps`, in which the learning rate is `rate`."""
+        """Make the optimizers of a run of `steps`, in which the learning rate is `rate`."""
         self._parameters = dict(parameters)
         groups: dict[int, list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
@@ -152,7 +152,7 @@ class Optimizers:
 
 
 def settings_of(config: OptimizerConfig, rate: LearningRate, steps: int) -> Callable[[int], Mapping[str, object]]:
-    """What the optimizer's groups are set to, by step. UserError for a scheduler that torch refuses."""
+    """Return the settings of the optimizer's groups by step. UserError for a scheduler that torch refuses."""
     if rate.torch:
         return TorchSchedule(lambda: _make(config, [nn.Parameter(torch.zeros(1, 1))]), rate, steps)
     return lambda step: {"lr": config.lr * rate.factor(step, steps)}
@@ -271,7 +271,7 @@ def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> Tensor:
 
 VALUE, MOMENTUM, DELTA = "outer", "outer_momentum", "outer_delta"
 OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})
-"""What a checkpoint holds of a parameter's outer state, beside its optimizer's."""
+"""A parameter's outer state in a checkpoint, beside its optimizer's."""
 PREVIOUS = "previous"
 """And its version before the last update, where a step computes with that (`training.delayed`)."""
 NOT_OPTIMIZERS = OUTER_KEYS | {PREVIOUS}

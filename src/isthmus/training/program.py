@@ -33,7 +33,7 @@ class Step(NamedTuple):
     args: list[object]
     kwargs: dict[str, object]
     dtypes: tuple[torch.dtype, ...]
-    """Of its results."""
+    """Types of its results."""
     writes: tuple[Ref, ...]
     """Buffers that it changes in place."""
     quiet: bool

@@ -25,16 +25,15 @@ from isthmus.training.sharded import Whole
 Tensors = Sequence[Mapping[str, Tensor]]
 _FAILURE = "failure"
 BUCKET_BYTES = 16 << 20
-"""What small tensors are put together for: each message costs a round through the group."""
+"""Bytes up to which small tensors are sent together: each message costs a round through the group."""
 
 
 class StageSetUp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank needs to know to build its engine."""
+    """The settings from which a rank builds its engine."""
 
     train: StageGraph
     evaluation: StageGraph
     config: EngineConfig
-    """Of the device as a whole."""
     recompute: bool = False
     frozen: bool = False
     threads: int = 1
@@ -75,20 +74,20 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     micro_batch: int = 0
     groups: tuple[tuple[_Piece, ...], ...] = ()
-    """Of a backward, a group for each consumer stage; else one."""
+    """The gradients of a backward, a group for each consumer stage; else one group."""
     names: tuple[str, ...] = ()
-    """Of a sum, or of what is to be put together: parameters (op names)."""
+    """Parameters (op names) of a sum, or those to be put together."""
     what: Whole = "parameters"
     """To be put together."""
     count: float | None = None
-    """Of a collect: the loss's."""
+    """The count of the loss of a collect."""
     loss_scale: float = 1.0
-    """Of a backward, where the loss has one."""
+    """The scale of the loss of a backward, where it has one."""
     stage: StageSetUp | None = None
     loss_count: tuple[float, ...] | None = None
-    """Of an answer: loss and count of the share."""
+    """Loss and count of the share, in an answer."""
     failed: tuple[str, str] | None = None
-    """Of an answer: what raised, and why."""
+    """The exception's kind and reason, in an answer."""
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +95,7 @@ class _Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     what: str
-    """Of a StepError: what raised; empty for other errors."""
+    """The action that failed, of a StepError; empty for other errors."""
     reason: str
     memory: bool
 
@@ -196,7 +195,7 @@ def _packed(bucket: Sequence[Tensor]) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Of a contiguous tensor: uint8, in the same memory."""
+    """View a contiguous tensor as uint8, in the same memory."""
     return tensor.view(-1).view(torch.uint8)
 
 

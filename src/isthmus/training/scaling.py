@@ -37,7 +37,7 @@ class LossScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LossScale:
-    """What a stage multiplies the loss's gradient with, step by step. Kept on the host."""
+    """The factor of the loss's gradient on a stage, step by step. It is kept on the host."""
 
     def __init__(self, config: LossScaling, saved: Tensor | None = None) -> None:
         """`saved` is a `state`, to go on from."""

@@ -33,12 +33,12 @@ from isthmus.training.gradients import gradient_dtype
 from isthmus.training.optim import NO_GRADIENT, STEP
 
 Whole = Literal["parameters", "gradients", "sums", "values"]
-"""Of owned parameters: what optimizers update; gradients after `collect`; those before it, which are forgotten; values
-of the type that computes."""
+"""Tensors of owned parameters: those that optimizers update; gradients after `collect`; gradients before it, which are
+forgotten; values of the type that computes."""
 
 
 class _Handle(NamedTuple):
-    """What is kept for the backward of a view of a parameter."""
+    """A view of a parameter that is kept for the backward."""
 
     name: str
     size: torch.Size
@@ -97,7 +97,7 @@ class ShardedEngine(TorchEngine):
         self._parts: dict[str, torch.dtype] = {}
         """Op names of the parameters that are shared out, with the type that they compute in."""
         self._shapes: dict[str, torch.Size] = {}
-        """By their own names."""
+        """Shapes of whole parameters, by their own names."""
         self._alive: dict[int, tuple[str, StorageWeakRef]] = {}
         """Parameters that may be whole at this moment, by address."""
         self._again: dict[str, Tensor] = {}
@@ -193,7 +193,7 @@ class ShardedEngine(TorchEngine):
         return torch.where(norms == NO_GRADIENT, norms, squares.sqrt())
 
     def whole(self, what: Whole, names: Sequence[str]) -> dict[str, Tensor | None]:
-        """Of owned parameters (op names), where there is any; on rank 0, in its accelerator's memory."""
+        """Return owned parameters' tensors (op names), where there are any; on rank 0, in its accelerator's memory."""
         found: dict[str, Tensor | None] = {}
         for name in names:
             part = self._part(what, name)
@@ -219,7 +219,6 @@ class ShardedEngine(TorchEngine):
         return name in self._parts
 
     def part_of(self, whole: Tensor, rank: int) -> Tensor:
-        """What a rank is to put there."""
         return self._ranks.part(whole, rank)
 
     def state(self) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     flat: Tensor
     """uint8; each tensor's elements as they would travel, from an aligned place on."""
     copied: DeviceEvent | None = None
-    """What is read before it is not the state; None where all of it is here."""
+    """The event after which `flat` may be read; None where all of it is here."""
 
     @property
     def whole(self) -> bool:
@@ -92,7 +92,6 @@ def _source(tensor: Tensor, header: TensorHeader) -> Tensor:
 
 
 def size_bytes(headers: Sequence[TensorHeader]) -> int:
-    """Of the buffer."""
     return sum(_aligned(h.nbytes) for h in headers)
 
 

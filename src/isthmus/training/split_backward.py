@@ -112,16 +112,15 @@ class SplitProgram:
         self._flowing = set(received)
         self._values: Values = {}
         self._calls: list[_Call] = []
-        """Of the micro-batch that runs, as `_values`."""
+        """Calls of the micro-batch that runs, as `_values`."""
         self.calls: dict[int, list[_Call]] = {}
-        """By micro-batch."""
         self.ends: dict[int, Values] = {}
-        """By micro-batch, values computed from parameters alone that outlive the run, as where they are sent; after B
+        """Values computed from parameters alone that outlive the run, as where they are sent, by micro-batch; after B
         their gradients."""
         self._steps = [self._followed(step) for step in program.steps]
 
     def _followed(self, step: Step) -> Step:
-        """What runs in a step's place. Steps come in order: what they are computed from is known."""
+        """Return the step that runs in a step's place. Steps come in order, so the sources of its values are known."""
         refs = tuple(dict.fromkeys(_refs([step.args, list(step.kwargs.values())])))
         if step.quiet:
             return step
@@ -160,7 +159,7 @@ class SplitProgram:
         return made[0] if len(step.dtypes) == 1 else made
 
     def weight_gradients(self, micro_batch: int) -> Values:
-        """By variable. What the micro-batch kept is freed."""
+        """Return the gradients by variable, and free what the micro-batch kept."""
         known = self.ends.pop(micro_batch, {})
         for call in reversed(self.calls.pop(micro_batch, [])):
             found = call.found
@@ -201,7 +200,7 @@ class SplitEngine(TorchEngine):
         self._at = -1
         """The micro-batch of the backward that runs."""
         self._adds_to: dict[int, AtStep] = {}
-        """By micro-batch whose weight gradients are left."""
+        """Sums to add to, by micro-batch whose weight gradients are left."""
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
         self._at = micro_batch

@@ -1,4 +1,4 @@
-"""What a stage adds to the sums with other replicas, as one flat buffer for each group.
+"""A stage's summands in the sums with other replicas, as one flat buffer for each group.
 
     gradients:  elements of all parameters | for each parameter 1 if it has a gradient, else 0 | the loss's count
     parameters: elements of all parameters, times the replica's share of the batch
@@ -36,7 +36,7 @@ class GroupBuffer(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beside the engine's state, by name. No sum is under way."""
+        """Return the tensors of a checkpoint beside the engine's state, by name. No sum is under way."""
         ...
 
 

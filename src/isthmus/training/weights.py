@@ -15,7 +15,7 @@ from isthmus.training.optim import NOT_OPTIMIZERS, OptimizerConfig, choose
 from isthmus.training.scaling import LOSS_SCALE
 
 STATE_KEYS = {"sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
-"""What each optimizer keeps for a parameter, if anything."""
+"""The tensors that each optimizer keeps for a parameter, if any."""
 
 
 def initial_weights(build: Callable[[], nn.Module], captured: Captured, seed: int) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def weights_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """By parameter, its names in the module: several of tied ones."""
+    """Return each parameter's names in the module: several of tied ones."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, []).append(name)

@@ -1,4 +1,4 @@
-"""What every codec is: a tensor in, bytes of a known number out, and back; and the one that a plan or a message
+"""The interface of codecs, from a tensor to a known number of bytes and back; and the codec that a plan or a message
 names."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a lossy codec left out is added to the next tensor of the same kind (Seide et al., Interspeech 2014), or of the
-same sample where gradients cross an edge.
+"""Error feedback: the error of a lossy codec is added to the next tensor of the same kind (Seide et al., Interspeech
+2014), or of the same sample where gradients cross an edge.
 
 Sound where tensors under one key are summands of one sum: the deltas of a replica's parameters, or the gradients of the
 same samples. Activations are not, nor are gradients of different samples: an error of one would be added to another's.

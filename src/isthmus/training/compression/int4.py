@@ -43,7 +43,7 @@ class Int4:
 
     @property
     def _smaller(self) -> float:
-        """What transformed values are divided by: a power of two, which rounds nothing, so that no sum overflows."""
+        """Transformed values are divided by this power of two, which rounds nothing, so that no sum overflows."""
         return 2.0 * self.tile
 
     def encode(self, tensor: Tensor, name: str = "tensor") -> Tensor:
@@ -106,7 +106,7 @@ def _swapped(tiles: Tensor, pivot: Tensor) -> Tensor:
 
 
 def _hadamard(tiles: Tensor) -> Tensor:
-    """Of each row, unscaled: rounds of sums and differences, in an order that no hardware changes."""
+    """Transform each row, unscaled: rounds of sums and differences, in an order that no hardware changes."""
     (rows, width), half = tiles.shape, 1
     while half < width:
         a, b = tiles.view(rows, -1, 2, half).unbind(2)

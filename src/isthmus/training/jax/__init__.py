@@ -24,7 +24,7 @@ ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
 Function = Callable[..., Sequence[Tensor]]
-"""Of tensors, in operators of `torch.ops.aten`."""
+"""A function of tensors, in operators of `torch.ops.aten`."""
 
 
 def compute_by_jax(engine: TorchEngine, columns: Mapping[Ref, Tensor]) -> str:
@@ -34,7 +34,7 @@ def compute_by_jax(engine: TorchEngine, columns: Mapping[Ref, Tensor]) -> str:
 
 
 def jax_functions(accelerator: Accelerator) -> Callable[[Function], Function]:
-    """What makes JAX's of a function. UserError where JAX is not installed."""
+    """Return a function that makes JAX's function of torch's. UserError where JAX is not installed."""
     return _module("program", accelerator).traced
 
 
@@ -45,7 +45,7 @@ def _module(name: str, accelerator: Accelerator) -> Any:
 
 
 def _prepare_process(accelerator: Accelerator) -> None:
-    """What JAX reads from the environment when it is imported: it shares cores and memory with torch."""
+    """Set the environment that JAX reads when it is imported: it shares cores and memory with torch."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if accelerator.device.type == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,4 +1,4 @@
-"""What torch's kernels do around an operator: the type that they compute in, the derivative, and the arguments that
+"""Work of torch's kernels around an operator: the type that they compute in, the derivative, and the arguments that
 they refuse.
 
 A kernel computes numbers of 16 bits in float32 and rounds once, the result and each gradient. A derivative is torch's
@@ -139,7 +139,7 @@ def picking(pick: Operator) -> Operator:
 
 @jax.tree_util.register_static
 class _Shape:
-    """Of an array, without its values."""
+    """The shape of an array, without its values."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -156,7 +156,7 @@ _asked: ContextVar[list[Array] | None] = ContextVar("_asked", default=None)
 
 @contextlib.contextmanager
 def asking() -> Generator[list[Array]]:
-    """What operators that are called inside ask of values: compiled code cannot raise."""
+    """Collect the questions that operators ask of values inside: compiled code cannot raise."""
     found: list[Array] = []
     token = _asked.set(found)
     try:

@@ -36,7 +36,7 @@ LOG_2 = math.log(2)
 
 
 def _real(value: Operator, backward: Operator, keeps: str = "x") -> Operator:
-    """Of real numbers: whole ones become such."""
+    """Make a function of real numbers, which converts whole ones."""
     of = of_one(value, backward, keeps)
     return lambda x: of(floating(x))
 
@@ -297,7 +297,7 @@ def _masked_fill(x: Array, mask: Array, value: Array | Number) -> Array:
 
 
 def _sign(x: Array) -> Array:
-    """Of what is no number, 0."""
+    """Return the sign, and 0 for nan."""
     return (jnp.greater(x, 0).astype(x.dtype) - jnp.less(x, 0).astype(x.dtype)) if x.dtype != bool else x
 
 
@@ -379,4 +379,3 @@ ELEMENTWISE: Mapping[str, Operator] = {
     "to": _to,
     "type_as": lambda x, other: x.astype(other.dtype),
 }
-"""By the operator's name without its overload."""

@@ -55,7 +55,7 @@ def _convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Array:
-    """Of one, two or three dimensions."""
+    """Convolve in one, two or three dimensions."""
     dims = weight.ndim - 2
     alone = x.ndim == dims + 1
     if isinstance(padding, str):
@@ -290,4 +290,3 @@ LAYERS: Mapping[str, Operator] = {
     "scaled_dot_product_attention": _attention,
     "dropout": _no_dropout,
 }
-"""By the operator's name without its overload."""

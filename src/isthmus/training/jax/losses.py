@@ -109,4 +109,3 @@ LOSSES: Mapping[str, Operator] = {
     "huber_loss": _of_difference(_huber),
     "binary_cross_entropy_with_logits": _bce_with_logits,
 }
-"""By the operator's name without its overload."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 
 NAMES = frozenset(resources.files("isthmus.training.jax").joinpath("operators.txt").read_text().split())
-"""Of the table (`table.OPERATORS`), without overloads."""
+"""The names in the table (`table.OPERATORS`), without overloads."""
 LEFT_OUT = frozenset(
     {
         *("aten.narrow.Tensor", "aten.view.dtype", "aten.where.default"),

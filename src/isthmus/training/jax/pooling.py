@@ -23,7 +23,7 @@ def numbers(value: int | Sequence[int], count: int) -> list[int]:
 
 
 class _Window(NamedTuple):
-    """Of pooling, per pooled dimension."""
+    """A window of pooling: values for each pooled dimension."""
 
     sizes: list[int]
     steps: list[int]

@@ -56,7 +56,7 @@ class JaxFunction:
         self._graph = graph
         self._forwards: dict[tuple[bool, ...], Callable[..., tuple[list[Array], tuple[list[Array], Array], Any]]] = {}
         self._floating: tuple[bool, ...] = ()
-        """Of the results: found while the first forward is traced."""
+        """Which results are floating point; found while the first forward is traced."""
         self._asks = False
         """Whether an operator asks something of values: found likewise."""
         self._without: Callable[..., tuple[tuple[Array, ...], Array]] = jax.jit(self._interpret)

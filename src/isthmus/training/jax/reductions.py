@@ -90,7 +90,7 @@ def _variance(x: Array, axis: Shape, ddof: float, *, keepdim: bool) -> Array:
 
 
 _root = of_one(jnp.sqrt, lambda g, _, y: jnp.where(y == 0, 0, g / (2 * y)), "y")
-"""Of a variance: equal numbers have no gradient."""
+"""The square root of a variance: equal numbers have no gradient."""
 
 
 def _spread(*, root: bool, mean: bool = False) -> Operator:
@@ -168,7 +168,7 @@ def _extreme(value: Operator, place: Operator, pairwise: Operator) -> Operator:
 
 
 def _norm(x: Array, ord: float = 2, dim: Axes = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
-    """Of a zero vector no order has a gradient."""
+    """Return the norm. A zero vector has no gradient, whatever the order."""
     axis = _axes(x, dim)
 
     def opened(y: Array) -> Array:
@@ -264,4 +264,3 @@ REDUCTIONS: Mapping[str, Operator] = {
     "linalg_vector_norm": _norm,
     "logsumexp": _logsumexp,
 }
-"""By the operator's name without its overload."""

@@ -19,7 +19,7 @@ from isthmus.units import format_duration
 
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
 _events = Counter[str]()
-"""Of this process."""
+"""Cache hits and misses of this process."""
 monitoring.register_event_listener(lambda event, **_: _events.update([event]))
 
 
