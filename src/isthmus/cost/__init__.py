@@ -1,4 +1,4 @@
-"""What a plan costs: compute, transfer, memory, and the time of a step."""
+"""The costs of a plan: compute, transfer, memory, and the time of a step."""
 
 from isthmus.cost.build_plan import PlanLayout, build_plan, build_replicas, layouts_of, with_sync
 from isthmus.cost.compressed import build_again, plan_compression, repeat_compression, with_edges

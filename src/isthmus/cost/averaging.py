@@ -1,4 +1,4 @@
-"""What averaging takes for many choices of pipelines: exactly where all are tried (as `cost.sync` has it), nearly where
+"""The time of averages for many choices of pipelines: exact where all are tried (as in `cost.sync`), nearly exact where
 a search goes on, and for devices that take work in proportion to their speed.
 
 Replicas that hold the same part of a model on the same devices make a group. With R members and P bytes, by a sharded

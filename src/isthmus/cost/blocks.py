@@ -42,7 +42,7 @@ class BlockVariable(NamedTuple):
     owned_bytes: int
     user_bytes: int
     gradient_bytes: int
-    """What replicas average: float32, 0 where nothing is trained."""
+    """Bytes that replicas average: float32, 0 where nothing is trained."""
 
 
 class Blocks:
@@ -60,7 +60,7 @@ class Blocks:
         self.work: Floats = np.array(problem.cumulative_flops, dtype=np.float64)[take]
         self.forward_work: Floats = np.array(problem.cumulative_forward_flops, dtype=np.float64)[take]
         self.saved: Floats = np.array(problem.cumulative_saved_bytes, dtype=np.float64)[take]
-        """Of the first k blocks, kept per micro-batch in flight, besides what is received."""
+        """Bytes of the first k blocks, kept per micro-batch in flight, besides what is received."""
         self.once: Floats = np.zeros_like(self.saved)
         """Kept for the one micro-batch whose backward runs."""
         self._position = {op.name: i for i, op in enumerate(problem.flow.operators)}
@@ -126,8 +126,8 @@ class Blocks:
 
     @cached_property
     def amounts(self) -> tuple[Floats, ...]:
-        """Of each use: bytes held, sent forward and sent backward per micro-batch; bytes and number of shared
-        parameters per step; bytes of a variable's copy."""
+        """[use]: bytes held, sent forward and sent backward per micro-batch; bytes and number of shared parameters per
+        step; bytes of a variable's copy."""
         found = [
             (0, 0, 0, item.forward_bytes, 1, 0)
             if item.per_step

@@ -171,7 +171,7 @@ def _replica(placed: Placement, in_flight: tuple[int, ...]) -> Replica:
 
 
 def copies_of(constraints: Constraints, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Of a chain's stages, the copies that the holders run who feed it beside the first: see `Replica.copies`."""
+    """Return the copies of a chain's stages on the holders that feed it beside the first: see `Replica.copies`."""
     copied = [stages[0], *([stages[-1]] if constraints.labels_stay and len(stages) > 1 else [])]
     return tuple(
         msgspec.structs.replace(stage, device=feeder) for stage in copied for feeder in constraints.feeders[1:]

@@ -33,7 +33,7 @@ the gradients."""
 _Points = defaultdict[tuple[str, Work], list[tuple[float, float]]]
 WORKS: tuple[Work, ...] = ("F", "B", "W", "E", "update")
 TRIMMED_SHARE = 0.1
-"""Of the samples, at each end: a machine that was busy with something else is not a slow machine."""
+"""Share of the samples, at each end: a device that was busy with something else is not a slow device."""
 
 _GRADIENT: Mapping[str, str] = {"F": "forward", "B": "backward"}
 
@@ -59,7 +59,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of warm-up runs. All in seconds and bytes."""
 
     lines: Mapping[tuple[str, Work], AffineFit]
-    """By device and kind of work."""
+    """Fits by device and kind of work."""
     tasklet_s: float
     """Between two tasklets on one device that nothing had to be waited for."""
     handover_s: float
@@ -158,7 +158,7 @@ def trimmed_mean(numbers: Iterable[float]) -> float:
 
 
 class _Waits:
-    """What passes between the spans of one device, distinguished by what was waited for.
+    """The times between the spans of one device, distinguished by the cause of the wait.
 
     F0 ─gap─ F1              both ready: the lane itself
     F0 ─handover─ send       the link was free

@@ -92,7 +92,7 @@ def with_edges(problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]) ->
 
 
 def replica_predictions(problem: Problem, plan: Plan) -> list[Prediction]:
-    """Of each replica for itself, without averaging."""
+    """Predict each replica for itself, without averaging."""
     return _packed_as(problem, plan, [replica.edges for replica in plan.replicas])[1]
 
 

@@ -34,7 +34,7 @@ Seconds = TypeVar("Seconds", float, Floats)
 
 @dataclass(frozen=True)
 class MessageTimes:
-    """What two stages exchange for one micro-batch, in seconds per candidate."""
+    """Times of the messages between two stages for one micro-batch, in seconds per candidate."""
 
     source: int
     target: int

@@ -1,4 +1,4 @@
-"""What a pipeline keeps to: where the data are read, where labels stay, and how many micro-batches each stage may
+"""Constraints of a pipeline: where the data are read, where labels stay, and how many micro-batches each stage may
 hold."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MemoryRoom(NamedTuple):
     """The memory that a stage needs on its device, in bytes."""
 
     capacity: int
-    """What plans may use of the device."""
+    """Bytes of the device that plans may use."""
     fixed: int
     """Whatever is in flight."""
     each: int

@@ -34,7 +34,7 @@ class Pipelines:
     """Shared parameters included."""
     shared_s: Floats
     busy_s: Floats
-    """Of the slowest stage, link or uplink per micro-batch."""
+    """Seconds of the slowest stage, link or uplink per micro-batch."""
     round_trip_s: Floats
     """[pipelines, stages]"""
     held: Floats
@@ -105,7 +105,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class Sent:
-    """What trials send, whichever stages recompute."""
+    """The messages of trials, whichever stages recompute."""
 
     messages: Sequence[MessageTimes]
     uplinks_s: Sequence[Floats]

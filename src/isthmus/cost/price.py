@@ -1,4 +1,4 @@
-"""What a step costs in money: the devices' time, and the bytes that leave their sites."""
+"""The price of a step: the devices' time, and the bytes that leave their sites."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def preference(problem: Problem, plan: Plan, step_s: float | None = None) -> tup
 
 
 def minimised(problem: Problem, plan: Plan) -> float:
-    """Of one step, whatever its codecs and limits: the seconds or the price that a bound is compared with."""
+    """Return the seconds or the price of one step that a bound is compared with, whatever its codecs and limits."""
     if problem.constraints.objective == "time":
         return plan.predicted.step_s
     return step_price(plan, problem.fleet).total
@@ -95,7 +95,7 @@ def _sent(plan: Plan) -> Iterator[tuple[str, str, float]]:
 
 
 def _sent_inside(replica: Replica, shares: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """Of the micro-batches, a holder's own take the edges of its copies."""
+    """Yield the messages inside a replica. The edges of a holder's copies carry its own micro-batches."""
     names = [stage.device for stage in replica.workers]
     for edge in replica.worker_edges:
         ends = names[edge.source], names[edge.target]

@@ -1,4 +1,4 @@
-"""What a planner is asked: this model, on this fleet, with this batch."""
+"""The problem of a planner: this model, on this fleet, with this batch."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class Problem:
         return self.schedule == "zero-bubble"
 
     def offered_bytes(self, device: str) -> int:
-        """What plans may use of the device's memory."""
+        """Return the bytes of the device's memory that plans may use."""
         return self.constraints.offered_bytes(self.fleet.device(device).memory_bytes)
 
     def lacked(self, device: str, first: int, end: int) -> list[str]:
@@ -201,7 +201,6 @@ class Problem:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """Of `flow.operators`."""
         return tuple(op.target for op in self.flow.operators)
 
     def everywhere(self) -> Problem:

@@ -1,5 +1,5 @@
-"""What a stage costs: seconds of compute (FLOPs / (lambda * S*)), bytes on its device, and what its cuts send, and for
-how long (alpha + M / beta)."""
+"""The costs of a stage: seconds of compute (FLOPs / (lambda * S*)), bytes on its device, and the bytes and times (alpha
++ M / beta) of its messages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from isthmus.plans import Edge, SharedParameter, StageMemory
 
 
 class StageFlops(NamedTuple):
-    """Of one micro-batch."""
+    """FLOPs of one micro-batch."""
 
     forward: int
     backward: int
     """With the second forward, where the stage recomputes."""
     apart: int = 0
-    """Of those of the backward: the weight gradients', where they are computed apart."""
+    """FLOPs, among those of the backward, of weight gradients that are computed apart."""
 
 
 def stage_flops(problem: Problem, stage: StageGraph, *, recompute: bool = False) -> StageFlops:
-    """Of one micro-batch. A stage that recomputes has nothing apart."""
+    """Return the FLOPs of one micro-batch. A stage that recomputes has nothing apart."""
     pairs = [problem.flops(op) for op in stage.ops]
     forward, backward = sum(f for f, _ in pairs), sum(b for _, b in pairs)
     if recompute:
@@ -98,8 +98,8 @@ def elements(op: Op) -> int:
 
 
 def variable_bytes(problem: Problem, op: Op, *, shared_copy: bool) -> StageMemory:
-    """What one variable costs a stage. A parameter that another stage owns has no master copy and no optimizer state
-    there."""
+    """Return the memory of one variable on a stage. A parameter that another stage owns has no master copy and no
+    optimizer state there."""
     weight = op.outputs[0].nbytes(1)
     if not trainable(op):
         return StageMemory(weights=weight, gradients=0, optimizer=0, activations=0)
@@ -114,16 +114,16 @@ def variable_bytes(problem: Problem, op: Op, *, shared_copy: bool) -> StageMemor
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """What a stage's memory is made of, whatever it holds in flight. The last three are per micro-batch."""
+    """The parts of a stage's memory, whatever it holds in flight. The last three are per micro-batch."""
 
     weights: int
     gradients: int
     optimizer: int
     saved: int
-    """By autograd, for backward."""
+    """Bytes that autograd saves for the backward."""
     received: int
     columns: int
-    """Of the batch, which the stage reads from its own data. Where autograd needs them they are in `saved`."""
+    """Columns of the batch, which the stage reads from its own data. Where autograd needs them they are in `saved`."""
     deferred: int = 0
     """Between a backward and weight gradients that are computed apart."""
 

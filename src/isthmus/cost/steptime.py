@@ -50,7 +50,7 @@ class PipelineTime:
     edges: tuple[EdgeTime, ...]
     shared_s: float
     apart_s: tuple[float, ...] = ()
-    """Of each stage's backward, its weight gradients if they are computed apart; empty where no stage's are."""
+    """Seconds of each stage's weight gradients, within its backward, if computed apart; empty where no stage's are."""
     uplinks_s: tuple[tuple[str, float], ...] = ()
     """Per site with a shared uplink: how long one micro-batch's bytes occupy it."""
     steps: int = 1
@@ -80,8 +80,8 @@ class PipelineTime:
 
     @cached_property
     def hidden_s(self) -> float:
-        """What of the weight gradients nobody waits for: all but the longest rest at the end. Those of stage s have the
-        time in which the stages before it compute their input gradients and send them."""
+        """Return the part of the weight gradients that nothing waits for: all but the longest rest at the end. Those of
+        stage s have the time in which the stages before it compute their input gradients and send them."""
         rest_s, behind_s = 0.0, 0.0
         for s, apart_s in enumerate(self.apart_s):
             behind_s += sum(e.backward_s for e in self.edges if e.target == s)
@@ -182,7 +182,7 @@ class FedPipeline(PipelineTime):
 
     @cached_property
     def round_trips_s(self) -> tuple[float, ...]:
-        """Of a copy, times its part: it completes so many of its own micro-batches, and the step so many more."""
+        """A copy's is multiplied by its part: the step completes so many more micro-batches."""
         return tuple(
             max(
                 way.round_trips_s[stage] * (share if stage in self.copied else 1.0)
@@ -192,7 +192,7 @@ class FedPipeline(PipelineTime):
         )
 
     def eq3_step_s(self, micro_batches: int) -> float:
-        """Of the slowest way: the paper knows no copies."""
+        """Return the time of the slowest way: the paper knows no copies."""
         return max(way.eq3_step_s(micro_batches) for way in self.ways)
 
 
@@ -287,7 +287,7 @@ def _one_way(
 
 
 def together(replicas: Sequence[Prediction], sync_s: float) -> Prediction:
-    """What replicas take that run side by side and then average for `sync_s`: the slowest sets the pace."""
+    """Predict replicas that run side by side and then average for `sync_s`: the slowest sets the pace."""
     slowest = max(replicas, key=lambda p: p.step_s)
     return msgspec.structs.replace(
         slowest,
@@ -298,7 +298,7 @@ def together(replicas: Sequence[Prediction], sync_s: float) -> Prediction:
 
 
 def prediction(times: PipelineTime, in_flight: Sequence[int], micro_batches: int) -> Prediction:
-    """What a pipeline takes per step when stage s holds at most `in_flight[s]` micro-batches."""
+    """Predict a step of a pipeline when stage s holds at most `in_flight[s]` micro-batches."""
     period = times.throttled_period_s(in_flight, micro_batches)
     slowest, bottleneck = times.bottleneck
     if period > slowest:

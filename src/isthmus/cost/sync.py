@@ -1,4 +1,4 @@
-"""What replicas sum, in which groups, by which collective, and how long that takes.
+"""The sums of replicas: their groups, their collectives and their times.
 
 Replicas may be cut differently, so a device can average one part of its stage with one set of devices and the rest with
 another. Each such set is a group; its members exchange in rounds (`plan.collective`), by whichever collective is the
@@ -38,7 +38,7 @@ class GroupMembers(NamedTuple):
 
 
 def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders) -> ReplicaSync:
-    """What replicas sum under a policy. `dream` begins as `partial`: its planner moves parameters between steps."""
+    """Return the sums under a policy. `dream` begins as `partial`: its planner moves parameters between steps."""
     if len(replicas) < 2:
         return ReplicaSync()
     held, period = owners(replicas), policy.every
@@ -52,7 +52,7 @@ def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders
 
 
 def copies_sync(flow: Flow, fleet: Fleet, constraints: Constraints, stages: Sequence[StageGraph]) -> ReplicaSync:
-    """What the copies of a chain's first stage sum in every step, and where labels stay those of its last."""
+    """Return the sums between copies of a chain's first stage in every step, and where labels stay of its last."""
     groups: list[SyncGroup] = []
     for number in sorted({0, len(stages) - 1} if constraints.labels_stay else {0}):
         stage = stages[number]
@@ -75,7 +75,7 @@ def _steps(policy: SyncPolicy, count: int) -> list[int]:
 
 
 def owners(replicas: Holders) -> dict[str, GroupMembers]:
-    """By trainable parameter, who updates it in each replica; in the graph's order of the first replica."""
+    """Return each trainable parameter's owners in all replicas; in the graph's order of the first replica."""
     several = any(len(set(devices)) < len(devices) for devices, _ in replicas)
     found = [
         {
@@ -124,7 +124,7 @@ def grouped(
 
 
 def buffer_bytes(flow: Flow, parameters: Sequence[str], averages: Averages) -> int:
-    """Of what is summed: see `SyncGroup.size_bytes`."""
+    """See `SyncGroup.size_bytes`."""
     extra = len(parameters) + 1 if averages == "gradients" else 0
     return FLOAT32_BYTES * (sum(elements(flow.by_name[name]) for name in parameters) + extra)
 
@@ -179,11 +179,9 @@ def _ring(fleet: Fleet, devices: Sequence[str]) -> tuple[int, ...]:
 
 
 class SumTime(NamedTuple):
-    """What the sum of one group takes."""
-
     alone_s: float
     links: Mapping[tuple[str, str], tuple[float, float]]
-    """Of each link: how long its bytes occupy it, and its latency."""
+    """Seconds that its bytes occupy each link, and the link's latency."""
 
 
 def sync_s(fleet: Fleet, sync: ReplicaSync) -> float:
@@ -197,7 +195,7 @@ def sync_s(fleet: Fleet, sync: ReplicaSync) -> float:
 
 
 def together_s(times: Iterable[SumTime]) -> float:
-    """Of sums in one step: no group is faster than its own rounds, and no link than all that crosses it."""
+    """Return the time of a step's sums: no group is faster than its own rounds, no link than all that crosses it."""
     longest_s, loads = 0.0, defaultdict[tuple[str, str], float](float)
     for time in times:
         longest_s = max(longest_s, time.alone_s)

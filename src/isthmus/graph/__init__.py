@@ -1,4 +1,4 @@
-"""What is computed: operator graphs, where they may be cut, and the stages that a cut makes.
+"""Models as operator graphs, where they may be cut, and the stages that a cut makes.
 
 `isthmus.graph.capture` turns a torch module into a graph: it and what it uses are the parts here that import torch.
 """

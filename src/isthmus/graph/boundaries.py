@@ -17,7 +17,7 @@ from isthmus.graph.opgraph import Arg, ArgList, Op, OpGraph, Ref
 from isthmus.graph.partition import Crossing, StageGraph
 
 WATCHED = "watched "
-"""What the names of outputs begin with that are watched."""
+"""Prefix of the names of outputs that are watched."""
 
 
 def watched_name(crossing: Crossing) -> str:
@@ -34,7 +34,7 @@ def with_boundaries(flow: Flow, stages: Sequence[StageGraph]) -> OpGraph:
     graph, cut = flow.graph, {op.name for op in flow.operators}
     stage_of = {op.name: stage.index for stage in stages for op in stage.ops if op.name in cut}
     first = {stage: name for name, stage in reversed(stage_of.items())}
-    """Of each stage, the operator that runs first."""
+    """The operator of each stage that runs first."""
     crossings = [c for stage in stages for c in stage.receives]
     made: dict[int, dict[Ref, Op]] = {stage.index: {} for stage in stages}
     for number, c in enumerate(crossings):

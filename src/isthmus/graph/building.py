@@ -51,8 +51,6 @@ def _trunc_normal_of(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Built(NamedTuple):
-    """What is known of a module that was built."""
-
     made: Sequence[Tensor]
     """The real tensors made on the way."""
     overlapping: Sequence[tuple[str, str]]
@@ -64,7 +62,7 @@ class HeldTensors(NamedTuple):
 
     names: Mapping[str, str]
     storages: frozenset[int]
-    """Of the real tensors made while it was built: their values are not those that a run starts from."""
+    """Storages of the real tensors made while it was built: their values are not those that a run starts from."""
     place_of: Callable[[Tensor], str]
     """Where another one is held, for people; empty where that is not known."""
 

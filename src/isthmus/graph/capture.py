@@ -138,7 +138,7 @@ def _check_memory(overlapping: Sequence[tuple[str, str]], ops: Sequence[Op]) -> 
 
 
 class _Example(NamedTuple):
-    """What a module is captured on."""
+    """The example on which a module is captured."""
 
     columns: Mapping[str, Column]
     batch: int

@@ -84,7 +84,7 @@ def quiet() -> Generator[None]:
 
 @contextlib.contextmanager
 def refuse_hooks() -> Generator[None]:
-    """What changes gradients beside autograd would be lost in the graph: hooks, and reentrant checkpointing."""
+    """Refuse hooks and reentrant checkpointing, which change gradients beside autograd: the graph would lose them."""
 
     def refuse(*_: object, **__: object) -> None:
         raise UserError("model: it registers a hook on a tensor's gradient, which a cut model cannot run: leave it out")
@@ -146,7 +146,7 @@ def _own_line(node: fx.Node) -> tuple[str, str, str] | None:
 
 
 def _classes(node: fx.Node) -> list[str]:
-    """Of the modules around it, from the user's outermost one inwards."""
+    """Return the classes of the modules around it, from the user's outermost one inwards."""
     stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
     return [str(kind).rpartition(".")[2] for _, kind in list(stack.values())[1:]] or ["(top)"]
 
@@ -173,7 +173,6 @@ def built_by(error: Exception) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong in a constructor."""
     kind, text = type(error).__name__, " ".join(str(error).split())
     if any(name in kind for name in SCALAR_ERRORS):
         return f"what it computes depends on the data of a tensor that has none yet: {WITHOUT_DATA}"

@@ -36,7 +36,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Capture(Protocol):
-    """What `isthmus.graph.capture` does."""
+    """The type of `isthmus.graph.capture`."""
 
     def __call__(
         self,
@@ -51,7 +51,7 @@ class Capture(Protocol):
 
 
 class ServingCapture(Protocol):
-    """What `isthmus.graph.serving_capture.capture_serving` does."""
+    """The type of `isthmus.graph.serving_capture.capture_serving`."""
 
     def __call__(
         self, build: Callable[[], nn.Module], *, name: str, dtype: torch.dtype, trained: int

@@ -1,4 +1,4 @@
-"""What flows where in an `OpGraph`, where a stage may end, what would cross there, and where labels must stay."""
+"""Flows of values in an `OpGraph`, places where a stage may end, values that cross there, and labels that must stay."""
 
 from __future__ import annotations
 

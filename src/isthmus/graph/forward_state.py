@@ -1,4 +1,4 @@
-"""What a forward changes beside its results: state that the next forward may read, which a graph has no place for.
+"""Changes of a forward beside its results: state that the next forward may read, which a graph has no place for.
 
 Registered buffers that are assigned become written buffers of the graph. All else is refused by name, wherever it is
 held (see `isthmus.graph.places`). Three things are no state:
@@ -51,7 +51,7 @@ class StateChange(NamedTuple):
     place: Place
     is_new: bool
     value: object
-    """What the forward left there."""
+    """The value that the forward left there."""
 
     @property
     def is_guess(self) -> bool:

@@ -91,8 +91,8 @@ class LabelMeans(TorchFunctionMode):
         return result
 
     def summed(self, loss: Tensor, count: Tensor | None, others: dict[str, Tensor]) -> Outputs:
-        """What `split_outputs` gives, with a sum over labels and their count (or weight) in place of a mean over a
-        number of labels that differs between micro-batches."""
+        """Return the outputs of `split_outputs` with a sum over labels and their count (or weight) in place of a mean
+        over a number of labels that differs between micro-batches."""
         mean = next((m for m in self._found if m.result is loss and m.version == loss._version), None)
         if count is not None or mean is None or not self._differs(mean.arguments):
             return loss, count, others
@@ -112,7 +112,7 @@ class LabelMeans(TorchFunctionMode):
 
 
 def _counted(call: Mapping[str, Any]) -> Tensor:
-    """What torch's mean divides by."""
+    """Return the divisor of torch's mean."""
     target, weight = cast(Tensor, call["target"]), cast("Tensor | None", call["weight"])
     counts = target != call["ignore_index"]
     if weight is None:
@@ -134,7 +134,7 @@ def is_hugging_face(module: nn.Module) -> bool:
 
 
 def own_mean(count: int, field: str) -> str:
-    """What is to be said where a loss is not even and `field` asks for so many micro-batches."""
+    """Return the message where a loss is not even and `field` asks for so many micro-batches."""
     return (
         f"the model's loss is a mean of its own: with {count} micro-batches a step's loss is the mean of theirs, "
         f"which may differ from that of the whole batch. For that one return (loss_sum, count), or set {field} = 1"
@@ -167,9 +167,9 @@ def is_even(graph: OpGraph | StageGraph, *, uneven: bool = False) -> bool:
 
 
 def _of_samples(graph: OpGraph | StageGraph) -> dict[str, bool]:
-    """What differs between micro-batches, and whether it has each sample's own values: no operator before it made one
-    value of all samples, by the shapes (of a graph for one batch size they do not say it). Written buffers and random
-    numbers are as good as samples."""
+    """Return the values that differ between micro-batches, and whether each has each sample's own values: no operator
+    before it made one value of all samples, by the shapes (of a graph for one batch size they do not say it). Written
+    buffers and random numbers are as good as samples."""
     found: dict[str, bool] = {}
     here = {op.name for op in graph.ops}
     for op in graph.ops:
@@ -194,7 +194,7 @@ def _reduction(op: Op) -> object:
 
 
 def _argument(op: Op, name: str, otherwise: object) -> object:
-    """What is given by this name; `otherwise` where the operator has no such argument."""
+    """Return the argument of this name; `otherwise` where the operator has no such argument."""
     packet, _, overload = op.target.removeprefix("aten.").partition(".")
     schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
     for position, argument in enumerate(schema.arguments):

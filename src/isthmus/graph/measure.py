@@ -1,4 +1,4 @@
-"""What each operator costs: FLOPs, kept bytes, and whether a gradient is due, measured on fake tensors.
+"""The cost of each operator: FLOPs, kept bytes, and whether a gradient is due, measured on fake tensors.
 
 Every distinct operator call runs once, forward and backward, under torch's own FLOP counter with autograd on,
 at two batch sizes; costs are affine in the batch. Matrix products, convolutions and attention count exactly;

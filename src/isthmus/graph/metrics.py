@@ -19,19 +19,19 @@ from isthmus.extensions import import_object
 Batch = Mapping[str, Tensor]
 MetricFunction = Callable[[object, Batch], object]
 MetricSums = Callable[[object, Batch], Tensor]
-"""What `Metrics.sums` does."""
+"""The type of `Metrics.sums`."""
 LABELS = ("labels", "label", "targets", "target", "y")
 """Columns in which accuracy looks for labels, the first that is there."""
 _GIVEN = "given:"
 _given: dict[str, MetricFunction] = {}
-"""By name, in this process alone."""
+"""Metric functions by name, in this process alone."""
 
 
 _CAPTURED = ": it becomes part of the graph, expected torch operators only (no .item(), float() or numpy)"
 
 
 class LossAndOutput(dict[str, object]):
-    """What a model with a loss beside it returns: `loss`, and `output`, which is what metrics get."""
+    """The result of a model with a loss beside it: `loss`, and `output`, which metrics get."""
 
 
 class Metric(NamedTuple):
@@ -157,10 +157,10 @@ class Metrics:
             if self.names.count(name) > 1 or name == "loss":
                 raise UserError(f"metrics: got {name!r} twice, expected each name once, and 'loss' not at all")
         self.lower_is_better = frozenset({"loss", *(m.name for m in self._all if m.lower_is_better)})
-        """Of these a small value is a good one."""
+        """The metrics of which a small value is a good one."""
 
     def sums(self, outputs: object, batch: Batch) -> Tensor:
-        """Of a batch: (sum, count) of each metric that does not follow from the loss, one after another, [2 x metrics].
+        """Return (sum, count) of each metric that does not follow from the loss, one after another, [2 x metrics].
 
         A function that returns one scalar is taken as the mean over the batch's samples. UserError for a function that
         raises, or returns anything else.
@@ -179,8 +179,8 @@ class Metrics:
         return bool(self._counted)
 
     def values(self, loss: float | None, sums: Sequence[float]) -> dict[str, float | None]:
-        """By name, from the mean loss and the summed sums and counts. None of one that counted nothing, or is not
-        finite."""
+        """Return the values by name, from the mean loss and the summed sums and counts; None where a metric counted
+        nothing or is not finite."""
         pairs = iter(zip(sums[::2], sums[1::2], strict=True))
         found: dict[str, float | None] = {}
         for metric in self._all:

@@ -47,7 +47,7 @@ def sample_axis(spec: TensorSpec) -> int | None:
 
 
 def _normalises_batches(op: Op) -> bool:
-    """By the batch's own mean and variance, as in training, and not by kept ones."""
+    """Return whether it normalises by the batch's own mean and variance, as in training, and not by kept ones."""
     return op.target.startswith("aten.batch_norm.") and op.args[5] is True
 
 

@@ -1,4 +1,4 @@
-"""What some operators take for granted about their arguments, checked before they are called.
+"""Checks of arguments that some operators take for granted, made before they are called.
 
 Torch's kernels for these read or write beyond a tensor, or return memory that they have not written, where an argument
 is not what the public function would have given. Found by `tests/graph/test_hostile_operators.py`, which calls every
@@ -172,7 +172,7 @@ def _windows(dims: int) -> Callable[[Arguments], None]:
 
 
 def _numbers(value: object, count: int) -> Sequence[int]:
-    """Of a list argument, for which a graph may also give one number for all; none for the name of a padding."""
+    """Return the numbers of a list argument. A graph may give one for all; the name of a padding has none."""
     if isinstance(value, int):
         return [value] * count
     numbers = cast("Sequence[int]", value) if isinstance(value, (list, tuple)) else ()
@@ -249,4 +249,4 @@ CHECKS: Mapping[str, Callable[[Arguments], None]] = {
     "pad": _padding,
     **dict.fromkeys((f"{how}_pad{n}d" for how in ("reflection", "replication") for n in (1, 2, 3)), _padding),
 }
-"""By name; they raise ValueError, which says what was expected."""
+"""Checks by name; they raise ValueError, which says what was expected."""

@@ -30,7 +30,7 @@ IN_PLACE = {
     "sub_",
     "zero_",
 }
-"""What a forward may do to a buffer; everything else is computed out of place."""
+"""Operators that a forward may apply to a buffer in place; everything else is computed out of place."""
 
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 """Operators that return memory as they find it: what a device freed before would travel with the graph's values."""
@@ -53,7 +53,7 @@ def is_callable(target: str) -> bool:
 
 
 def operator_of(target: str) -> Callable[..., object]:
-    """What a graph calls as `target`: the operator, behind the checks that torch does not make.
+    """Return the operator that a graph calls as `target`, behind the checks that torch does not make.
 
     Memory that no operator has written is zero. Errors as `overload_of`; a call raises UserError for its arguments.
     """
@@ -115,11 +115,11 @@ NAMED_TYPES = {
     "MemoryFormat": torch.memory_format,
     "Device": torch.device,
 }
-"""By what a schema calls them. It takes plain numbers for them, too, of kinds that a graph may not name."""
+"""Types by their names in a schema. It takes plain numbers for them, too, of kinds that a graph may not name."""
 CODES = ("reduction", "interpolation_mode", "padding_mode")
 """Arguments that number one of three ways; kernels return unwritten memory for a fourth."""
 LARGEST_SIZE = 1 << 40
-"""Of sizes, strides, paddings and the like: kernels multiply them, or add them up, without asking for overflow."""
+"""Largest size, stride, padding and the like: kernels multiply them, or add them up, without a check of overflow."""
 UNBOUNDED = ("start", "end", "low", "high", "from", "to")
 """Whole numbers that are no size: of a slice, which torch cuts to the tensor, and of random numbers."""
 

@@ -165,7 +165,7 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True):
     batch: int | None = None
     """The only batch size at which the graph is valid, or None when every size is."""
     schemas: dict[str, str] = {}
-    """By target, what the torch that captured the graph takes and gives; empty where no torch captured it."""
+    """Schemas by target, of the torch that captured the graph; empty where no torch captured it."""
 
     def op(self, name: str) -> Op:
         for op in self.ops:

@@ -1,4 +1,4 @@
-"""What a module returns, as a loss and its count. Nothing here needs torch.export, which takes seconds to import."""
+"""A module's outputs as a loss and its count. Nothing here needs torch.export, which takes seconds to import."""
 
 from __future__ import annotations
 

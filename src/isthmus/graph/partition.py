@@ -52,7 +52,7 @@ class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
     count: Ref | None = None
     outputs: Table[Text, Ref] = {}
     schemas: Table[Text, Text] = {}
-    """Of its operators, as the graph has them."""
+    """Schemas of its operators, as the graph has them."""
 
     def __post_init__(self) -> None:
         """ValueError for a value that nothing in the stage makes, and that does not come."""
@@ -64,11 +64,11 @@ class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"output {ref.index} of {ref.op!r} is used in stage {self.index}, which has none")
 
     def received_from(self, source: int) -> tuple[Crossing, ...]:
-        """What arrives from another stage in the forward pass, in the order in which it travels."""
+        """Return the values that arrive from another stage in the forward pass, in the order in which they travel."""
         return tuple(c for c in self.receives if c.source == source)
 
     def sent_to(self, target: int) -> tuple[Crossing, ...]:
-        """What goes to another stage in the forward pass, in the order in which it travels."""
+        """Return the values that go to another stage in the forward pass, in the order in which they travel."""
         return tuple(c for c in self.sends if c.target == target)
 
     def variables(self) -> tuple[Op, ...]:
@@ -227,7 +227,7 @@ def _twins(train: Flow, evaluation: Flow) -> dict[str, str]:
 
 
 def _variable_homes(train: Flow, stage_of: Mapping[str, int]) -> dict[str, set[int]]:
-    """What training changes -> the stages that have its value."""
+    """Return the stages that have the value of each variable that training changes."""
     homes: dict[str, set[int]] = {}
     for op in train.operators:
         for ref in op.refs():

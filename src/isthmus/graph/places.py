@@ -67,7 +67,7 @@ _WRAPPED: Mapping[type, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords"),
     MethodType: ("__func__", "__self__"),
 }
-"""What holds functions, and how."""
+"""Types that hold functions, and the attributes that hold them."""
 _FUNCTIONS = ("__func__", "fget", "fset", "fdel", "func")
 _MOST, _MOST_BYTES, _MOST_PLACES = 4096, 1 << 28, 100_000
 """Elements of the largest container, bytes of the largest array, and places, that are looked at."""
@@ -125,7 +125,7 @@ class Place:
                 self.holder.put(another)
 
     def restore(self) -> None:
-        """What was there, and what that held."""
+        """Put back the value that was there, and what it held."""
         self.put(self.value)
         held: Any = self.value
         if isinstance(held, dict) and len(self.parts) == len(cast("dict[object, object]", held)):
@@ -181,7 +181,7 @@ class Places:
             self._walk(self._todo.popleft())
 
     def parts(self, holder: Place) -> Iterator[tuple[Step, object]]:
-        """What the value of a place holds now, and how."""
+        """Yield what the value of a place holds now, and how."""
         value: Any = holder.value
         if isinstance(holder, _Globals):
             for key, item in list(value.items()):
@@ -341,7 +341,7 @@ def content_of(value: object) -> tuple[object, Any]:
 
 
 def identity_of(step: Step) -> object:
-    """Of what is held in a way, among all that one value holds."""
+    """Identify an item among all that one value holds."""
     return step if isinstance(step[1], PLAIN) else (step[0], id(step[1]))
 
 
@@ -476,7 +476,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def _is_state(value: object) -> bool:
-    """Of a module's globals, whether it may be state and no part of the program."""
+    """Return whether a module's global may be state and no part of the program."""
     kinds = (*PLAIN, *GENERATORS, Tensor, list, dict, set, deque, *_BYTES, ContextVar)
     return isinstance(value, kinds) or is_iterator(value) or (_is_own_object(value) and not callable(value))
 

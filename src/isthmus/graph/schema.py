@@ -1,4 +1,4 @@
-"""What an operator's schema says: which arguments it writes, which its results may look into, whether it draws."""
+"""Facts of an operator's schema: which arguments it writes, which its results may look into, whether it draws."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def returns_its_input(node: fx.Node, overload: OpOverload) -> bool:
 
 
 def fake_result(overload: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """What the operator gives for the fake tensors of these nodes."""
+    """Return the operator's result for the fake tensors of these nodes."""
     given, named = tree_map_only(fx.Node, lambda node: node.meta["val"], (tuple(args), dict(kwargs)))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())

@@ -23,7 +23,7 @@ def schema_of(target: str) -> str:
 
 
 def schemas_of(ops: Iterable[Op]) -> dict[str, str]:
-    """By target, sorted."""
+    """Return the schemas by target, sorted."""
     return {target: schema_of(target) for target in sorted({op.target for op in ops if op.kind == "operator"})}
 
 
@@ -46,5 +46,5 @@ def _targets() -> Iterator[str]:
 
 
 def lacking(schemas: Mapping[str, str], operators: Mapping[str, str]) -> tuple[str, ...]:
-    """Of the operators of a graph, by `schemas`, those that a device does not have, or has at another schema."""
+    """Return those operators of a graph, by `schemas`, that a device does not have, or has at another schema."""
     return tuple(target for target, schema in schemas.items() if operators.get(target) != digest(schema))

@@ -24,7 +24,7 @@ from isthmus.graph.sizes import NotAffine
 
 EXAMPLE_TOKENS, LEAST_TOKENS = 8, 4
 LENGTHS = ("sequence_length", "max_position_embeddings")
-"""What configs call the longest sequence: ours, and those of transformers."""
+"""Names of the longest sequence in configs: ours, and those of transformers."""
 
 
 class NextLogits(nn.Module):

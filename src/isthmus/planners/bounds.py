@@ -1,4 +1,4 @@
-"""What no plan undercuts, as far as a planner can tell without a search, and the certificates that state it.
+"""Lower bounds of all plans that a planner has without a search, and the certificates that state them.
 
 `verification` has a bound that sees links, cuts and sums too, and shares no code with planners. Bounds range over any
 number of replicas, whatever planner made the plan: the same plan of the same problem has the same certificate.
@@ -44,13 +44,12 @@ class LeastBound(NamedTuple):
 
 
 def pipeline_bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
-    """Of one replica, in seconds or money by the objective; a limit on the other can only add."""
+    """Return the bound of one replica, in seconds or money by the objective; a limit on the other can only add."""
     bound = pipeline_price if problem.constraints.objective == "cost" else pipeline_step_s
     return bound(network, blocks, problem.micro_batches)
 
 
 def pipeline_step_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
-    """Of one replica, in seconds."""
     work, fastest = float(blocks.work[-1]), float(network.speed.max())
     period_s = max(work / float(network.speed.sum()), _largest_block(blocks) / fastest)
     return work / fastest + (micro_batches - 1) * period_s
@@ -74,7 +73,7 @@ def replicas_step_s(network: FleetNetwork, blocks: Blocks, micro_batches: int, p
 
 
 def pipeline_price(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
-    """Of one replica: the least over one device that holds the model, and over several."""
+    """Return the bound of one replica: the least over one device that holds the model, and over several."""
     rate, work = network.rate, float(blocks.work[-1])
     per_flop, alone = rate / network.speed, network.memory >= _need_bytes(blocks)
     single = micro_batches * work * float(per_flop[alone].min()) if alone.any() else float("inf")
@@ -86,7 +85,7 @@ def pipeline_price(network: FleetNetwork, blocks: Blocks, micro_batches: int) ->
 
 
 def replicas_price(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
-    """Of two replicas and more; infinite where they do not fit."""
+    """Return the bound of two or more replicas; infinite where they do not fit."""
     names, rate, count, period = network.names, network.rate, problem.micro_batches, problem.sync.every
     if len(names) > MOST_SETS:
         step_s = replicas_step_s(network, blocks, count, period)
@@ -110,7 +109,7 @@ def _largest_block(blocks: Blocks) -> float:
 
 
 def _need_bytes(blocks: Blocks) -> float:
-    """Of the whole model with one micro-batch."""
+    """Return the bytes of the whole model with one micro-batch."""
     return sum(variable.owned_bytes for variable in blocks.variables) + float(blocks.saved[-1])
 
 
@@ -141,7 +140,7 @@ def relaxed(problem: Problem, network: FleetNetwork, blocks: Blocks, single: Pla
 
 
 def question(problem: Problem, counts: Sequence[int] = ()) -> str:
-    """What `least` bounds, in words; over these numbers of micro-batches, by default the problem's own."""
+    """Describe the plans that `least` bounds, over these numbers of micro-batches, by default the problem's own."""
     return question_in_words(
         problem.constraints,
         counts or (problem.micro_batches,),
@@ -173,13 +172,13 @@ def prices(problem: Problem) -> bool:
 
 
 def of_fed(plan: Plan) -> LeastBound:
-    """What is proven where several holders feed one chain: there are no plans of several replicas."""
+    """Return the bound where several holders feed one chain: there are no plans of several replicas."""
     proven = plan.certificate
     return LeastBound(proven.lower_bound, proven.exact) if proven is not None else LeastBound(0.0, exact=False)
 
 
 def certificate_of(bound: float, reached: float, question: str, *, exact: bool, priced: bool) -> Certificate | None:
-    """What a lower bound on the step, or on its price, proves of a plan; None for 0, which proves nothing."""
+    """Return the certificate of a lower bound on a plan's step, or on its price; None for 0, which proves nothing."""
     if bound <= 0:
         return None
     bound = min(bound, reached)

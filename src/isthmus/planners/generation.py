@@ -26,7 +26,7 @@ from isthmus.units import format_size
 Objective = Literal["latency", "throughput"]
 Costs = npt.NDArray[np.float64]
 Tables = Mapping[str, tuple[Costs, npt.NDArray[np.bool_]]]
-"""Of each device, by first and last place: seconds of a stage for one token, and whether it fits."""
+"""Each device's stages by first and last place: seconds of a stage for one token, and whether it fits."""
 BEAM = 64
 MOST_STAGES = 8
 MOST_CUTS = 33
@@ -45,13 +45,13 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float
     """Seconds from one token of a request to its next, while no other request is in flight."""
     tokens_per_s: float
-    """Of all requests, at `at_once` in flight."""
+    """Tokens of all requests, at `at_once` in flight."""
     at_once: int
 
 
 @dataclass(frozen=True)
 class ServingProblem:
-    """What a chain is planned from. `context` tokens of each of `at_once` requests are held in caches."""
+    """The problem of a chain of stages. `context` tokens of each of `at_once` requests are held in caches."""
 
     flow: Flow
     fleet: Fleet
@@ -69,12 +69,12 @@ class ServingProblem:
 
     @cached_property
     def crossing_bytes(self) -> dict[int, int]:
-        """By place: of one token."""
+        """Bytes of one token by place."""
         return {cut.position: cut.forward_bytes(self.flow, 1) for cut in cuts(self.flow)}
 
     @cached_property
     def stages(self) -> tuple[Costs, Costs]:
-        """By first and last place: FLOPs of one token, and bytes; infinite where there is no stage."""
+        """FLOPs of one token, and bytes, by first and last place; infinite where there is no stage."""
         starts = (0, *self.places[:-1])
         work, need = (np.full((len(starts), len(starts)), np.inf) for _ in range(2))
         for i, start in enumerate(starts):
@@ -83,7 +83,6 @@ class ServingProblem:
         return work, need
 
     def flops(self, first: int, end: int) -> int:
-        """Of one token."""
         return sum(op.flops_forward.at(1) for op in self.flow.operators[first:end])
 
     def memory_bytes(self, first: int, end: int) -> int:

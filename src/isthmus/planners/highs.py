@@ -18,7 +18,7 @@ from scipy.sparse import csr_matrix
 from isthmus.cost.network import Floats, Ints
 
 MOST_ITERATIONS = 500
-"""Of a linear programme by the interior-point method, which takes some tens."""
+"""Iterations of the interior-point method for a linear programme, which takes some tens."""
 MOST_WORK = 20_000_000
 """Nodes of an integer programme, times the entries of its matrix."""
 
@@ -26,7 +26,7 @@ MOST_WORK = 20_000_000
 def integer_programme(
     cost: Floats, constraints: tuple[csr_matrix, Floats, Floats], integrality: Ints
 ) -> OptimizeResult:
-    """Of `scipy.optimize.milp`, after so many nodes as `MOST_WORK` allows, one at least."""
+    """Return the result of `scipy.optimize.milp` after so many nodes as `MOST_WORK` allows, one at least."""
     nodes = max(1, MOST_WORK // max(1, int(constraints[0].nnz)))
     with stdout_to_stderr():
         return milp(cost, constraints=constraints, integrality=integrality, options={"node_limit": nodes})

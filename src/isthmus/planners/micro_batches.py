@@ -118,7 +118,7 @@ def _searched(problem: Problem, network: FleetNetwork, blocks: Blocks) -> LeastB
 
 
 def _claim(plan: Plan) -> str:
-    """What a planner proved of another question than that of the certificate, as a note."""
+    """Return a note on a planner's proof of another question than the certificate's."""
     own = plan.certificate
     assert own is not None, "asked for only where there is one"
     value = f"{own.lower_bound:.6g}{'' if own.objective == 'cost' else ' s'}"

@@ -1,4 +1,4 @@
-"""What a search tells while it goes on, and how it is ended early with the best plan so far.
+"""Reports of a search while it goes on, and its early end with the best plan so far.
 
 A planner is a function from a problem to a plan, its own or a third party's, and its loops lie deep. So who watches is
 held by a context variable, not passed along: loops say `looked_at`, which raises `SearchStopped` once the observer
@@ -36,7 +36,7 @@ class SearchObserver(Protocol):
         """A planner begins on a problem."""
 
     def part(self, words: str) -> None:
-        """What it turns to now."""
+        """The search turns to this part now."""
 
     def looked_at(self, candidates: int) -> None:
         """So many more orders, cuts, groupings or plans."""
@@ -64,7 +64,7 @@ class BestPlan:
     _best: dict[CompressionConfig | None, tuple[tuple[float, float], Sequence[PlanLayout]]] = field(
         default_factory=dict
     )
-    """By how messages are packed, since times compare only where they are packed alike."""
+    """The best by compression of messages: times compare only where messages are compressed alike."""
 
     def take(self, plan: Plan) -> float | None:
         """Its step in seconds, if it is the best so far. Of other sizes, as parts of a search make them, it is not."""
@@ -121,7 +121,7 @@ def keeping(problem: Problem, planner: str) -> Generator[BestPlan]:
 
 
 def part(words: str) -> None:
-    """What the planner turns to now, in a few words."""
+    """Report the part that the planner turns to now, in a few words."""
     watched = _now.get()
     if watched is not None:
         watched.observer.part(words)

@@ -39,7 +39,7 @@ ENTRY_POINTS = "isthmus.planners"
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a planner can do, beside one pipeline that is as fast as can be."""
+    """Abilities of a planner beside one fast pipeline."""
 
     replicas: bool = False
     """Several pipelines that share the batch."""
@@ -60,7 +60,7 @@ ABILITIES: Mapping[str, str] = {
     "prices": "price",
     "compression": "compression",
 }
-"""Of each field of `Capabilities`, what people call it."""
+"""The name for people of each field of `Capabilities`."""
 
 
 class PlannerEntry(NamedTuple):
@@ -95,7 +95,7 @@ _OURS: Mapping[str, PlannerEntry] = {
 MOVED, MOST_MOVED = ("auto", "chain"), 6
 """Whose pipelines are improved where weight gradients are computed apart, and up to how many devices."""
 _ANYTHING = Capabilities(replicas=True, holders=True, labels_stay=True, prices=True)
-"""Of other packages' planners: their plans are judged when they are there."""
+"""Capabilities of other packages' planners: their plans are judged when they are there."""
 
 
 _SCHEDULED: Mapping[str, SyncPlanner] = {"dream": dream, "dreamddp": dream_dfs}
@@ -103,7 +103,7 @@ _SCHEDULED: Mapping[str, SyncPlanner] = {"dream": dream, "dreamddp": dream_dfs}
 
 
 def capabilities(name: str) -> Capabilities:
-    """What one of our planners declares; of others, what they may do."""
+    """Return the capabilities that one of our planners declares; those of others are not limited."""
     return _OURS[name].can if name in _OURS else _ANYTHING
 
 
@@ -117,7 +117,7 @@ def check_constraints(name: str, constraints: Constraints) -> None:
 
 
 def _demands(name: str, constraints: Constraints) -> Iterator[tuple[str, str]]:
-    """What a planner must be capable of for these terms, and the refusal where this one is not."""
+    """Yield each capability that these terms need, and the refusal where a planner lacks it."""
     if constraints.objective == "cost":
         yield "prices", f"plan.objective: got 'cost', which planner {name!r} cannot minimise"
     if constraints.max_price is not None:
@@ -134,7 +134,7 @@ def planner_names() -> list[str]:
 
 
 def abilities(name: str) -> tuple[str, ...] | None:
-    """What a planner of ours can do, as people call it; None for another's, which is judged by its plan."""
+    """Return the abilities of our planner, as people call them; None for another's, which is judged by its plan."""
     if name not in _OURS:
         return None
     can = _OURS[name].can
@@ -212,8 +212,8 @@ def _with_constraints(name: str, problem: Problem, made: Plan) -> Plan:
 
 
 def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:
-    """Of a plan beyond the terms' limit: the best that the planner makes of what is limited. FleetTooSmall where that
-    is beyond the limit too."""
+    """Return in place of a plan beyond the terms' limit the planner's best by the limited quantity. FleetTooSmall where
+    that is beyond the limit too."""
     constraints = problem.constraints
     other = planner(problem.unlimited("cost" if constraints.max_step_s is None else "time"))
     other = msgspec.structs.replace(scheduled(problem, other), constraints=constraints, certificate=None)

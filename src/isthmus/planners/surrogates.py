@@ -35,8 +35,8 @@ Cut = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Sequence[Plan]]) -> list[Plan]:
-    """What the planner makes of each, the best first, packed as the problem asks. FleetTooSmall where it makes nothing
-    of any."""
+    """Return the planner's plans of each surrogate, the best first, compressed as the problem asks. FleetTooSmall where
+    there are none."""
     asked, made = problem.constraints.compression, dict[tuple[PlanLayout, ...], Plan]()
     for compression in (None, *uniform_codecs(problem)):
         alike = replace(problem, constraints=msgspec.structs.replace(problem.constraints, compression=compression))

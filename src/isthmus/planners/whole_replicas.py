@@ -1,4 +1,4 @@
-"""What is left of a plan of several replicas when devices are lost, and can go on at once.
+"""The rest of a plan of several replicas when devices are lost, which can go on at once.
 
 The replicas whose devices are all there keep their cuts, so no weight moves and nothing is searched: a plan for an
 emergency. The lost ones' micro-batches are dealt to them in the proportions that they had.

@@ -11,7 +11,7 @@ from isthmus.plans import Packing
 
 ROUNDS = 20
 PAPER_FACTOR = 3.0
-"""Of FusionLLM's format: a kept element is a float32 value and an int64 index, 12 bytes where it took 4."""
+"""The factor of FusionLLM's format: a kept element is a float32 value and an int64 index, 12 bytes where it took 4."""
 
 
 def adatopk(problem: Problem, sender: Sender, ratio: float) -> Packings:

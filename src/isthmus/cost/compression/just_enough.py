@@ -41,7 +41,7 @@ def just_enough(problem: Problem, sender: Sender, ratio: float, codecs: Sequence
 
 
 def choices_within(problem: Problem, sender: Sender, ratio: float, budget: float) -> Iterator[Packings]:
-    """What one pipeline of a plan may choose: for the least period first, then for each longer one; messages as they
+    """Yield choices of one pipeline of a plan: for the least period first, then for each longer one; messages as they
     are; and all of them by one codec, which shortens the fill too."""
     candidates = candidates_within(ratio, budget)
     yield from _CodecChoice(problem, stage_messages_of(problem, sender), candidates).every(sender.slowest_s)

@@ -23,7 +23,7 @@ class Sender(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """What one stage sends another for each micro-batch."""
+    """A message of one stage to another for each micro-batch."""
 
     edge: int
     """Its number among the pipeline's edges."""

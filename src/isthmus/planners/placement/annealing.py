@@ -31,7 +31,7 @@ WHOLE = 0.1
 SLOWEST = 0.3
 """Share of the moves that change the group of slowest gradients."""
 SMOOTH_UNTIL = 0.9
-"""Of all moves; the rest see the true cost."""
+"""Share of the moves that see a smoothed cost; the rest see the true cost."""
 OFFERS = 8
 """Moves offered to a placement at once."""
 ROUND = 250

@@ -42,7 +42,7 @@ MOST_DEVICES, MOST_STAGES = 256, 12
 """Up to so many, every division of the chain into stretches is looked at."""
 _TOLERANCE = 1e-9
 _NODES = 4_000
-"""Of one device's search of its best group."""
+"""Nodes of one device's search of its best group."""
 _SEARCHED = 16
 """Devices, those with the slowest best partners first."""
 
@@ -126,7 +126,7 @@ class LongHops:
         return float(times[first]) if first < len(times) else np.inf
 
     def _components_of(self, threshold_s: float) -> list[_Component]:
-        """Of the links up to the threshold, the largest first."""
+        """Return the components of the links up to the threshold, the largest first."""
         near = self._hop_s <= threshold_s
         count, labels = connected_components(near, directed=False)
         sizes = np.bincount(labels)
@@ -223,7 +223,7 @@ def group_bound_s(problem: PlacementProblem) -> float:
 class _Node(NamedTuple):
     bound_s: float
     missing: int
-    """Of two nodes with one bound the fuller group comes first."""
+    """The missing members: of two nodes with one bound the fuller group comes first."""
     number: int
     group: tuple[int, ...]
     candidates: Ints

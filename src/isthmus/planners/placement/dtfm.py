@@ -153,7 +153,7 @@ class _Move(NamedTuple):
     target: int
     gain: float
     gain_home: float
-    """Of going to the ring's first group instead, which would close the ring here."""
+    """The gain of the move to the ring's first group instead, which would close the ring here."""
 
 
 def cyclic_search(labels: Ints, groups: int, gain: Gain, *, last_ring: bool = True) -> Ints:

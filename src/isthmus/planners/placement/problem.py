@@ -28,9 +28,9 @@ class PlacementTask:
     stages: int
     replicas: int
     activation_bytes: float
-    """Of one micro-batch, between neighbouring stages, one way (c_pp)."""
+    """Bytes of one micro-batch, between neighbouring stages, one way (c_pp)."""
     parameter_bytes: float
-    """Of one stage (c_dp)."""
+    """Bytes of one stage (c_dp)."""
 
     def __post_init__(self) -> None:
         for field, number in (("stages", self.stages), ("replicas", self.replicas)):

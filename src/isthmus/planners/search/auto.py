@@ -38,7 +38,7 @@ MOST_STARTS = 4
 MORE_STARTS = 16
 """Plans that are starts too, as far as these leave neighbours to look at."""
 MOST_NEIGHBOURS, MOST_EACH = 100_000, 12_000
-"""Of plans, that all descents look at together, and one: bounds the time, the same on every machine."""
+"""Plans that all descents look at together, and one: bounds the time, the same on every machine."""
 LEAST_SCORED, MOST_SCORED, MOST_TASKS_SCORED = 3, 32, 20_000
 """Plans that the scorer judges, and forwards in all of them, which bounds its time to about a second. The closed form
 may be far off where stages share parameters: of 21 fleets with a tied model the best was the 11th, 20th and 22nd."""
@@ -47,7 +47,7 @@ MOST_KICKED, MOST_KICKED_ALONE = 100_000, 200_000
 KICKS_EACH, MOST_KICKING = 8, 20
 """Random beginnings near it, for each of so many devices."""
 MOST_REPLICAS_KICKED = 12
-"""Of more replicas a neighbour takes milliseconds, and random moves gained nothing."""
+"""Replicas up to which random moves are tried: with more a neighbour takes milliseconds, and moves gained nothing."""
 DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0
 """Times the best plan known, up to which another is a start."""
@@ -130,7 +130,7 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
 
 
 def _wide(problem: Problem) -> Iterator[Plan]:
-    """What quick planners make of a fleet that was narrowed."""
+    """Yield the plans of quick planners for a fleet that was narrowed."""
     with contextlib.suppress(FleetTooSmall):
         yield chain(problem)
     if len(problem.fleet.names) <= MOST_WHOLE and not problem.constraints.data_holders:
@@ -139,7 +139,7 @@ def _wide(problem: Problem) -> Iterator[Plan]:
 
 
 def _others(problem: Problem) -> Iterator[Plan]:
-    """What the other planners make of it, as far as they are quick: they put any part of the model anywhere."""
+    """Yield the plans of the other planners, as far as they are quick: they put any part of the model anywhere."""
     if problem.constraints.data_holders:
         return
     small = len(problem.fleet.names) <= MOST_PLACED
@@ -171,7 +171,7 @@ def _best_s(plans: Sequence[Plan]) -> float:
 
 
 def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:
-    """What the descent makes of the best plans of one replica and of several, whatever has a limit."""
+    """Yield the results of the descent from the best plans of one replica and of several, whatever has a limit."""
     free = problem.unlimited(problem.constraints.objective)
     value = {id(plan): preference(free, plan)[0] for plan in plans}
     best, rough = sorted(plans, key=lambda plan: value[id(plan)]), coarse(Blocks(problem), DESCENT_BLOCKS)
@@ -182,7 +182,7 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     starts = [plan for plan in starts if value[id(plan)] <= WORTH_DESCENT * value[id(best[0])]]
 
     def descended(start: Plan, most: int, kicks: int = 0) -> tuple[Plan | None, int]:
-        """What it becomes, if better, and how many neighbours were looked at."""
+        """Return the plan after the descent, if it is better, and how many neighbours were looked at."""
         used = {stage.first for replica in start.replicas for stage in replica.stages}
         descent = Descent(problem, network, Blocks(problem, sorted({*rough.places[1:-1], *used} - {0})), most)
         better = descent.run(layouts_of(start), preference(free, start)[0], kicks)

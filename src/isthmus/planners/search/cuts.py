@@ -46,7 +46,7 @@ class SearchTooLarge(Exception):
 def stage_cost(
     blocks: Blocks, network: FleetNetwork, label: Label, start: int, end: int, device: int
 ) -> tuple[float, float]:
-    """What the stage [start, end) on `device` adds to the sum, and the longest it keeps itself or a link busy."""
+    """Return the summand of the stage [start, end) on `device`, and the longest it keeps itself or a link busy."""
     total = bottleneck = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
     messages: dict[int, list[int]] = {}  # bytes exchanged with each holder, forward and backward
     shared = 0.0
@@ -74,7 +74,7 @@ def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) 
 
 
 def objective(relaxation: Relaxation, path: Path) -> PathCost:
-    """What the relaxation bounds: the closed form, or the throttled one, whose sum leaves shared parameters out."""
+    """Return the cost that the relaxation bounds: exact, or throttled, whose sum leaves shared parameters out."""
     blocks, network, problem = relaxation.tables.blocks, relaxation.network, relaxation.problem
     table = cut_table(blocks, np.array([(0, *path.cut, blocks.count)]))
     row = timed(problem, network, Trials(table, np.zeros(1, dtype=np.int64), np.array([path.devices])))
@@ -191,7 +191,7 @@ class ThresholdSearch:
 
     @property
     def step_s(self) -> float:
-        """Of the best pipeline, shared parameters included."""
+        """Return the time of the best pipeline, shared parameters included."""
         apart = self.best.shared_s if self.best and self.relaxation.throttled else 0.0
         return self.upper_s + apart
 

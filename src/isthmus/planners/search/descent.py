@@ -61,7 +61,7 @@ class Stages(NamedTuple):
 
 Replicas = tuple[Stages, ...]
 Change = Mapping[int, Sequence[Stages]]
-"""By replica, what it becomes: neighbour k changes all of them to their k-th. Equally many stages in each."""
+"""The changes of each replica: neighbour k changes all of them to their k-th. Equally many stages in each."""
 
 
 class Found(NamedTuple):
@@ -229,7 +229,7 @@ class Descent:
 
 
 def neighbours(stages: Stages, unused: Sequence[int], cuts: Iterable[tuple[int, ...]] = ()) -> Iterator[list[Stages]]:
-    """Of one replica, by kind; `cuts` are whole ones that are tried too."""
+    """Yield the neighbours of one replica, by kind; `cuts` are whole ones that are tried too."""
     yield [*(Stages(stages.order, ends) for ends in cuts), *_cuts(stages)]
     yield list(_orders(stages, unused))
     yield list(_longer(stages, unused))

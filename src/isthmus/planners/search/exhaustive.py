@@ -48,13 +48,13 @@ from isthmus.plans import Plan
 MOST_DEVICES = 6
 MOST_PIPELINES = 400_000
 MOST_CHOICES = 2_000_000
-"""Of one grouping, after those are dropped that even without averaging are no better than the best plan known."""
+"""Choices of one grouping, without those that even without averaging are no better than the best plan known."""
 MOST_ORDERED_CUTS = 3_000_000
-"""Of one pipeline: orders times cuts."""
+"""Orders times cuts of one pipeline."""
 MOST_TOGETHER = 100_000
-"""Of these, that are looked at together."""
+"""Choices that are looked at together."""
 MOST_CANDIDATES = 150_000
-"""Of these, that compute in less than what is known."""
+"""Choices that compute in less than the best time known."""
 MOST_BUILT = 3_000
 Group = frozenset[int]
 
@@ -71,7 +71,7 @@ class _TooManyPlans(Exception):
 
 
 def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> Settled | None:
-    """What is best of all plans; None where they are too many to look at. `known_s` is the step of some plan, or
+    """Return the best of all plans; None where they are too many to look at. `known_s` is the step of some plan, or
     infinite."""
     devices = len(network.names)
     if devices > MOST_DEVICES or pipeline_count(devices, blocks.count) > MOST_PIPELINES:
@@ -192,7 +192,7 @@ def pipeline_count(devices: int, blocks: int) -> int:
 
 
 def _every_pipeline(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> dict[Group, Pipelines]:
-    """By set of devices, the pipelines that fit and whose fill is below `known_s`."""
+    """Return the pipelines of each set of devices that fit and whose fill is below `known_s`."""
     found: dict[Group, Pipelines] = {}
     for stages in range(1, min(len(network.names), blocks.count) + 1):
         table = cut_table(blocks, every_cut(blocks, stages))

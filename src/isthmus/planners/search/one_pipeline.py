@@ -336,7 +336,7 @@ def as_one(problem: Problem) -> Problem:
 
 
 def _best_start(problem: Problem, one: Problem) -> Plan:
-    """What the planners of one pipeline make of it. Raises what the first of them did where none finds a plan."""
+    """Return the best plan of the planners of one pipeline. Raises the first one's error where none finds a plan."""
     plans: list[Plan] = []
     refused: list[UserError] = []
     for search in (chain, even):
@@ -364,7 +364,7 @@ def _shortest(problem: Problem) -> Iterator[tuple[tuple[str, ...], tuple[int, ..
 
 
 def improved_by_moves(problem: Problem, plan: Plan) -> Plan:
-    """By moves of cuts, and of devices into the chain, out of it and past each other, as long as one helps."""
+    """Move cuts, and devices into the chain, out of it and past each other, as long as a move helps."""
     blocks, number = Blocks(problem), {name: d for d, name in enumerate(problem.fleet.names)}
 
     def near(now: Plan) -> Iterator[Plan]:

@@ -52,7 +52,7 @@ class Scorer:
     work: float
     fixed_bytes: float
     micro_batch_bytes: float
-    """Of the whole model."""
+    """Bytes of the whole model."""
     micro_batches: int
 
     def score(self, order: Sequence[int]) -> float:

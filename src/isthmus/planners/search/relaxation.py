@@ -56,7 +56,7 @@ class Received:
 
 
 class StageTables:
-    """What stages of at most `width` blocks compute, receive and hold.
+    """The work, the messages and the memory of stages of at most `width` blocks.
 
     Tables are bands, `table[a, b - a - 1]`, so that a long model on many devices costs blocks x width, not blocks².
     """
@@ -332,7 +332,7 @@ class Relaxation:
         return self._table(("bottleneck", last, device, only), make, low, high)
 
     def _cost(self, last: int, device: int, only: bool, low: int, high: int) -> Floats:
-        """What the stage adds to the sum: compute, and the messages of the stage before."""
+        """Return the stage's summand: compute, and the messages of the stage before."""
         received = self.tables.total if only else self.tables.near
 
         def make(rows: slice) -> Floats:

@@ -175,7 +175,7 @@ MOST_EXHAUSTIVE = 5
 MOST_CUT = 6
 """Groupings that are cut on larger fleets."""
 MOST_EVEN = 2
-"""Of these, that are cut a second time."""
+"""Groupings that are cut a second time."""
 PROMISING = 1.5
 """Times the best plan known: what scores or takes longer is not looked at any further."""
 ROUGH_BLOCKS = 64

@@ -121,7 +121,7 @@ def _descended(line: Timeline, iterations: int, places: Places) -> IterationCost
 
 
 class IterationCosts:
-    """What each iteration costs, and what it would cost with one layer more or one less."""
+    """The cost of each iteration, and its cost with one layer more or one less."""
 
     def __init__(self, line: Timeline, iterations: int, places: Places) -> None:
         self.line = line

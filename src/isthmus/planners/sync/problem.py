@@ -1,4 +1,4 @@
-"""What a sync planner is asked: these layers, on these workers, each averaged once in so many iterations."""
+"""The problem of a sync planner: these layers, on these workers, each averaged once in so many iterations."""
 
 from __future__ import annotations
 

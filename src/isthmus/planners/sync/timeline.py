@@ -34,7 +34,7 @@ from isthmus.planners.sync.problem import WorkerProfile
 Floats = NDArray[np.float64]
 
 ROUNDING = 1e-12
-"""Of an iteration. A smaller excess comes from adding in another order; as an exact 0 it makes ties comparable."""
+"""Share of an iteration. A smaller excess comes from the order of sums; as an exact 0 it makes ties comparable."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from isthmus.plans import Certificate, Plan
 from isthmus.units import format_size
 
 MOST_BLOCKS = 400
-"""Of more places to cut, those are kept that send the fewest bytes."""
+"""Places to cut that are kept: those that send the fewest bytes."""
 
 Allocate = Callable[[LayerProblem], Allocation]
 
@@ -140,7 +140,7 @@ def _allocated(
 
 
 def _binding(problem: Problem, network: FleetNetwork, blocks: Blocks, in_flight: int, refusal: FleetTooSmall) -> str:
-    """What was short, in bytes: a device, or the memory of all together."""
+    """Return the memory that was short, in bytes: a device's, or that of all together."""
     held, after = f"with {in_flight} micro-batches in flight", problem.constraints.after_headroom
     if isinstance(refusal, RunTooLarge):
         who, room = f"device {network.names[refusal.device]}", int(network.memory[refusal.device])
