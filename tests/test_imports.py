@@ -35,6 +35,7 @@ COMPONENTS = {
     "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
     "decoupled": (
         "isthmus.api",
+        "isthmus.graph.outputs",
         "isthmus.protocol",
         "isthmus.runtime.decoupled",
         "isthmus.runtime.processes",

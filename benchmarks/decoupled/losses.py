@@ -15,7 +15,6 @@ from isthmus.api.decoupled import replica_plans
 from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.api.replica_simulation import DecoupledSimulation
 from isthmus.data import Dataset, SampleOrder, load_dataset
-from isthmus.data.dataset import any_left_out
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.graph.outputs import loss_and_count
 from isthmus.job import prepare
@@ -109,7 +108,7 @@ class _Replica:
         self.optimizers = Optimizers(job.optimizer, named, job.learning_rate, job.training.steps)
 
     def step(self, job: isthmus.Job, batch: dict[str, Tensor], step: int) -> None:
-        loss, count, _ = loss_and_count(self.model, batch, uneven=any_left_out(self.data.columns))
+        loss, count, _ = loss_and_count(self.model, batch, uneven=False)
         (loss if count is None else loss / count).backward()
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         clip(gradients, gradient_norms(gradients), job.training.clip_norm)

@@ -24,7 +24,10 @@ from isthmus.accelerators.checked import (
     FreedTooEarly,
     HostBufferInUse,
     RefusedWait,
+    accelerator,
+    devices,
     open_checked,
+    order,
 )
 from isthmus.accelerators.checked.memory import BLOCK, SMALL, SMALL_SEGMENT, Block, CheckedMemory
 from isthmus.errors import UserError
@@ -489,3 +492,26 @@ def test_threads_that_share_a_stream_take_turns(here: Checked) -> None:
     for thread in threads:
         thread.join()
     assert torch.equal(total.cpu(), torch.full((2**15,), 150.0))
+
+
+def test_clocks_are_joined_under_the_lock(here: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`synchronize` read the clock of a stream that waited for an event in another thread: "dictionary changed size
+    during iteration"."""
+    joined = list[bool]()
+
+    def join(clock: dict[int, int], other: dict[int, int]) -> None:
+        joined.append(order.LOCK._is_owned())
+        whole(clock, other)
+
+    whole = order.join
+    for module in (order, devices, accelerator):
+        monkeypatch.setattr(module, "join", join)
+    main, stream = here.new_stream(), here.new_stream()
+    with here.on(stream):
+        torch.ones(2, device=here.device)
+        event = here.record()
+    with here.on(main):
+        here.wait(event)
+        (torch.ones(2, device=here.device) + 1).cpu()
+    here.synchronize()
+    assert len(joined) > 5 and all(joined)

@@ -119,7 +119,7 @@ class CheckedDevice:
         """All work of all streams of the device. The caller does not hold the lock."""
         clock: Clock = {}
         for stream in tuple(self.streams):
-            with stream.working:
+            with stream.working, LOCK:  # a stream of another thread may wait for an event meanwhile
                 join(clock, stream.clock)
         return clock
 

@@ -34,7 +34,7 @@ def allocation_of(tensor: Tensor) -> DeviceAllocation:
 def host_buffer_of(tensor: Tensor) -> DeviceAllocation | None:
     """The host buffer whose memory the tensor uses; None for other memory."""
     address = tensor.data_ptr()
-    for start, found in tuple(_host_buffers.items()):
+    for start, found in _host_buffers.copy().items():  # finalizers of other threads and of this one remove buffers
         if start <= address < start + found.size:
             return found
     return None
