@@ -44,11 +44,6 @@ MACHINES = {
         "src/isthmus/protocol/federated_transitions.py",
         "a federated run",
     ),
-    "The executor": (
-        federated.EXECUTOR,
-        "src/isthmus/protocol/federated_transitions.py",
-        "the clients of one process or site",
-    ),
     "Secure aggregation, a site": (
         SECURE_SITE,
         "src/isthmus/protocol/secure_site.py",

@@ -39,7 +39,6 @@ from isthmus.protocol.federated_events import (
     Notify,
     ReportRefused,
     RoundRecord,
-    StopExecutor,
     TellSite,
     Tick,
     UpdateServer,
@@ -392,7 +391,7 @@ class Rounds:
             _, landed_tensors = landed(lie, tensors)
         _take(executor, lie, landed_tensors)
         if isinstance(lie.body, Halt):
-            assert executor.machine.phase == "stopped" and not trained and not line.frames
+            assert executor.policy.over and not trained and not line.frames
             return
         self._check_phase(lie.body)
         opened = [phase for to, kind, phase in self.told if to == name and kind == "PhaseOpened" and phase is not None]
@@ -426,7 +425,7 @@ class Rounds:
                 shutil.copytree(site._own_states._folder, folder)
             site._states = site._own_states = SiteStates(folder, site._own_states._form)
         executor: Any = self._executor(name, line, site)
-        executor._latest, executor.machine = right._latest, copy.deepcopy(right.machine)
+        executor._latest, executor.policy = right._latest, copy.deepcopy(right.policy, {id(right): executor})
         if isinstance(right, SecureSiteExecutor):
             machine = copy.copy(right._secure)
             machine._revealed = dict(machine._revealed)
@@ -467,8 +466,8 @@ def _take(executor: SiteExecutor, message: ToExecutor, tensors: Sequence[Tensor]
     executor._take(message, tensors)
     while not executor._wakeups.empty():
         wakeup = executor._wakeups.get()
-        if isinstance(wakeup, StopExecutor):
+        if wakeup == "stop":
             return
-        if wakeup is not None:
+        if isinstance(wakeup, Exception):
             raise wakeup
     executor._work_off()

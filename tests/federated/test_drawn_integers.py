@@ -6,7 +6,6 @@ import contextlib
 import copy
 import random
 import re
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,8 @@ from isthmus.protocol.federated_events import (
     IgnoreSums,
     MergeSums,
     Notify,
-    TasksTrained,
-    TrainTasks,
 )
-from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.federated_executor import ExecutorPort, FederatedExecutor
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
@@ -51,7 +48,6 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.federated_run import FederatedRunMachine
 from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.secure_messages import KeysListed, UnmaskAsked
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
@@ -59,6 +55,7 @@ from isthmus.runtime.transport.message_sender import headers_of
 from tests.drawn_integers import DRAWN, Lies, landed, received
 from tests.federated.drawn_rounds import NAMES, RUN, Rounds, named
 from tests.federated.populations import Run, population
+from tests.programs.ports import Recorder
 
 pytestmark = pytest.mark.thorough
 
@@ -158,19 +155,21 @@ class LiedTo(InProcess):
         for name in run.sites:
             self.run_machine.handle(ExecutorConnected(executor=name))
 
-    def _decide(self, event: Any) -> FinishRounds | None:
+    def _decide(self, event: Any) -> None:
         if isinstance(event, FromDevice):
             self.kinds.add(type(event.body))
             if not isinstance(event.body, ExecutorJoined):
                 self._lie_to_coordinator(event.device, event.body)
-        return super()._decide(event)
+        super()._decide(event)
 
-    def _answer(self, slot: Any, event: Any) -> FinishRounds | None:
-        if not isinstance(event, TasksTrained | Halt):
-            self.kinds.add(type(event))
-            right = ToExecutor(run=RUN, body=event)
-            self._to_executors.about(right, lambda lie: self._tell(slot.machine, lie))
-        return super()._answer(slot, event)
+    def _act(self, slot: Any) -> None:
+        if slot.inbox and not isinstance(order := slot.inbox[0], PhaseId):
+            self.kinds.add(type(order))
+            self._lie_to_executor(slot.policy, ToExecutor(run=RUN, body=order))
+        super()._act(slot)
+
+    def _lie_to_executor(self, policy: FederatedExecutor, right: ToExecutor) -> None:
+        self._to_executors.about(right, lambda lie: self._tell(policy, lie))
 
     def _lie_to_coordinator(self, name: str, body: Any) -> None:
         partial = self._slots[name].site.partial if isinstance(body, SumsSent) else None
@@ -209,19 +208,20 @@ class LiedTo(InProcess):
                 case _:
                     pass
 
-    def _tell(self, machine: ExecutorMachine, lie: Any) -> None:
+    def _tell(self, policy: FederatedExecutor, lie: Any) -> None:
         """It trains what it is given, once, and tells of it."""
-        machine = copy.deepcopy(machine)
+        port = Recorder(ExecutorPort)
+        policy = copy.deepcopy(policy, {id(policy.port): port})
         trained: list[int] = []
-        todo = deque(machine.handle(lie.body))
-        while todo:
-            match instruction := todo.popleft():
-                case TrainTasks(phase=phase, tasks=tasks):
+        policy.ordered(lie.body)
+        while port.asked:
+            asked: Any = port.asked.pop(0)
+            match asked:
+                case ("train", phase, tasks):
                     trained += [task.client for task in tasks]
-                    timed = tuple(ClientTime(task.client, task.samples, 0.1) for task in tasks)
-                    todo += machine.handle(TasksTrained(phase=phase, timed=timed))
-                case SumsSent() | TasksReturned() | ExecutorDrained():
-                    received(FromExecutor(run=RUN, body=instruction))
+                    policy.trained(phase, [ClientTime(task.client, task.samples, 0.1) for task in tasks])
+                case (_, SumsSent() | TasksReturned() | ExecutorDrained() as report):
+                    received(FromExecutor(run=RUN, body=report))
                 case _:
                     pass
         given = getattr(lie.body, "tasks", ())
@@ -261,8 +261,8 @@ class LiedToOfWeights(LiedTo):
             take = lambda lie: self._hear(name, [*tensors.values()], lie)  # noqa: E731
             self._to_coordinator.about(right, take, names=name, keep=("body", "tensors"))
 
-    def _answer(self, slot: Any, event: Any) -> FinishRounds | None:
-        return InProcess._answer(self, slot, event)
+    def _lie_to_executor(self, policy: FederatedExecutor, right: ToExecutor) -> None:
+        """It hears the truth."""
 
 
 def _collecting(algorithm: Algorithm) -> Algorithm:

@@ -1,4 +1,4 @@
-"""The two machines by themselves: instruction lists, losses, closing rules."""
+"""The coordinator by itself: instruction lists, losses, closing rules."""
 
 from __future__ import annotations
 
@@ -11,22 +11,17 @@ import pytest
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    BeginPhase,
     CommitRound,
     CoordinatorInstruction,
     DismissExecutor,
     ExecutorLost,
     FinishRounds,
-    ForgetPhase,
     IgnoreSums,
     MergeSums,
     Notify,
-    TasksTrained,
     Tick,
-    TrainTasks,
     UpdateServer,
 )
-from isthmus.protocol.federated_executor import ExecutorMachine
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
@@ -38,7 +33,6 @@ from isthmus.protocol.federated_messages import (
     PhaseDropped,
     PhaseId,
     PhaseOpened,
-    PhaseSetup,
     RefusedUpdate,
     SumsSent,
     TasksGranted,
@@ -55,77 +49,6 @@ from tests.federated.populations import Planned
 TURN = PhaseId(0)
 SIZES = np.array([40, 30, 20, 10])
 EQUAL = LinearFit(1.0, 0.0)
-
-
-def opened(*sizes: int, holds: bool = False, phase: PhaseId = TURN) -> PhaseOpened:
-    tasks = tuple(ClientTask(client, size) for client, size in enumerate(sizes))
-    return PhaseOpened(
-        opening=PhaseSetup(phase=phase, clients=len(sizes), samples=sum(sizes)), tasks=tasks, holds=holds
-    )
-
-
-def trained(*clients: int, phase: PhaseId = TURN) -> TasksTrained:
-    return TasksTrained(phase=phase, timed=tuple(ClientTime(c, 1, 1.0) for c in clients))
-
-
-# The executor
-
-
-def test_an_executor_trains_its_list_and_sends_once() -> None:
-    machine = ExecutorMachine()
-    first, second = machine.handle(opened(3, 2))
-    assert isinstance(first, BeginPhase)
-    assert second == TrainTasks(TURN, (ClientTask(0, 3),))
-    assert machine.handle(trained(0)) == [TrainTasks(TURN, (ClientTask(1, 2),))]
-    assert machine.handle(trained(1)) == [SumsSent(phase=TURN, timed=(ClientTime(0, 1, 1.0), ClientTime(1, 1, 1.0)))]
-
-
-def test_an_executor_that_holds_waits_to_be_closed() -> None:
-    machine = ExecutorMachine()
-    machine.handle(opened(3, holds=True))
-    assert machine.handle(trained(0)) == [ExecutorDrained(phase=TURN)]
-    assert machine.handle(TasksGranted(phase=TURN, tasks=(ClientTask(5, 1),), holds=True)) == [
-        TrainTasks(TURN, (ClientTask(5, 1),))
-    ]
-    assert machine.handle(trained(5)) == [ExecutorDrained(phase=TURN)]
-    (sent,) = machine.handle(PhaseClosed(phase=TURN))
-    assert isinstance(sent, SumsSent)
-    assert [t.client for t in sent.timed] == [0, 5]
-
-
-@pytest.mark.parametrize(
-    ("own", "thief", "given"),
-    [(EQUAL, EQUAL, [3, 4]), (EQUAL, LinearFit(100.0, 0.0), []), (EQUAL, LinearFit(0.1, 0.0), [1, 2, 3, 4])],
-)
-def test_what_has_not_begun_is_shared_by_speed(own: LinearFit, thief: LinearFit, given: list[int]) -> None:
-    machine = ExecutorMachine()
-    machine.handle(opened(9, 4, 4, 4, 4, holds=True))
-    (broadcast,) = machine.handle(TasksRecalled(phase=TURN, own=own, thief=thief))
-    assert isinstance(broadcast, TasksReturned)
-    assert [t.client for t in broadcast.tasks] == given
-    assert machine.statistics().waiting == 4 - len(given)
-
-
-def test_equal_clients_are_trained_together() -> None:
-    machine = ExecutorMachine(clients_per_vmap=2)
-    instruction = machine.handle(opened(4, 4, 4, 3))[1]
-    assert isinstance(instruction, TrainTasks)
-    assert [t.client for t in instruction.tasks] == [0, 1]
-    (instruction,) = machine.handle(trained(0, 1))
-    assert isinstance(instruction, TrainTasks)
-    assert [t.client for t in instruction.tasks] == [2]
-
-
-def test_a_dropped_turn_is_forgotten_and_its_answers_are_stale() -> None:
-    machine = ExecutorMachine()
-    machine.handle(opened(3, 2))
-    assert machine.handle(PhaseDropped(phase=TURN)) == [ForgetPhase(TURN)]
-    assert machine.handle(trained(0)) == [ExecutorDrained(phase=TURN)], "now it is free for another turn"
-    assert machine.handle(TasksRecalled(phase=TURN, own=EQUAL, thief=EQUAL)) == [TasksReturned(phase=TURN, tasks=())]
-    assert machine.statistics().stale == 2
-
-
-# The coordinator
 
 
 def coordinator(executors: int = 2, keeps: bool = False, **rules: object) -> FederatedCoordinator:

@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import Tensor
+
 from isthmus.errors import InternalError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.server import Server
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    BeginPhase,
     CommitRound,
     CoordinatorEvent,
     DismissExecutor,
-    ExecutorEvent,
     FinishRounds,
-    ForgetPhase,
     IgnoreSums,
     MergeSums,
     Notify,
@@ -29,20 +28,20 @@ from isthmus.protocol.federated_events import (
     RoundPlanned,
     RoundRecord,
     RunInterrupted,
-    StopExecutor,
-    TasksTrained,
     Tick,
-    TrainTasks,
     UnmaskSums,
     UpdateServer,
 )
-from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
-    ExecutorDrained,
+    ClientTask,
     ExecutorJoined,
+    ExecutorOrder,
+    PhaseId,
     PhaseOpened,
+    PhaseReport,
+    PhaseSetup,
     SumsSent,
-    TasksReturned,
 )
 from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.machine import FromDevice
@@ -52,19 +51,56 @@ TICK_S = 0.25
 
 
 class _ExecutorSlot:
-    """An executor: its machine, its client trainer, and what waits for it."""
+    """An executor: its policy, its client trainer, and what waits for it."""
 
-    def __init__(self, name: str, site: ClientTrainer, clients_per_vmap: int) -> None:
-        self.name = name
+    def __init__(self, name: str, site: ClientTrainer, clients_per_vmap: int, driver: InProcess) -> None:
         self.site = site
-        self.machine = ExecutorMachine(clients_per_vmap)
-        self.inbox: deque[ExecutorEvent] = deque()
-        self.work: deque[TrainTasks] = deque()
+        self.policy = FederatedExecutor(self, clients_per_vmap)
+        self.inbox: deque[ExecutorOrder | PhaseId] = deque()
+        """Orders, and phases whose clients are not trained any more."""
+        self.work: deque[tuple[PhaseId, Sequence[ClientTask]]] = deque()
+        self._name, self._driver = name, driver
 
-    def drop_work(self) -> None:
-        """The machine has forgotten what is to be trained."""
-        self.inbox.extend(TasksTrained(phase=train.phase, timed=()) for train in self.work)
+    def take(self, waited: ExecutorOrder | PhaseId) -> None:
+        """Take the first of the inbox."""
+        if isinstance(waited, PhaseId):
+            self.policy.trained(waited, ())
+        else:
+            self.policy.ordered(waited)
+
+    def train_next(self) -> None:
+        phase, tasks = self.work.popleft()
+        timed, refused = self.site.train(tasks)
+        self.policy.trained(phase, timed, refused)
+
+    def _drop_work(self) -> None:
+        self.inbox.extend(phase for phase, _ in self.work)
         self.work.clear()
+
+    # What the policy asks
+
+    def begin(self, opening: PhaseSetup) -> None:
+        self._drop_work()
+        self.site.open(opening, self._driver.broadcast())
+
+    def train(self, phase: PhaseId, tasks: Sequence[ClientTask]) -> None:
+        self.work.append((phase, tasks))
+
+    def answer(self, report: PhaseReport) -> None:
+        self._driver.heard(self._name, report)
+
+    def send_sums(self, sums: SumsSent) -> None:
+        self.site.hand_over()
+        self.answer(sums)
+        self._driver.server.settle()  # the executor's memory is its own again
+        self.site.clear()
+
+    def forget(self, phase: PhaseId, kept: Sequence[int]) -> None:
+        self._drop_work()
+        self.site.forget(kept)
+
+    def stop(self) -> None:
+        """Executors are not halted."""
 
 
 class InProcess:
@@ -84,12 +120,13 @@ class InProcess:
         """Without a `clock`, in seconds, no time passes."""
         self.machine = machine
         self.server = server
-        self._slots = {name: _ExecutorSlot(name, site, clients_per_vmap) for name, site in sites.items()}
+        self._slots = {name: _ExecutorSlot(name, site, clients_per_vmap, self) for name, site in sites.items()}
         self._committed = committed
         self._pick = pick
         self._clock = clock
         self._looked_s = clock()
         self._interrupted = False
+        self._finish: FinishRounds | None = None
         self.trips = self.broadcast_bytes = self.value_bytes = 0
         """What passed between coordinator and executors so far: sums (messages and bytes), and broadcasts."""
 
@@ -99,60 +136,44 @@ class InProcess:
 
     def run(self) -> FinishRounds:
         """Events come of executors and of the clock: the run ends when no executor has anything left to do."""
-        finish = self._decide(Tick(now_s=self._looked_s))  # deadlines count from a phase's opening
+        self._decide(Tick(now_s=self._looked_s))  # deadlines count from a phase's opening
         for name in self._slots:
-            finish = self._decide(FromDevice(name, ExecutorJoined())) or finish
-        while finish is None:
+            self._decide(FromDevice(name, ExecutorJoined()))
+        while self._finish is None:
             ready = [name for name, slot in self._slots.items() if slot.inbox or slot.work]
             if not ready:
                 raise InternalError("federated: nobody has anything to do, and the run is not over")
-            finish = self._act(self._slots[ready[self._pick(ready)]]) or self._look()
-        return finish
+            self._act(self._slots[ready[self._pick(ready)]])
+            if self._finish is None:
+                self._look()
+        return self._finish
 
-    def _look(self) -> FinishRounds | None:
+    def broadcast(self) -> dict[str, Tensor]:
+        """Return the open phase's, for an executor."""
+        found = self.server.broadcast()
+        self.broadcast_bytes += sum(value.nbytes for value in found.values())
+        return found
+
+    def heard(self, executor: str, report: PhaseReport) -> None:
+        """Take an executor's report."""
+        self._decide(FromDevice(executor, report))
+
+    def _look(self) -> None:
         """At the clock, and whether somebody wants it to end."""
         if self._interrupted:
-            return self._decide(RunInterrupted())
-        now_s = self._clock()
-        if now_s - self._looked_s < TICK_S:
-            return None
-        self._looked_s = now_s
-        return self._decide(Tick(now_s=now_s))
+            self._decide(RunInterrupted())
+        elif (now_s := self._clock()) - self._looked_s >= TICK_S:
+            self._looked_s = now_s
+            self._decide(Tick(now_s=now_s))
 
-    def _act(self, slot: _ExecutorSlot) -> FinishRounds | None:
-        """One thing: an event that waits, else one piece of work."""
+    def _act(self, slot: _ExecutorSlot) -> None:
+        """One thing: an order that waits, else one piece of work."""
         if slot.inbox:
-            return self._answer(slot, slot.inbox.popleft())
-        train = slot.work.popleft()
-        timed, refused = slot.site.train(train.tasks)
-        return self._answer(slot, TasksTrained(phase=train.phase, timed=timed, refused=refused))
+            slot.take(slot.inbox.popleft())
+        else:
+            slot.train_next()
 
-    def _answer(self, slot: _ExecutorSlot, event: ExecutorEvent) -> FinishRounds | None:
-        finish = None
-        for instruction in slot.machine.handle(event):
-            match instruction:
-                case BeginPhase(opening=opening):
-                    slot.drop_work()
-                    broadcast = self.server.broadcast()
-                    self.broadcast_bytes += sum(value.nbytes for value in broadcast.values())
-                    slot.site.open(opening, broadcast)
-                case TrainTasks():
-                    slot.work.append(instruction)
-                case ForgetPhase(kept=kept):
-                    slot.drop_work()
-                    slot.site.forget(kept)
-                case ExecutorDrained() | TasksReturned():
-                    finish = self._decide(FromDevice(slot.name, instruction)) or finish
-                case SumsSent():
-                    slot.site.hand_over()
-                    finish = self._decide(FromDevice(slot.name, instruction)) or finish
-                    self.server.settle()  # the executor's memory is its own again
-                    slot.site.clear()
-                case StopExecutor():
-                    pass
-        return finish
-
-    def _decide(self, event: CoordinatorEvent) -> FinishRounds | None:
+    def _decide(self, event: CoordinatorEvent) -> None:
         for instruction in self.machine.handle(event):
             match instruction:
                 case Notify(executor=executor, body=body):
@@ -160,7 +181,8 @@ class InProcess:
                         self.server.open(body.opening)
                     self._slots[executor].inbox.append(body)
                 case PlanRound(problem=problem):
-                    return self._decide(RoundPlanned(plan_round(problem)))
+                    self._decide(RoundPlanned(plan_round(problem)))
+                    return
                 case MergeSums(executor=executor):
                     partial = self._slots[executor].site.partial
                     sums = partial.tensors()
@@ -174,11 +196,11 @@ class InProcess:
                 case CommitRound(record=record):
                     self._committed(record)
                 case FinishRounds():
-                    return instruction
+                    self._finish = instruction
+                    return
                 case DismissExecutor(executor=executor, reason=reason):
                     raise InternalError(f"federated: {executor} {reason}")
                 case UnmaskSums(phase=phase):
                     raise InternalError(f"federated: round {phase.round + 1}: sums in one process are not masked")
                 case IgnoreSums() | Halt():
                     pass
-        return None

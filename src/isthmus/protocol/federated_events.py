@@ -13,13 +13,11 @@ import msgspec
 from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.federated_messages import (
-    ClientTask,
     ClientTime,
     ExecutorOrder,
     ExecutorReport,
     LinearFit,
     PhaseId,
-    PhaseReport,
     PhaseSetup,
     RefusedUpdate,
 )
@@ -29,50 +27,6 @@ from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_coordinator import TakeMasksOff
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
-
-# To the executor, besides the coordinator's orders
-
-
-class TasksTrained(msgspec.Struct, frozen=True, kw_only=True):
-    """From the driver: the tasks it was given are trained and folded in, but for those that were refused."""
-
-    phase: PhaseId
-    timed: tuple[ClientTime, ...]
-    refused: tuple[RefusedUpdate, ...] = ()
-
-
-ExecutorEvent = ExecutorOrder | TasksTrained | Halt
-
-
-# From the executor, besides its reports
-
-
-class BeginPhase(msgspec.Struct, frozen=True):
-    """Take the phase's broadcast; forget what is left of another phase."""
-
-    opening: PhaseSetup
-
-
-class TrainTasks(msgspec.Struct, frozen=True):
-    """Train these (several only when they are trained together), fold them in, keep their states."""
-
-    phase: PhaseId
-    tasks: tuple[ClientTask, ...]
-
-
-class ForgetPhase(msgspec.Struct, frozen=True):
-    """Drop the sums, and the states that the phase has written of all clients but these."""
-
-    phase: PhaseId
-    kept: tuple[int, ...] = ()
-
-
-class StopExecutor(msgspec.Struct, frozen=True):
-    """Leave."""
-
-
-ExecutorInstruction = BeginPhase | TrainTasks | PhaseReport | ForgetPhase | StopExecutor
-
 
 # To the coordinator, besides the executors' reports
 

@@ -1,4 +1,4 @@
-"""A federated executor: clients one after another, sums kept until they are asked for. Events in, instructions out.
+"""A federated executor: clients one after another, sums kept until they are asked for.
 
     idle ──opened──► training ──queue empty, holds──► drained ──granted──► training
                         │                                └──closed──► idle, sums sent
@@ -11,23 +11,15 @@ any order.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
+from typing import Protocol
 
-import msgspec
-
-from isthmus.protocol.federated_events import (
-    BeginPhase,
-    ExecutorEvent,
-    ExecutorInstruction,
-    ForgetPhase,
-    StopExecutor,
-    TasksTrained,
-    TrainTasks,
-)
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
     ExecutorDrained,
+    ExecutorOrder,
     LinearFit,
     PhaseClosed,
     PhaseDropped,
@@ -41,30 +33,43 @@ from isthmus.protocol.federated_messages import (
     TasksReturned,
     UpdateRefused,
 )
-from isthmus.protocol.federated_transitions import EXECUTOR, ExecutorPhase
-from isthmus.protocol.machine import Machine
 from isthmus.protocol.run_messages import Halt
+from isthmus.session.program import OVER, OutOfPhase, Policy
 
 AHEAD = 16
 """How many tasks are announced in advance. Reading this many states at once takes as long as reading a few."""
 
 
-class ExecutorStatistics(msgspec.Struct, frozen=True):
-    phase: ExecutorPhase
-    waiting: int
-    trained: int
-    """Since it was made."""
-    stale: int
+class ExecutorPort(Protocol):
+    """An executor asks this of its host."""
+
+    def begin(self, opening: PhaseSetup) -> None:
+        """Take the phase's broadcast; forget what is left of another phase."""
+
+    def train(self, phase: PhaseId, tasks: Sequence[ClientTask]) -> None:
+        """Train these (several only when they are trained together), fold them in, keep their states. Then say
+        `trained`."""
+
+    def answer(self, report: ExecutorDrained | TasksReturned) -> None:
+        """Send this to the coordinator at once."""
+
+    def send_sums(self, sums: SumsSent) -> None:
+        """Send this with the sums, once everything before is done."""
+
+    def forget(self, phase: PhaseId, kept: Sequence[int]) -> None:
+        """Drop the sums, and the states that the phase has written of all clients but these."""
+
+    def stop(self) -> None:
+        """The run is over."""
 
 
-class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]):
-    """The machine. `clients_per_vmap` clients of equal numbers of samples are trained as one where the driver can do
+class FederatedExecutor(Policy[ExecutorPort]):
+    """One executor. `clients_per_vmap` clients of equal numbers of samples are trained as one where the host can do
     that."""
 
-    transitions = EXECUTOR
-
-    def __init__(self, clients_per_vmap: int = 1) -> None:
-        super().__init__()
+    def __init__(self, port: ExecutorPort, clients_per_vmap: int = 1) -> None:
+        super().__init__("idle")
+        self.port = port
         self._clients_per_vmap = clients_per_vmap
         self._phase_id: PhaseId | None = None
         self._queue: deque[ClientTask] = deque()
@@ -73,10 +78,6 @@ class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]
         """Phases that ended while a client of theirs was trained."""
         self._timed: list[ClientTime] = []
         self._refused: list[RefusedUpdate] = []
-        self._trained = 0
-
-    def statistics(self) -> ExecutorStatistics:
-        return ExecutorStatistics(self._phase, len(self._queue), self._trained, self._stale)
 
     def works_for(self, phase: PhaseId) -> bool:
         """Whether results for this phase still count."""
@@ -87,75 +88,88 @@ class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]
         """The tasks after those in work, the next first: their states may be read ahead."""
         return tuple(islice(self._queue, AHEAD))
 
-    def _is_stale(self, event: ExecutorEvent) -> bool:
-        return not isinstance(event, Halt | PhaseOpened) and event.phase != self._phase_id
+    # What the coordinator orders
 
-    def _answer_stale(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
-        if isinstance(event, TasksTrained) and event.phase in self._dropped:
-            self._dropped.remove(event.phase)
-            return [ExecutorDrained(phase=event.phase)]  # before this, no other phase waits for this executor
-        return [TasksReturned(phase=event.phase, tasks=())] if isinstance(event, TasksRecalled) else []
-
-    def _take(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
-        match event:
+    def ordered(self, order: ExecutorOrder | Halt) -> None:
+        match order:
+            case _ if self.over:
+                pass
             case Halt():
-                self._phase = "stopped"
-                return [StopExecutor()]
+                self.phase = OVER
+                self.port.stop()
             case PhaseOpened(opening=opening, tasks=tasks, holds=holds):
-                return self._open(opening, tasks, holds)
-            case TasksGranted(tasks=tasks, holds=holds):
+                self._open(opening, tasks, holds)
+            case TasksRecalled(phase=phase, own=own, thief=thief):
+                given = () if self._is_late(phase) else self._give(own, thief)
+                self.port.answer(TasksReturned(phase=phase, tasks=given))
+            case _ if self._is_late(order.phase):
+                pass
+            case TasksGranted(phase=phase, tasks=tasks, holds=holds):
                 self._queue.extend(tasks)
                 self._holds = holds
-                return self._next()
-            case TasksRecalled(own=own, thief=thief):
-                return [TasksReturned(phase=event.phase, tasks=self._give(own, thief))]
-            case PhaseClosed():
+                self._next(phase)
+            case PhaseClosed(phase=phase):
                 self._holds = False
-                return self._next()
-            case UpdateRefused():
-                return []
+                self._next(phase)
             case PhaseDropped(phase=phase, kept=kept):
                 if self._busy:
                     self._dropped.add(phase)
                 self._phase_id = None
                 self._clear()
-                return [ForgetPhase(phase, kept)]
-            case TasksTrained():
-                self._busy = False
-                self._trained += len(event.timed)
-                self._timed += event.timed
-                self._refused += event.refused
-                return self._next()
+                self.port.forget(phase, kept)
+            case UpdateRefused():
+                pass
 
-    def _open(self, opening: PhaseSetup, tasks: tuple[ClientTask, ...], holds: bool) -> list[ExecutorInstruction]:
+    # What its host says
+
+    def trained(self, phase: PhaseId, timed: Sequence[ClientTime], refused: Sequence[RefusedUpdate] = ()) -> None:
+        """The tasks that it was given are trained and folded in, but for those that were refused."""
+        if self.over:
+            return
+        if self._is_late(phase):
+            if phase in self._dropped:
+                self._dropped.remove(phase)
+                self.port.answer(ExecutorDrained(phase=phase))  # before this, no other phase waits for this executor
+            return
+        if self.phase != "training":
+            raise OutOfPhase(f"clients were trained in phase {self.phase!r}")
+        self._busy = False
+        self._timed += timed
+        self._refused += refused
+        self._next(phase)
+
+    def _is_late(self, phase: PhaseId) -> bool:
+        self.stale += phase != self._phase_id
+        return phase != self._phase_id
+
+    def _open(self, opening: PhaseSetup, tasks: Sequence[ClientTask], holds: bool) -> None:
         self._clear()
         self._phase_id, self._holds = opening.phase, holds
-        # What still trains belongs to the phase before: its `TasksTrained` is stale, and must not hold this one up.
+        # What still trains belongs to the phase before: its `trained` is late, and must not hold this one up.
         self._busy = False
         self._queue.extend(tasks)
-        return [BeginPhase(opening), *self._next()]
+        self.port.begin(opening)
+        self._next(opening.phase)
 
     def _clear(self) -> None:
         self._queue.clear()
         self._timed, self._refused = [], []
         self._reported = False
-        self._phase = "idle"
+        self.phase = "idle"
 
-    def _next(self) -> list[ExecutorInstruction]:
-        assert self._phase_id is not None
+    def _next(self, phase: PhaseId) -> None:
         if self._busy:
-            return []
+            return
         if self._queue:
-            self._busy, self._reported, self._phase = True, False, "training"
-            return [TrainTasks(self._phase_id, self._next_tasks())]
-        if self._holds:
-            if self._reported:
-                return []
-            self._reported, self._phase = True, "drained"
-            return [ExecutorDrained(phase=self._phase_id)]
-        sums = SumsSent(phase=self._phase_id, timed=tuple(self._timed), refused=tuple(self._refused))
-        self._clear()
-        return [sums]
+            self._busy, self._reported, self.phase = True, False, "training"
+            self.port.train(phase, self._next_tasks())
+        elif not self._holds:
+            sums = SumsSent(phase=phase, timed=tuple(self._timed), refused=tuple(self._refused))
+            self._clear()
+            self.port.send_sums(sums)
+        elif not self._reported:
+            self._reported, self.phase = True, "drained"
+            self.port.answer(ExecutorDrained(phase=phase))
 
     def _next_tasks(self) -> tuple[ClientTask, ...]:
         tasks = [self._queue.popleft()]

@@ -1,4 +1,4 @@
-"""The phases of the two federated machines, and which event leads from one to another."""
+"""The phases of the coordinator of rounds, and which event leads from one to another."""
 
 from __future__ import annotations
 
@@ -9,27 +9,18 @@ from isthmus.protocol.federated_events import (
     PhaseUnderWay,
     RoundPlanned,
     RunInterrupted,
-    TasksTrained,
     Tick,
     Unmasked,
 )
 from isthmus.protocol.federated_messages import (
     ExecutorDrained,
     ExecutorJoined,
-    PhaseClosed,
-    PhaseDropped,
-    PhaseOpened,
     SumsSent,
-    TasksGranted,
-    TasksRecalled,
     TasksReturned,
-    UpdateRefused,
 )
 from isthmus.protocol.machine import Transitions
-from isthmus.protocol.run_messages import Halt
 
 CoordinatorPhase = Literal["joining", "planning", "running", "unmasking", "done"]
-ExecutorPhase = Literal["idle", "training", "drained", "stopped"]
 
 _BEGIN = "joining planning running done"
 """Where an executor that came may lead to: a run that is resumed after its last round has nothing to do."""
@@ -68,44 +59,6 @@ COORDINATOR = Transitions(
             Tick: "unmasking",
             RunInterrupted: "done",
             PhaseUnderWay: "unmasking",
-        },
-    },
-)
-
-_NEXT = "training drained idle"
-"""The next client; none is left, and there may be more; none is left, and the sums are sent."""
-
-EXECUTOR = Transitions(
-    "idle",
-    "stopped",
-    {
-        "idle": {
-            PhaseOpened: _NEXT,
-            TasksGranted: _NEXT,
-            TasksRecalled: "idle",
-            PhaseClosed: "idle",
-            PhaseDropped: "idle",
-            UpdateRefused: "idle",
-            Halt: "stopped",
-        },
-        "training": {
-            PhaseOpened: _NEXT,
-            TasksGranted: "training",
-            TasksRecalled: "training",
-            PhaseClosed: "training",
-            PhaseDropped: "idle",
-            UpdateRefused: "training",
-            TasksTrained: _NEXT,
-            Halt: "stopped",
-        },
-        "drained": {
-            PhaseOpened: _NEXT,
-            TasksGranted: _NEXT,
-            TasksRecalled: "drained",
-            PhaseClosed: "idle",
-            PhaseDropped: "idle",
-            UpdateRefused: "drained",
-            Halt: "stopped",
         },
     },
 )

@@ -18,7 +18,6 @@ from isthmus.protocol.federated_events import (
     CommitRound,
     ExecutorConnected,
     ExecutorDisconnected,
-    ExecutorEvent,
     FederatedEvent,
     FinishRounds,
     Notify,
@@ -26,13 +25,11 @@ from isthmus.protocol.federated_events import (
     PlanRound,
     RoundPlanned,
     RoundRecord,
-    TasksTrained,
     TellSite,
     Tick,
-    TrainTasks,
     Unmasked,
 )
-from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
@@ -44,12 +41,12 @@ from isthmus.protocol.federated_messages import (
     PhaseId,
     PhaseOpened,
     PhaseReport,
+    PhaseSetup,
     SumsSent,
     TasksGranted,
     TasksReturned,
 )
 from isthmus.protocol.federated_planning import plan_round
-from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
@@ -160,6 +157,8 @@ def simulate_federation(machine: FederatedCoordinator, costs: FederatedCosts, se
 
 Moves = Mapping[tuple[str, str], Sequence[int]]
 """Clients that moved, by the executor that took them and the one that had them."""
+_Tell = Callable[[float, str, PhaseReport], None]
+"""Seconds, the executor, its report."""
 MOST_NAMED = 8
 """Clients in one line; of more than a few, their number."""
 
@@ -189,17 +188,38 @@ def _clients(numbers: Sequence[int]) -> str:
 
 
 class _SimulatedExecutor:
-    """An executor's machine, and what it has still to do: one thing after another, as an executor's process does."""
+    """An executor's policy, and what it has still to do: one thing after another, as an executor's process does."""
 
     def __init__(
-        self, number: int, name: str, clients_per_vmap: int, secure: SecureRules | None, before: SimulatedSecrets | None
+        self, number: int, name: str, clients_per_vmap: int, secrets: SimulatedSecrets | None, tell: _Tell
     ) -> None:
         self.number = number
         self.name = name
-        self.machine = ExecutorMachine(clients_per_vmap)
-        self.secrets = None if secure is None else SimulatedSecrets(name, secure, before)
-        self.due: deque[TrainTasks | SumsSent] = deque()
+        self.policy = FederatedExecutor(self, clients_per_vmap)
+        self.secrets = secrets
+        self.due: deque[SumsSent | tuple[PhaseId, Sequence[ClientTask]]] = deque()
         self.trains = self.gone = False
+        self._tell = tell
+
+    # What the policy asks
+
+    def begin(self, opening: PhaseSetup) -> None:
+        """The broadcast has come with the order."""
+
+    def train(self, phase: PhaseId, tasks: Sequence[ClientTask]) -> None:
+        self.due.append((phase, tasks))
+
+    def answer(self, report: PhaseReport) -> None:
+        self._tell(0.0, self.name, report)
+
+    def send_sums(self, sums: SumsSent) -> None:
+        self.due.append(sums)
+
+    def forget(self, phase: PhaseId, kept: Sequence[int]) -> None:
+        """It has neither sums nor states."""
+
+    def stop(self) -> None:
+        """The simulation ends with its coordinator."""
 
 
 class _RoundsSimulation:
@@ -270,9 +290,11 @@ class _RoundsSimulation:
 
     def _join(self, name: str) -> None:
         number, sites = self._numbers[name], self._costs.sites
-        secure = self._machine.coordinator.rules.secure
-        before = self._executors[name].secrets if name in self._executors else None
-        self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secure, before)
+        secrets = None
+        if (secure := self._machine.coordinator.rules.secure) is not None:
+            secrets = SimulatedSecrets(name, secure, self._executors[name].secrets if name in self._executors else None)
+        executor = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secrets, self._tell)
+        self._executors[name] = executor
         self._decide(ExecutorConnected(executor=name))
         self._decide(FromDevice(name, ExecutorJoined(samples=sites[number] if sites else None)))
 
@@ -366,27 +388,17 @@ class _RoundsSimulation:
     # Executors
 
     def _arrive(self, executor: _SimulatedExecutor, order: ExecutorOrder | SecureOrder) -> None:
-        if executor.secrets is not None and not executor.gone:
+        if executor.gone:
+            return
+        if executor.secrets is not None:
             for report in executor.secrets.hear(order):
                 self._tell_masked(executor, report)
         match order:
             case KeysListed() | SharesDelivered() | UnmaskAsked():
                 pass
             case _:
-                self._hear(executor, order)
-
-    def _hear(self, executor: _SimulatedExecutor, event: ExecutorEvent) -> None:
-        if executor.gone:
-            return
-        for instruction in executor.machine.handle(event):
-            match instruction:
-                case TrainTasks() | SumsSent():
-                    executor.due.append(instruction)
-                case ExecutorDrained() | TasksReturned():
-                    self._tell(0.0, executor.name, instruction)
-                case _:
-                    pass
-        self._act(executor)
+                executor.policy.ordered(order)
+                self._act(executor)
 
     def _act(self, executor: _SimulatedExecutor) -> None:
         while executor.due and not executor.trains:
@@ -396,18 +408,19 @@ class _RoundsSimulation:
                         self._tell_masked(executor, report)
                 case SumsSent() as sums:
                     self._tell_sums(executor, sums)
-                case TrainTasks(phase=phase) if not executor.machine.works_for(phase):
-                    self._hear(executor, TasksTrained(phase=phase, timed=()))
-                case TrainTasks(phase=phase, tasks=tasks):
+                case phase, _ if not executor.policy.works_for(phase):
+                    executor.policy.trained(phase, ())
+                case phase, tasks:
                     executor.trains = True
                     timed = self._train(executor.number, phase, tasks)
                     over_s = self._clock.now_s + sum(t.seconds for t in timed) + self._costs.between_s
-                    done = TasksTrained(phase=phase, timed=timed)
-                    self._clock.at(over_s, executor.name, partial(self._trained, executor, done))
+                    self._clock.at(over_s, executor.name, partial(self._trained, executor, phase, timed))
 
-    def _trained(self, executor: _SimulatedExecutor, done: TasksTrained) -> None:
+    def _trained(self, executor: _SimulatedExecutor, phase: PhaseId, timed: Sequence[ClientTime]) -> None:
         executor.trains = False
-        self._hear(executor, done)
+        if not executor.gone:
+            executor.policy.trained(phase, timed)
+            self._act(executor)
 
     def _tell_sums(self, executor: _SimulatedExecutor, sums: SumsSent) -> None:
         costs, number = self._messages[executor.number], sums.phase.number

@@ -13,26 +13,22 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 from isthmus.federated.client_trainer import ClientTrainer
-from isthmus.protocol.federated_events import (
-    BeginPhase,
-    ExecutorEvent,
-    ForgetPhase,
-    StopExecutor,
-    TasksTrained,
-    TrainTasks,
-)
-from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ExecutorDrained,
     ExecutorJoined,
     ExecutorOrder,
+    PhaseId,
     PhaseOpened,
+    PhaseSetup,
     SumsSent,
     TasksReturned,
 )
@@ -45,11 +41,10 @@ from isthmus.runtime.transport.channel import MessageChannel, dial
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of, start_heartbeats
 
 Broadcast = dict[str, Tensor]
-Act = tuple[BeginPhase, Broadcast] | tuple[TrainTasks, tuple[ClientTask, ...]] | SumsSent | ForgetPhase
 
 
 class Executor:
-    """The machine's driver. Two threads act, never both at once."""
+    """The policy's host. Two threads act, never both at once."""
 
     def __init__(
         self,
@@ -62,7 +57,7 @@ class Executor:
         shared: SharedMemory | None = None,
     ) -> None:
         """Without `shared` memory all values are sent."""
-        self.machine = ExecutorMachine(clients_per_vmap)
+        self.policy = FederatedExecutor(self, clients_per_vmap)
         self.site = site
         self._channel = channel
         self._sender = sender
@@ -70,8 +65,8 @@ class Executor:
         self._timeout_s = timeout_s
         self._deciding = threading.Lock()
         self._acting = threading.Lock()
-        self._acts: deque[Act] = deque()
-        self._wakeups: queue.SimpleQueue[Exception | StopExecutor | None] = queue.SimpleQueue()
+        self._acts: deque[Callable[[], None]] = deque()
+        self._wakeups: queue.SimpleQueue[Exception | Literal["act", "stop"]] = queue.SimpleQueue()
         """Wakes the main thread: there are acts, or it is over."""
         self._broadcast: Broadcast = {}
         self._shared = shared
@@ -81,8 +76,8 @@ class Executor:
     def run(self) -> None:
         """Until halted. Raises what ended the connection, or training."""
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
-        while not isinstance(wakeup := self._wakeups.get(), StopExecutor):
-            if wakeup is not None:
+        while (wakeup := self._wakeups.get()) != "stop":
+            if isinstance(wakeup, Exception):
                 raise wakeup
             with self._acting:
                 self._work_off()
@@ -91,28 +86,12 @@ class Executor:
     def _work_off(self) -> None:
         """The caller holds the lock."""
         while self._acts:
-            match act := self._acts.popleft():
-                case (BeginPhase(opening=opening), broadcast):
-                    self.site.open(opening, broadcast)
-                case (TrainTasks(phase=phase), _) if not self.machine.works_for(phase):
-                    self._handle(
-                        TasksTrained(phase=phase, timed=())
-                    )  # dropped while a client of an earlier phase was trained
-                case (TrainTasks(phase=phase, tasks=tasks), upcoming):
-                    self.site.expect((*tasks, *upcoming))
-                    if self._shared is not None:
-                        self._shared.accumulator.wait(self._timeout_s)
-                    timed, refused = self.site.train(tasks)
-                    self._handle(TasksTrained(phase=phase, timed=timed, refused=refused))
-                case SumsSent():
-                    self._send_sums(act)
-                case ForgetPhase(kept=kept):
-                    self.site.forget(kept)
+            self._acts.popleft()()
 
     def _act(self, brief: bool) -> None:
         """In the thread that receives: what there is to do now, by itself or by the main thread."""
         if not brief or not self._acting.acquire(blocking=False):  # the other still trains for a phase before
-            self._wakeups.put(None)
+            self._wakeups.put("act")
             return
         try:
             self._work_off()
@@ -139,46 +118,64 @@ class Executor:
                     broadcast |= self._shared.broadcast_memory.get(message.in_shared_memory)
                 self._on_order(body, broadcast)
                 self._broadcast = broadcast
-                self._handle(body)
+                self._order(body)
                 self._act(brief)
             case Halt():
-                self._handle(body)
+                self._order(body)
             case KeysListed() | SharesDelivered() | UnmaskAsked():
                 self._on_order(body, {})
             case _:
                 self._on_order(body, {})
-                self._handle(body)
+                self._order(body)
                 self._act(brief=False)
 
     def _on_order(self, order: ExecutorOrder | SecureOrder, broadcast: Broadcast) -> None:
-        """Before the machine: executors of one machine have no use for it."""
+        """Before the policy: executors of one machine have no use for it."""
 
-    def _handle(self, event: ExecutorEvent) -> None:
-        """From both threads: one event at a time, answers at once, everything else to who acts, in order."""
+    def _order(self, order: ExecutorOrder | Halt) -> None:
         with self._deciding:
-            for instruction in self.machine.handle(event):
-                match instruction:
-                    case ExecutorDrained() | TasksReturned():
-                        self._sender.put(FromExecutor(run=self._run, body=instruction))
-                    case BeginPhase():
-                        self._acts.append((instruction, self._broadcast))
-                    case TrainTasks():
-                        self._acts.append((instruction, self.machine.upcoming))
-                    case SumsSent() | ForgetPhase():
-                        self._acts.append(instruction)
-                    case StopExecutor():
-                        self._wakeups.put(instruction)
+            self.policy.ordered(order)
+
+    # What the policy asks: answers are sent at once, everything else is done in order by the thread that acts
+
+    def begin(self, opening: PhaseSetup) -> None:
+        self._acts.append(partial(self.site.open, opening, self._broadcast))
+
+    def train(self, phase: PhaseId, tasks: Sequence[ClientTask]) -> None:
+        self._acts.append(partial(self._train, phase, tasks, self.policy.upcoming))
+
+    def answer(self, report: ExecutorDrained | TasksReturned) -> None:
+        self._sender.put(FromExecutor(run=self._run, body=report))
+
+    def send_sums(self, sums: SumsSent) -> None:
+        self._acts.append(partial(self._send_sums, sums))
+
+    def forget(self, phase: PhaseId, kept: Sequence[int]) -> None:
+        self._acts.append(partial(self.site.forget, kept))
+
+    def stop(self) -> None:
+        self._wakeups.put("stop")
+
+    def _train(self, phase: PhaseId, tasks: Sequence[ClientTask], upcoming: Sequence[ClientTask]) -> None:
+        timed, refused = (), ()
+        if self.policy.works_for(phase):  # else it was dropped while a client of an earlier phase was trained
+            self.site.expect((*tasks, *upcoming))
+            if self._shared is not None:
+                self._shared.accumulator.wait(self._timeout_s)
+            timed, refused = self.site.train(tasks)
+        with self._deciding:
+            self.policy.trained(phase, timed, refused)
 
     def _send_sums(self, sums: SumsSent) -> None:
-        partial = self.site.partial
-        tensors, shared_bounds = partial.tensors(), None
-        if self._shared is not None and (bounds := partial.bounds()):
+        own = self.site.partial
+        tensors, shared_bounds = own.tensors(), None
+        if self._shared is not None and (bounds := own.bounds()):
             shared_bounds = bounds
             tensors = {name: tensor for name, tensor in tensors.items() if name not in shared_bounds}
         self.site.hand_over()  # the last state is written while bounds are looked for
         if self._shared is not None and shared_bounds is not None:
             self._shared.accumulator.publish()
-        values = SummedValues(weights=partial.weights(), shared_bounds=shared_bounds)
+        values = SummedValues(weights=own.weights(), shared_bounds=shared_bounds)
         message = FromExecutor(run=self._run, body=sums, values=values, tensors=headers_of(tensors))
         self._sender.put(message, list(tensors.values()))
         self._sender.flush()  # the sums' memory is used again
