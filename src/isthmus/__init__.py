@@ -73,7 +73,7 @@ _WHERE = {
     "verify": "isthmus.api.plan",
     "what_if": "isthmus.api.what_if",
 }
-"""By name: the module that has it, or that it is."""
+"""Each name's module, or the module that the name is."""
 
 __all__ = [
     "Callback",

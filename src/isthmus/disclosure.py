@@ -14,7 +14,7 @@ from isthmus.errors import UserError
 from isthmus.reading import read_json
 
 LEAST, MOST = 1e-12, 1e9
-"""What float64 and the accountant can hold."""
+"""Range of values that float64 and the accountant can hold."""
 Above = Annotated[float, Meta(gt=0)]
 
 
@@ -68,7 +68,7 @@ class SampleRange(msgspec.Struct, frozen=True, kw_only=True):
     end: int
     """One past the last."""
     mu_squared: float
-    """Of one pass."""
+    """The square of mu of one pass."""
 
 
 class PrivacySpent(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,14 +76,14 @@ class PrivacySpent(msgspec.Struct, frozen=True, kw_only=True):
 
     delta: float
     epsilon: float = 0.0
-    """Of the training sample that was sent most often."""
+    """Epsilon of the training sample that was sent most often."""
     heldout_epsilon: float = 0.0
     by_epoch: tuple[float, ...] = ()
     """Epsilon after each pass over the training samples, the one under way included."""
     samples: tuple[int, ...]
     """Training samples: how many, or of each of several holders with data of their own."""
     stretches: tuple[tuple[SampleRange, ...], ...] = ()
-    """Of the order of each holder's data, that were sent."""
+    """Stretches, in the order of each holder's data, that were sent."""
     heldout_mu_squared: float = 0.0
 
     def __str__(self) -> str:

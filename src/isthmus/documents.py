@@ -85,7 +85,7 @@ DEEPEST = 50
 
 
 def _inside(value: object) -> Iterable[object]:
-    """What a table or a list holds."""
+    """Return the values in a table or a list."""
     if isinstance(value, dict):
         return cast("dict[str, object]", value).values()
     return cast("list[object]", value) if isinstance(value, list) else ()
@@ -155,7 +155,7 @@ def _is_quantity(default: object) -> bool:
 
 
 def _choice_of(expected: object) -> object:
-    """What a text may be: of a type such as `Literal["a", "b"] | tuple[Item, ...]` its first part."""
+    """Return the type of a text: in a type such as `Literal["a", "b"] | tuple[Item, ...]` the first part."""
     inner = typing.get_args(expected)
     if typing.get_origin(expected) not in (typing.Union, types.UnionType) or str in inner:
         return expected

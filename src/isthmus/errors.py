@@ -1,9 +1,9 @@
-"""What went wrong, and whose fault it was.
+"""Errors, and whose fault each is.
 
     IsthmusError
       ├─ UserError       bad config, model or input: exit 2
       │    └─ FleetTooSmall   the fleet cannot hold the job: exit 3
-      ├─ PeerError       another party sent something wrong, or went away: exit 4
+      ├─ PeerError       a peer sent something wrong, or went away: exit 4
       │    └─ DivergedUpdate  its numbers are not finite
       ├─ StepError       the job's model or data raised on a device: exit 2
       ├─ Diverged        the training's numbers are not finite: exit 1

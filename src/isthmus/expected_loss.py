@@ -1,4 +1,4 @@
-"""What packed messages are expected to cost in loss, from trainings that were measured.
+"""The expected increase of the loss by compressed messages, from trainings that were measured.
 
 A held-out loss at equal steps, relative to the dense model's: `measured_losses.json`, which benchmarks/wan_loss writes,
 from a pipeline of eight stages. Each message of a plan is charged an equal part of what all packed messages of the
@@ -17,7 +17,7 @@ from isthmus.plans import CompressionConfig, Edge, Packing, Replica
 
 BOTTLENECKS = 7
 MESSAGES = 2 * BOTTLENECKS
-"""Of the measured pipeline, there and back."""
+"""Messages of the measured pipeline, there and back."""
 
 
 class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,29 +25,29 @@ class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
 
     measured_on: str
     exponent: float
-    """Of the dense model's loss, which falls as steps ** -exponent between half of the steps and all."""
+    """Exponent of the dense model's loss, which falls as steps ** -exponent between half of the steps and all."""
     codecs: dict[str, float]
-    """Of all messages."""
+    """Increases by all messages."""
     topk: dict[float, float]
     """The same, by ratio."""
     subspace: dict[float, float]
-    """By rate."""
+    """Increases by rate."""
     residual: dict[float, float]
-    """Of all bottlenecks, by rate."""
+    """Increases by all bottlenecks, by rate."""
 
 
 MEASURED_FILE = resources.files("isthmus").joinpath("measured_losses.json")
 _MEASURED = msgspec.json.decode(MEASURED_FILE.read_bytes(), type=MeasuredLosses)
 MEASURED_ON, EXPONENT = _MEASURED.measured_on, _MEASURED.exponent
 CODECS = {name: increase / MESSAGES for name, increase in _MEASURED.codecs.items()}
-"""By one message."""
+"""Increases by one message."""
 TOPK = {1.0: 0.0} | {ratio: increase / MESSAGES for ratio, increase in _MEASURED.topk.items()}
 """The same of top-K, by ratio."""
 BOUNDARIES = {"subspace": _MEASURED.subspace, "residual": _MEASURED.residual}
 
 
 def expected_increase(packing: Packing) -> float:
-    """By one message, as a share of the loss; inf where nothing like it was measured."""
+    """Return the increase by one message, as a share of the loss; inf where nothing like it was measured."""
     if packing.codec != "topk":
         return CODECS.get(packing.codec, math.inf)
     if packing.ratio > max(TOPK):
@@ -59,14 +59,14 @@ def expected_increase(packing: Packing) -> float:
 
 
 def boundary_increase(method: str, rates: Collection[float]) -> float:
-    """By a boundary of the model: `residual` has a bottleneck for each rate, of which the measured pipeline had
-    `BOTTLENECKS`. inf where a rate was not measured."""
+    """Return the increase by a boundary of the model: `residual` has a bottleneck for each rate, of which the measured
+    pipeline had `BOTTLENECKS`. inf where a rate was not measured."""
     found = sum(BOUNDARIES[method].get(rate, math.inf) for rate in rates)
     return found / BOTTLENECKS if method == "residual" else found
 
 
 def harshest_ratio(budget: float) -> float:
-    """Of top-K: the highest, rounded up, whose increase by one message is within the budget."""
+    """Return top-K's highest ratio, rounded up, whose increase by one message is within the budget."""
     points = list(TOPK.items())
     above = next((k for k, (_, increase) in enumerate(points) if increase > budget), None)
     if above is None:
@@ -76,24 +76,24 @@ def harshest_ratio(budget: float) -> float:
 
 
 def more_steps(increase: float) -> float:
-    """By what factor more steps reach the loss that would be reached without the increase."""
+    """Return the factor of the steps that reach the loss that would be reached without the increase."""
     return (1 + increase) ** (1 / EXPONENT)
 
 
 def increase_of(replicas: Iterable[Replica]) -> float:
-    """By all packed messages of a plan; those of a replica for its part of the batch."""
+    """Return the increase by all compressed messages of a plan; those of a replica count for its part of the batch."""
     parts = [(r.micro_batches, packed_increase(r.edges)) for r in replicas]
     return sum(count * increase for count, increase in parts) / sum(count for count, _ in parts)
 
 
 def packed_increase(edges: Iterable[Edge]) -> float:
-    """By the packed messages of one replica."""
+    """Return the increase by the compressed messages of one replica."""
     packed = [c for e in edges for c in (e.forward_compression, e.backward_compression) if c is not None]
     return sum(expected_increase(c.packing) for c in packed)
 
 
 def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
-    """What of all messages is packed, in words."""
+    """Say how many of all messages are compressed."""
     edges = [edge for replica in replicas for edge in replica.edges]
     packed = sum(c is not None for e in edges for c in (e.forward_compression, e.backward_compression))
     sent = sum(size > 0 for e in edges for size in (e.forward_bytes, e.backward_bytes))

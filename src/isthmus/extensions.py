@@ -1,4 +1,4 @@
-"""What is not part of the core: optional libraries, third-party entries, and options checked against a struct."""
+"""Additions to the core: optional libraries, third-party entries, and options checked against a struct."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ EXTRAS = {
     "alembic": "mlflow",
     "prometheus_client": "prometheus",
 }
-"""By importable module, the extra of ours that installs it. torch brings sympy along."""
+"""The extra of ours that installs each importable module. torch brings sympy along."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})
 """Modules of the standard library that Windows has not."""
 
 
 def to_install(module: str) -> str:
-    """What to type for an optional library. No release is published yet, so it is typed in a checkout."""
+    """Return the command that installs an optional library. No release is published yet, so it is run in a checkout."""
     return f"pip install '.[{EXTRAS[module.partition('.')[0]]}]' in a checkout of isthmus"
 
 
 def what_is_missing(owner: str, error: ModuleNotFoundError) -> str | None:
-    """What `owner` needs to be able to import what it could not; None for a module that is neither a library of an
+    """Return the advice that lets `owner` import what it could not; None for a module that is neither a library of an
     extra nor one that the system lacks."""
     module = (error.name or "").partition(".")[0]
     if module in EXTRAS:
@@ -95,7 +95,7 @@ def third_party(group: str) -> dict[str, EntryPoint]:
 
 
 def load_third_party(entry: EntryPoint) -> object:
-    """What the entry point names. Any failure is the other package's, so it becomes a `UserError`."""
+    """Load an entry point. Any failure is the other package's, so it becomes a `UserError`."""
     try:
         return entry.load()
     except Exception as error:
@@ -103,7 +103,8 @@ def load_third_party(entry: EntryPoint) -> object:
 
 
 def import_object(owner: str, name: str) -> object:
-    """What `package.module:name` names; dots after the colon go into classes. `owner` is who asks, for messages.
+    """Return the object that `package.module:name` names; dots after the colon go into classes. `owner` is for
+    messages.
 
     The module is the user's own and may raise anything while it is imported: that becomes a `UserError` too.
     """

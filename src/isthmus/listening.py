@@ -61,5 +61,5 @@ def private_listener(host: str, port: int, command: str) -> PrivateListener:
 
 
 def own_hosts(port: int) -> frozenset[str]:
-    """What a client of this machine calls it. A page of another site may point its own name here: that is none."""
+    """The names of this host for its clients. A page of another site may point its own name here: that is none."""
     return frozenset(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))

@@ -1,4 +1,4 @@
-"""What a settings struct accepts, in words: the source of `isthmus describe`, of the job reference and of its test."""
+"""A settings struct's options, in words: the source of `isthmus describe`, of the job reference and of its test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OptionDoc(msgspec.Struct, frozen=True):
     """As TOML has it; `required`, or nothing where leaving the key out is a choice of its own."""
     meaning: str
     structs: tuple[type[msgspec.Struct], ...] = ()
-    """Of the tables that the value may hold."""
+    """Structs of the tables that the value may hold."""
 
 
 def option_docs(struct: type[msgspec.Struct]) -> tuple[OptionDoc, ...]:
@@ -68,7 +68,7 @@ def argument_docs(build: object) -> tuple[OptionDoc, ...]:
 
 
 def first_line(described: object) -> str:
-    """Of the docstring."""
+    """Return the first line of the docstring."""
     return (inspect.getdoc(described) or "").partition("\n")[0]
 
 
@@ -143,7 +143,7 @@ def _structs(hint: Any) -> Iterator[type[msgspec.Struct]]:
 
 @functools.cache
 def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """By field; a subclass says the last word."""
+    """Return the meanings by field; a subclass's replace those of its bases."""
     found: dict[str, str] = {}
     for one in reversed(struct.__mro__):
         if msgspec.Struct not in one.__mro__[1:]:

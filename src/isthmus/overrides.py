@@ -1,4 +1,4 @@
-"""What is given in place of what a document says: `training.steps=50`."""
+"""Values in place of a document's: `training.steps=50`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 def read_overrides(
     texts: Sequence[str], option: str = "--set", example: str = "training.steps=50"
 ) -> dict[str, object]:
-    """Of `KEY=VALUE`, with values as in TOML; what is no value there is text. UserError for one that is no such pair.
+    """Read texts `KEY=VALUE`, with values as in TOML; what is no value there is text. UserError for one that is no such
+    pair.
 
     >>> read_overrides(["training.steps=50", "fleet=laptop", "plan.micro_batches=[2, 4]"])
     {'training.steps': 50, 'fleet': 'laptop', 'plan.micro_batches': [2, 4]}
@@ -78,7 +79,7 @@ def _place(at: object, last: str, value: object, key: str) -> None:
 
 
 def _entries(at: object, part: str, key: str) -> list[object]:
-    """Of a list, which has one of this number."""
+    """Return a list's entries, among which is one of this number."""
     entries = cast("list[object]", at) if isinstance(at, list) else []
     number = whole_number(part)
     if number is None or number >= len(entries):

@@ -46,7 +46,7 @@ class UnknownConnections:
     def __init__(self, most: int = MOST_UNKNOWN) -> None:
         self._most = most
         self._of: dict[str, dict[Hashable, _Connection]] = {}
-        """By address, the oldest first."""
+        """Connections by address, the oldest first."""
         self._address: dict[Hashable, str] = {}
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class UnknownConnections:
 
 
 def network_of(host: str) -> str:
-    """What one party has: an IPv4 address, or the 64 bits that begin an IPv6 address."""
+    """Return a client's network: an IPv4 address, or the 64 bits that begin an IPv6 address."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

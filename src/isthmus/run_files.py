@@ -20,15 +20,15 @@ from isthmus.errors import UserError
 JOB = "job.json"
 """The job, as it was run."""
 LOSSES = "losses.jsonl"
-"""Of a pipeline."""
+"""A pipeline's losses."""
 ROUND_LINES = "rounds.jsonl"
-"""Of a federated run."""
+"""The rounds of a federated run."""
 FINGERPRINTS = "fingerprints.jsonl"
-"""Of a pipeline whose steps can be audited."""
+"""Fingerprints of a pipeline whose steps can be audited."""
 CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
-"""Of a pipeline: the folder, and in each checkpoint the file that makes it complete."""
+"""A pipeline's folder of checkpoints, and in each checkpoint the file that makes it complete."""
 ROUNDS = "rounds"
-"""Of a federated run: the folder of committed rounds."""
+"""A federated run's folder of committed rounds."""
 
 Found = TypeVar("Found")
 Line = TypeVar("Line", bound=msgspec.Struct)
@@ -94,7 +94,7 @@ def newest_whole(
     passed_over: Callable[[str], None],
     damaged: type[UserError] = UserError,
 ) -> Found | None:
-    """What `read` makes of the newest file that is whole; None where nothing was ever saved.
+    """Read the newest file that is whole; None where nothing was ever saved.
 
     `read` raises `damaged` for a file that is not as it was saved; `passed_over` gets the reason of each. UserError
     when none of those that are there is whole: to begin anew is for the user to say.

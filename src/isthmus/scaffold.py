@@ -21,20 +21,20 @@ TASKS: tuple[Task, ...] = ("text", "images", "federated")
 HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"
 STEPS: Mapping[Task, int] = {"text": 60, "images": 60, "federated": 20}
-"""Of a first run: less than a minute."""
+"""Steps of a first run: less than a minute."""
 CLIENTS = 50
 DATA: Mapping[Task, tuple[str, str]] = {
     "text": ("Which text (a file, a glob, or stdlib for Python's own source)?", "stdlib"),
     "images": ("Which images (a folder with a folder per class, or digits)?", "digits"),
 }
-"""By task: the question, and its default."""
+"""Each task's question, and its default."""
 SPLITS = ("train", "training")
 _HELD = "# share that does not train: eval_every evaluates on it"
 """Folders that hold the classes of an image folder that is divided already."""
 
 
 class FirstJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What `write_first_job` writes. `steps` are rounds of a federated job, `devices` its executors."""
+    """The contents of `write_first_job`'s files. `steps` are rounds of a federated job, `devices` its executors."""
 
     name: str
     task: Task = "text"
@@ -43,7 +43,7 @@ class FirstJob(msgspec.Struct, frozen=True, kw_only=True):
     machine, as are a federated job's."""
     devices: int = 2
     clients: int = CLIENTS
-    """Of a federated job."""
+    """Clients of a federated job."""
     steps: int = 0
     """0: as `STEPS` has it."""
 
@@ -108,7 +108,7 @@ def write_first_job(folder: Path, first: FirstJob) -> list[Path]:
 
 
 def example_names() -> list[str]:
-    """Of jobs, and of folders with scripts."""
+    """Return the names of example jobs, and of folders with scripts."""
     found = [path for path in _examples().iterdir() if path.suffix == ".toml" or path.is_dir()]
     return sorted(path.stem for path in found if not path.stem.endswith("-fleet") and path.name[0] not in "._")
 

@@ -131,7 +131,7 @@ def _by_thread(trace: Trace) -> dict[tuple[str, str], list[Span]]:
 
 
 def _lanes(spans: Iterable[Span]) -> Iterator[int]:
-    """Of each span the first lane that is free when it starts."""
+    """Yield for each span the first lane that is free when it starts."""
     ends: list[float] = []
     for span in spans:
         lane = next((number for number, end_s in enumerate(ends) if end_s <= span.start_s), len(ends))

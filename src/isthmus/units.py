@@ -140,7 +140,7 @@ def parse_size(text: object, field: str) -> int:
 
 
 def whole_number(text: str) -> int | None:
-    """Of decimal digits; None for another text, and for more digits than any count has: Python refuses thousands."""
+    """Read decimal digits; None for another text, and for more digits than any count has: Python refuses thousands."""
     return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
@@ -187,7 +187,7 @@ def format_metric(name: str, value: float | None) -> str:
 
 
 def format_metrics(metrics: Mapping[str, float | None]) -> str:
-    """What follows a loss in a sentence (", accuracy 97.2%"); empty without metrics."""
+    """Return the text behind a loss in a sentence (", accuracy 97.2%"); empty without metrics."""
     return "".join(f", {name} {format_metric(name, value)}" for name, value in metrics.items())
 
 

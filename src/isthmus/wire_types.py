@@ -24,7 +24,7 @@ MOST_TEXT = 1 << 16
 MOST_HOST = 255
 """Characters: a host's name in DNS has at most 253."""
 MOST_ITEMS = 1 << 22
-"""Of a list or table: four million clients, operators or samples' copies. A header of 64 MiB has room for few more."""
+"""Items of a list or table: four million clients, operators or samples. A header of 64 MiB has room for few more."""
 MOST_DEVICES = 1 << 20
 """And stages, replicas, groups, fragments: a hundred times 10,000 devices."""
 MOST_COUNT = 1 << 48
@@ -34,11 +34,11 @@ MOST_CLIENTS = 1 << 31
 MOST_BYTES = 1 << 60
 """Bytes, elements of a tensor: an exbibyte."""
 MOST_SECONDS = 1e10
-"""Of a duration: 300 years."""
+"""Seconds of a duration: 300 years."""
 MOST_THREADS = 1024
 """More than the cores of a machine."""
 MOST_STREAMS = 8
-"""Of one link."""
+"""Streams of one link."""
 MOST_DIMS = 64
 """Dims of a tensor: torch takes no more."""
 
@@ -53,7 +53,7 @@ CountOrNone = Annotated[int, Meta(ge=-1, le=MOST_COUNT)]
 """-1 stands for none."""
 Positive = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
 Place = Annotated[int, Meta(ge=0, le=MOST_DEVICES)]
-"""Of a stage, worker, replica, group or fragment; or how many there are."""
+"""The number of a stage, worker, replica, group or fragment; or how many there are."""
 PlaceOrNone = Annotated[int, Meta(ge=-1, le=MOST_DEVICES)]
 Client = Annotated[int, Meta(ge=0, le=MOST_CLIENTS)]
 Amount = Annotated[int, Meta(ge=0, le=MOST_BYTES)]

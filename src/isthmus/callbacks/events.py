@@ -1,4 +1,4 @@
-"""What a callback gets: one struct per method."""
+"""The events of a callback: one struct per method."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float | None] = {}
     """The job's metrics by name; None of one that counted nothing."""
     clients: Mapping[str, float] = {}
-    """Of a federated run: the mean of `loss` and of each metric over clients or sites, each on its own data."""
+    """The mean of `loss` and of each metric of a federated run over clients or sites, each on its own data."""
 
 
 class RunFault(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ class CallbackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def find_callback(config: CallbackConfig) -> Callable[[], object]:
-    """What builds it. UserError for a name that means nothing and for options that it does not take."""
+    """Return the function that builds it. UserError for an unknown name and for options that it does not take."""
     owner = f"callback {config.name!r}"
     registered = third_party(ENTRY_POINTS)
     if config.name not in registered and ":" not in config.name:
@@ -114,7 +114,7 @@ class Callbacks:
 
 
 def outcome_of(error: BaseException) -> Literal["interrupted", "lost", "diverged", "failed"]:
-    """What a run came to that an error ended."""
+    """Return the outcome of a run that an error ended."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return "lost" if isinstance(error, PeerError) else "diverged" if isinstance(error, Diverged) else "failed"
@@ -122,7 +122,7 @@ def outcome_of(error: BaseException) -> Literal["interrupted", "lost", "diverged
 
 @contextlib.contextmanager
 def _blamed(owner: str) -> Generator[None]:
-    """What a user's own code raises, in one line."""
+    """Report an exception of a user's own code in one line."""
     try:
         yield
     except IsthmusError:

@@ -82,7 +82,7 @@ _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 
 def commands() -> dict[str, Any]:
-    """By name, as typer makes them for its click, of which it exports no types."""
+    """Return the commands by name, as typer makes them for its click, of which it exports no types."""
     return cast("Any", typer.main.get_command(app)).commands
 
 

@@ -30,7 +30,7 @@ from isthmus.errors import UserError
 app = typer.Typer()
 
 STEPS = 4
-"""Of a simulation, where nothing else is said."""
+"""Steps of a simulation by default."""
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a job can name, and where: lists of it, and `isthmus describe`."""
+"""Lists of the names that a job can have, and where; and `isthmus describe`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def local_path(text: str) -> Path:
-    """Of an option that is written to; UserError for the address of a remote store."""
+    """Return the path of an option that is written to; UserError for the address of a remote store."""
     check_is_local("path", text)
     return Path(text)
 
@@ -154,7 +154,7 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class FaultOptions:
-    """What goes wrong in a simulation; each may be given again."""
+    """Faults of a simulation; each may be given again."""
 
     fault: Annotated[
         list[str] | None,

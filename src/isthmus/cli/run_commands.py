@@ -99,6 +99,6 @@ def audit(
 
 
 def _warn(lines: Iterable[str]) -> None:
-    """What could not be read."""
+    """Print what could not be read."""
     for line in lines:
         print(line, file=sys.stderr)

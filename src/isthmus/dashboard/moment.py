@@ -48,7 +48,7 @@ class Moment:
                 pass
 
     def state(self, device: str) -> str:
-        """Of a device: lost, left, unused, done, paused or working."""
+        """Return a device's state: lost, left, unused, done, paused or working."""
         if device in self._gone:
             return self._gone[device]
         if self.period is None or device not in self.period.plan.used:

@@ -21,12 +21,11 @@ class RoundShown(msgspec.Struct, frozen=True):
 
     @property
     def makespan_s(self) -> float:
-        """Of the executor that trained longest."""
+        """Seconds of the executor that trained longest."""
         return max((sum(t.seconds for t in timed) for timed in self.record.trained.values()), default=0.0)
 
 
 def round_row(line: RoundShown) -> dict[str, object]:
-    """What became of a round."""
     record = line.record
     return {
         "round": record.round + 1,

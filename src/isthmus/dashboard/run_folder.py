@@ -124,7 +124,7 @@ class WatchedRun:
 
     @property
     def modules(self) -> dict[str, str]:
-        """By operator, the module that it belongs to, as tables name it."""
+        """The module of each operator, as tables name it."""
         graph = self.document("graph.json", _Graph)
         return {op.name: op.module for op in graph.ops if op.module} if graph else {}
 

@@ -1,4 +1,4 @@
-"""What the page shows of a run: all of it at once, and as it was at a moment. Pure: files in, documents out."""
+"""The page's view of a run: all of it at once, and as it was at a moment. Pure: files in, documents out."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _curve(points: Sequence[LossPoint], split: str) -> list[list[float | None]]:
 
 
 def _metrics(points: Sequence[LossPoint]) -> dict[str, list[list[float | None]]]:
-    """By name: steps, and the metric's values."""
+    """Return the steps and the values of each metric."""
     kept = _thinned([p for p in points if p.split == "heldout"])
     names = dict.fromkeys(name for p in kept for name in p.metrics)
     return {name: [[p.step for p in kept], [p.metrics.get(name) for p in kept]] for name in names}

@@ -177,7 +177,7 @@ def _file(path: Path) -> Callable[[Request], Coroutine[None, None, Response]]:
 
 
 def application(source: Source, *, port: int, token: str = "") -> Starlette:
-    """What answers at this port. With a token every request needs it."""
+    """Return the application at this port. With a token every request needs it."""
     answers = Answers(source)
     routes = [
         *(Route(url, _file(path)) for url, path in FILES.items()),

@@ -15,18 +15,18 @@ from isthmus.reading import printable
 from isthmus.run_files import JOB
 
 MOST_RUNS = 200
-"""Of a list, the newest."""
+"""Runs of a list, the newest."""
 DEPTH = ("*", "*/*")
 """A sweep's folder holds its runs one folder further down."""
 
 
 class Source(Protocol):
     def runs(self) -> dict[str, WatchedRun]:
-        """By name, the newest first."""
+        """Return the runs by name, the newest first."""
         ...
 
     def fleet(self) -> dict[str, object] | None:
-        """Of a fleet: who is here, and its jobs."""
+        """Describe a fleet: its members and its jobs."""
         ...
 
 

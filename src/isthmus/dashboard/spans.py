@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from isthmus.trace import Span
 
 MOST_BARS = 3000
-"""Of a picture. Of more spans, those that are narrower than a column are drawn as one bar."""
+"""Bars of a picture. If there are more spans, those that are narrower than a column are drawn as one bar."""
 
 
 class LightSpan(msgspec.Struct, gc=False):
@@ -32,7 +32,7 @@ class LightSpan(msgspec.Struct, gc=False):
 
 
 class Bar(NamedTuple):
-    """Of one span, or of several that are drawn as one under the name that takes most of their time. In seconds."""
+    """One span in seconds, or several that are drawn as one under the name that takes most of their time."""
 
     start_s: float
     end_s: float
@@ -96,7 +96,7 @@ class SpanTable:
         return float(starts.min()), float(max(end, starts.min()))
 
     def rates(self, first_row: int, end_row: int) -> dict[tuple[str, str], float]:
-        """By source and target: bytes per second while these rows' sends were under way."""
+        """Return bytes per second while these rows' sends were under way, by source and target."""
         rows, words = slice(first_row, end_row), list(self._words)
         sends = self._named(1, "send", rows)
         whole, times = self.whole[rows][sends], self.times[rows][sends]
@@ -109,7 +109,7 @@ class SpanTable:
         }
 
     def bars(self, from_s: float, to_s: float, columns: int) -> dict[tuple[str, str], list[Bar]]:
-        """What a picture of so many columns shows of a time, by device and track."""
+        """Return the bars of a time in a picture of so many columns, by device and track."""
         inside = (self.times[:, 1] > from_s) & (self.times[:, 0] < to_s)
         times, whole, words = self.times[inside], self.whole[inside], list(self._words)
         narrow = (times[:, 1] - times[:, 0] < (to_s - from_s) / columns) & (len(times) > MOST_BARS)

@@ -17,7 +17,7 @@ TRACKS = ("compute", "send", "receive", "down", "up", "control")
 
 
 class Timelines:
-    """Of runs that work, with the prediction of each of their plans, simulated once."""
+    """The timelines of runs that work, with the prediction of each of their plans, simulated once."""
 
     def __init__(self) -> None:
         self._simulated: dict[bytes, SpanTable] = {}
@@ -66,7 +66,7 @@ class Timelines:
         }
 
     def _simulation(self, period: PlanPeriod) -> SpanTable:
-        """What the run's end will write as predicted.jsonl, of this plan."""
+        """Simulate this plan, as the run's end will for predicted.jsonl."""
         key = msgspec.json.encode(period)
         if key not in self._simulated:
             simulator = importlib.import_module("isthmus.simulator")  # two seconds, for who asks

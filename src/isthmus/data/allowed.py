@@ -1,4 +1,4 @@
-"""What somebody else's job may name of this device's data: kinds that its owner allows, files in one folder."""
+"""The data of this device that somebody else's job may name: kinds that its owner allows, files in one folder."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ MOST_WHOLE = 2**63 - 1
 
 
 def inner_type(held: Any) -> Any:
-    """What a type's values consist of: of a list its elements, of an extension its storage; None of all others."""
+    """Return the type of a list's elements or of an extension's storage; None for all other types."""
     types = import_extra("pyarrow.types")
     if types.is_list(held) or types.is_large_list(held) or types.is_fixed_size_list(held):
         return held.value_type
@@ -71,7 +71,7 @@ def numbers_of(
 
 
 def spec_of(first: Any, named: str, row: int) -> ColumnSpec:
-    """Of a column whose scalars are as declared, by pyarrow's array of its first row. UserError as `numbers_of`."""
+    """Return the spec of a column of scalars as declared, by its first row in pyarrow. UserError as `numbers_of`."""
     found = numbers_of(first, named, [row], scalars_as_declared=True)
     return ColumnSpec(dtype=found.dtype.name, shape=found.shape[1:])
 

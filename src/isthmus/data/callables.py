@@ -44,7 +44,7 @@ def is_callable_name(kind: str) -> bool:
 
 
 def load_callable(kind: str, options: Mapping[str, object], split: Split) -> Dataset:
-    """What `callable(split=..., **options)` returns: a `Dataset`, or a map-style one of torch's, which is wrapped.
+    """Return what `callable(split=..., **options)` makes: a `Dataset`, or a map-style one of torch's, which is wrapped.
 
     UserError for a callable that cannot be imported, refuses the options, or returns something else.
     """
@@ -114,7 +114,7 @@ class MappedDataset:
         return len(self._samples)
 
     def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What samples draw is as with seed 0 in epoch 0."""
+        """Samples draw as with seed 0 in epoch 0."""
         return self.drawn(indices, columns, 0, np.zeros(len(indices), dtype=np.int64))
 
     def drawn(

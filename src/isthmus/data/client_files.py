@@ -12,7 +12,7 @@ from isthmus.errors import UserError
 
 KIND = "clients"
 PATH = {"text": "files"}
-"""What a kind calls the option that says where its samples are, where it is not `path`."""
+"""A kind's option for the place of its samples, where it is not `path`."""
 
 
 class ClientsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,7 +21,7 @@ class ClientsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     path: str
     """The folder. Its files and folders are the clients, in the order of their names; hidden ones are none."""
     kind: Literal["csv", "npz", "image-folder", "image-parquet", "text", "disk"] = "csv"
-    """What each of them is."""
+    """The kind of each client's data."""
     options: dict[str, object] = {}
     """That kind's, but where its samples are. Classes of images are to be named: a client may have only some."""
 

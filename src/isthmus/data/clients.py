@@ -230,7 +230,7 @@ class TextClients:
 
     @property
     def fingerprint(self) -> str:
-        """Of names and lengths: to read all files for it would take as long as a round."""
+        """Digests names and lengths: to read all files for it would take as long as a round."""
         settings = {
             "kind": "text by files",
             "names": self._names,

@@ -1,4 +1,4 @@
-"""What a data set is: columns of fixed shape, and any samples of any of them on request, drawn anew in every epoch or
+"""The interface of data sets: columns of fixed shape, and samples of them on request, drawn anew in every epoch or
 not."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SamplesOf:
 
 
 def missing_members(found: object) -> list[str]:
-    """What an object lacks to be a `Dataset`. No property is computed: a fingerprint may take minutes."""
+    """Return what an object lacks to be a `Dataset`. No property is computed: a fingerprint may take minutes."""
     has = set(dir(found))
     return [name for name in ("columns", "fingerprint", "batch", "__len__") if name not in has]
 
@@ -161,7 +161,7 @@ def rows_of_split(size: int, holdout: float, split: Split, source: str) -> npt.N
 
 @runtime_checkable
 class Augmented(Protocol):
-    """What a data set with random transforms has besides `Dataset`."""
+    """The additions to `Dataset` of a data set with random transforms."""
 
     def drawn(
         self, indices: Indices, columns: Sequence[str], seed: int, epochs: NDArray[np.int64]
@@ -173,7 +173,7 @@ class Augmented(Protocol):
 
 @runtime_checkable
 class Blocked(Protocol):
-    """What a data set has besides `Dataset` whose samples are read block by block."""
+    """The additions to `Dataset` of a data set that is read block by block."""
 
     @property
     def layout(self) -> Layout: ...

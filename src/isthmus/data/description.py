@@ -1,5 +1,5 @@
-"""What a coordinator knows of data that stay with their holder: columns, counts and keyed digests; and the data of
-several holders as one set, what a run that they feed together equals a plain loop over."""
+"""A coordinator's knowledge of data that stay with their holder: columns, counts and keyed digests; and the data of
+several holders as one set: a run that they feed together equals a plain loop over it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ BYTES_OF = {
 """Types that a column may have."""
 MOST_COLUMNS, MOST_NAME, MOST_DIMS = 256, 200, 16
 MOST_SAMPLE_BYTES = 1 << 32
-"""Of one column's sample."""
+"""Bytes of one column's sample."""
 MOST_SAMPLES = 1 << 32
 """A shuffled order keeps eight bytes per sample."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one holder's data: all that a model is captured from, and that a run is planned with."""
+    """A description of one holder's data. A model is captured from it, and a run is planned with it."""
 
     columns: Table[Text, ColumnSpec]
     train: Count
@@ -56,12 +56,12 @@ class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     heldout: Count = 0
     """Samples; 0 where none were asked for."""
     digests: Table[Name, Name] = {}
-    """By split, the fingerprint of its samples under the holder's key (`concealed`), in hexadecimal: equal for equal
+    """The fingerprint of each split's samples under the holder's key (`concealed`), in hexadecimal: equal for equal
     data of one holder. Empty where nobody compares."""
     layout: Layout | None = None
-    """Of training samples that lie in blocks: with their count, the seed and `shuffle` the order of their use."""
+    """Blocks of the training samples: with their count, the seed and `shuffle` the order of their use."""
     holders: Table[Name, OwnSamples] = {}
-    """Of the data of several holders, each of whom has its own: by name, in their order. The counts above are sums."""
+    """The data of several holders, each of whom has its own, by name, in their order. The counts above are sums."""
 
     def heldout_batches(self, size: int) -> int:
         """Whole micro-batches of held-out samples, each of which is of one holder."""
@@ -90,7 +90,7 @@ def describe(spec: DataSpec, *, heldout: bool, conceal: Callable[[str], str] | N
 
 
 class _DescriptionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is handed over: of which data it is, too."""
+    """A description and the data that it is of."""
 
     version: Literal[1] = 1
     kind: str
@@ -111,7 +111,7 @@ def description_file(spec: DataSpec, description: DataDescription) -> bytes:
 
 
 def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescription:
-    """What `description_file` wrote. UserError for a file that is none, or of other data than `spec`'s."""
+    """Read a file of `description_file`. UserError for a file that is none, or of other data than `spec`'s."""
     try:
         found = read_json(path, _DescriptionFile, f"data.description: {path}")
     except FileNotFoundError:
@@ -176,9 +176,9 @@ def _check_column(name: str, column: ColumnSpec) -> None:
 
 
 def difference(a: DataDescription, b: DataDescription, *, counts: bool) -> str | None:
-    """What cannot be where two holders have the same data: the first column, or count of samples, that differs, with
-    both values; None where there is none. Without `counts` each has samples of its own: as many as it likes, and of ids
-    and classes other ones."""
+    """Return what differs though two holders have the same data: the first column, or count of samples, that differs,
+    with both values; None where there is none. Without `counts` each has samples of its own: as many as it likes, and
+    of ids and classes other ones."""
     for name in sorted({*a.columns, *b.columns}):
         one, other = a.columns.get(name), b.columns.get(name)
         if one != other and (counts or one is None or other is None or not one.fits(other)):
@@ -200,8 +200,8 @@ def _shown(column: ColumnSpec | None) -> str:
 
 
 def joined_descriptions(described: Mapping[str, DataDescription]) -> DataDescription:
-    """Of the data of several holders together, in their order. UserError where their columns differ, or one's are a
-    stream."""
+    """Return the description of several holders' data together, in their order. UserError where their columns differ,
+    or one's are a stream."""
     for name, found in described.items():
         if found.layout is not None:
             raise UserError(

@@ -95,7 +95,7 @@ class DiskDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the data set's own, which it was saved with, and of the rows."""
+        """Digests the rows and the fingerprint with which the data set was saved."""
         return fingerprint_of({"kind": "disk", "table": self._fingerprint, "columns": self._names}, [self._rows])
 
     def __len__(self) -> int:
@@ -216,7 +216,7 @@ def load_hub(options: HubOptions, split: Split) -> Dataset:
 
 
 def _as_stream(options: HubOptions, source: str) -> StreamOptions:
-    """Of the files that `datasets` finds for the splits; it reads none of them."""
+    """Return the stream of the files that `datasets` finds for the splits; it reads none of them."""
     files = _load(options)
     held = [name for name in ([options.heldout_split] if options.heldout_split else HELD_OUT_NAMES) if name in files]
     for name in (options.train_split, *([options.heldout_split] if options.heldout_split else [])):

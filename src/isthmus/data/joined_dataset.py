@@ -46,7 +46,7 @@ class JoinedDataset:
 
 
 def joined_columns(parts: Mapping[str, Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
-    """By holder. Each column has the largest of its limits. UserError where they differ in more, or there are none."""
+    """Join the holders' columns, each with its largest limit. UserError where they differ in more, or none is given."""
     if not parts:
         raise UserError("data of several holders: got none, expected one at least")
     found: dict[str, ColumnSpec] = {}

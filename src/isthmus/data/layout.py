@@ -23,7 +23,7 @@ from isthmus.wire_types import Count, Many
 
 MOST_BLOCKS = 1 << 22
 MOST_RUNS = 1 << 17
-"""Of a layout that travels."""
+"""Runs of a layout that travels."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def layout_of(sizes: Iterable[int], window: int) -> Layout:
-    """Of blocks with these sizes."""
     runs: list[tuple[int, int]] = []
     for size in sizes:
         if runs and runs[-1][1] == size:

@@ -70,7 +70,7 @@ class _Part(NamedTuple):
 
 
 class _Writer(msgspec.Struct, frozen=True):
-    """Of one writer all samples, in whichever files, in their order."""
+    """All samples of one writer, in whichever files, in their order."""
 
     name: str
     parts: tuple[_Part, ...]

@@ -10,7 +10,7 @@ import numpy as np
 from isthmus.data.dataset import Array
 
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""By version; the third one is for names of fields, which numbers have not."""
+"""Readers by version; the third version is for names of fields, which numbers have not."""
 
 
 def read_npy(opened: BinaryIO, size_bytes: int) -> Array:

@@ -66,7 +66,7 @@ class Partition:
         return self.order[self.offsets[client] : self.offsets[client + 1]]
 
     def samples_of(self, clients: Sequence[int]) -> Integers:
-        """Of several, one after another."""
+        """Return the samples of several clients, one client after another."""
         chosen = np.asarray(clients, dtype=np.int64)
         sizes = self.sizes[chosen]
         before = np.cumsum(sizes) - sizes

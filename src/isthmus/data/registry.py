@@ -104,7 +104,7 @@ _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, Split], Dataset]]
     STREAM: (StreamOptions, load_stream),
     "text": (TextOptions, load_text),
 }
-"""By kind: what its options are, and what loads it."""
+"""The options and the loader of each kind."""
 
 
 def dataset_kinds() -> list[str]:

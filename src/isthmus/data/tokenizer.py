@@ -24,7 +24,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """What the data sets need of a tokenizer."""
+    """The interface of tokenizers for the data sets."""
 
     @property
     def vocab_size(self) -> int:
@@ -225,7 +225,7 @@ _BEGINNINGS = {
 
 
 def no_text(beginning: bytes) -> str | None:
-    """What a file is that begins so, where it is no text in UTF-8 by its first bytes, or by its zeros."""
+    """Name the kind of a file that begins so, where its first bytes, or its zeros, show that it is no text in UTF-8."""
     for start, kind in _BEGINNINGS.items():
         if beginning.startswith(start):
             return kind

@@ -1,4 +1,4 @@
-"""What requests and answers of the endpoint say: the part of OpenAI's documents that a model of a run can fill."""
+"""Requests and answers of the endpoint: the part of OpenAI's documents that a model of a run can fill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isthmus.reading import parse_json
 
 MOST_PROMPTS = 64
 MAX_TOKENS = 16
-"""Of a completion that says none: OpenAI's."""
+"""Tokens of a completion that asks for no number: OpenAI's default."""
 MOST_STOPS, STOP_LENGTH = 64, 1024
 """Stop strings of a request, and characters of one: every token's text is compared with all."""
 Finish = Literal["stop", "length"]
@@ -28,8 +28,8 @@ class UsageOption(msgspec.Struct):
 
 
 class AnyRequest(msgspec.Struct, kw_only=True):
-    """Of both kinds of request. Fields that are not here are ignored, as other servers have more of them. None is a
-    field that was not sent, or as null."""
+    """Fields of both kinds of request. Other fields are ignored, since other servers have more. None stands for a field
+    that was not sent, or as null."""
 
     model: str = ""
     """Any name: there is one model."""
@@ -211,7 +211,7 @@ class Answer:
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage(made)}
 
     def chunk(self, number: int, text: str, finish: Finish | None) -> dict[str, object]:
-        """Of the choice `number`. The role is in its first chunk only: clients add up what the chunks say."""
+        """Return a chunk of choice `number`. The role is in its first chunk only: clients join the chunks' texts."""
         said: dict[str, object] = {"text": text}
         if self._chat:
             role = {} if number in self._begun else {"role": "assistant"}

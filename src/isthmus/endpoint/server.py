@@ -39,11 +39,11 @@ from isthmus.protocol.generation import Sampling
 from isthmus.reading import parse_json
 
 MOST_BYTES = 1 << 22
-"""Of a request."""
+"""Bytes of a request."""
 
 
 HEALTH = "/health"
-"""What load balancers and containers ask for, without the key."""
+"""The path that load balancers and containers ask for, without the key."""
 
 
 class KeyGuard:
@@ -71,14 +71,14 @@ class KeyGuard:
 
 
 class _Work(NamedTuple):
-    """What a request asks of the model."""
+    """The work of the model for a request."""
 
     asked: AnyRequest
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
     stops: Sequence[str]
     echoed: Sequence[str]
-    """What the answer to each prompt begins with."""
+    """The beginning of the answer to each prompt."""
 
 
 class ModelEndpoint:
@@ -234,7 +234,7 @@ def _said(error: Exception) -> tuple[dict[str, object], int]:
 
 
 def application(service: ModelService, *, port: int, key: str = "") -> Starlette:
-    """What answers at this port. With a key every request needs it."""
+    """Return the application at this port. With a key every request needs it."""
     endpoint = ModelEndpoint(service)
     routes = [
         Route(HEALTH, endpoint.health),

@@ -11,7 +11,7 @@ from isthmus.endpoint.documents import Finish
 
 
 class TextPiece(NamedTuple):
-    """What one token adds."""
+    """The text that one token adds."""
 
     text: str
     finish: Finish | None

@@ -25,7 +25,7 @@ MBIT = 1e6 / 8
 GBIT = 1e9 / 8
 GB = 10**9
 MOST_REGIONS = 64
-"""Of a random fleet; links are stated by regions, so that 10,000 devices need no table of 100 million links."""
+"""Regions of a random fleet; links are stated by regions, so that 10,000 devices need no table of 100 million links."""
 MOST_DEVICES = 100_000
 FASTEST_FLOPS_PER_S = 1e15
 EARTH_RADIUS_M = 6.371e6

@@ -14,7 +14,7 @@ from isthmus.fleet.fleet import Device, Fleet
 from isthmus.fleet.links import Link, Links, LinkTrace, Route
 
 PROBED_BYTES = 2**20
-"""Of the message by which links are compared."""
+"""Bytes of the message by which links are compared."""
 
 
 def with_another_device(fleet: Fleet, name: str, region: str | None = None, count: int = 1) -> Fleet:
@@ -164,7 +164,7 @@ def _free_name(fleet: Fleet, name: str) -> str:
 
 
 def _slowest(fleet: Fleet, name: str, inside: Collection[str] = ()) -> Link:
-    """Of the links from a device to those that are not `inside`."""
+    """Return the slowest of the links from a device to those that are not `inside`."""
     links = [fleet.link(name, other) for other in fleet.names if other != name and other not in inside]
     return max(links, key=lambda link: link.transfer_s(PROBED_BYTES))
 

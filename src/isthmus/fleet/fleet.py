@@ -203,7 +203,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def engines(self) -> frozenset[str]:
-        """What computes on its devices."""
+        """The engines of its devices."""
         return frozenset(device.engine for device in self.devices)
 
     def subset(self, names: Iterable[str]) -> Fleet:

@@ -93,7 +93,7 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     host_bandwidth: object = 0.0
     """Between an accelerator and the host's memory, for people."""
     measured: dict[str, object] = {}
-    """What `isthmus probe` measured, for people: "products in fp32" = "8 TFLOPS", ..."""
+    """Measurements of `isthmus probe`, for people: "products in fp32" = "8 TFLOPS", ..."""
     engine: str = "torch"
     """The framework that computes its stages: `torch` or `jax`."""
 
@@ -170,7 +170,7 @@ TABLES: Mapping[str, type[msgspec.Struct]] = {
     "[[link]]": _RouteTable,
     "[[region]]": _RegionTable,
 }
-"""Of a fleet file, by heading."""
+"""Tables of a fleet file, by heading."""
 
 Table = TypeVar("Table", _DeviceTable, _LinkTable, _RouteTable, _LinksTable, _RegionTable, _FleetTable)
 

@@ -29,7 +29,7 @@ _PACKAGES = ("torch", "transformers", "peft")
 
 
 def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[], Captured]) -> Captured:
-    """What was kept, or else what `capture` gives. Who may not write there captures again."""
+    """Return the cached capture, or else that of `capture`. A user who may not write there captures again."""
     code = "" if is_built_in(job.model) else digest_of_module(job.model.name) if is_own_code(job.model) else None
     if code is None or any(":" in name for name in job.metrics):
         return capture()
@@ -57,7 +57,7 @@ def _defaults() -> tuple[str, str]:
 
 
 def _path(job: Job, columns: Mapping[str, Column], code: str, batch: int | None) -> Path:
-    """Of a capture at this micro-batch size, or at every size; `code` is a digest of the user's own, or empty."""
+    """Return the file of a capture at a micro-batch size, or at all; `code` is a digest of the user's own, or empty."""
     asked = (job.model, dict(columns), code, batch, job.training.precision, job.metrics, _defaults(), made_by())
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()

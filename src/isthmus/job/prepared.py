@@ -42,11 +42,11 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """With its number of micro-batches."""
     captured: Captured
     samples: DataDescription
-    """What is known of the data; nobody need have read them here."""
+    """The description of the data, which need not have been read here."""
     origin: str
     """A digest of all that it was captured from."""
     computes: Mapping[str, EngineOperators] = {}
-    """What devices said of their engines; of others it is known from the fleet and this installation."""
+    """Engines that devices described; those of others follow from the fleet and this installation."""
 
     def build(self) -> nn.Module:
         with contextlib.redirect_stdout(sys.stderr):
@@ -77,7 +77,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def schemas(self) -> dict[str, str]:
-        """Of the operators of both graphs."""
+        """Schemas of the operators of both graphs."""
         return self.captured.eval.schemas | self.captured.train.schemas
 
     def lacking(self, fleet: Fleet) -> tuple[LackingOperators, ...]:
@@ -86,12 +86,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(LackingOperators(device=name, operators=lacked) for name, lacked in found.items() if lacked)
 
     def other_engines(self, fleet: Fleet) -> dict[str, EngineOperators]:
-        """Of devices that may not have all operators: torch has them here."""
+        """Engines of devices that may not have all operators: torch has them here."""
         others = (d for d in fleet.devices if d.name in self.computes or d.engine != "torch")
         return {d.name: self.computes.get(d.name) or engine_operators(d.engine) for d in others}
 
     def alone(self) -> Problem:
-        """What stages are made of, whatever devices there are: on one that nothing is known of, and without terms."""
+        """The problem of one unknown device without terms, for the sizes of stages on any device."""
         anything = Device(name="any", region="anywhere", flops_per_s=1.0, memory_bytes=1)
         return Problem(
             flow=Flow(self.captured.train),
@@ -102,7 +102,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def problem(self, fleet: Fleet) -> Problem:
-        """What a planner is asked. UserError where nothing is to be planned."""
+        """Return the problem for a planner. UserError where nothing is to be planned."""
         if self.job.sync.mode == "decoupled":
             raise UserError(
                 "sync.mode: got 'decoupled', expected another for one plan: `isthmus plan JOB.toml` plans each replica"

@@ -95,7 +95,7 @@ def check_decoding(served: Served, module: nn.Module, tolerance: float) -> None:
 
 
 def _logits(served: Served, tokens: list[int], first: int) -> Tensor:
-    """Of the last token, when the `first` ones come at once."""
+    """Return the logits of the last token, when the `first` ones come at once."""
     flow = Flow(served.graph)
     (stage,) = partition(flow, {op.name: 0 for op in flow.operators})
     whole = ServedStage(stage, served.weights)

@@ -1,4 +1,4 @@
-"""What a job file says."""
+"""The settings of a job file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ NotNegative = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 
 Precision = Literal["fp32", "bf16", "fp16"]
 MOST_MICRO_BATCHES = 8
-"""By default."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -250,8 +249,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def micro_batches(self) -> int:
-        """Of a batch, unless a plan has another number. By default it is so before the model is known (`Prepared.job`
-        says it)."""
+        """Micro-batches of a batch, unless a plan has another number. This is the default before the model is known
+        (`Prepared.job` has it)."""
         batch, most = self.training.batch_size, range(MOST_MICRO_BATCHES, 0, -1)
         return self.training.micro_batches or next(count for count in most if batch % count == 0)
 

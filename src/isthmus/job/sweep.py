@@ -67,7 +67,7 @@ class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
         return f"{readable}-{digest}" if readable else digest
 
     def overrides(self, seed_key: str) -> dict[str, object]:
-        """What stands in place of what the job says."""
+        """Return the values in place of the job's."""
         return dict(self.point) if self.seed is None else {**self.point, seed_key: self.seed}
 
 

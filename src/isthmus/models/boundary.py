@@ -43,7 +43,7 @@ class BoundaryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """By block, of `residual`."""
+        """Rates of `residual`, by block."""
         return self.after if isinstance(self.after, dict) else dict.fromkeys(self.after, self.rate)
 
 

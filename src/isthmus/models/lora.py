@@ -29,7 +29,7 @@ ENDINGS = {
     "ForCausalLM": "CAUSAL_LM",
     "ForSequenceClassification": "SEQ_CLS",
 }
-"""By the end of a model's class, peft's name of its task: of a classifier the new head is trained and saved too."""
+"""Peft's name of the task by the end of a model's class. A classifier's new head is trained and saved too."""
 
 
 class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,10 +161,10 @@ def _peft() -> ModuleType:
 
 
 _HARMLESS = ("fan_in_fan_out", "ensure_weight_tying", "tied_target_modules", "no longer tied after merging")
-"""Of peft's warnings: what it corrects for a layer that keeps its weights transposed, as GPT-2's do; and ties, which
+"""Peft's harmless warnings: corrections for a layer that keeps its weights transposed, as GPT-2's do; and ties, which
 `merged` takes apart."""
 _WITHOUT_EFFECT = ("were ignored", "no modules were excluded", "no module was matched")
-"""Of a setting that a run would not have."""
+"""Peft's warnings of a setting that a run would not have."""
 
 
 @contextlib.contextmanager

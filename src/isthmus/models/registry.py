@@ -71,7 +71,7 @@ _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], nn.Module]]] = {
     "unet": (UNetConfig, UNet),
     "hf": (hugging_face.PretrainedOptions, hugging_face.build_pretrained),
 }
-"""By name: what a model's options are, and what makes it of them."""
+"""Each model's options, and the function that builds it from them."""
 
 
 def model_names() -> list[str]:
@@ -165,7 +165,7 @@ def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
 
 GIVEN = "given:"
 _given: dict[str, nn.Module | Callable[[], nn.Module]] = {}
-"""By name, in this process alone."""
+"""Models by name, in this process alone."""
 
 
 def give_model(model: nn.Module | Callable[[], nn.Module]) -> str:
@@ -219,7 +219,7 @@ def build_given(name: str) -> nn.Module:
 
 
 def _fake(tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
-    """Of the same sizes; tensors that share memory do so again, which a capture refuses where one of them learns."""
+    """Return a tensor of the same sizes. Those that share memory do so again: a capture refuses trained ones."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype)
     else:

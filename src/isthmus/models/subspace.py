@@ -16,7 +16,7 @@ from isthmus.models.residual_stream import ResidualStream, find_stream
 
 
 class Subspace(nn.Module):
-    """What every stage knows without being sent it: the basis U, and the fixed part of token and position tables."""
+    """Tensors that every stage has without a message: the basis U, and the fixed part of token and position tables."""
 
     basis: Tensor
     token: Tensor

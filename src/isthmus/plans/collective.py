@@ -56,7 +56,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     sends: Many[CollectiveMessage] = ()
     receives: Many[CollectiveMessage] = ()
     adds: bool = False
-    """What arrives is added, in the order of the senders; else it replaces."""
+    """Whether arriving values are added, in the order of the senders; else they replace."""
 
 
 def rounds(collective: Collective, members: int) -> list[tuple[Round, ...]]:

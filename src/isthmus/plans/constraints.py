@@ -1,4 +1,4 @@
-"""What is asked of a plan: what it minimises, where the data may be read, what messages are packed with; and the one
+"""Constraints of a plan: its objective, the devices that may read the data, the codecs of messages; and the one
 question that its certificate answers, in words."""
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Devices that have the data: each first stage runs on one of them, and sends on every column that later stages
     take. None where every device has the data: then each stage reads its own columns."""
     own_samples: tuple[OwnSamples, ...] = ()
-    """What each data holder has, where each has samples of its own: then every one of them runs a copy of the first
-    stage, and feeds it to the same chain. None where they have the same data, and any one of them runs it."""
+    """The samples of each data holder, where each has its own: then every holder runs a copy of the first stage, and
+    feeds the same chain. None where they have the same data, and any one of them runs it."""
     labels_stay: bool = False
     """The last stage runs on a data holder too, and with it every operator that takes labels."""
     max_step_s: float | None = None
-    """Of objective `cost`: the longest step that a plan may take, in seconds."""
+    """Longest step that a plan may take, in seconds, with objective `cost`."""
     max_price: float | None = None
-    """Of objective `time`: what 1,000 steps may cost, in the unit of the fleet's prices."""
+    """Highest price of 1,000 steps with objective `time`, in the unit of the fleet's prices."""
     compression: CompressionConfig | None = None
     """How messages between stages are packed. None sends them as they are."""
     memory_headroom: float = 0.0
@@ -125,11 +125,11 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def after_headroom(self) -> str:
-        """What is said behind the bytes that a device offers a plan."""
+        """Return the words behind the bytes that a device offers a plan."""
         return f" after {format_share(self.memory_headroom)} headroom" if self.memory_headroom else ""
 
     def offered_bytes(self, memory_bytes: int) -> int:
-        """What a plan may use of a device's memory."""
+        """Return the bytes of a device's memory that a plan may use."""
         return memory_bytes - math.ceil(self.memory_headroom * memory_bytes)
 
     def unlimited(self, objective: Objective) -> Constraints:

@@ -21,7 +21,7 @@ from isthmus.wire_types import Above, Count
 RATE, MOMENTUM = 0.7, 0.9
 """DiLoCo's."""
 DELAY, MIXING = 1, 0.5
-"""Of Streaming DiLoCo here."""
+"""Streaming DiLoCo's values."""
 
 
 class OuterOptimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class FragmentSchedule:
         return (fragment + 1) * self.period // self.count - 1
 
     def events(self, step: int) -> Iterator[FragmentEvent]:
-        """What follows the update of a step, in this order: a fragment that ends and starts in one step ends first."""
+        """Yield the events after a step's update, in order: a fragment that ends and starts in one step ends first."""
         if self.delay:
             yield from self._events("end", step - self.delay)
         yield from self._events("start", step)

@@ -23,7 +23,7 @@ INT4_TILE = 64
 SPARSE_CHUNK = 4096
 """Elements among which `sparse2bit` keeps the largest, and whose kept ones share two levels."""
 PACKED_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
-"""What codecs take; all else travels as it is."""
+"""Types that codecs take; all else travels as it is."""
 
 
 class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     ratio: NotNegative = 1.0
     """Elements of a tensor per element that is sent: 100 keeps 1 % of them, 1 keeps all."""
     feedback: bool = False
-    """Of gradients: what was left out of a sample's is added to that of the same sample when it comes again."""
+    """Whether the error of a sample's gradient is added to that of the same sample when it comes again."""
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
@@ -55,7 +55,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return max(0, elements * element_bytes - self.wire_bytes(elements, element_bytes))
 
     def bytes_per_element(self, element_bytes: int = 4) -> float:
-        """Of a large tensor."""
+        """Return the bytes per element of a large tensor."""
         return self.wire_bytes(1 << 40, element_bytes) / (1 << 40)
 
 
@@ -98,7 +98,7 @@ def _coded_bytes(elements: int, count: int) -> int:
 
 
 def int4_bytes(elements: int, tile: int = INT4_TILE) -> int:
-    """Of each tile: step and lowest value as bfloat16, the pivot's place, and the levels."""
+    """Counts for each tile: step and lowest value as bfloat16, the pivot's place, and the levels."""
     return (5 + tile // 2) * -(-elements // tile)
 
 
@@ -115,7 +115,7 @@ def _sparse2bit_bytes(elements: int, ratio: float, _element_bytes: int) -> int:
 
 
 class CodecEntry(NamedTuple):
-    """What is known of a codec without PyTorch."""
+    """Facts of a codec that need no PyTorch."""
 
     maker: str
     """`module:class`, by name since plans know no PyTorch. The class of a sparse codec takes the ratio."""
@@ -162,7 +162,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True):
     feedback: bool = False
     """Whether the sender adds what it left out of a sample's gradient to that of the same sample in the next pass."""
     wire_bytes: int
-    """Of one micro-batch's message, with what the codec leaves as it is."""
+    """Bytes of one micro-batch's message, with the tensors that the codec leaves as they are."""
 
     def __post_init__(self) -> None:
         try:

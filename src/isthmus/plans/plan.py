@@ -35,7 +35,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     activations: NotNegative
     """Kept between forward and backward, for all micro-batches in flight at once."""
     recomputed: NotNegative = 0
-    """What a stage that recomputes saves for one micro-batch, from its second forward to the end of its backward."""
+    """Bytes that recomputation saves for one micro-batch, from the second forward to the end of the backward."""
 
     @property
     def total(self) -> int:
@@ -70,7 +70,7 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`op` or `op:index` of each tensor, in the order in which they travel."""
     gradients: tuple[str, ...]
     forward_bytes: NotNegative
-    """Of the tensors, as they are before any compression."""
+    """Bytes of the tensors before any compression."""
     backward_bytes: NotNegative
     forward_compression: Compression | None = None
     """None sends the tensors as they are."""
@@ -85,7 +85,7 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def forward_wire_bytes(self) -> int:
-        """What crosses the link for each micro-batch."""
+        """Bytes that cross the link for each micro-batch."""
         return self.forward_compression.wire_bytes if self.forward_compression else self.forward_bytes
 
     @property
@@ -113,7 +113,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     edges: tuple[Edge, ...]
     shared: tuple[SharedParameter, ...] = ()
     micro_batches: Positive
-    """Of each step's; the micro-batches of all replicas are one batch."""
+    """Micro-batches of each step; those of all replicas are one batch."""
     schedule: Schedule
     loss_stage: int = -1
     """The stage that computes the loss: its index, or -1 for the last."""
@@ -128,7 +128,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stage_of(self) -> tuple[int, ...]:
-        """Of each worker, which stage it runs. UserError for a copy of none."""
+        """The stage that each worker runs. UserError for a copy of none."""
         begins = {stage.first: number for number, stage in enumerate(self.stages)}
         for copy in self.copies:
             if copy.first not in begins:
@@ -137,7 +137,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_flops(self) -> tuple[int, ...]:
-        """Of each worker: see `Schedule.weight_flops`."""
+        """The value of each worker: see `Schedule.weight_flops`."""
         apart = self.schedule.weight_flops or (0,) * len(self.stages)
         return tuple(apart[stage] for stage in self.stage_of)
 
@@ -186,18 +186,18 @@ class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
     parameters: tuple[str, ...] = ()
     """Their names in the graph, in its order."""
     size_bytes: NotNegative
-    """Of the buffer that is summed: float32, the parameters' elements and, where gradients are summed, one number per
-    parameter that tells whether it has one, and the loss's count."""
+    """Bytes of the buffer that is summed: float32, the parameters' elements and, where gradients are summed, one number
+    per parameter that tells whether it has one, and the loss's count."""
     collective: Collective = Collective()
     iterations: tuple[NotNegative, ...] = (0,)
     """In which steps of a period."""
     stages: tuple[NotNegative, ...] = ()
-    """Of each device, which stage of its replica sums: of copies, and where a device has several; empty otherwise."""
+    """The stage that each device sums: of copies, and where a device has several; empty otherwise."""
 
 
 Averages = Literal["gradients", "parameters", "deltas"]
-"""What replicas sum: gradients before the update; or after it, weighted by their shares, parameters or what these have
-moved since the last outer step."""
+"""The summands of replicas: gradients before the update; or after it, weighted by their shares, parameters or their
+movements since the last outer step."""
 
 
 class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +207,7 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
     period: Positive = 1
     """Steps after which the groups' iterations start again."""
     outer: OuterOptimizer | None = None
-    """What becomes of the mean delta; None where none are summed."""
+    """The optimizer of the mean delta; None where no deltas are summed."""
     groups: tuple[SyncGroup, ...] = ()
 
 
@@ -237,9 +237,9 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     gap: float
     """(found - lower_bound) / lower_bound; 0: no plan of those that the question ranges over is better."""
     objective: Literal["step", "stage", "cost"] = "step"
-    """Of what: the time of a step, the time of its largest stage per micro-batch, or the price of a step."""
+    """The bounded figure: the time of a step, that of its largest stage per micro-batch, or the price of a step."""
     question: str
-    """What the bound is a bound of, and over which plans, in words (`plan.question`)."""
+    """The quantity and the plans that the bound is of, in words (`plan.question`)."""
     exact: bool = False
     """Whether some plan attains the bound, so that it is the best value and not only a bound on it."""
 
@@ -290,7 +290,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of all stages and their copies, replica after replica: as workers are counted."""
+        """Devices of all stages and their copies, replica after replica: as workers are counted."""
         return tuple(stage.device for replica in self.replicas for stage in replica.workers)
 
     @property
@@ -300,7 +300,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Of all workers: the names under which they take part in a run."""
+        """The names under which all workers take part in a run."""
         return worker_ids_of(self.devices)
 
     def members(self, group: SyncGroup) -> tuple[int, ...]:

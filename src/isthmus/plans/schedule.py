@@ -40,7 +40,7 @@ from isthmus.errors import InternalError, unknown_name
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "delayed")
 CHOICES = (*SCHEDULES, "auto")
-"""Of a job: `auto` is the quicker of `1f1b` and `zero-bubble`, in the closed form."""
+"""Choices of a job: `auto` is the quicker of `1f1b` and `zero-bubble`, by the formula."""
 STEPS_AT_ONCE = {"delayed": 2}
 """How many steps may be under way, where not one."""
 
@@ -81,7 +81,7 @@ def schedule_of(asked: str, planned: str) -> str:
 class FeederSlot(NamedTuple):
     holder: int
     number: int
-    """Of the holder's turns, from 0."""
+    """The holder's turn, from 0."""
 
 
 @lru_cache(maxsize=4096)

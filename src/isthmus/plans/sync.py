@@ -72,7 +72,7 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
     slowest: str
     """The worker with the longest period alone."""
     certificate: Certificate
-    """Of `period_s`, over any assignment of the layers to the iterations, in intervals or not."""
+    """The certificate of `period_s`, over any assignment of the layers to the iterations, in intervals or not."""
 
     @property
     def step_s(self) -> float:

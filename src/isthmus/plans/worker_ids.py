@@ -15,7 +15,7 @@ _FURTHER = re.compile(r"/stage [0-9]+$")
 
 
 def worker_id(device: str, number: int) -> str:
-    """Of a device's stage with this number, from 0."""
+    """Name a device's stage with this number, from 0."""
     return f"{device}/stage {number + 1}" if number else device
 
 
@@ -30,7 +30,7 @@ def is_first(name: str) -> bool:
 
 
 def worker_ids_of(devices: Sequence[str]) -> tuple[str, ...]:
-    """Of the workers of a plan, by the devices that they are on."""
+    """Name the workers of a plan, by the devices that they are on."""
     counted: Counter[str] = Counter()
     found: list[str] = []
     for device in devices:

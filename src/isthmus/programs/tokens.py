@@ -26,7 +26,7 @@ RETRIES = 3
 
 
 class ServingPort(Port, Protocol):
-    """What the program asks of its host."""
+    """The program's interface to its host."""
 
     def plan(self, devices: Sequence[str]) -> Sequence[str]:
         """Return a chain of some of these devices. IsthmusError where there is none."""

@@ -26,13 +26,13 @@ class BoundaryRow(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[str, ...] = ()
     """As `replica_line` has them."""
     increase: float | None = None
-    """Of the loss that is expected, as a share of it: boundary and codecs."""
+    """Increase of the expected loss by boundary and codecs, as a share of the loss."""
     refused: str | None = None
     """Why there is no plan."""
 
     @property
     def time_to_loss_s(self) -> float:
-        """Of all steps that make up for the increase, per step without it; infinite where there is no plan."""
+        """Return the time of all steps that make up for the increase, per step without it; infinite without a plan."""
         if self.step_s is None or self.increase is None:
             return math.inf
         return self.step_s * more_steps(self.increase)
@@ -46,7 +46,6 @@ def replica_line(replica: Replica) -> str:
 
 
 def codecs_of(replica: Replica) -> list[str]:
-    """Of its messages, with their ratios."""
     packed = [c for e in replica.edges for c in (e.forward_compression, e.backward_compression) if c is not None]
     return sorted({c.codec if c.ratio == 1 else f"{c.codec} {c.ratio:g}" for c in packed})
 
@@ -58,7 +57,7 @@ class BoundaryChoice(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str
     budget: float
     measured_on: str
-    """What the expected losses come from."""
+    """The source of the expected losses."""
     rows: tuple[BoundaryRow, ...]
 
 

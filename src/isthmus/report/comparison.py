@@ -20,7 +20,7 @@ class Headroom(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     free_bytes: int
     share: float
-    """Of the device's memory, 0 to 1; below 0 where the plan does not fit."""
+    """Share of the device's memory, 0 to 1; below 0 where the plan does not fit."""
 
 
 class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,14 +39,14 @@ class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Devices and egress, in the fleet's unit, for steps as long as simulated."""
     lower_bound_s: float | None = None
     lower_bound_per_1000_steps: float | None = None
-    """Of the price, where that was minimised."""
+    """Bound of the price, where that was minimised."""
     question: str | None = None
-    """What the bound is a bound of."""
+    """The plans over which the bound is one."""
     exact: bool = False
     """Whether some plan attains the bound."""
     gap: float | None = None
     headroom: Headroom | None = None
-    """Of the device that has the least left, as a share."""
+    """Headroom of the device that has the least left, as a share."""
     devices: int | None = None
     replicas: int | None = None
     micro_batches: int | None = None
@@ -113,7 +113,7 @@ def compared_table(comparison: Comparison) -> RenderableType:
 
 
 def _bounds(comparison: Comparison) -> Iterator[str]:
-    """What each planner's bound is a bound of; all planners of one problem are held against the same."""
+    """Yield the question that each planner's bound answers; all planners of one problem are held against the same."""
     planners: dict[str, list[str]] = {}
     for row in comparison.rows:
         if row.refused is None:

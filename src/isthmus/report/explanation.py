@@ -18,7 +18,7 @@ from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_CHANGES = 5
 LEAST_SAVED = 0.0005
-"""Of a step: less is not worth a line."""
+"""Share of a step: less is not worth a line."""
 MOST_LEFT_OUT = 8
 MOST_CROSSINGS = 24
 
@@ -107,7 +107,7 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
 
 
 def _constraints(problem: Problem, plan: Plan) -> Iterator[str]:
-    """What was asked besides time, and what the plan costs where anything has a price."""
+    """Yield the constraints besides time, and the plan's price where anything has a price."""
     constraints = problem.constraints
     if is_priced(problem.fleet):
         price = step_price(plan, problem.fleet)
@@ -190,7 +190,7 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
 
 
 def _recomputes(placed: Placement, replica: Replica, stage: int) -> str:
-    """What a stage pays for running its forward twice, and what it gets."""
+    """Describe the cost and the gain of a stage's second forward."""
     size, again = placed.sizes[stage], replica.stages[stage].memory
     room = placed.problem.offered_bytes(placed.order[stage])
     most = max(0, size.most_in_flight(room, replica.micro_batches))

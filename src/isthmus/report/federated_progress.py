@@ -93,7 +93,7 @@ _ENDED: Mapping[Why, str] = {
     "behind": "ended without those still at work for an earlier round",
     "deadline": "ended by the deadline",
 }
-"""What ended a round; of a round in which all have answered there is nothing to say."""
+"""Why a round ended; empty for a round in which all have answered."""
 
 
 def _sentence(line: RoundLine, rounds: int) -> str:
@@ -167,7 +167,7 @@ def _busy(line: RoundLine, executors: Sequence[str]) -> str:
 
 
 def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
-    """What came out of a run: one row per figure. UserError is never raised: without rounds it is empty."""
+    """Return the results of a run, one row per figure. UserError is never raised: without rounds the table is empty."""
     table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
     steady = lines[1:] or lines
     series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
@@ -193,11 +193,11 @@ _ENDS: Mapping[Why, str] = {
     "behind": "the last client that was not behind",
     "deadline": "the deadline",
 }
-"""What closed a round."""
+"""The event that closed a round."""
 
 
 def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit, fleet: str = "") -> RenderableType:
-    """What the virtual clock said: one row per figure. `line` is of this machine, or the mean over the fleet."""
+    """Return the virtual clock's figures, one row each. `line` is of this machine, or the mean over the fleet."""
     table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
     steady = rounds[1:] or rounds
     busy = [float(r.busy_s.sum() / (len(r.busy_s) * r.seconds)) if r.seconds else 0.0 for r in steady]

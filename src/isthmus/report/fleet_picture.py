@@ -290,7 +290,7 @@ def _draw_faint(figure: Figure, x: float, y: float, text: str, along: str, size:
 
 
 def _hardware(plan: Plan, fleet: Fleet) -> str:
-    """What the plan's devices are, the most frequent first; nothing where the fleet does not say."""
+    """Name the hardware of the plan's devices, the most frequent first; empty where the fleet names none."""
     # In brackets stands which one of a machine's it is.
     found = Counter(fleet.device(name).hardware.partition(" (")[0] for name in plan.used)
     known = [f"{count} x {name}" for name, count in found.most_common() if name]

@@ -1,4 +1,4 @@
-"""What a model's operators compute and keep: by layer, and one by one."""
+"""The computation and the memory of a model's operators: by layer, and one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isthmus.units import format_size
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one micro-batch, parameters aside: an operator, or all of a layer."""
+    """Figures of one micro-batch, parameters aside: of an operator, or of all of a layer."""
 
     name: str
     layer: str

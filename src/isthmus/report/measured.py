@@ -1,4 +1,4 @@
-"""What plans predicted beside what was measured: a run's plans, one after another, and the memory that stages took."""
+"""Predictions of plans beside measurements: a run's plans, one after another, and the memory that stages took."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ COLUMNS = ("stage", "device", "layers", "weights", "compute", "memory", "sends")
 WIDE = 120
 """In a narrower window, weights, memory and the sizes of messages are left out: `isthmus plan --explain` has them."""
 LEFT_OUT = " is left out"
-"""What planners say of a device that a plan does not use."""
+"""Planners' words for a device that a plan does not use."""
 
 
 def plan_overview(plan: Plan, fleet: Fleet, graph: OpGraph | None = None) -> RenderableType:

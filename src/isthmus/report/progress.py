@@ -19,7 +19,7 @@ from isthmus.units import format_duration, format_metrics, format_size
 
 MOST_DEVICES, MOST_LINKS = 6, 3
 LEAST_SHARE = 0.01
-"""Of the busiest link: a link that carries less carries only short messages, and is not shown."""
+"""Share of the busiest link: a link that carries less carries only short messages, and is not shown."""
 PLAIN_EVERY_S = 5.0
 PLAIN_SHARE = 0.1
 

@@ -86,7 +86,7 @@ def smoothed(losses: NDArray[np.float64], window: int) -> NDArray[np.float64]:
 
 
 def _finite(points: Sequence[tuple[int, float]]) -> NDArray[np.float64]:
-    """By step, shape (points, 2)."""
+    """Return the finite points in the order of steps, shape (points, 2)."""
     array = np.array(sorted(points), dtype=float).reshape(-1, 2)
     return array[np.isfinite(array[:, 1])]
 

@@ -51,7 +51,6 @@ def tables_of(struct: type[msgspec.Struct], path: str = "", heading: str = "") -
 
 
 def tables_by_file() -> dict[str, tuple[TableDoc, ...]]:
-    """Of every file that people write."""
     found = {title: tuple(tables_of(struct)) for title, struct in FILES.items()}
     fleet = (TableDoc(heading=h, summary=_summary(s), options=option_docs(s)) for h, s in FLEET_TABLES.items())
     return {**found, "Fleet": tuple(fleet)}
@@ -63,7 +62,7 @@ KINDS: Mapping[str, tuple[str, Callable[[], list[str]], Callable[[str], tuple[st
     "algorithm": ("[federated] algorithm", algorithm_names, describe_algorithm),
     "tracker": ("[track] to", tracker_names, describe_tracker),
 }
-"""What a file names, and has options of its own: where it is named, the names, and what there is to say of one."""
+"""Kinds of things that a file names and that have options of their own: key, names, and description."""
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What a plan and a run come to, as frozen values: the source of the tables' numbers, and of `--json`."""
+"""The results of a plan and of a run, as frozen values: the source of the tables' numbers, and of `--json`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     region: str
     hardware: str
-    """Of the device, for people; empty where the fleet does not say."""
+    """The device's hardware, for people; empty where the fleet does not name it."""
     first: int
     last: int
     first_op: str
@@ -111,9 +111,9 @@ class DeviceMemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Their numbers; with that of the replica before it, where there are several."""
     predicted_bytes: int
     peak_bytes: int
-    """What the tensors of an accelerator took at most; on the CPU, by how much the process grew."""
+    """Peak of the tensors of an accelerator; on the CPU, the growth of the process."""
     reserved_bytes: int
-    """What torch's allocator took from an accelerator at most; on the CPU, the peak."""
+    """Peak of the memory that torch's allocator took from an accelerator; on the CPU, the peak."""
     resident: bool
     """Whether they are those of a process on the CPU, which the prediction does not say."""
 
@@ -132,7 +132,7 @@ class PlanComparison(msgspec.Struct, frozen=True, kw_only=True):
     last_step: int
     measured_step_s: float
     predicted_step_s: float
-    """By the simulator, on the fleet as it was believed to be when the plan was made."""
+    """The simulator's prediction, on the fleet as it was believed to be when the plan was made."""
     error: float
     closed_form_step_s: float
 
@@ -145,7 +145,7 @@ class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
     planner: str
     measured_step_s: float
     predicted_step_s: float
-    """By the simulator: the same statistic as `measured_step_s`, of its trace."""
+    """The simulator's prediction: the same statistic as `measured_step_s`, of its trace."""
     error: float
     closed_form_step_s: float
     closed_form_error: float
@@ -155,9 +155,9 @@ class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkUse, ...]
     plans: tuple[PlanComparison, ...] = ()
-    """Of a run: each of its plans, in order."""
+    """The plans of a run, in order."""
     memory: tuple[DeviceMemoryUse, ...] = ()
-    """Of a run: its stages under the last of its plans, as far as their devices told it."""
+    """Memory of a run's stages under the last of its plans, as far as their devices reported it."""
 
     def as_json(self) -> bytes:
         """One line of JSON."""
@@ -195,7 +195,7 @@ def plan_summary(plan: Plan, fleet: Fleet) -> PlanSummary:
 
 
 def _model_flops(stage: Stage) -> int:
-    """Of one micro-batch."""
+    """Return the FLOPs of one micro-batch."""
     return stage.flops_backward + (0 if stage.recompute else stage.flops_forward)
 
 

@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to, and their table: a row per point, with mean and deviation over its seeds."""
+"""Results of a sweep's runs, and their table: a row per point, with mean and deviation over its seeds."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """In the sweep's folder."""
     outcome: RunOutcome = "waiting"
     reason: str = ""
-    """Of a failed one: its error."""
+    """The error of a failed run."""
     metrics: dict[str, float] = {}
-    """Of one that is done: the newest loss, held-out loss and metrics, and the seconds of a step, as far as it has
-    them."""
+    """Results of a run that is done: the newest loss, held-out loss and metrics, and the seconds of a step, as far as
+    it has them."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     mean: float
     deviation: float | None
-    """Of a sample: over n - 1; None for a single run."""
+    """Deviation of a sample: over n - 1; None for a single run."""
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,7 +135,7 @@ def _plan_caption(plan: PlanSummary) -> str:
 
 
 def _notes(plan: PlanSummary) -> list[str]:
-    """Of devices in use those that give a reason: the rest is in the table; and of the others the first few."""
+    """Return the notes on devices in use that give a reason (the rest is in the table), and a few of the others."""
     rows = tuple(f"{stage.device} runs " for stage in plan.stages)
     reasons = [note for note in plan.notes if note.startswith(rows) and " per micro-batch: " in note]
     left_out = [note for note in plan.notes if " is left out" in note]
@@ -149,7 +149,7 @@ def _notes(plan: PlanSummary) -> list[str]:
 
 
 def noted(plan: PlanSummary) -> list[str]:
-    """What a plan's notes say beside the table's rows."""
+    """Return the notes of a plan that the table's rows do not give."""
     rows = tuple(f"{stage.device} runs " for stage in plan.stages)
     return [note for note in plan.notes if not note.startswith(rows)]
 

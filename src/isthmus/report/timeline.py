@@ -57,7 +57,7 @@ _INK, _FAINT, _GROUND = "#222222", "#666666", "#F1F1F1"
 
 
 class _Window(NamedTuple):
-    """What is drawn of one trace: its spans, moved so that the first step starts at zero."""
+    """The part of a trace that is drawn: its spans, moved so that the first step starts at zero."""
 
     title: str
     starts_s: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""What one change of the fleet would do to a plan that stays as it is: computed with the cost model, not guessed."""
+"""The effect of one change of the fleet on a plan that stays as it is: computed with the cost model, not guessed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Improvement(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     step_s: float
     saved: float
-    """Of the step, 0 to 1; below 0 where it would take longer."""
+    """Share of the step, 0 to 1; below 0 where it would take longer."""
 
 
 def placements(problem: Problem, plan: Plan) -> list[Placement]:

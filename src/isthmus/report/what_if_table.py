@@ -1,4 +1,4 @@
-"""What changes of a job or a fleet would do, each planned anew, side by side."""
+"""Effects of changes of a job or a fleet, each planned anew, side by side."""
 
 from __future__ import annotations
 

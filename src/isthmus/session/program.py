@@ -37,7 +37,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Port(Protocol):
-    """What every program of a session asks of its host."""
+    """The interface of every program of a session to its host."""
 
     def call(self, device: str) -> None:
         """Ask a device of the fleet to join."""

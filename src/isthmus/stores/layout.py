@@ -1,4 +1,4 @@
-"""What of a run is complete, by the names of its files: in its folder and in its store alike.
+"""The complete parts of a run, by the names of its files: in its folder and in its store alike.
 
     checkpoints/step-000040/stage-0.safetensors
     checkpoints/step-000040/manifest.json            uploaded last, removed first
@@ -20,7 +20,7 @@ _PART = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def parts_of_commits(names: Iterable[str]) -> dict[str, list[str]]:
-    """By commit the files that are there, the one that makes it complete last; also of those that are not complete.
+    """Return the files of each commit, the one that makes it complete last; also of incomplete commits.
 
     >>> parts_of_commits(["checkpoints/step-000002/manifest.json", "checkpoints/step-000002/rest.safetensors"])
     {'checkpoints/step-000002': ['checkpoints/step-000002/rest.safetensors', 'checkpoints/step-000002/manifest.json']}

@@ -1,4 +1,4 @@
-"""What a job says of its store."""
+"""The settings of a job's store."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-"""By protocol, those of our extras; others fsspec names itself."""
+"""Libraries of our extras, by protocol; fsspec itself names others."""
 _RENAMES = {"file", "local", "sftp", "ssh"}
 """Protocols of file systems, where a file that is being written can be seen. Object stores show objects whole."""
 
@@ -23,7 +23,7 @@ class RemoteStoreError(UserError):
 
 
 class _FileSystem(Protocol):
-    """What is used of fsspec's AbstractFileSystem."""
+    """The part of fsspec's AbstractFileSystem that is used."""
 
     protocol: str | tuple[str, ...]
 
@@ -68,7 +68,7 @@ class Store:
         self._renames = protocol in _RENAMES
 
     def names(self) -> list[str]:
-        """Of all files. Fails for a missing bucket, where other calls say only that a file is missing."""
+        """Return the names of all files. Fails for a missing bucket, where other calls only report a missing file."""
         with self._asked("cannot be read"):
             self._fs.invalidate_cache()
             found = self._fs.find(self._root)

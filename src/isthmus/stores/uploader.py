@@ -65,7 +65,7 @@ class _Held(NamedTuple):
 
 
 class Uploader:
-    """Of one session. All methods but `close` return at once."""
+    """The uploads of one session. All methods but `close` return at once."""
 
     def __init__(
         self, store: Store, folder: Path, owner: Owner, documents: Callable[[Path], list[Path]], config: StoreConfig
@@ -74,7 +74,7 @@ class Uploader:
         self._store, self._folder, self._owner = store, folder, owner
         self._documents, self._config = documents, config
         self._uploaded: dict[str, tuple[int, int]] = {}
-        """By document: when it was changed, and its size."""
+        """The time of its last change, and its size, of each document."""
         self._changed = threading.Condition()
         self._waiting: _Held | None = None
         """To be uploaded next."""
@@ -105,7 +105,7 @@ class Uploader:
             before.release()
 
     def notes(self) -> list[str]:
-        """What a person should know, since the last call."""
+        """Return the messages for people since the last call."""
         with self._changed:
             said, self._said = self._said, []
         return said
@@ -126,7 +126,7 @@ class Uploader:
 
     @property
     def failure(self) -> str:
-        """Of the last attempt; empty where it succeeded."""
+        """The error of the last attempt; empty where it succeeded."""
         return self._failure
 
     def _work(self) -> None:
@@ -207,7 +207,7 @@ class Uploader:
             self._uploaded[name] = state
 
     def _prune(self, there: list[str], newest: str) -> None:
-        """Of what is no newer, as many commits stay as the folder has, and those that it has; parts of others go."""
+        """Remove old commits, and parts. Of those no newer as many stay as the folder has, and those that it has."""
         here = commits_of(self._folder)
         complete = {commit for commit in commits_in(there) if number_of(commit) < number_of(newest)}
         stay = {*here, *sorted(complete, key=number_of, reverse=True)[: len(here) - 1]}

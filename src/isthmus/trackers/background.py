@@ -67,7 +67,7 @@ class BackgroundTracker:
             self._complaints.append(f"is slower than the run: figures of {self._left_out} steps were left out")
 
     def complaint(self) -> str:
-        """What a person is to know, once; else empty."""
+        """Return a complaint for people, once; else an empty text."""
         return f"tracker {self.name} {self._complaints.popleft()}" if self._complaints else ""
 
     def _run(self) -> None:

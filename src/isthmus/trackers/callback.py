@@ -1,4 +1,4 @@
-"""What happens in a run, as figures, events and pictures for its trackers."""
+"""The figures, events and pictures of a run for its trackers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class TrackerCallback(Callback):
 
 
 def step_figures(done: StepDone) -> dict[str, float]:
-    """What a step or a round has to show, by name."""
+    """Return the figures of a step or a round, by name."""
     found: dict[str, float | None] = {
         "loss": done.loss,
         "step_s": done.step_s,

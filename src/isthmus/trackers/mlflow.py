@@ -18,7 +18,7 @@ OWNER = "track.to: mlflow"
 DATABASES = frozenset({"sqlite", "postgresql", "mysql", "mssql"})
 """Schemes of stores that MLflow opens itself, in this process."""
 RUN_TAG = "isthmus.run"
-"""Of a run: how a later session finds it."""
+"""The tag of a run by which a later session finds it."""
 FLUSH_S = 1.0
 """Between two transactions: one for each step would take milliseconds of it."""
 MOST_METRICS = 1000
@@ -35,7 +35,7 @@ class MlflowOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """What it needs: `mlflow-skinny` speaks with servers, and brings nothing that stores figures here."""
+        """Libraries that it needs: `mlflow-skinny` speaks with servers, and brings nothing that stores figures here."""
         uri = self.uri or os.environ.get("MLFLOW_TRACKING_URI", "sqlite:")
         database = uri.partition(":")[0].partition("+")[0] in DATABASES
         return ("mlflow", "sqlalchemy", "alembic") if database else ("mlflow",)

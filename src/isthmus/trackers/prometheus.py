@@ -42,7 +42,7 @@ class PrometheusTracker:
         self._gauges: dict[str, Any] = {}
         self._labels: dict[str, str] = {}
         self._shown: defaultdict[str, set[str]] = defaultdict(set)
-        """By gauge, what it has a figure `of`."""
+        """The values of `of` that each gauge has a figure for."""
         self._file = ""
         self._written_s = 0.0
 

@@ -29,7 +29,7 @@ class OurTracker(NamedTuple):
     options: str
     """A struct of its options."""
     library: str
-    """What has to be installed for it."""
+    """The library that has to be installed for it."""
 
 
 def _ours(module: str, name: str, library: str) -> OurTracker:
@@ -78,8 +78,8 @@ def check_trackers(track: Track) -> None:
 
 
 def tracker_builders(track: Track) -> dict[str, Callable[[], object]]:
-    """What builds each tracker that is named. Nothing is started, and no library is imported. UserError for an unknown
-    name, option or value, and for a library that is not installed."""
+    """Return the builder of each tracker that is named. Nothing is started, and no library is imported. UserError for
+    an unknown name, option or value, and for a library that is not installed."""
     check_trackers(track)
     for name in track.names:
         if name in _OURS:

@@ -28,7 +28,7 @@ class Track(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all trackers."""
+        """Names of all trackers."""
         return (self.to,) if isinstance(self.to, str) else self.to
 
     def check(self) -> None:

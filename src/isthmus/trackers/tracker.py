@@ -1,4 +1,4 @@
-"""What a tracker is: the protocol that each library is adapted to."""
+"""The protocol of trackers, to which each library is adapted."""
 
 from __future__ import annotations
 

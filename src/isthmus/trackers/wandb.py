@@ -23,7 +23,7 @@ class WandbOptions(msgspec.Struct, frozen=True, kw_only=True):
     entity: str = ""
     """User or team; empty: the account's own."""
     tags: tuple[str, ...] = ()
-    """Of the run."""
+    """Tags of the run."""
     folder: str = ""
     """Where its files go; empty: the run's folder."""
 

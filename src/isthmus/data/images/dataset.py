@@ -24,9 +24,9 @@ PIXELS, LABELS = "pixel_values", "labels"
 
 
 class ImageOptions(PixelOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of every kind of image data. `transforms` are tables with a `name` of torchvision.transforms.v2 and its options;
-    without `heldout_transforms` held-out images go through the same, with random crops made central and flips left out.
-    """
+    """Options of every kind of image data. `transforms` are tables with a `name` of torchvision.transforms.v2 and its
+    options; without `heldout_transforms` held-out images go through the same, with random crops made central and flips
+    left out."""
 
     transforms: tuple[Table, ...] = ()
     """Tables with the `name` of a transform of torchvision.transforms.v2 and its arguments, in order."""
@@ -46,7 +46,7 @@ class EncodedImages(Protocol):
 
     @property
     def classes(self) -> int | None:
-        """What integer labels stay below; None for labels that are no classes."""
+        """The bound that integer labels stay below; None for labels that are no classes."""
         ...
 
     def name(self, sample: int) -> str:
@@ -58,7 +58,7 @@ class EncodedImages(Protocol):
         ...
 
     def contents(self) -> Iterable[Array]:
-        """What the encoded images are distinguished by, without decoding one."""
+        """The parts that distinguish the encoded images, without decoding one."""
         ...
 
 
@@ -94,7 +94,7 @@ class ImageDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the encoded bytes, the labels and the settings: of the split's own, and of nothing decoded."""
+        """Digests the split's encoded bytes, labels and settings, and nothing decoded."""
         settings = {
             "kind": self._kind,
             "versions": self._pipeline.versions,

@@ -29,7 +29,7 @@ Colour = Annotated[int, Meta(ge=0, le=255)]
 
 
 class PixelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every image becomes, whatever its file holds. Modes are Pillow's.
+    """The form of every image, whatever its file holds. Modes are Pillow's.
 
     `RGB`: grey is copied into three channels, palettes become their colours, CMYK is converted without a colour
     profile; `L`: grey (ITU-R 601); `I;16`: grey that keeps 16 bits. Transparent images lose alpha, or with

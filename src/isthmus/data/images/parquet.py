@@ -130,7 +130,7 @@ def _check_images(table: Table, name: str) -> None:
 
 
 def _labels(table: Table, options: ImageParquetOptions) -> tuple[Array, int | None]:
-    """Of all rows, and how many classes there are."""
+    """Return the labels of all rows, and how many classes there are."""
     column = _without_dictionary(table.column(options.label))
     named = f"{KIND} column {options.label!r}"
     if column.null_count:

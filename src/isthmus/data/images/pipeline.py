@@ -105,7 +105,7 @@ def _narrow(numbers: Sequence[float]) -> NDArray[np.float32]:
 
 
 class ImagePipeline:
-    """What an image goes through, from decoded to float32 [channels, height, width]."""
+    """The steps of an image, from decoded to float32 [channels, height, width]."""
 
     def __init__(self, transforms: Sequence[Transform], normalize: Normalize | None) -> None:
         self._transforms = transforms
@@ -113,7 +113,7 @@ class ImagePipeline:
 
     @property
     def versions(self) -> list[str]:
-        """Of libraries that the pixels depend on, besides Pillow."""
+        """Versions of libraries that the pixels depend on, besides Pillow."""
         return sorted({f"torchvision {t.version}" for t in self._transforms if isinstance(t, TorchvisionTransform)})
 
     def __call__(self, image: Image, draws: np.random.Generator) -> NDArray[np.float32]:

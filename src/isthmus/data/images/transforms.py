@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Size = int | tuple[int, int]
 """(height, width), or one number: of `Resize` the shorter side, elsewhere both."""
 Padding = int | tuple[int, ...]
-"""Of all sides; left and right, top and bottom; or left, top, right, bottom."""
+"""Pixels on all sides; left and right, top and bottom; or left, top, right, bottom."""
 MOST_LENGTH = 8192
 Share = Annotated[float, Meta(ge=0, le=1)]
 PaddingMode = Literal["constant", "edge", "reflect", "symmetric"]
@@ -44,7 +44,7 @@ class Transform(Protocol):
         ...
 
     def heldout(self) -> Sequence[Transform] | None:
-        """What held-out images go through instead; None where that cannot be said."""
+        """Return the transforms of held-out images; None where they cannot be derived."""
         ...
 
 

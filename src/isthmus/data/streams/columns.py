@@ -28,7 +28,7 @@ class StreamBlock(msgspec.Struct, frozen=True):
     number: int
     """In the file."""
     first: int
-    """Of the data set's samples, this block's first."""
+    """The number of this block's first sample in the data set."""
     samples: int
 
 

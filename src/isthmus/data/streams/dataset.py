@@ -186,13 +186,13 @@ def _index(shards: Shards, text: str) -> list[Shard]:
 
 
 def _rows(index: Sequence[Shard]) -> list[int]:
-    """Of each block, what it holds."""
+    """Return the samples of each block."""
     return [samples for shard in index for samples in shard.blocks]
 
 
 def _windows(rings: TokenRings, index: Sequence[Shard], options: StreamOptions, *, bytes_known: bool) -> list[int]:
-    """Of each block, what its size promises, by the tokens that the first block has for its size: its true one, as
-    those of Parquet files are estimates."""
+    """Return the windows that each block's size promises, by the tokens that the first block has for its size: its true
+    one, as those of Parquet files are estimates."""
     sizes = [size for shard in index for size in shard.text_sizes]
     file = next(number for number, shard in enumerate(index) if shard.blocks)
     size_bytes, tokens = rings.measured(StreamBlock(file, 0, 0, 0))

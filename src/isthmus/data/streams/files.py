@@ -155,7 +155,7 @@ def _at(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def readable(url: str) -> Generator[None]:
-    """What goes wrong with a file is one line that names it."""
+    """Report a failure with a file in one line that names it."""
     try:
         yield
     except (UserError, StepError):

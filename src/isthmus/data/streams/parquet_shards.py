@@ -38,7 +38,7 @@ class ParquetShards:
         self._types = import_extra("pyarrow.types")
         self._opened: OrderedDict[int, Any] = OrderedDict()
         self._groups: dict[int, list[int]] = {}
-        """Of opened files, the row groups that hold rows."""
+        """The row groups that hold rows, of opened files."""
 
     def shard(self, file: int, text: str) -> Shard:
         found = self.files[file]
@@ -148,8 +148,8 @@ class _Dictionary(NamedTuple):
 
 
 def _dictionary(header: bytes) -> _Dictionary | None:
-    """By the page's header, a struct in Thrift's compact protocol: field 2 is its size, field 7 a struct whose field 1
-    is how many values it has. None for anything else."""
+    """Return the dictionary that the page's header announces, a struct in Thrift's compact protocol: field 2 is its
+    size, field 7 a struct whose field 1 is how many values it has. None for anything else."""
     at, size, field = 0, -1, 0
     try:
         while header[at]:

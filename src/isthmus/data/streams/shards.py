@@ -1,4 +1,4 @@
-"""What a stream needs of a file format, and what is kept of a file so that it need not be looked through again."""
+"""The interface of a stream to a file format, and facts kept of a file so that it need not be looked through again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from isthmus.reading import parse_msgpack, read_file
 Form = Literal["numbers", "image", "text", "other"]
 Kept = TypeVar("Kept")
 HEAD_BYTES = 64 << 10
-"""Of a file's beginning, in its digest."""
+"""Bytes of a file's beginning in its digest."""
 WORTH_BYTES = 4 << 20
 """A smaller file of this machine is looked through as quickly again."""
 _RACY_NS = 2_000_000_000
-"""What changed less than this ago may change once more within the same time stamp."""
+"""A file that changed less than this ago may change once more within the same time stamp."""
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Shards(Protocol):
         ...
 
     def classes(self, name: str) -> int | None:
-        """What labels in a column stay below, where the files say so."""
+        """The bound that labels in a column stay below, where the files state it."""
         ...
 
     def numbers(self, file: int, block: int, name: str) -> Array:
@@ -71,8 +71,8 @@ class Shards(Protocol):
 
 
 def kept(file: StreamFile, use: str, form: type[Kept], make: Callable[[], Kept]) -> Kept:
-    """What `make` finds of a file, or found before, if the file has not changed since. Kept in the user's cache folder,
-    where it can be written."""
+    """Return the facts that `make` finds of a file, or found before if the file has not changed since. They are kept in
+    the user's cache folder, where it can be written."""
     version = f"{use} {file.version()}"
     with readable(file.url):
         if not file.is_remote and os.stat(file.url).st_size < WORTH_BYTES:

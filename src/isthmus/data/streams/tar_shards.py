@@ -41,22 +41,22 @@ BLOCK_SAMPLES = 256
 BLOCK_BYTES = 8 << 20
 """A block has no more of either, or one sample."""
 MOST_TABLES = 32
-"""Of members, in memory."""
+"""Tables of members in memory."""
 HEADERS_AHEAD_BYTES, CONTENTS_AHEAD_BYTES = 16 << 10, 1 << 20
-"""What a request for a header takes with it: those of small members; and a request for a member: its neighbours."""
+"""Bytes that a request for a header reads ahead (small members'), and those of a request for a member (neighbours)."""
 _WHOLE = {"cls", "cls2", "id", "index", "inx"}
 _NUMBERS = _WHOLE | {"json", "jsn", "npy"}
 _TEXTS = {"txt", "text"}
 _META = re.compile(r"__[^/]*__($|/)")
-"""What webdataset leaves out: what a shard says of itself."""
+"""Members that webdataset leaves out: a shard's description of itself."""
 MOST_NAMED = 3
 
 
 class _Members(msgspec.Struct, frozen=True):
-    """What a look through the headers of a shard has found."""
+    """Results of a look through the headers of a shard."""
 
     columns: dict[str, bytes]
-    """By column, int64 [samples, 2]: where the member's bytes begin and how many there are; -1 where there is none."""
+    """Place of each member, int64 [samples, 2]: where its bytes begin and their number; -1 where there is none."""
     ends: bytes
     """int64 [blocks]: the sample after each block's last."""
     digest: str
@@ -78,7 +78,7 @@ class _List(msgspec.Struct, frozen=True):
 
 
 def listed_shards(index: StreamFile) -> dict[str, _Listed]:
-    """By the shard's name without its folder. UserError for a file that is no index."""
+    """Return the shards by name without the folder. UserError for a file that is no index."""
     with readable(index.url), index.open() as opened:
         found = msgspec.json.decode(opened.read(), type=_List)
     return {posixpath.basename(one.url): one for one in found.shardlist}

@@ -14,7 +14,7 @@ class MyAlgorithm(Algorithm, frozen=True):
 
     @property
     def returns(self):
-        """What a client returns, and how the server combines it."""
+        """The client's results, and how the server combines them."""
         return {"change": "weighted_mean"}
 
     def init_server(self, model):
