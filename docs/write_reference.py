@@ -17,7 +17,6 @@ from isthmus.programs.tokens import Tokens
 from isthmus.protocol import federated_transitions as federated
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.machine import Transitions
-from isthmus.protocol.membership import MEMBERSHIP
 from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.secure_coordinator import SecureCoordinator
 from isthmus.protocol.secure_site import SECURE_SITE
@@ -48,11 +47,6 @@ MACHINES = {
         SECURE_SITE,
         "src/isthmus/protocol/secure_site.py",
         "one site's secrets",
-    ),
-    "The member of a fleet": (
-        MEMBERSHIP,
-        "src/isthmus/protocol/membership.py",
-        "a device's membership in a fleet",
     ),
 }
 """By heading: the table, its file, and the subject of the machine."""
@@ -105,15 +99,13 @@ def machines_page() -> str:
         "A state machine decides the next action. It takes one event and returns a list of instructions. It knows no "
         "clock, socket, thread or tensor. The host executes the instructions and reports their results as new events. "
         "The runtime and the simulator are hosts of the same machines.",
-        "Each machine of this page has one table: phase x event -> the phases that may follow. Two others combine them "
-        "and have no phases of their own: `RunMachine` (the coordinator, the failure detector, the adaptation) and "
-        "`FleetMembership` (the devices of a fleet). The kernel "
+        "Each machine of this page has one table: phase x event -> the phases that may follow. `RunMachine` combines "
+        "the coordinator, the failure detector and the adaptation, and has no phases of its own. The kernel "
         "([machine.py](../src/isthmus/protocol/machine.py)) checks every event against the table. All tables have "
         "the same rule:",
         "| event | result |\n|---|---|\n"
-        "| late (`_is_stale`): of another plan epoch, of another phase of a round, or of a device's former "
-        "connection | the machine drops and counts the event "
-        "(the sender gets an answer if it waits for one) |\n"
+        "| late (`_is_stale`): of another plan epoch or of another phase of a round | the machine drops and counts "
+        "the event (the sender gets an answer if it waits for one) |\n"
         "| not in the table for the phase | the machine raises `OutOfPhase`; the machine does not change |\n"
         "| after the last phase | the machine drops the event |\n"
         "| in the table, but the next phase is not | the machine raises `InternalError`: the machine has a bug |",
@@ -127,6 +119,8 @@ def machines_page() -> str:
         "what it wants done is a call of its port ([program.py](../src/isthmus/session/program.py)). Machines become "
         "programs one after another. The phases of a program are drawn in its file. The kernel takes a report in the "
         "phases of this table alone; in any other it raises `OutOfPhase`.",
+        "A policy that takes no reports of peers has no table: the member of a fleet "
+        "([membership.py](../src/isthmus/protocol/membership.py)), for one.",
     ]
     for heading, program in PROGRAMS.items():
         file = f"src/{program.__module__.replace('.', '/')}.py"

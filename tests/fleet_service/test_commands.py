@@ -20,7 +20,6 @@ from isthmus.api import job_queue
 from isthmus.errors import PeerError, UserError
 from isthmus.locking import hold
 from isthmus.protocol import fleet_membership
-from isthmus.protocol.membership_events import DeviceConnected, PeerIdentified
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.messages.fleet import DevicePresent
 from isthmus.runtime.messages.versions import versions_here
@@ -165,9 +164,11 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
 
     def end(name: str = "bob") -> None:
         here = fleet.service._presence  # pyright: ignore[reportPrivateUsage]
-        here.handle(PeerIdentified(id=f"id of {name}", name=name))
+        with here.deciding() as membership:
+            membership.identify(f"id of {name}", name)
         number = here.connected(mock.Mock(), mock.Mock(), name, DevicePresent(run="", versions=versions_here()))
-        here.handle(DeviceConnected(device=name, id=f"id of {name}", connection=number))
+        with here.deciding() as membership:
+            membership.connect(name, f"id of {name}", number)
 
     with in_background(lambda: fleet.service.wait_for(["bob"]), end):
         soon(lambda: len(fleet.said) > 1)

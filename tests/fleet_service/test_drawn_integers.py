@@ -19,7 +19,6 @@ from isthmus.data.description import MOST_SAMPLES, DataDescription, check_descri
 from isthmus.data.layout import Layout
 from isthmus.errors import IsthmusError, PeerError
 from isthmus.job import prepare
-from isthmus.protocol.membership_events import DeviceConnected, PeerIdentified, RefuseDevice
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import (
     MOST_STAGES,
@@ -135,9 +134,11 @@ def joined(service: FleetCoordinator, name: str, answer: Callable[[Any], Any]) -
     presence, device = service._presence, Device(service, name, answer)
     line: Any = device
     present = DevicePresent(run="", versions=versions_here())
-    presence.handle(PeerIdentified(id=name * 2, name=name))
+    with presence.deciding() as membership:
+        membership.identify(name * 2, name)
     number = presence.connected(line, line, name, present)
-    presence.handle(DeviceConnected(device=name, id=name * 2, connection=number))
+    with presence.deciding() as membership:
+        membership.connect(name, name * 2, number)
     return device
 
 
@@ -200,15 +201,16 @@ def test_a_device_of_another_protocol_is_refused_by_name(service: FleetCoordinat
 
     def take(lie: Any) -> None:
         presence = service._presence
-        presence.handle(PeerIdentified(id="oslo", name="oslo"))
+        with presence.deciding() as membership:
+            membership.identify("oslo", "oslo")
         wrong = mismatch(versions_here(), lie.versions) or ""
-        connected = DeviceConnected(device="oslo", id="oslo", connection=99, working=lie.working, mismatch=wrong)
         if not wrong:
             assert lie.versions == versions_here()
             return
-        decided = presence.handle(connected)
-        assert service.present == {"bern"}
-        raise PeerError(", ".join(f"oslo: {i.reason}" for i in decided if isinstance(i, RefuseDevice)))
+        with presence.deciding() as membership:
+            refused = membership.connect("oslo", "oslo", 99, working=lie.working, mismatch=wrong)
+        assert service.present == {"bern"} and refused is not None
+        raise PeerError(f"oslo: {refused.reason}")
 
     for _ in range(ROUNDS):
         lies.about(DevicePresent(run="", versions=versions_here()), take, names="oslo")

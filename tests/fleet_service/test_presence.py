@@ -9,7 +9,6 @@ from typing import cast
 
 import pytest
 
-from isthmus.protocol.membership_events import DeviceConnected, PeerIdentified
 from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.identity.roster import Roster
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -48,9 +47,11 @@ def roster(tmp_path: Path) -> Generator[Roster]:
 
 
 def connect(presence: Presence, lane: Lane) -> int:
-    presence.handle(PeerIdentified(id="key", name="oslo"))
+    with presence.deciding() as membership:
+        membership.identify("key", "oslo")
     number = presence.connected(cast("SendLane", lane), cast("Channel", lane), "oslo", PRESENT)
-    presence.handle(DeviceConnected(device="oslo", id="key", connection=number))
+    with presence.deciding() as membership:
+        membership.connect("oslo", "key", number)
     return number
 
 

@@ -5,8 +5,8 @@ device in a run, with `state_inventory`. `run_machine` is a run: `coordinator` w
 devices (`members`, `restarts`, `state_transfer`), recovery (`recovery`, `attempts`, `memory_shortage`, `finite`), the
 `failure_detector`, `deadlines` and `interruptions`, and new plans (`adaptation`, `drift`, `link_reprobe`,
 `replan_policy`). `federated_coordinator` and `federated_executor` are rounds. `fleet_membership` is a fleet, with a
-`membership` for each device. `events`, `coordinator_events`, `run_events` and `membership_events` are what goes in and
-comes out; `run_messages` are the bodies of frames, which are events too.
+`membership` for each device. `events`, `coordinator_events` and `run_events` are what goes in and comes out;
+`run_messages` are the bodies of frames, which are events too.
 """
 
 from isthmus.protocol.coordinator import Coordinator

@@ -1,54 +1,23 @@
 """The devices of a fleet: who is admitted, called to a run, waited for, asked, and out.
 
     connections, messages of devices ─► a member per device ─┐
-    runs that open and close ────────────────────────────────┼─► instructions
+    runs that open and close ────────────────────────────────┼─► calls of the port
     waits, questions, ticks ─────────────────────────────────┘
 
-Pure: the host says what time it is with each event, and what the roster says. `membership` has the phases of a device.
+Pure: the host says what time it is, and what the roster says. `membership` has the phases of a device.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.deadlines import MOST_NAMES
-from isthmus.protocol.membership import FleetMember
-from isthmus.protocol.membership_events import (
-    AdmitDevice,
-    AdmitWorker,
-    AskToLeave,
-    DeviceAnswered,
-    DeviceAsked,
-    DeviceCalled,
-    DeviceConnected,
-    DeviceDisconnected,
-    DeviceRevoked,
-    DrainRequested,
-    EndWait,
-    FailQuestion,
-    FleetEvent,
-    FleetInstruction,
-    FleetNote,
-    FleetTick,
-    HoldWorker,
-    PeerIdentified,
-    PutQuestion,
-    RefuseDevice,
-    RefuseWorker,
-    RunClosed,
-    RunExpected,
-    RunOpened,
-    StopWorker,
-    TakeAnswer,
-    WaitBegan,
-    WaitStopped,
-    WorkerConnected,
-    WorkerFailed,
-)
+from isthmus.protocol.membership import FleetMember, MemberPort
 from isthmus.units import format_duration
 
 REMIND_S = 30.0
@@ -56,8 +25,44 @@ REMIND_S = 30.0
 REVOKED = "it was revoked"
 
 
+class Refusal(NamedTuple):
+    """Why the fleet does not take a device. Trying again is of no use."""
+
+    about: Literal["membership", "version"]
+    reason: str
+
+
+Admission = Literal["admitted", "held", "refused"]
+"""Whether the process of a device joins its run. One that is held asks again: the run opens soon."""
+
+
+class FleetPort(MemberPort, Protocol):
+    """The membership asks this of the coordinator."""
+
+    def admit(self, device: str, connection: int, idle: str) -> None:
+        """Tell the device that it is in the fleet. `idle`: why a run that goes on has nothing for it, in words."""
+
+    def stop_worker(self, connection: int, run: str) -> None:
+        """Tell the device that the run is over."""
+
+    def end_wait(self, wait: int, devices: Sequence[str]) -> None:
+        """Nobody needs to wait any more: these devices are here."""
+
+    def put_question(self, question: str, connection: int) -> None:
+        """Send the question to the device, and say `answered`."""
+
+    def fail_question(self, question: str, reason: str) -> None:
+        """No answer comes."""
+
+    def note(self, text: str, device: str = "") -> None:
+        """Tell people. A note about a device may come often."""
+
+
 class _Run(msgspec.Struct):
-    opened: RunOpened
+    devices: Sequence[str]
+    others: Sequence[str]
+    long_lived: bool
+    yields: bool
     failed: dict[str, str]
     """How each device's process ended, for those that failed."""
     leaving: set[str]
@@ -89,9 +94,10 @@ class _Question(msgspec.Struct, frozen=True):
 
 
 class FleetMembership:
-    """Events in, instructions out. It has no last phase: a fleet goes on for as long as its host."""
+    """Its host says `clock` before each other call. It has no last phase: a fleet goes on for as long as its host."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: FleetPort) -> None:
+        self.port = port
         self.names: dict[str, str] = {}
         """Names of the devices that were here and are not revoked, by id."""
         self._members: dict[str, FleetMember] = {}
@@ -100,7 +106,7 @@ class FleetMembership:
         self._waits: dict[int, _Wait] = {}
         self._revoked: frozenset[str] = frozenset()
         self._questions: dict[str, _Question] = {}
-        self._out: list[FleetInstruction] = []
+        self._now_s = 0.0
 
     # What is known
 
@@ -142,175 +148,215 @@ class FleetMembership:
         found = self._runs.get(run)
         return dict(found.failed) if found is not None else {}
 
-    # What happens
+    def clock(self, now_s: float) -> None:
+        """Seconds of whatever clock."""
+        self._now_s = now_s
 
-    def handle(self, event: FleetEvent, now_s: float) -> list[FleetInstruction]:
-        """Take one event at this time, in seconds of whatever clock; return what to do now."""
-        match event:
-            case DeviceConnected():
-                self._connect(event)
-            case DeviceDisconnected() | DeviceCalled() | WorkerFailed() | DrainRequested() | DeviceRevoked():
-                self._on_member(event)
-            case WorkerConnected():
-                self._admit_worker(event, now_s)
-            case RunClosed():
-                self._close_run(event)
-            case PeerIdentified():
-                self._identify(event)
-            case RunOpened():
-                self._open_run(event)
-            case RunExpected(run=run, within_s=within_s):
-                self._expected, self._expected_until_s = run, now_s + within_s
-            case WaitBegan():
-                self._revoked |= event.revoked
-                away = {d for d in event.devices if not self._is_here(d)}
-                self._waits[event.wait] = _Wait(dict.fromkeys(event.devices), event.every, now_s, away)
-            case WaitStopped(wait=wait):
-                self._waits.pop(wait, None)
-            case DeviceAsked():
-                self._ask(event, now_s)
-            case DeviceAnswered(question=question, device=device):
-                if (asked := self._questions.get(question)) is not None and asked.device == device:
-                    del self._questions[question]
-                    self._out.append(TakeAnswer(question))
-            case FleetTick(revoked=revoked):
-                self._revoked = revoked
-                late = [q for q, asked in self._questions.items() if now_s >= asked.until_s]
-                self._fail(late, "did not answer for {within_s:g} s")
-        if isinstance(event, PeerIdentified | DeviceConnected | DeviceDisconnected | DeviceRevoked):
-            self._count(event.name if isinstance(event, PeerIdentified) else event.device)
-        self._look_at_waits(now_s)
-        out, self._out = self._out, []
-        return out
+    # What happens to devices
 
-    # Members
-
-    def _identify(self, event: PeerIdentified) -> None:
-        name, member = event.name, self._members.get(event.name or "")
-        if name is None or (member is not None and member.id == event.id and member.phase == "revoked"):
-            self._refuse(event.id)
-        elif member is None or member.id != event.id:  # the name's former device was revoked, or it could not have it
-            if member is not None:
+    def identify(self, id: str, name: str | None) -> Refusal | None:
+        """A peer has shown a certificate of the fleet. `name` is as the roster has it: None for a peer that is no
+        device, never joined, or was revoked."""
+        member = self._members.get(name or "")
+        refused = None
+        if name is None or (member is not None and member.id == id and member.over):
+            refused = _not_in_fleet(id)
+        elif member is None or member.id != id:
+            if member is not None:  # the name's former device was revoked, or this one could not have it
                 self._revoke(member)
-            self._members[name] = FleetMember(name, event.id)
-            self.names[event.id] = name
+            self._members[name] = FleetMember(self.port, name, id)
+            self.names[id] = name
+        self._look_at_waits()
+        return refused
 
-    def _refuse(self, id: str) -> None:
-        self._out.append(RefuseDevice("membership", f"device {id} is not in this fleet, or was revoked"))
-
-    def _connect(self, event: DeviceConnected) -> None:
-        device, member = event.device, self._of(event.device, event.id)
-        if member is None:
-            self._refuse(event.id)
-        elif event.mismatch:
-            self._out.append(RefuseDevice("version", event.mismatch))
+    def connect(
+        self, device: str, id: str, connection: int, *, working: str = "", mismatch: str = ""
+    ) -> Refusal | None:
+        """The device says that it is here, on a connection that stays; its host numbers them from 1 on. `working`: the
+        run that a process of the device works for already. `mismatch`: why the software of both sides cannot work
+        together."""
+        member = self._members.get(device)
+        refused = None
+        if member is None or member.id != id or member.over:
+            refused = _not_in_fleet(id)
+        elif mismatch:
+            refused = Refusal("version", mismatch)
         else:
-            self._leave_unanswered(device)
-            self._out += member.handle(event)
-            runs = [run.opened for run in self._runs.values() if run.opened.long_lived]
-            wanted = [run for run in runs if device in run.devices]
-            idle = "" if wanted else "; ".join(map(_meant_for, runs))
-            self._out.append(AdmitDevice(device, event.connection, idle))
-            self._note(device, f"is here, and waits: {idle}" if idle else "is here")
-            for run in wanted:
-                self._call(device, run.run)
+            self._admit(member, connection, working)
+        self._look_at_waits()
+        return refused
 
-    def _on_member(
-        self, event: DeviceDisconnected | DeviceCalled | WorkerFailed | DrainRequested | DeviceRevoked
-    ) -> None:
-        member = self._members.get(event.device)
-        match event:
-            case DrainRequested(device=device):
-                self._out.append(AskToLeave(device))
-                if member is not None and (run := self._runs.get(member.run)) is not None:
-                    run.leaving.add(device)
-            case DeviceCalled(device=device, run=run):
-                self._call(device, run)
-                return
-            case DeviceDisconnected(device=device, connection=connection):
-                if member is not None and member.connection == connection:
-                    self._leave_unanswered(device)
-                    self._note(device, "has left")
-            case WorkerFailed(device=device, connection=connection, run=run, how=how):
-                if member is not None and member.connection == connection and run in self._runs:
-                    self._runs[run].failed[device] = how  # also where the device came back without its process
-            case DeviceRevoked(id=id):
-                if member is not None and member.id == id:
-                    self._revoke(member)
-                return
-        if member is not None:
-            self._out += member.handle(event)
+    def disconnect(self, device: str, connection: int) -> None:
+        """A connection closed, or was silent for too long."""
+        if (member := self._members.get(device)) is not None:
+            if member.connection == connection:
+                self._leave_unanswered(device)
+                self._note(device, "has left")
+            member.disconnect(connection)
+            self._count(device)
+        self._look_at_waits()
+
+    def revoke(self, device: str, id: str) -> None:
+        """The roster has the device no more."""
+        if (member := self._members.get(device)) is not None and member.id == id:
+            self._revoke(member)
+        self._look_at_waits()
+
+    def drain(self, device: str) -> None:
+        """A person asks the device to leave its run without loss."""
+        if (member := self._members.get(device)) is not None:
+            if (run := self._runs.get(member.run)) is not None:
+                run.leaving.add(device)
+            member.drain()
+        self._look_at_waits()
+
+    def worker_failed(self, device: str, connection: int, run: str, how: str) -> None:
+        """The device says that its process for the run has ended otherwise than well."""
+        if (member := self._members.get(device)) is not None:
+            if member.connection == connection and run in self._runs:
+                self._runs[run].failed[device] = how  # also where the device came back without its process
+            member.worker_failed(connection, run)
+        self._look_at_waits()
+
+    def admit_worker(self, device: str, worker: str, run: str) -> Admission:
+        """A process of the device asks to join a run, on a connection of its own. `worker` is the name that it joins
+        under: the device's, or that of one of its workers."""
+        member = self._members.get(device)
+        found: Admission = "refused"
+        if member is not None and not member.over and device_of(worker) == device:
+            if run in self._runs and self._is_free(device, run):
+                member.admit_worker(run)
+                found = "admitted"
+            elif run not in self._runs and run == self._expected and self._now_s < self._expected_until_s:
+                found = "held"
+        self._look_at_waits()
+        return found
+
+    def _admit(self, member: FleetMember, connection: int, working: str) -> None:
+        device = member.name
+        self._leave_unanswered(device)
+        member.connect(connection, working)
+        self._count(device)
+        runs = {name: run for name, run in self._runs.items() if run.long_lived}
+        wanted = [name for name, run in runs.items() if device in run.devices]
+        idle = "" if wanted else "; ".join(map(_meant_for, runs.values()))
+        self.port.admit(device, connection, idle)
+        self._note(device, f"is here, and waits: {idle}" if idle else "is here")
+        for name in wanted:
+            self._call(device, name)
 
     def _revoke(self, member: FleetMember) -> None:
-        if member.phase == "revoked":
+        if member.over:
             return
         self._leave_unanswered(member.name)
         for run in self._runs.values():
             run.failed.setdefault(member.name, REVOKED)
         if member.connected:
             self._note(member.name, f"is out: {REVOKED}")
-        self._out += member.handle(DeviceRevoked(device=member.name, id=member.id))
+        member.revoke()
+        self._count(member.name)
         self.names.pop(member.id, None)
 
     def _is_here(self, device: str) -> bool:
         member = self._members.get(device)
         return member is not None and member.connected
 
-    def _of(self, device: str, id: str) -> FleetMember | None:
-        """The device, unless it was revoked."""
-        member = self._members.get(device)
-        return member if member is not None and member.id == id and member.phase != "revoked" else None
+    # What happens to runs
 
-    # Runs
+    def open_run(
+        self,
+        run: str,
+        devices: Sequence[str],
+        others: Sequence[str] = (),
+        *,
+        long_lived: bool = False,
+        yields: bool = False,
+    ) -> None:
+        """The devices are called now, and whenever they connect if the run is long-lived; others may be called later.
+        A device that another run calls leaves a run that yields."""
+        opened = self._runs[run] = _Run(devices, others, long_lived, yields, {}, set())
+        if long_lived:
+            for device in sorted(self.connected - set(devices)):
+                self.port.note(f"{device} waits: {_meant_for(opened)}")
+        for device in devices:
+            self._call(device, run)
+        self._look_at_waits()
 
-    def _open_run(self, event: RunOpened) -> None:
-        self._runs[event.run] = _Run(event, {}, set())
-        if event.long_lived:
-            for device in sorted(self.connected - set(event.devices)):
-                self._out.append(FleetNote(f"{device} waits: {_meant_for(event)}"))
-        for device in event.devices:
-            self._call(device, event.run)
+    def expect_run(self, run: str, within_s: float) -> None:
+        """Devices may be at work for this run, which opens within that time."""
+        self._expected, self._expected_until_s = run, self._now_s + within_s
+        self._look_at_waits()
+
+    def call(self, device: str, run: str) -> None:
+        """A run wants the device."""
+        self._call(device, run)
+        self._look_at_waits()
+
+    def close_run(self, run: str) -> None:
+        if (closed := self._runs.pop(run, None)) is not None:
+            for device in (*closed.devices, *closed.others):
+                if self._is_here(device):
+                    self.port.stop_worker(self._members[device].connection, run)
+            for member in self._members.values():
+                member.close_run(run)
+        self._look_at_waits()
 
     def _call(self, device: str, run: str) -> None:
         member, wanted = self._members.get(device), self._runs.get(run)
-        if member is None or wanted is None or member.phase == "revoked" or not self._is_free(device, run):
+        if member is None or wanted is None or member.over or not self._is_free(device, run):
             return
-        if self.leaves(device, run):
-            return
-        wanted.failed.pop(device, None)  # what is known to have ended is not at work
-        self._out += member.handle(DeviceCalled(device=device, run=run))
+        if not self.leaves(device, run):
+            wanted.failed.pop(device, None)  # what is known to have ended is not at work
+            member.call(run)
 
     def _is_free(self, device: str, run: str) -> bool:
         """Whether the device works for no other run that goes on, or for one that yields to this run."""
         member = self._members.get(device)
         if member is None or member.run in ("", run):
             return member is not None
-        return (other := self._runs.get(member.run)) is None or (other.opened.yields and bool(run))
-
-    def _admit_worker(self, event: WorkerConnected, now_s: float) -> None:
-        device, run = event.device, event.run
-        member = self._members.get(device)
-        known = member is not None and member.phase != "revoked" and device_of(event.worker) == device
-        if member is not None and known and run in self._runs and self._is_free(device, run):
-            self._out += [*member.handle(event), AdmitWorker()]
-        elif known and run not in self._runs and run == self._expected and now_s < self._expected_until_s:
-            self._out.append(HoldWorker())
-        else:
-            self._out.append(RefuseWorker())
-
-    def _close_run(self, event: RunClosed) -> None:
-        closed = self._runs.pop(event.run, None)
-        if closed is None:
-            return
-        for device in (*closed.opened.devices, *closed.opened.others):
-            if self._is_here(device):
-                self._out.append(StopWorker(self._members[device].connection, event.run))
-        for member in self._members.values():
-            self._out += member.handle(event)
+        return (other := self._runs.get(member.run)) is None or (other.yields and bool(run))
 
     # Waits and questions
 
-    def _count(self, device: str | None) -> None:
+    def begin_wait(
+        self, wait: int, devices: Sequence[str], *, every: bool, revoked: frozenset[str] = frozenset()
+    ) -> None:
+        """Somebody needs all of the devices, or any of them. `revoked`: as in `tick`."""
+        self._revoked |= revoked
+        away = {d for d in devices if not self._is_here(d)}
+        self._waits[wait] = _Wait(dict.fromkeys(devices), every, self._now_s, away)
+        self._look_at_waits()
+
+    def stop_wait(self, wait: int) -> None:
+        """Nobody waits any more."""
+        self._waits.pop(wait, None)
+        self._look_at_waits()
+
+    def ask(self, question: str, device: str, within_s: float) -> None:
+        self._questions[question] = _Question(device, self._now_s + within_s, within_s)
+        if self._is_here(device):
+            self.port.put_question(question, self._members[device].connection)
+        else:
+            self._leave_unanswered(device)
+        self._look_at_waits()
+
+    def answered(self, question: str, device: str) -> bool:
+        """Return whether somebody waits for this device's answer."""
+        asked = self._questions.get(question)
+        taken = asked is not None and asked.device == device
+        if taken:
+            del self._questions[question]
+        self._look_at_waits()
+        return taken
+
+    def tick(self, revoked: frozenset[str] = frozenset()) -> None:
+        """Time passes. `revoked`: names of awaited devices that the roster has as revoked."""
+        self._revoked = revoked
+        late = [q for q, asked in self._questions.items() if self._now_s >= asked.until_s]
+        self._fail(late, "did not answer for {within_s:g} s")
+        self._look_at_waits()
+
+    def _count(self, device: str) -> None:
         """For those who wait for this device, which has come or gone."""
         for wait in self._waits.values():
             if device in wait.away and self._is_here(device):
@@ -318,14 +364,15 @@ class FleetMembership:
             elif device in wait.devices and not self._is_here(device):
                 wait.away.add(device)
 
-    def _look_at_waits(self, now_s: float) -> None:
+    def _look_at_waits(self) -> None:
+        """End waits, and remind of the others. Every method ends with it."""
         for number, wait in list(self._waits.items()):
             if not wait.goes_on:
                 del self._waits[number]
-                self._out.append(EndWait(number, tuple(filter(self._is_here, wait.devices))))
-            elif wait.noted_s is None or (wait.every and now_s - wait.noted_s >= REMIND_S):
-                wait.noted_s = now_s
-                self._out.append(FleetNote(self._reminder(wait, wait.missing, now_s - wait.began_s)))
+                self.port.end_wait(number, tuple(filter(self._is_here, wait.devices)))
+            elif wait.noted_s is None or (wait.every and self._now_s - wait.noted_s >= REMIND_S):
+                wait.noted_s = self._now_s
+                self.port.note(self._reminder(wait, wait.missing, self._now_s - wait.began_s))
 
     def _reminder(self, wait: _Wait, missing: Collection[str], waited_s: float) -> str:
         few = list(itertools.islice(missing, MOST_NAMES))
@@ -340,13 +387,6 @@ class FleetMembership:
         """A device that is missing. Of one that was revoked, waiting alone does not help."""
         return f"{device} ({REVOKED}: a new key and a ticket bring it back)" if device in self._revoked else device
 
-    def _ask(self, event: DeviceAsked, now_s: float) -> None:
-        self._questions[event.question] = _Question(event.device, now_s + event.within_s, event.within_s)
-        if self._is_here(event.device):
-            self._out.append(PutQuestion(event.question, self._members[event.device].connection))
-        else:
-            self._leave_unanswered(event.device)
-
     def _leave_unanswered(self, device: str) -> None:
         """Its connection is gone: whatever it was asked, it will not answer."""
         self._fail([q for q, asked in self._questions.items() if asked.device == device], "left before it answered")
@@ -355,12 +395,16 @@ class FleetMembership:
         for question in questions:
             asked = self._questions.pop(question)
             reason = why.format(within_s=asked.within_s)
-            self._out.append(FailQuestion(question, f"device {asked.device!r}: {reason}"))
+            self.port.fail_question(question, f"device {asked.device!r}: {reason}")
 
     def _note(self, device: str, what: str) -> None:
-        self._out.append(FleetNote(f"{device} {what}", device))
+        self.port.note(f"{device} {what}", device)
 
 
-def _meant_for(run: RunOpened) -> str:
+def _not_in_fleet(id: str) -> Refusal:
+    return Refusal("membership", f"device {id} is not in this fleet, or was revoked")
+
+
+def _meant_for(run: _Run) -> str:
     few = ", ".join(run.devices[:MOST_NAMES]) + (" ..." if len(run.devices) > MOST_NAMES else "")
     return f"the run is for {few}"

@@ -1,101 +1,42 @@
 """One device of a fleet, as its coordinator sees it: whether it is connected, and which run it works for.
 
-    absent ──connected──► idle ──called──► called ──worker connected──► working
-       ▲                   ▲ ▲               │                             │
-       └── disconnected ───┘ └─ run over, or the worker failed ────────────┴── drain ──► draining
+    absent ──connect──► idle ──call──► called ──admit_worker──► working
+       ▲                 ▲ ▲              │                        │
+       └── disconnect ───┘ └─ run over, or the worker failed ──────┴── drain ──► draining
 
 A new connection of a device replaces the old one: the device noticed first that the old one is dead. A device works for
-one run at most. A revoked device is out for good: its key is refused for ever.
+one run at most. A revoked device is over: its key is refused for ever.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Protocol
 
-from isthmus.protocol.machine import Machine, Transitions
-from isthmus.protocol.membership_events import (
-    CloseConnection,
-    CutDevice,
-    DeviceCalled,
-    DeviceConnected,
-    DeviceDisconnected,
-    DeviceRevoked,
-    DrainRequested,
-    MemberEvent,
-    MemberInstruction,
-    RunClosed,
-    StartWorker,
-    WorkerConnected,
-    WorkerFailed,
-)
+from isthmus.session.program import OVER, Policy
 
 NO_CONNECTION = 0
 """In place of a connection's number."""
 
 
-Phase = Literal["absent", "idle", "called", "working", "draining", "revoked"]
+class MemberPort(Protocol):
+    """A member asks this of the coordinator."""
 
-MEMBERSHIP = Transitions(
-    "absent",
-    "revoked",
-    {
-        "absent": {
-            DeviceConnected: "idle working",
-            DeviceCalled: "absent",
-            WorkerConnected: "absent",
-            DrainRequested: "absent",
-            RunClosed: "absent",
-            DeviceRevoked: "revoked",
-        },
-        "idle": {
-            DeviceConnected: "idle working",
-            DeviceDisconnected: "absent",
-            DeviceCalled: "called",
-            WorkerConnected: "working",
-            DrainRequested: "idle",
-            DeviceRevoked: "revoked",
-        },
-        "called": {
-            DeviceConnected: "idle working",
-            DeviceDisconnected: "absent",
-            DeviceCalled: "called",
-            WorkerConnected: "working",
-            WorkerFailed: "idle",
-            DrainRequested: "draining",
-            RunClosed: "idle",
-            DeviceRevoked: "revoked",
-        },
-        "working": {
-            DeviceConnected: "idle working",
-            DeviceDisconnected: "absent",
-            DeviceCalled: "called working",
-            WorkerConnected: "working",
-            WorkerFailed: "idle",
-            DrainRequested: "draining",
-            RunClosed: "idle",
-            DeviceRevoked: "revoked",
-        },
-        "draining": {
-            DeviceConnected: "idle working draining",
-            DeviceDisconnected: "absent",
-            DeviceCalled: "called draining",
-            WorkerConnected: "draining",
-            WorkerFailed: "idle",
-            DrainRequested: "draining",
-            RunClosed: "idle",
-            DeviceRevoked: "revoked",
-        },
-    },
-)
+    def start_worker(self, device: str, connection: int, run: str) -> None:
+        """Tell the device to start a process for the run."""
+
+    def close_connection(self, connection: int) -> None:
+        """Another connection of the device has taken its place."""
+
+    def cut(self, id: str) -> None:
+        """Close every connection of the device, whatever it is for."""
 
 
-class FleetMember(Machine[Phase, MemberEvent, MemberInstruction]):
-    """One key's device. Late is what a former connection says, and what belongs to another run."""
+class FleetMember(Policy[MemberPort]):
+    """One key's device. Calls about a former connection or another run are late."""
 
-    transitions = MEMBERSHIP
-
-    def __init__(self, name: str, id: str) -> None:
-        super().__init__()
+    def __init__(self, port: MemberPort, name: str, id: str) -> None:
+        super().__init__("absent")
+        self.port = port
         self.name = name
         self.id = id
         self.connection = NO_CONNECTION
@@ -110,54 +51,64 @@ class FleetMember(Machine[Phase, MemberEvent, MemberInstruction]):
     @property
     def at_work(self) -> bool:
         """Whether the device is connected, and a process of it works for a run or is called to one."""
-        return self._phase in ("called", "working", "draining")
+        return self.phase in ("called", "working", "draining")
 
-    def _is_stale(self, event: MemberEvent) -> bool:
-        match event:
-            case DeviceDisconnected(connection=connection):
-                return connection != self.connection
-            case WorkerFailed(connection=connection, run=run):
-                return connection != self.connection or not run or run != self.run
-            case RunClosed(run=run):
-                return run != self.run
-            case _:
-                return False
-
-    def _take(self, event: MemberEvent) -> list[MemberInstruction]:
-        match event:
-            case DeviceConnected(connection=connection, working=working):
-                return self._connect(connection, working)
-            case DeviceDisconnected():
-                self._phase, self.connection = "absent", NO_CONNECTION
-            case DeviceCalled(run=run):
-                return self._call(run)
-            case WorkerConnected(run=run):
-                self.run = run
-                if self._phase in ("idle", "called"):
-                    self._phase = "working"
-            case DrainRequested():
-                self._phase = "draining" if self.at_work else self._phase
-            case WorkerFailed() | RunClosed():
-                self._phase, self.run = "idle" if self.connected else "absent", ""
-            case DeviceRevoked():
-                self._phase, self.connection, self.run = "revoked", NO_CONNECTION, ""
-                return [CutDevice(self.id)]
-        return []
-
-    def _connect(self, connection: int, working: str) -> list[MemberInstruction]:
+    def connect(self, connection: int, working: str) -> None:
+        """The device has a new connection. It says that a process of it works for the run `working`, if any."""
+        if self.over:
+            return
         former, self.connection = self.connection, connection
         if not working:
-            self._phase = "idle"
-        elif self._phase != "draining" or working != self.run:
-            self._phase = "working"
+            self.phase = "idle"
+        elif self.phase != "draining" or working != self.run:
+            self.phase = "working"
         self.run = working
-        return [] if former == NO_CONNECTION else [CloseConnection(former)]
+        if former != NO_CONNECTION:
+            self.port.close_connection(former)
 
-    def _call(self, run: str) -> list[MemberInstruction]:
-        """A device that drains is not called to its run again. One that works for it may be: it knows whether its
-        process has ended."""
-        if self._phase == "absent" or (self._phase == "draining" and run == self.run):
-            return []
-        if self._phase != "working" or run != self.run:
-            self._phase, self.run = "called", run
-        return [StartWorker(self.name, self.connection, run)]
+    def disconnect(self, connection: int) -> None:
+        if not self._is_late(connection != self.connection):
+            self.phase, self.connection = "absent", NO_CONNECTION
+
+    def call(self, run: str) -> None:
+        """A run wants the device. A device that drains is not called to its run again. One that works for it may be: it
+        knows whether its process has ended."""
+        if self.phase in ("absent", OVER) or (self.phase == "draining" and run == self.run):
+            return
+        if self.phase != "working" or run != self.run:
+            self.phase, self.run = "called", run
+        self.port.start_worker(self.name, self.connection, run)
+
+    def admit_worker(self, run: str) -> None:
+        """A process of the device joins the run, on a connection of its own."""
+        if self.over:
+            return
+        self.run = run
+        if self.phase in ("idle", "called"):
+            self.phase = "working"
+
+    def drain(self) -> None:
+        """A person asks the device to leave its run without loss."""
+        if self.at_work:
+            self.phase = "draining"
+
+    def worker_failed(self, connection: int, run: str) -> None:
+        if not self._is_late(connection != self.connection or not run or run != self.run):
+            self._stop_work()
+
+    def close_run(self, run: str) -> None:
+        if not self._is_late(run != self.run):
+            self._stop_work()
+
+    def revoke(self) -> None:
+        """The roster has the device no more."""
+        if not self.over:
+            self.phase, self.connection, self.run = OVER, NO_CONNECTION, ""
+            self.port.cut(self.id)
+
+    def _is_late(self, late: bool) -> bool:
+        self.stale += late
+        return late or self.over
+
+    def _stop_work(self) -> None:
+        self.phase, self.run = "idle" if self.connected else "absent", ""

@@ -14,20 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from typing import TypeVar
 
 from isthmus.errors import PeerError, UserError
-from isthmus.protocol.membership_events import (
-    AdmitWorker,
-    AskToLeave,
-    DeviceCalled,
-    DeviceConnected,
-    DeviceRevoked,
-    DrainRequested,
-    HoldWorker,
-    PeerIdentified,
-    RefuseDevice,
-    RunExpected,
-    WorkerConnected,
-    WorkerFailed,
-)
+from isthmus.protocol.fleet_membership import Admission, Refusal
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import RunRequest, Session
 from isthmus.runtime.identity import Party
@@ -158,7 +145,8 @@ class FleetCoordinator:
     def revoke(self, device: str) -> None:
         """Shut out a device that joined. On return its connections are closed, and another may take its name."""
         member = self._state.roster.revoke(device, time.time())
-        self._presence.handle(DeviceRevoked(device=member.name, id=member.id))
+        with self._presence.deciding() as membership:
+            membership.revoke(member.name, member.id)
         self._cut(member.id)  # also what the membership has not seen yet
 
     def brings_back(self, devices: Iterable[str]) -> None:
@@ -190,7 +178,8 @@ class FleetCoordinator:
 
     def expects_reconnect(self, run: str) -> None:
         """As `Backend`."""
-        self._presence.handle(RunExpected(run=run, within_s=self._timeout_s))
+        with self._presence.deciding() as membership:
+            membership.expect_run(run, self._timeout_s)
 
     def asks(self, stop: Stop | None = None) -> FleetDataQueries:
         """As `Backend`."""
@@ -220,8 +209,11 @@ class FleetCoordinator:
 
     def leaving(self) -> list[str]:
         """Who was asked to leave, by whatever process (`isthmus drain`), since this was called last."""
-        decided = [i for d in self._state.take_leaving() for i in self._presence.handle(DrainRequested(device=d))]
-        return [i.device for i in decided if isinstance(i, AskToLeave)]
+        devices = self._state.take_leaving()
+        with self._presence.deciding() as membership:
+            for device in devices:
+                membership.drain(device)
+        return devices
 
     def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
         """Ask a device a question, which `run` names; return the answer. PeerError when it does not answer, or
@@ -249,8 +241,11 @@ class FleetCoordinator:
         name = None
         try:
             name = self._state.roster.name_of(party.id) if party.role == "device" else None
-            refused = self._refused(channel, PeerIdentified(id=party.id, name=name))
-            if refused or name is None:
+            with self._presence.deciding() as membership:
+                refused = membership.identify(party.id, name)
+            if refused is not None:
+                _refuse(channel, refused)
+            if refused is not None or name is None:
                 return
             channel.other = f"device {name!r}"
             first = first_message(channel, (DevicePresent, JoinRun, RelayWait, RelayConnect), self._timeout_s)
@@ -261,30 +256,25 @@ class FleetCoordinator:
             elif first is not None and (run := self._acceptor(channel, first, name)) is not None:
                 run.admit(channel, first)
         except (OSError, PeerError, StoreError) as e:
-            self._presence.note(name or party.id, str(e))
+            self._presence.about(name or party.id, str(e))
         finally:
             channel.close()
             with self._changed:
                 self._channels[party.id].discard(channel)
 
-    def _refused(self, channel: SocketChannel, event: PeerIdentified | DeviceConnected) -> str:
-        """Why the fleet refuses the device, which gets the reason; empty for a device that it admits."""
-        for instruction in self._presence.handle(event):
-            if isinstance(instruction, RefuseDevice):
-                channel.send(Rejected(run="", about=instruction.about, reason=instruction.reason))
-                return instruction.reason
-        return ""
-
     def _acceptor(self, channel: SocketChannel, join: JoinRun, name: str) -> Acceptor | None:
         """Return the acceptor of the run, if the device may work for it. For a run that is expected a device waits
         here."""
-        asks = WorkerConnected(device=name, worker=join.device, run=join.run)
-        while HoldWorker() in (decided := self._presence.handle(asks)) and not self._over.is_set():
+        while (admission := self._admission(name, join)) == "held" and not self._over.is_set():
             channel.send(Heartbeat(run=join.run))
             with self._changed:
                 self._changed.wait_for(lambda: join.run in self._acceptors, BEAT_S)
         with self._changed:
-            return self._acceptors.get(join.run) if AdmitWorker() in decided else None
+            return self._acceptors.get(join.run) if admission == "admitted" else None
+
+    def _admission(self, name: str, join: JoinRun) -> Admission:
+        with self._presence.deciding() as membership:
+            return membership.admit_worker(name, join.device, join.run)
 
     @contextlib.contextmanager
     def _accepting(self, run: str, acceptor: Acceptor) -> Generator[None]:
@@ -300,16 +290,13 @@ class FleetCoordinator:
         """For as long as the device stays connected."""
         lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
         number = self._presence.connected(lane, channel, name, present)
-        connected = DeviceConnected(
-            device=name,
-            id=party.id,
-            connection=number,
-            working=present.working,
-            mismatch=mismatch(versions_here(), present.versions) or "",
-        )
+        wrong = mismatch(versions_here(), present.versions) or ""
         try:
-            if refused := self._refused(channel, connected):
-                raise PeerError(f"{channel.other}: refused: {refused}")
+            with self._presence.deciding() as membership:
+                refused = membership.connect(name, party.id, number, working=present.working, mismatch=wrong)
+            if refused is not None:
+                _refuse(channel, refused)
+                raise PeerError(f"{channel.other}: refused: {refused.reason}")
             self._state.roster.seen(party.id, time.time())
             self._on_message(channel, lane, number, name, party)
         finally:
@@ -331,7 +318,8 @@ class FleetCoordinator:
             elif isinstance(message, EndedMessage):
                 self._check_member(name, party.id)
                 how = message.how[:500]
-                self._presence.handle(WorkerFailed(device=name, connection=number, run=message.run, how=how))
+                with self._presence.deciding() as membership:
+                    membership.worker_failed(name, number, message.run, how)
             elif isinstance(message, ANSWERS):
                 self._presence.answered(name, message)
 
@@ -360,7 +348,8 @@ class FleetCoordinator:
 
     def _check_member(self, name: str, id: str) -> None:
         if self._state.roster.name_of(id) is None:
-            self._presence.handle(DeviceRevoked(device=name, id=id))
+            with self._presence.deciding() as membership:
+                membership.revoke(name, id)
 
     def _cut(self, id: str) -> None:
         with self._changed:
@@ -421,7 +410,12 @@ class _FleetSession:
             return None
 
     def call(self, device: str) -> None:
-        self._presence.handle(DeviceCalled(device=device, run=self._call.run))
+        with self._presence.deciding() as membership:
+            membership.call(device, self._call.run)
+
+
+def _refuse(channel: SocketChannel, refused: Refusal) -> None:
+    channel.send(Rejected(run="", about=refused.about, reason=refused.reason))
 
 
 def _only_fleet(message: AnyMessage) -> None:

@@ -11,28 +11,6 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 from isthmus.errors import PeerError
 from isthmus.protocol.fleet_membership import FleetMembership
-from isthmus.protocol.membership_events import (
-    AdmitDevice,
-    CloseConnection,
-    CutDevice,
-    DeviceAnswered,
-    DeviceAsked,
-    DeviceDisconnected,
-    EndWait,
-    FailQuestion,
-    FleetEvent,
-    FleetInstruction,
-    FleetNote,
-    FleetTick,
-    PutQuestion,
-    RunClosed,
-    RunOpened,
-    StartWorker,
-    StopWorker,
-    TakeAnswer,
-    WaitBegan,
-    WaitStopped,
-)
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.identity.database import StoreError
@@ -64,9 +42,12 @@ class Presence:
         self._limiter = LogLimiter(self._log)
         self._timeout_s = timeout_s
         self._cut = cut
-        self._machine = FleetMembership()
+        self._membership = FleetMembership(self)
         self._changed = threading.Condition()
         """Guards all attributes."""
+        self._asked: list[Callable[[], object]] = []
+        """What the membership asks of connections."""
+        self._notes: list[tuple[str, str]] = []
         self._numbers = itertools.count(1)
         """Numbers of connections and waits."""
         self._lanes: dict[int, tuple[SendLane, Channel]] = {}
@@ -81,73 +62,85 @@ class Presence:
         self._paths: dict[str, tuple[str, tuple[PeerPath, ...]]] = {}
         """The run that the device works for, and how it got to others."""
 
-    def handle(self, event: FleetEvent) -> list[FleetInstruction]:
-        """Carry out what is decided, and return it. Lines of the log come last, and without the lock: a reader
-        of them may be slow."""
+    @contextlib.contextmanager
+    def deciding(self) -> Generator[FleetMembership]:
+        """Inside, tell the membership what happened. Connections get what it asks when it has decided. Lines of the log
+        come last, and without the lock: a reader of them may be slow."""
         with self._changed:
             try:
-                decided = self._machine.handle(event, time.monotonic())
-                for instruction in decided:
-                    self._do(instruction)
+                self._membership.clock(time.monotonic())
+                yield self._membership
+                asked, self._asked = self._asked, []
+                for carry_out in asked:
+                    carry_out()
             finally:
                 self._changed.notify_all()
-        for note in decided:
-            if isinstance(note, FleetNote):
-                self._tell(note)
-        return decided
-
-    def _tell(self, note: FleetNote) -> None:
-        if note.device:
-            self._limiter.about(note.device, note.text)
-        else:
-            self._log(note.text)
+                notes, self._notes = self._notes, []
+        for text, device in notes:
+            if device:
+                self._limiter.about(device, text)
+            else:
+                self._log(text)
 
     def _log(self, text: str) -> None:
         """A line that cannot be written, as the disk is full or nobody reads it, changes nothing for the fleet."""
         with contextlib.suppress(OSError, ValueError):  # ValueError: the file is closed
             self._write(text)
 
-    def _do(self, instruction: FleetInstruction) -> None:
-        match instruction:
-            case AdmitDevice(device=device, connection=connection, idle=idle):
-                self._put(connection, Welcome(run="", device=device, timeout_s=self._timeout_s, idle=idle))
-            case StartWorker(device=device, connection=connection, run=run):
-                call = self._calls[run]
-                stages = call.stages.get(device, 1)
-                message = StartRun(
-                    run=run, timeout_s=call.timeout_s, threads=call.threads, stages=stages, replica=call.replicas
-                )
-                self._put(connection, message)
-            case StopWorker(connection=connection, run=run):
-                self._put(connection, StopRun(run=run))
-            case CloseConnection(connection=connection):
-                lane, channel = self._lanes[connection]
-                lane.close(0.0)
-                channel.close()
-            case CutDevice(id=id):
-                self._cut(id)
-            case EndWait(wait=wait, devices=devices):
-                self._over[wait] = list(devices)
-            case PutQuestion(question=question, connection=connection):
-                self._put(connection, self._questions[question][0])
-            case FailQuestion(question=question, reason=reason):
-                self._questions[question][1].put(reason)
-            case _:  # a line of the log, or the connection's own thread waits for the answer
-                pass
-
-    def _put(self, connection: int, message: AnyMessage) -> None:
-        self._lanes[connection][0].put(message)
-
-    def note(self, device: str, text: str) -> None:
+    def about(self, device: str, text: str) -> None:
         """A line about a device: not more than a person wants to read."""
         self._limiter.about(device, text)
+
+    # The membership's port
+
+    def admit(self, device: str, connection: int, idle: str) -> None:
+        self._put(connection, Welcome(run="", device=device, timeout_s=self._timeout_s, idle=idle))
+
+    def start_worker(self, device: str, connection: int, run: str) -> None:
+        call = self._calls[run]
+        stages = call.stages.get(device, 1)
+        message = StartRun(
+            run=run, timeout_s=call.timeout_s, threads=call.threads, stages=stages, replica=call.replicas
+        )
+        self._put(connection, message)
+
+    def stop_worker(self, connection: int, run: str) -> None:
+        self._put(connection, StopRun(run=run))
+
+    def close_connection(self, connection: int) -> None:
+        def close() -> None:
+            lane, channel = self._lanes[connection]
+            lane.close(0.0)
+            channel.close()
+
+        self._asked.append(close)
+
+    def cut(self, id: str) -> None:
+        self._asked.append(lambda: self._cut(id))
+
+    def end_wait(self, wait: int, devices: Sequence[str]) -> None:
+        self._over[wait] = list(devices)
+
+    def put_question(self, question: str, connection: int) -> None:
+        self._put(connection, self._questions[question][0])
+
+    def fail_question(self, question: str, reason: str) -> None:
+        self._questions[question][1].put(reason)
+
+    def note(self, text: str, device: str = "") -> None:
+        self._notes.append((text, device))
+
+    def _put(self, connection: int, message: AnyMessage) -> None:
+        self._asked.append(lambda: self._lanes[connection][0].put(message))
 
     def tick(self) -> None:
         """To be called repeatedly."""
         self._limiter.look()
         with self._changed:
-            missing = self._machine.missing
-        self.handle(FleetTick(revoked=self._revoked(missing)))
+            missing = self._membership.missing
+        revoked = self._revoked(missing)
+        with self.deciding() as membership:
+            membership.tick(revoked)
 
     def _revoked(self, devices: frozenset[str] | Sequence[str]) -> frozenset[str]:
         with contextlib.suppress(StoreError):
@@ -169,7 +162,8 @@ class Presence:
 
     def disconnected(self, device: str, number: int) -> None:
         try:
-            self.handle(DeviceDisconnected(device=device, connection=number))
+            with self.deciding() as membership:
+                membership.disconnect(device, number)
         finally:
             with self._changed:
                 lane, _ = self._lanes.pop(number)
@@ -185,14 +179,13 @@ class Presence:
     def run(self, call: RunRequest, *, long_lived: bool = False) -> Generator[None]:
         """While inside, its devices are called."""
         self._calls[call.run] = call
-        opened = RunOpened(
-            run=call.run, devices=call.devices, others=call.others, long_lived=long_lived, yields=call.yields
-        )
-        self.handle(opened)
+        with self.deciding() as membership:
+            membership.open_run(call.run, call.devices, call.others, long_lived=long_lived, yields=call.yields)
         try:
             yield
         finally:
-            self.handle(RunClosed(run=call.run))
+            with self.deciding() as membership:
+                membership.close_run(call.run)
             del self._calls[call.run]
 
     def linked(self, device: str, run: str, paths: Sequence[PeerPath]) -> None:
@@ -203,27 +196,27 @@ class Presence:
     def failed(self, run: str) -> Mapping[str, str]:
         """How processes for the run have ended, by device."""
         with self._changed:
-            return self._machine.failed(run)
+            return self._membership.failed(run)
 
     def at_work(self, device: str, run: str) -> bool:
         """Whether the device is connected, and a process of it works for the run or is called to it."""
         with self._changed:
-            return self._machine.at_work(device, run)
+            return self._membership.at_work(device, run)
 
     def leaves(self, device: str, run: str) -> bool:
         """Whether the device was asked to leave the run."""
         with self._changed:
-            return self._machine.leaves(device, run)
+            return self._membership.leaves(device, run)
 
     def offers(self, devices: Sequence[str], run: str) -> list[str]:
         """Those of them that could be called to the run."""
         with self._changed:
-            return self._machine.offers(devices, run)
+            return self._membership.offers(devices, run)
 
     def idle(self, like: Collection[str]) -> list[str]:
         """Devices that work for no run, of the hardware and engine that all of `like` are of."""
         with self._changed:
-            free = self._machine.offers(sorted(self._machine.connected), run="")
+            free = self._membership.offers(sorted(self._membership.connected), run="")
             return [device for device in free if all(self._are_alike(device, other) for other in like)]
 
     def _are_alike(self, one: str, other: str) -> bool:
@@ -235,9 +228,9 @@ class Presence:
         """The devices that are here, once all or any of them are, however long that takes: machines are started by
         people. Interrupted where that is to stop."""
         revoked = self._revoked(devices)
-        with self._changed:
+        with self.deciding() as membership:
             number = next(self._numbers)
-        self.handle(WaitBegan(wait=number, devices=tuple(devices), every=every, revoked=revoked))
+            membership.begin_wait(number, devices, every=every, revoked=revoked)
         try:
             with self._changed:
                 while number not in self._over:
@@ -245,17 +238,17 @@ class Presence:
                     self._changed.wait(LOOK_S)
                 return self._over[number]
         finally:
-            self.handle(WaitStopped(wait=number))
-            with self._changed:
+            with self.deciding() as membership:
+                membership.stop_wait(number)
                 self._over.pop(number, None)
 
     def ask(self, device: str, message: AnyMessage, within_s: float) -> AnyMessage:
         """Ask the device a question, which `run` names; return the answer. PeerError when it does not answer, or
         leaves."""
         answers: queue.SimpleQueue[AnyMessage | str] = queue.SimpleQueue()
-        with self._changed:
+        with self.deciding() as membership:
             self._questions[message.run] = (message, answers)
-        self.handle(DeviceAsked(question=message.run, device=device, within_s=within_s))
+            membership.ask(message.run, device, within_s)
         answer = answers.get()
         with self._changed:
             del self._questions[message.run]
@@ -264,8 +257,9 @@ class Presence:
         return answer
 
     def answered(self, device: str, message: AnyMessage) -> None:
-        if TakeAnswer(message.run) in self.handle(DeviceAnswered(question=message.run, device=device)):
-            self._questions[message.run][1].put(message)  # `ask` keeps it until an answer is there
+        with self.deciding() as membership:
+            if membership.answered(message.run, device):
+                self._questions[message.run][1].put(message)  # `ask` keeps it until an answer is there
 
     # What is shown
 
@@ -273,7 +267,7 @@ class Presence:
     def names(self) -> frozenset[str]:
         """Names of the devices that are connected."""
         with self._changed:
-            return self._machine.connected
+            return self._membership.connected
 
     @property
     def computes(self) -> dict[str, EngineOperators]:
@@ -285,17 +279,17 @@ class Presence:
     def awaited(self) -> tuple[str, ...]:
         """Devices without which a run does not begin, as is shown of them."""
         with self._changed:
-            return self._machine.awaited
+            return self._membership.awaited
 
     @property
     def names_by_id(self) -> dict[str, str]:
         """Names of the devices that were here and are not revoked, by id; to be read only, it changes."""
-        return self._machine.names
+        return self._membership.names
 
     def id_of(self, device: str) -> str:
         """PeerError for a device that is not here."""
         with self._changed:
-            member = self._machine.member(device)
+            member = self._membership.member(device)
             if member is None or not member.connected:
                 raise PeerError(f"device {device!r}: is not connected")
             return member.id
@@ -303,7 +297,7 @@ class Presence:
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Return the status of the devices that are here."""
         with self._changed:
-            members = [self._machine.member(name) for name in sorted(self._machine.connected)]
+            members = [self._membership.member(name) for name in sorted(self._membership.connected)]
             return tuple(
                 DeviceStatus(
                     name=m.name, id=m.id, hardware=self._hardware.get(m.name, ""), working=m.run in self._calls
@@ -318,7 +312,7 @@ class Presence:
             shown = {
                 device: paths
                 for device, (run, paths) in self._paths.items()
-                if run in self._calls and (member := self._machine.member(device)) is not None and member.run == run
+                if run in self._calls and (member := self._membership.member(device)) is not None and member.run == run
             }
         return tuple(_link_status(device, path, relayed) for device, paths in sorted(shown.items()) for path in paths)
 
