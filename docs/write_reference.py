@@ -19,7 +19,6 @@ from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.secure_coordinator import SecureCoordinator
-from isthmus.protocol.secure_site import SECURE_SITE
 from isthmus.protocol.worker_phases import WORKER
 from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tables_by_file
 
@@ -42,11 +41,6 @@ MACHINES = {
         federated.COORDINATOR,
         "src/isthmus/protocol/federated_transitions.py",
         "a federated run",
-    ),
-    "Secure aggregation, a site": (
-        SECURE_SITE,
-        "src/isthmus/protocol/secure_site.py",
-        "one site's secrets",
     ),
 }
 """By heading: the table, its file, and the subject of the machine."""

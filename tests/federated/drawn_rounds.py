@@ -427,11 +427,10 @@ class Rounds:
         executor: Any = self._executor(name, line, site)
         executor._latest, executor.policy = right._latest, copy.deepcopy(right.policy, {id(right): executor})
         if isinstance(right, SecureSiteExecutor):
-            machine = copy.copy(right._secure)
-            machine._revealed = dict(machine._revealed)
-            machine._device_of = executor._device_of
-            executor._secure, executor._models = machine, dict(right._models)
-            executor._secrets, executor._vector, executor._sums = right._secrets, right._vector, right._sums
+            policy: Any = copy.copy(right._secure)
+            policy.port, policy._revealed = executor, dict(policy._revealed)
+            executor._secure, executor._models = policy, dict(right._models)
+            executor._secrets, executor._vector, executor._sizes = right._secrets, right._vector, right._sizes
         return executor
 
 

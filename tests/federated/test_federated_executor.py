@@ -23,8 +23,7 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.run_messages import Halt
 from isthmus.session.program import OutOfPhase
-
-from ..programs.ports import Asked, Recorder
+from tests.programs.ports import Asked, Recorder
 
 TURN = PhaseId(0)
 EQUAL = LinearFit(1.0, 0.0)

@@ -24,7 +24,15 @@ from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.shamir import PRIME, deal, draw_secret, recover
 from isthmus.federated.server import Server
 from isthmus.protocol import secure_graph
-from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    ClientTime,
+    PhaseId,
+    PhaseOpened,
+    PhaseSetup,
+    RefusedUpdate,
+    SumsSent,
+)
 from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.secure_graph import neighbour_count, neighbours, threshold_of
 from isthmus.protocol.secure_messages import (
@@ -32,11 +40,14 @@ from isthmus.protocol.secure_messages import (
     SealedShare,
     SecureReport,
     SharesDelivered,
+    SharesDisputed,
     SharesRevealed,
     SiteKeys,
     UnmaskAsked,
 )
-from isthmus.protocol.secure_site import Distrust, RevealShares, SecureSiteMachine, UpdateReady
+from isthmus.protocol.secure_site import SecureSite
+from isthmus.session.program import OutOfPhase
+from tests.programs.ports import Asked, SiteRecorder
 from tests.tiers import THOROUGH
 
 pytestmark = pytest.mark.thorough
@@ -280,25 +291,37 @@ def test_the_coordinator_never_has_both_secrets_of_one_site(lost: Mapping[int, S
     assert not seeds & keys
 
 
-def site_at_the_end(share: float = 0.5, fewest: int = 2) -> SecureSiteMachine:
+class SiteAtTheEnd:
     """A site, one of five, whose masked update is sent."""
-    machine = SecureSiteMachine("a", share, fewest=fewest)
-    peers = [SiteKeys(name, bytes([n]) * 32, bytes([n + 100]) * 32, bytes(32)) for n, name in enumerate("bcde")]
-    machine.handle(PhaseOpened(opening=PhaseSetup(phase=PHASE, clients=5, samples=5), tasks=()))
-    machine.handle(KeysListed(phase=PHASE, peers=tuple(peers)))
-    machine.handle(SharesDelivered(phase=PHASE, shares=tuple(SealedShare(name, b"") for name in "bcde")))
-    machine.handle(UpdateReady(phase=PHASE))
-    assert machine.phase == "masked"
-    return machine
+
+    def __init__(self, fewest: int = 2) -> None:
+        self.port = SiteRecorder()
+        self.policy = SecureSite(self.port.port, "a", 0.5, fewest=fewest)
+        peers = [SiteKeys(name, bytes([n]) * 32, bytes([n + 100]) * 32, bytes(32)) for n, name in enumerate("bcde")]
+        self.policy.ordered(PhaseOpened(opening=PhaseSetup(phase=PHASE, clients=5, samples=5), tasks=()))
+        self.policy.ordered(KeysListed(phase=PHASE, peers=tuple(peers)))
+        self.policy.ordered(SharesDelivered(phase=PHASE, shares=tuple(SealedShare(name, b"") for name in "bcde")))
+        self.policy.trained(SumsSent(phase=PHASE, timed=(ClientTime(0, 1, 1.0),)))
+        assert self.policy.phase == "masked"
+        self.port.took()
+
+    def asked(self, summed: str, dropped: str) -> list[Asked]:
+        """Return what it asks of its host when the coordinator wants these shares."""
+        self.policy.ordered(UnmaskAsked(phase=PHASE, summed=tuple(summed), dropped=tuple(dropped)))
+        return self.port.took()
+
+    def reason_to_leave(self, summed: str, dropped: str) -> str:
+        (forget, (distrust, reason)) = self.asked(summed, dropped)
+        assert forget == ("forget_secrets",) and distrust == "distrust" and self.policy.over
+        return str(reason)
 
 
 def test_a_site_reveals_once_and_of_each_site_one_share() -> None:
-    machine = site_at_the_end()
-    asked = UnmaskAsked(phase=PHASE, summed=("a", "b", "c"), dropped=("d", "e"))
-    shares = RevealShares(PHASE, ("a", "b", "c"), ("d", "e"), parties=("a", "b", "c"))
-    assert shares in machine.handle(asked)
-    other = UnmaskAsked(phase=PHASE, summed=("a", "d", "e"), dropped=("b", "c"))
-    assert machine.handle(other) == []
+    site = SiteAtTheEnd()
+    reveal, (send, report), forget = site.asked("abc", "de")
+    assert reveal == ("reveal", PHASE, ("a", "b", "c"), ("d", "e"), ("a", "b", "c"), ())
+    assert send == "send" and isinstance(report, SharesRevealed) and forget == ("forget_secrets",)
+    assert site.asked("ade", "bc") == []
 
 
 @pytest.mark.parametrize(
@@ -312,17 +335,40 @@ def test_a_site_reveals_once_and_of_each_site_one_share() -> None:
     ],
 )
 def test_a_site_leaves_a_coordinator_that_asks_for_too_much(summed: str, dropped: str, reason: str) -> None:
-    (_, distrust) = site_at_the_end().handle(UnmaskAsked(phase=PHASE, summed=tuple(summed), dropped=tuple(dropped)))
-    assert isinstance(distrust, Distrust)
-    assert reason in distrust.reason
+    assert reason in SiteAtTheEnd().reason_to_leave(summed, dropped)
 
 
 def test_a_site_leaves_a_coordinator_that_wants_a_sum_of_fewer_than_the_job_says() -> None:
     """Each has the noise for `minimum` sites: fewer have less than epsilon counts on."""
-    asked = UnmaskAsked(phase=PHASE, summed=("a", "b", "c"), dropped=("d", "e"))
-    (_, distrust) = site_at_the_end(fewest=4).handle(asked)
-    assert isinstance(distrust, Distrust) and "a sum of 3 sites" in distrust.reason
-    assert any(isinstance(found, RevealShares) for found in site_at_the_end(fewest=3).handle(asked))
+    assert "a sum of 3 sites" in SiteAtTheEnd(fewest=4).reason_to_leave("abc", "de")
+    assert SiteAtTheEnd(fewest=3).asked("abc", "de")[0][0] == "reveal"
+
+
+def test_a_site_whose_shares_cannot_be_opened_has_no_update() -> None:
+    site = SiteAtTheEnd()
+    peers = tuple(SiteKeys(name, bytes([n]) * 32, bytes([n + 100]) * 32, bytes(32)) for n, name in enumerate("bcd"))
+    phase = PhaseId(1)
+    setup = PhaseSetup(phase=phase, clients=4, samples=4)
+    site.policy.ordered(PhaseOpened(opening=setup, tasks=(ClientTask(3, 1),)))
+    site.policy.ordered(KeysListed(phase=phase, peers=peers))
+    site.policy.trained(SumsSent(phase=phase, timed=(ClientTime(3, 1, 1.0),)))
+    site.port.took()
+    shares = (SealedShare("b", b""), SealedShare("c", b"disputed"), SealedShare("d", b""))
+    site.policy.ordered(SharesDelivered(phase=phase, shares=shares))
+    refused = (RefusedUpdate(3, "the shares that c dealt cannot be opened"),)
+    assert site.port.took() == [
+        ("send", SharesDisputed(phase=phase, owners=("c",))),
+        ("send_none", SumsSent(phase=phase, timed=(), refused=refused)),
+        ("forget_secrets",),
+    ]
+
+
+@pytest.mark.parametrize("order", [SharesDelivered(phase=PHASE, shares=()), KeysListed(phase=PHASE, peers=())])
+def test_an_order_that_does_not_follow_asks_for_nothing(order: SharesDelivered | KeysListed) -> None:
+    site = SiteAtTheEnd()
+    with pytest.raises(OutOfPhase, match=f"{type(order).__name__} came in phase 'masked'"):
+        site.policy.ordered(order)
+    assert not site.port.asked and site.policy.phase == "masked"
 
 
 def test_neighbours_are_mutual_and_as_many_as_they_should_be() -> None:

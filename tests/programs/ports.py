@@ -1,4 +1,4 @@
-"""A port that writes down what a program asks."""
+"""Ports that write down what a policy asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 from isthmus.errors import UserError
 from isthmus.programs.tokens import ServingPort
+from isthmus.protocol.federated_messages import PhaseId
 from isthmus.protocol.generation import Prompt
+from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SharesRevealed, SiteKeys
+from isthmus.protocol.secure_site import SecureSitePort
 
 Asked = tuple[object, ...]
 
@@ -63,3 +66,29 @@ class ServingRecorder(Recorder):
 
     def start(self, prompt: Prompt, made: Sequence[int]) -> None:
         self.asked.append(("start", prompt.number, *made))
+
+
+class SiteRecorder(Recorder):
+    """A site's device has the hexadecimal digits of its certificate for an id. Its shares are empty."""
+
+    def __init__(self) -> None:
+        super().__init__(SecureSitePort)
+
+    def device_of(self, keys: SiteKeys) -> str:
+        return keys.certificate.hex()
+
+    def make_keys(self, phase: PhaseId) -> SiteKeys:
+        return SiteKeys("own", bytes(32), bytes(32), bytes(32))
+
+    def deal(self, peers: Sequence[SiteKeys], threshold: int) -> list[SealedShare]:
+        return [SealedShare(peer.site, b"") for peer in peers]
+
+    def open_shares(self, phase: PhaseId, shares: Sequence[SealedShare]) -> list[str]:
+        return [share.site for share in shares if share.sealed == b"disputed"]
+
+    def reveal(
+        self, phase: PhaseId, seeds: Sequence[str], keys: Sequence[str], parties: Sequence[str], of: Sequence[str]
+    ) -> SharesRevealed:
+        self.asked.append(("reveal", phase, seeds, keys, parties, of))
+        of_seeds, of_keys = (tuple(RevealedShare(site, bytes(32)) for site in sites) for sites in (seeds, keys))
+        return SharesRevealed(phase=phase, seeds=of_seeds, keys=of_keys)

@@ -18,101 +18,34 @@ combination is one update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
-import msgspec
-
-from isthmus.protocol.federated_messages import PhaseDropped, PhaseId, PhaseOpened, UpdateRefused
-from isthmus.protocol.machine import Machine, Transitions
-from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.federated_messages import (
+    ExecutorOrder,
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    RefusedUpdate,
+    SumsSent,
+    UpdateRefused,
+)
 from isthmus.protocol.secure_graph import LEAST_SUMMED, threshold_of
-from isthmus.protocol.secure_messages import KeysListed, SealedShare, SharesDelivered, SiteKeys, UnmaskAsked
-
-# From the driver
-
-
-class UpdateReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The update of this phase is trained. It is there to be masked unless it was `refused`."""
-
-    phase: PhaseId
-    refused: bool = False
-    of: tuple[str, ...] = ()
-    """Digests of the values that shares of its masks reveal: of the model that it was trained from, and of the update
-    itself."""
-
-
-SecureSiteEvent = (
-    PhaseOpened | KeysListed | SharesDelivered | UnmaskAsked | PhaseDropped | UpdateRefused | UpdateReady | Halt
+from isthmus.protocol.secure_messages import (
+    KeysListed,
+    KeysSent,
+    SealedShare,
+    SecureOrder,
+    SecureReport,
+    SharesDelivered,
+    SharesDisputed,
+    SharesRevealed,
+    SharesSent,
+    SiteKeys,
+    UnmaskAsked,
 )
+from isthmus.session.program import OVER, OutOfPhase, Policy
 
-
-# To the driver
-
-
-class MakeKeys(msgspec.Struct, frozen=True):
-    """Draw keys and a seed, and send the public ones."""
-
-    phase: PhaseId
-
-
-class DealShares(msgspec.Struct, frozen=True):
-    """Check these keys, deal each peer a share of the seed and of the mask key, and send them. `threshold` of all
-    shares, the own ones among them, give back a secret."""
-
-    phase: PhaseId
-    peers: tuple[SiteKeys, ...]
-    threshold: int
-
-
-class OpenShares(msgspec.Struct, frozen=True):
-    """Read what peers dealt."""
-
-    phase: PhaseId
-    shares: tuple[SealedShare, ...]
-
-
-class MaskUpdate(msgspec.Struct, frozen=True):
-    """Mask the update with these peers, and by the own seed; send it."""
-
-    phase: PhaseId
-    peers: tuple[str, ...]
-
-
-class SendRefusal(msgspec.Struct, frozen=True):
-    """Say that there is no update of this phase."""
-
-    phase: PhaseId
-    reason: str = ""
-    """Empty: as training said."""
-
-
-class RevealShares(msgspec.Struct, frozen=True):
-    """Send the shares of these sites' seeds, and of those sites' mask keys; of none where another sum of the round had
-    them."""
-
-    phase: PhaseId
-    seeds: tuple[str, ...]
-    keys: tuple[str, ...]
-    of: tuple[str, ...] = ()
-    """As the update's."""
-    parties: tuple[str, ...] = ()
-    """The sites of the sum as they are remembered: by name and device."""
-
-
-class ForgetSecrets(msgspec.Struct, frozen=True):
-    """All secrets of the phase."""
-
-
-class Distrust(msgspec.Struct, frozen=True):
-    """The coordinator asked for what it must not have: leave the run."""
-
-    reason: str
-
-
-SecureSiteInstruction = (
-    MakeKeys | DealShares | OpenShares | MaskUpdate | SendRefusal | RevealShares | ForgetSecrets | Distrust
-)
 Revealed = Mapping[str, frozenset[str]]
 """The sites of the sum for which shares were revealed, by the digest of the value that they reveal. A peer is given by
 name and device, `NAME:ID`: a coordinator that has certificates of its own has another device under the same name, and
@@ -122,151 +55,205 @@ REMEDY = (
     ". Begin with the sites and devices of that sum, or from another model: by another federated.seed; where weights "
     "are given, by others, for example these after some steps of training"
 )
-SecureSitePhase = Literal["idle", "keyed", "dealt", "ready", "masked", "stopped"]
-
-_OVER = {PhaseOpened: "keyed", PhaseDropped: "idle", UpdateRefused: "idle", Halt: "stopped"}
-
-SECURE_SITE = Transitions(
-    "idle",
-    "stopped",
-    {
-        "idle": {
-            **_OVER,
-            KeysListed: "idle",
-            SharesDelivered: "idle",
-            UnmaskAsked: "idle",
-            UpdateReady: "idle",
-        },
-        "keyed": {**_OVER, KeysListed: "dealt idle stopped", UpdateReady: "keyed idle"},
-        "dealt": {**_OVER, SharesDelivered: "ready masked idle stopped", UpdateReady: "dealt idle"},
-        "ready": {**_OVER, UpdateReady: "masked idle"},
-        "masked": {**_OVER, UnmaskAsked: "idle stopped"},
-    },
-)
 
 
-class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInstruction]):
-    """The machine. One update per phase."""
+class SecureSitePort(Protocol):
+    """A site's policy asks this of its host."""
 
-    transitions = SECURE_SITE
+    def device_of(self, keys: SiteKeys) -> str:
+        """Return the id in a peer's certificate, which `deal` checks; empty where there are none. PeerError for a
+        certificate that cannot be read."""
+        ...
+
+    def make_keys(self, phase: PhaseId) -> SiteKeys:
+        """Draw keys and a seed; return the public keys."""
+        ...
+
+    def deal(self, peers: Sequence[SiteKeys], threshold: int) -> Sequence[SealedShare]:
+        """Check these keys; return a share of the seed and of the mask key for each peer. `threshold` of all shares,
+        the own ones among them, give back a secret. PeerError for keys that their site did not sign."""
+        ...
+
+    def open_shares(self, phase: PhaseId, shares: Sequence[SealedShare]) -> Sequence[str]:
+        """Keep what peers dealt; return the peers whose shares cannot be opened."""
+        ...
+
+    def reveal(
+        self, phase: PhaseId, seeds: Sequence[str], keys: Sequence[str], parties: Sequence[str], of: Sequence[str]
+    ) -> SharesRevealed:
+        """Return the shares of these sites' seeds, and of those sites' mask keys. Before, remember the sites of the sum
+        (`parties`, by name and device) under the phase and under the digests `of` what the shares reveal."""
+        ...
+
+    def send(self, report: SecureReport) -> None: ...
+
+    def send_masked(self, sums: SumsSent, peers: Sequence[str]) -> None:
+        """Mask the update with these peers, and by the own seed; send it."""
+
+    def send_none(self, sums: SumsSent) -> None:
+        """Send this without an update."""
+
+    def forget_secrets(self) -> None:
+        """Drop all secrets of the phase, and the update."""
+
+    def distrust(self, reason: str) -> None:
+        """Leave the run: the coordinator asked for what it must not have."""
+
+
+class SecureSite(Policy[SecureSitePort]):
+    """One site. It has one update per phase."""
 
     def __init__(
         self,
+        port: SecureSitePort,
         site: str,
         share: float,
         revealed: Revealed | None = None,
         fewest: int = LEAST_SUMMED,
-        device_of: Callable[[SiteKeys], str] = lambda keys: "",
     ) -> None:
         """More than `share` of a secret's shares give it back. `revealed`: of rounds of this run, and of models and
         updates of any, before; None: nothing.
-        `fewest`: updates in a sum, where all sites are neighbours. `device_of`: the id in a peer's certificate, which
-        the driver checks before it deals shares; PeerError for none."""
-        super().__init__()
+        `fewest`: updates in a sum, where all sites are neighbours."""
+        super().__init__("idle")
+        self.port = port
         self._site = site
         self._share = share
         self._fewest = fewest
-        self._device_of = device_of
         self._parties: dict[str, str] = {}
         """Name and device of each peer."""
         self._revealed = dict(revealed or {})
         self._phase_id: PhaseId | None = None
+        """The phase that is open; None while it is idle, and when it is over."""
+        self._client = 0
         self._holders: frozenset[str] = frozenset()
         """Holders of this site's secrets: its neighbours and itself."""
         self._owners: frozenset[str] = frozenset()
         """With whom it masks: neighbours whose shares it holds."""
-        self._update: UpdateReady | None = None
+        self._sums: SumsSent | None = None
+        """Sent with the update, which is trained."""
+        self._of: tuple[str, ...] = ()
 
     @property
     def revealed(self) -> Revealed:
-        """For the machine of the next connection."""
+        """For the policy of the next connection."""
         return self._revealed
 
-    def _is_stale(self, event: SecureSiteEvent) -> bool:
-        return not isinstance(event, Halt | PhaseOpened) and event.phase != self._phase_id
+    # What the coordinator orders
 
-    def _take(self, event: SecureSiteEvent) -> list[SecureSiteInstruction]:
-        match event:
-            case PhaseOpened(opening=opening):
-                self._phase_id, self._phase = opening.phase, "keyed"
+    def ordered(self, order: ExecutorOrder | SecureOrder) -> None:
+        """OutOfPhase for an order that does not follow those before."""
+        match order:
+            case _ if self.over:
+                pass
+            case PhaseOpened(opening=opening, tasks=tasks):
+                self._end("keyed", opening.phase)
+                self._client = tasks[0].client if tasks else 0
                 self._holders = self._owners = frozenset()
-                self._update = None
-                return [ForgetSecrets(), MakeKeys(opening.phase)]
-            case KeysListed(phase=phase, peers=peers):
-                return self._on_keys(phase, peers)
-            case SharesDelivered(phase=phase, shares=shares):
-                return self._on_shares(phase, shares)
-            case UpdateReady():
-                return self._on_update(event)
-            case UnmaskAsked(phase=phase, summed=summed, dropped=dropped):
-                return self._on_asked(phase, summed, dropped)
+                self.port.forget_secrets()
+                self.port.send(KeysSent(phase=opening.phase, keys=self.port.make_keys(opening.phase)))
+            case _ if self._is_late(order.phase):
+                pass
             case PhaseDropped() | UpdateRefused():
-                return self._forget("idle")
-            case Halt():
-                return self._forget("stopped")
+                self._end()
+                self.port.forget_secrets()
+            case KeysListed(phase=phase, peers=peers):
+                self._check("KeysListed", "keyed")
+                self._deal(phase, peers)
+            case SharesDelivered(phase=phase, shares=shares):
+                self._check("SharesDelivered", "dealt")
+                self._take(phase, shares)
+            case UnmaskAsked(phase=phase, summed=summed, dropped=dropped):
+                self._check("UnmaskAsked", "masked")
+                self._reveal(phase, frozenset(summed), frozenset(dropped))
+            case _:
+                pass  # the executor's alone
 
-    def _forget(self, phase: Literal["idle", "stopped"]) -> list[SecureSiteInstruction]:
-        self._phase_id, self._phase, self._update = None, phase, None
-        return [ForgetSecrets()]
+    # What its host says
 
-    def _on_keys(self, phase: PhaseId, peers: tuple[SiteKeys, ...]) -> list[SecureSiteInstruction]:
-        if self._phase == "idle":
-            return []
+    def trained(self, sums: SumsSent, of: tuple[str, ...] = ()) -> None:
+        """The update of a phase is there to be masked, unless `sums` have no client. `of`: digests of the values that
+        shares of its masks reveal: of the model that it was trained from, and of the update itself."""
+        if self.over or self._is_late(sums.phase):
+            return
+        self._check("an update", "keyed", "dealt", "ready")
+        if not sums.timed:
+            self._send_none(sums)
+            return
+        self._sums, self._of = sums, of
+        if self.phase == "ready":
+            self._mask(sums)
+
+    def _is_late(self, phase: PhaseId) -> bool:
+        self.stale += phase != self._phase_id
+        return phase != self._phase_id
+
+    def _check(self, what: str, *phases: str) -> None:
+        if self.phase not in phases:
+            raise OutOfPhase(f"{what} came in phase {self.phase!r}")
+
+    def _end(self, phase: str = "idle", opened: PhaseId | None = None) -> None:
+        """The phase is over."""
+        self.phase, self._phase_id = phase, opened
+        self._sums, self._of = None, ()
+
+    def _deal(self, phase: PhaseId, peers: Sequence[SiteKeys]) -> None:
         names = {peer.site for peer in peers}
         public = [key for peer in peers for key in (peer.cipher, peer.mask)]
         if len(names) < len(peers) or self._site in names or len(set(public)) < len(public):
-            return self._distrust("listed one site's keys twice")
+            self._distrust("listed one site's keys twice")
+            return
         if len(names) + 1 < LEAST_SUMMED:
-            return self._distrust(f"listed {len(names) + 1} sites, expected at least {LEAST_SUMMED}")
+            self._distrust(f"listed {len(names) + 1} sites, expected at least {LEAST_SUMMED}")
+            return
+        devices = {peer.site: self.port.device_of(peer) for peer in peers}
         self._holders = frozenset(names | {self._site})
-        self._parties = {p.site: f"{p.site}:{device}" if (device := self._device_of(p)) else p.site for p in peers}
+        self._parties = {site: f"{site}:{device}" if device else site for site, device in devices.items()}
         if self._tells_more((round_key(phase),), self._holders):
-            return self._refuse(phase, "this round")
-        self._phase = "dealt"
-        return [DealShares(phase, peers, threshold_of(len(self._holders), self._share))]
+            self._refuse(phase, f"its shares of a sum of this round, {TOO_MUCH}")
+            return
+        self.phase = "dealt"
+        shares = self.port.deal(peers, threshold_of(len(self._holders), self._share))
+        self.port.send(SharesSent(phase=phase, shares=tuple(shares)))
 
-    def _on_shares(self, phase: PhaseId, shares: tuple[SealedShare, ...]) -> list[SecureSiteInstruction]:
-        if self._phase == "idle":
-            return []
+    def _take(self, phase: PhaseId, shares: Sequence[SealedShare]) -> None:
         owners = {share.site for share in shares}
         if len(owners) < len(shares) or not owners <= self._holders - {self._site}:
-            return self._distrust("delivered shares of sites that are no neighbours")
+            self._distrust("delivered shares of sites that are no neighbours")
+            return
         if len(owners) + 1 < max(LEAST_SUMMED, threshold_of(len(self._holders), self._share)):
-            return self._distrust(f"delivered shares of {len(owners)} sites: too few to mask with")
-        self._owners, self._phase = frozenset(owners), "ready"
-        return [OpenShares(phase, shares), *(self._on_update(self._update) if self._update is not None else [])]
+            self._distrust(f"delivered shares of {len(owners)} sites: too few to mask with")
+            return
+        self._owners, self.phase = frozenset(owners), "ready"
+        if disputed := self.port.open_shares(phase, shares):
+            self.port.send(SharesDisputed(phase=phase, owners=tuple(disputed)))
+            self._refuse(phase, f"the shares that {', '.join(disputed)} dealt cannot be opened")
+        elif self._sums is not None:
+            self._mask(self._sums)
 
-    def _on_update(self, event: UpdateReady) -> list[SecureSiteInstruction]:
-        if self._phase == "idle":
-            return []
-        if event.refused:
-            return [SendRefusal(event.phase), *self._forget("idle")]
-        if self._phase != "ready":
-            self._update = event
-            return []
-        if self._tells_more(event.of, self._owners | {self._site}):
-            return self._refuse(event.phase, "this update, or of one from the same model", REMEDY)
-        self._phase, self._update = "masked", event
-        return [MaskUpdate(event.phase, tuple(sorted(self._owners)))]
+    def _mask(self, sums: SumsSent) -> None:
+        if self._tells_more(self._of, self._owners | {self._site}):
+            what = "this update, or of one from the same model"
+            self._refuse(sums.phase, f"its shares of a sum of {what}, {TOO_MUCH}{REMEDY}")
+            return
+        self.phase = "masked"
+        self.port.send_masked(sums, tuple(sorted(self._owners)))
 
-    def _on_asked(
-        self, phase: PhaseId, summed: Collection[str], dropped: Collection[str]
-    ) -> list[SecureSiteInstruction]:
-        if self._phase == "idle":
-            return []
-        wanted, gone = frozenset(summed), frozenset(dropped)
-        if wanted & gone or wanted | gone != self._owners | {self._site} or self._site not in wanted:
-            return self._distrust("asked for shares of both kinds, or not of every neighbour")
-        if len(wanted) < max(self._fewest, threshold_of(len(self._holders), self._share)):
-            return self._distrust(f"asked to unmask a sum of {len(wanted)} sites that this one knows: too few")
-        assert self._update is not None, "it is masked"
-        of = self._update.of
-        if self._tells_more((round_key(phase), *of), wanted):
-            return [RevealShares(phase, (), ()), *self._forget("idle")]
-        parties = self._known(wanted)
-        self._revealed |= dict.fromkeys((round_key(phase), *of), parties)
-        shares = RevealShares(phase, tuple(sorted(wanted)), tuple(sorted(gone)), of, tuple(sorted(parties)))
-        return [shares, *self._forget("idle")]
+    def _reveal(self, phase: PhaseId, summed: frozenset[str], dropped: frozenset[str]) -> None:
+        if summed & dropped or summed | dropped != self._owners | {self._site} or self._site not in summed:
+            self._distrust("asked for shares of both kinds, or not of every neighbour")
+            return
+        if len(summed) < max(self._fewest, threshold_of(len(self._holders), self._share)):
+            self._distrust(f"asked to unmask a sum of {len(summed)} sites that this one knows: too few")
+            return
+        of = self._of
+        self._end()
+        found = SharesRevealed(phase=phase, seeds=(), keys=())
+        if not self._tells_more((round_key(phase), *of), summed):
+            parties = self._known(summed)
+            self._revealed |= dict.fromkeys((round_key(phase), *of), parties)
+            found = self.port.reveal(phase, tuple(sorted(summed)), tuple(sorted(dropped)), tuple(sorted(parties)), of)
+        self.port.send(found)
+        self.port.forget_secrets()
 
     def _known(self, sites: Collection[str]) -> frozenset[str]:
         return frozenset(self._parties.get(site, site) for site in sites)
@@ -276,11 +263,18 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
         parties = self._known(sites)
         return any(self._revealed.get(key, parties) != parties for key in of)
 
-    def _refuse(self, phase: PhaseId, of: str, remedy: str = "") -> list[SecureSiteInstruction]:
-        return [SendRefusal(phase, f"its shares of a sum of {of}, {TOO_MUCH}{remedy}"), *self._forget("idle")]
+    def _refuse(self, phase: PhaseId, reason: str) -> None:
+        self._send_none(SumsSent(phase=phase, timed=(), refused=(RefusedUpdate(self._client, reason),)))
 
-    def _distrust(self, reason: str) -> list[SecureSiteInstruction]:
-        return [*self._forget("stopped"), Distrust(reason)]
+    def _send_none(self, sums: SumsSent) -> None:
+        self._end()
+        self.port.send_none(sums)
+        self.port.forget_secrets()
+
+    def _distrust(self, reason: str) -> None:
+        self._end(OVER)
+        self.port.forget_secrets()
+        self.port.distrust(reason)
 
 
 def round_key(phase: PhaseId) -> str:

@@ -1,89 +1,63 @@
-"""A site's side of secure aggregation without keys and masks: its machine, for simulations."""
+"""A site's side of secure aggregation without keys and masks: its policy, for simulations."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
-from isthmus.protocol.federated_messages import (
-    ExecutorOrder,
-    PhaseDropped,
-    PhaseOpened,
-    RefusedUpdate,
-    SumsSent,
-    UpdateRefused,
-)
+from isthmus.protocol.federated_messages import PhaseId, SumsSent
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.secure_messages import (
-    KeysListed,
-    KeysSent,
-    RevealedShare,
-    SealedShare,
-    SecureOrder,
-    SecureReport,
-    SharesDelivered,
-    SharesRevealed,
-    SharesSent,
-    SiteKeys,
-    UnmaskAsked,
-)
-from isthmus.protocol.secure_site import (
-    DealShares,
-    MakeKeys,
-    MaskUpdate,
-    RevealShares,
-    SecureSiteEvent,
-    SecureSiteMachine,
-    SendRefusal,
-    UpdateReady,
-)
+from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SecureReport, SharesRevealed, SiteKeys
+from isthmus.protocol.secure_site import SecureSite
 
 NO_SHARE = bytes(32)
 
 
 class SimulatedSecrets:
-    """The messages of one site's machine, with names in place of keys."""
+    """The port of one site's policy, with names in place of keys."""
 
-    def __init__(self, site: str, rules: SecureRules, before: SimulatedSecrets | None = None) -> None:
+    def __init__(
+        self,
+        site: str,
+        rules: SecureRules,
+        tell: Callable[[SecureReport | SumsSent], None],
+        before: SimulatedSecrets | None = None,
+    ) -> None:
         """`before` are those of the site's connection before this one."""
-        self._site = site
-        self._machine = SecureSiteMachine(site, rules.share, None if before is None else before._machine.revealed)
-        self._client = 0
-        self._sums: SumsSent | None = None
+        self._site, self._tell = site, tell
+        self.policy = SecureSite(self, site, rules.share, None if before is None else before.policy.revealed)
 
-    def hear(self, order: ExecutorOrder | SecureOrder) -> Iterator[SecureReport | SumsSent]:
-        """Yield the site's answers, at once."""
-        if isinstance(order, PhaseOpened) and order.tasks:
-            self._client = order.tasks[0].client
-        match order:
-            case PhaseOpened() | PhaseDropped() | UpdateRefused() | KeysListed() | SharesDelivered() | UnmaskAsked():
-                yield from self._answers(order)
-            case _:
-                pass
+    def device_of(self, keys: SiteKeys) -> str:
+        return ""
 
-    def ready(self, sums: SumsSent) -> Iterator[SecureReport | SumsSent]:
-        """The update is trained."""
-        self._sums = sums
-        yield from self._answers(UpdateReady(phase=sums.phase, refused=not sums.timed))
-
-    def _answers(self, event: SecureSiteEvent) -> Iterator[SecureReport | SumsSent]:
-        for instruction in self._machine.handle(event):
-            match instruction:
-                case MakeKeys(phase=phase):
-                    yield KeysSent(phase=phase, keys=self._keys(f"{phase}"))
-                case DealShares(phase=phase, peers=peers):
-                    yield SharesSent(phase=phase, shares=tuple(SealedShare(peer.site, b"") for peer in peers))
-                case MaskUpdate() | SendRefusal(reason=""):
-                    assert self._sums is not None, "the update is ready"
-                    yield self._sums
-                case SendRefusal(phase=phase, reason=reason):
-                    yield SumsSent(phase=phase, timed=(), refused=(RefusedUpdate(self._client, reason),))
-                case RevealShares(phase=phase, seeds=seeds, keys=keys):
-                    of_seeds, of_keys = (tuple(RevealedShare(site, NO_SHARE) for site in of) for of in (seeds, keys))
-                    yield SharesRevealed(phase=phase, seeds=of_seeds, keys=of_keys)
-                case _:
-                    pass
-
-    def _keys(self, phase: str) -> SiteKeys:
-        cipher, mask = (hashlib.sha256(f"{self._site} {phase} {kind}".encode()).digest() for kind in ("cipher", "mask"))
+    def make_keys(self, phase: PhaseId) -> SiteKeys:
+        about = (f"{self._site} {phase} {kind}" for kind in ("cipher", "mask"))
+        cipher, mask = (hashlib.sha256(text.encode()).digest() for text in about)
         return SiteKeys(self._site, cipher, mask, NO_SHARE)
+
+    def deal(self, peers: Sequence[SiteKeys], threshold: int) -> list[SealedShare]:
+        return [SealedShare(peer.site, b"") for peer in peers]
+
+    def open_shares(self, phase: PhaseId, shares: Sequence[SealedShare]) -> tuple[str, ...]:
+        return ()
+
+    def reveal(
+        self, phase: PhaseId, seeds: Sequence[str], keys: Sequence[str], parties: Sequence[str], of: Sequence[str]
+    ) -> SharesRevealed:
+        of_seeds, of_keys = (tuple(RevealedShare(site, NO_SHARE) for site in sites) for sites in (seeds, keys))
+        return SharesRevealed(phase=phase, seeds=of_seeds, keys=of_keys)
+
+    def send(self, report: SecureReport) -> None:
+        self._tell(report)
+
+    def send_masked(self, sums: SumsSent, peers: Sequence[str]) -> None:
+        self._tell(sums)
+
+    def send_none(self, sums: SumsSent) -> None:
+        self._tell(sums)
+
+    def forget_secrets(self) -> None:
+        """There are none."""
+
+    def distrust(self, reason: str) -> None:
+        """A simulated coordinator is honest."""

@@ -292,7 +292,8 @@ class _RoundsSimulation:
         number, sites = self._numbers[name], self._costs.sites
         secrets = None
         if (secure := self._machine.coordinator.rules.secure) is not None:
-            secrets = SimulatedSecrets(name, secure, self._executors[name].secrets if name in self._executors else None)
+            before = self._executors[name].secrets if name in self._executors else None
+            secrets = SimulatedSecrets(name, secure, partial(self._tell_masked, name), before)
         executor = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secrets, self._tell)
         self._executors[name] = executor
         self._decide(ExecutorConnected(executor=name))
@@ -391,8 +392,7 @@ class _RoundsSimulation:
         if executor.gone:
             return
         if executor.secrets is not None:
-            for report in executor.secrets.hear(order):
-                self._tell_masked(executor, report)
+            executor.secrets.policy.ordered(order)
         match order:
             case KeysListed() | SharesDelivered() | UnmaskAsked():
                 pass
@@ -404,10 +404,9 @@ class _RoundsSimulation:
         while executor.due and not executor.trains:
             match executor.due.popleft():
                 case SumsSent() as sums if executor.secrets is not None:
-                    for report in executor.secrets.ready(sums):
-                        self._tell_masked(executor, report)
+                    executor.secrets.policy.trained(sums)
                 case SumsSent() as sums:
-                    self._tell_sums(executor, sums)
+                    self._tell_sums(executor.name, sums)
                 case phase, _ if not executor.policy.works_for(phase):
                     executor.policy.trained(phase, ())
                 case phase, tasks:
@@ -422,17 +421,17 @@ class _RoundsSimulation:
             executor.policy.trained(phase, timed)
             self._act(executor)
 
-    def _tell_sums(self, executor: _SimulatedExecutor, sums: SumsSent) -> None:
-        costs, number = self._messages[executor.number], sums.phase.number
+    def _tell_sums(self, executor: str, sums: SumsSent) -> None:
+        costs, number = self._messages[self._numbers[executor]], sums.phase.number
         timed = sums.timed
         values_s = costs.sums_s[number] + len(timed) * costs.collected_s[number] if timed else 0.0
-        self._tell(values_s, executor.name, sums)
+        self._tell(values_s, executor, sums)
 
-    def _tell_masked(self, executor: _SimulatedExecutor, report: SecureReport | SumsSent) -> None:
+    def _tell_masked(self, executor: str, report: SecureReport | SumsSent) -> None:
         if isinstance(report, SumsSent):
             self._tell_sums(executor, report)
         else:
-            self._tell(0.0, executor.name, report)
+            self._tell(0.0, executor, report)
 
     def _tell(self, seconds: float, executor: str, report: PhaseReport | SecureReport) -> None:
         due_s = self._clock.now_s + self._messages[self._numbers[executor]].from_s + seconds

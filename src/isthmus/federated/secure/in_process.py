@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,26 +19,23 @@ from isthmus.federated.secure.masks import WEIGHTS, joined, parted
 from isthmus.federated.secure.recovery import MaskedSum
 from isthmus.federated.secure.shamir import Draw
 from isthmus.federated.secure.site_secrets import SiteSecrets, Unsigned
-from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
+from isthmus.protocol.federated_messages import ClientTime, PhaseId, PhaseOpened, PhaseSetup, SumsSent
 from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff
-from isthmus.protocol.secure_messages import KeysSent, SecureOrder, SecureReport, SharesRevealed, SharesSent
-from isthmus.protocol.secure_site import (
-    DealShares,
-    Distrust,
-    ForgetSecrets,
-    MakeKeys,
-    MaskUpdate,
-    OpenShares,
-    RevealShares,
-    SecureSiteEvent,
-    SecureSiteMachine,
-    SendRefusal,
-    UpdateReady,
+from isthmus.protocol.secure_messages import (
+    KeysSent,
+    SealedShare,
+    SecureOrder,
+    SecureReport,
+    SharesRevealed,
+    SharesSent,
+    SiteKeys,
 )
+from isthmus.protocol.secure_site import SecureSite
 
 Step = Literal["keys", "shares", "update", "reveal"]
 """What a site does not send any more."""
+_STEPS: Mapping[type[SecureReport], Step] = {KeysSent: "keys", SharesSent: "shares", SharesRevealed: "reveal"}
 
 
 class SecureResult(NamedTuple):
@@ -51,11 +48,55 @@ class SecureResult(NamedTuple):
 
 
 class _Site:
-    def __init__(self, name: str, values: Mapping[str, Tensor], rules: SecureRules) -> None:
-        self.name = name
-        self.values = values
-        self.machine = SecureSiteMachine(name, rules.share)
-        self.secrets: SiteSecrets | None = None
+    """The port of a site's policy, with its secrets."""
+
+    def __init__(self, name: str, values: Mapping[str, Tensor], phase: SecurePhase, share: float) -> None:
+        self._name = name
+        self._values = values
+        self._phase = phase
+        self.policy = SecureSite(self, name, share)
+        self._secrets: SiteSecrets | None = None
+
+    def device_of(self, keys: SiteKeys) -> str:
+        return ""
+
+    def make_keys(self, phase: PhaseId) -> SiteKeys:
+        self._secrets = SiteSecrets(self._name, "run", phase, Unsigned(), self._phase.draw)
+        return self._secrets.public()
+
+    def deal(self, peers: Sequence[SiteKeys], threshold: int) -> list[SealedShare]:
+        return self._own.deal(peers, threshold)
+
+    def open_shares(self, phase: PhaseId, shares: Sequence[SealedShare]) -> tuple[str, ...]:
+        return self._own.open(shares)
+
+    def reveal(
+        self, phase: PhaseId, seeds: Sequence[str], keys: Sequence[str], parties: Sequence[str], of: Sequence[str]
+    ) -> SharesRevealed:
+        of_seeds, of_keys = self._own.reveal(seeds, keys)
+        return SharesRevealed(phase=phase, seeds=tuple(of_seeds), keys=tuple(of_keys))
+
+    def send(self, report: SecureReport) -> None:
+        self._phase.report(self._name, report)
+
+    def send_masked(self, sums: SumsSent, peers: Sequence[str]) -> None:
+        vector = joined(self._values)
+        self._own.mask(vector, peers)
+        self._phase.update(self._name, parted(vector, {n: len(v) for n, v in self._values.items()}))
+
+    def send_none(self, sums: SumsSent) -> None:
+        """It has no update."""
+
+    def forget_secrets(self) -> None:
+        self._secrets = None
+
+    def distrust(self, reason: str) -> None:
+        raise InternalError(f"{self._name} does not trust its coordinator, which {reason}")
+
+    @property
+    def _own(self) -> SiteSecrets:
+        assert self._secrets is not None, "keys come first"
+        return self._secrets
 
 
 class SecurePhase:
@@ -75,8 +116,8 @@ class SecurePhase:
     ) -> None:
         """`lost` sites are gone before they send that; updates of `late` ones come when the masks are taken off.
         `heard` gets all that comes to the coordinator. `machine` is the coordinator's of rounds before."""
-        self._rules, self._lost, self._late, self._draw, self._heard = rules, lost, late, draw, heard
-        self._sites = {name: _Site(name, values, rules) for name, values in updates.items()}
+        self.draw, self._lost, self._late, self._heard = draw, lost, late, heard
+        self._sites = {name: _Site(name, values, self, rules.share) for name, values in updates.items()}
         self._machine = SecureCoordinator(rules) if machine is None else machine
         self._machine.port = self
         sizes = {name: len(value) for name, value in next(iter(updates.values())).items() if name != WEIGHTS}
@@ -91,12 +132,13 @@ class SecurePhase:
 
     def run(self) -> SecureResult:
         setup = PhaseSetup(phase=self._phase, clients=len(self._sites), samples=1)
+        trained = SumsSent(phase=self._phase, timed=(ClientTime(0, 1, 0.0),))
         self._machine.opened(self._phase, frozenset(self._sites))
         for name in self._sites:
-            self._tell(name, PhaseOpened(opening=setup, tasks=()))
+            self._sites[name].policy.ordered(PhaseOpened(opening=setup, tasks=()))
         self._settle()
         for name in self._sites:
-            self._tell(name, UpdateReady(phase=self._phase))
+            self._sites[name].policy.trained(trained)
         self._settle()
         if self._result is None:
             self._machine.sums_wanted(self._phase, frozenset(self._summed))
@@ -121,7 +163,7 @@ class SecurePhase:
 
     def tell(self, site: str, order: SecureOrder) -> None:
         self.bytes_down += len(msgspec.msgpack.encode(order))
-        self._tell(site, order)
+        self._sites[site].policy.ordered(order)
 
     def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
         """The machine ignores what they send."""
@@ -143,51 +185,23 @@ class SecurePhase:
 
     # Sites
 
-    def _tell(self, name: str, event: SecureSiteEvent | SecureOrder) -> None:
-        site = self._sites[name]
-        for instruction in site.machine.handle(event):
-            match instruction:
-                case MakeKeys(phase=phase):
-                    site.secrets = SiteSecrets(name, "run", phase, Unsigned(), self._draw)
-                    self._send(site, "keys", KeysSent(phase=phase, keys=site.secrets.public()))
-                case DealShares(phase=phase, peers=peers, threshold=threshold):
-                    shares = self._secrets(site).deal(peers, threshold)
-                    self._send(site, "shares", SharesSent(phase=phase, shares=tuple(shares)))
-                case OpenShares(shares=shares):
-                    self._secrets(site).open(shares)
-                case MaskUpdate(peers=peers):
-                    vector = joined(site.values)
-                    self._secrets(site).mask(vector, peers)
-                    self._send_update(site, parted(vector, {n: len(v) for n, v in site.values.items()}))
-                case RevealShares(phase=phase, seeds=seeds, keys=keys):
-                    seed_shares, key_shares = self._secrets(site).reveal(seeds, keys)
-                    found = SharesRevealed(phase=phase, seeds=tuple(seed_shares), keys=tuple(key_shares))
-                    self._send(site, "reveal", found)
-                case SendRefusal() | ForgetSecrets():
-                    pass
-                case Distrust(reason=reason):
-                    raise InternalError(f"{name} does not trust its coordinator, which {reason}")
+    def report(self, site: str, report: SecureReport) -> None:
+        """A site sends this."""
+        if not self._is_lost(site, _STEPS.get(type(report), "shares")):
+            self.bytes_up += len(msgspec.msgpack.encode(report))
+            self._heard(site, report)
+            self._reports.append((site, report))
 
-    def _secrets(self, site: _Site) -> SiteSecrets:
-        assert site.secrets is not None, "keys come first"
-        return site.secrets
-
-    def _send(self, site: _Site, step: Step, report: SecureReport) -> None:
-        if self._is_lost(site.name, step):
+    def update(self, site: str, values: Mapping[str, Tensor]) -> None:
+        """A site sends its masked update."""
+        if self._is_lost(site, "update") or site in self._late:
             return
-        self.bytes_up += len(msgspec.msgpack.encode(report))
-        self._heard(site.name, report)
-        self._reports.append((site.name, report))
-
-    def _send_update(self, site: _Site, values: Mapping[str, Tensor]) -> None:
-        if self._is_lost(site.name, "update") or site.name in self._late:
-            return
-        self._heard(site.name, values)
+        self._heard(site, values)
         self.bytes_up += sum(value.nbytes for value in values.values())
-        if self._machine.takes(site.name, self._phase):
+        if self._machine.takes(site, self._phase):
             self._sum.check(values)
             self._sum.add(values)
-            self._summed.add(site.name)
+            self._summed.add(site)
 
     def _is_lost(self, name: str, step: Step) -> bool:
         steps: tuple[Step, ...] = ("keys", "shares", "update", "reveal")
