@@ -14,7 +14,7 @@ from isthmus.reading import read_json
 
 
 class Accounting(msgspec.Struct, frozen=True, kw_only=True):
-    """What epsilon of a private run counts on."""
+    """The assumptions of a private run's epsilon."""
 
     privacy: Privacy
     participation: Participation
@@ -22,11 +22,11 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
     deployed: bool
     """Over real sites."""
     passes: int
-    """Of a round: so many sums have noise."""
+    """Passes of a round: so many sums have noise."""
 
     @property
     def probability(self) -> float | None:
-        """Of each client to be in a round; None where epsilon counts every client in every round.
+        """The probability of each client to be in a round; None where epsilon counts every client in every round.
 
         It lowers epsilon only where clients are drawn each by itself and nothing else decides who is in a round, or
         whether there is one: no trace, no quorum, no minimum, no site that is away.
@@ -44,7 +44,7 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
         return self.population if rules.poisson else rules.asked(self.population)
 
     def __str__(self) -> str:
-        """What epsilon counts on besides clip, noise, delta, algorithm and number of clients."""
+        """The assumptions besides clip, noise, delta, algorithm and number of clients."""
         if self.privacy.noise == "sites":
             return f"{self.participation.minimum} to {self._most} sites in a round"
         if self.probability is None:
@@ -61,7 +61,7 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def written_guarantee(folder: Path) -> Guarantee | None:
-    """What the run in this folder promised so far; None where it has no noise. UserError for a file that is damaged."""
+    """Read the guarantee of the run in this folder so far; None without noise. UserError for a damaged file."""
     try:
         return read_json(folder / SPENT, Guarantee)
     except FileNotFoundError:

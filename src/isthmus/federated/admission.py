@@ -1,4 +1,4 @@
-"""What a client's update must be before it is folded in. Nothing that another party sent is believed before.
+"""Checks of a client's update before it is added up. Nothing that a peer sent is believed before.
 
 Names, shapes and types are those that the algorithm itself returns when it is tried on a client without data.
 """
@@ -24,9 +24,9 @@ from isthmus.training.finite import is_finite
 from isthmus.wire_types import Above
 
 ROUNDING = 2.0**-7
-"""Of a number in bfloat16."""
+"""The relative rounding of a number in bfloat16."""
 LEAST_ROUNDING = 2.0**-44
-"""Of a norm in double precision: the sum of its squares is rounded too."""
+"""The relative rounding of a norm in double precision: the sum of its squares is rounded too."""
 
 
 class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,14 +83,14 @@ class _NoData:
 
 
 def first_state(algorithm: Algorithm, model: Tensor) -> Values | None:
-    """What a client keeps at first; None where it keeps nothing."""
+    """Return a client's first state; None where it keeps nothing."""
     with users_code("algorithm: init_client"):
         first = algorithm.init_client(model)
         return None if first is None else named_tensors(first, "init_client")
 
 
 def forms_of(algorithm: Algorithm, server: Values) -> list[dict[str, Form]]:
-    """By pass, the forms of the values that its clients return; `server` are the server's first values.
+    """Return the forms of the values that clients return, by pass; `server` are the server's first values.
 
     A pass that looks into its batches cannot be tried so: of it, every value must be as large as the model.
     """
@@ -119,7 +119,7 @@ def tried(
 
 
 def named_tensors(values: Values, by: str) -> Values:
-    """What the algorithm's function `by` gave. UserError for anything but tensors by name: it may be the user's own."""
+    """Check the result of the algorithm's function `by`, which may be the user's. UserError for no tensors by name."""
     for name, value in named(values, by).items():
         if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(f"algorithm: {by} gives {name!r}: got {type(value).__name__}, expected a tensor")
@@ -147,7 +147,7 @@ def unwritten(values: Values, by: str, how: str, expected: str) -> Generator[Non
 
 
 def checked(update: ClientUpdate) -> ClientUpdate:
-    """What a client returned. UserError for what is no update."""
+    """Check a client's result. UserError for what is no update."""
     if not isinstance(update, ClientUpdate):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"algorithm: a client returned {type(update).__name__}, expected a ClientUpdate")
     named_tensors(update.values, "a client")
@@ -197,7 +197,6 @@ def check_largest(update: ClientUpdate, largest: Mapping[str, float], steps: int
 
 
 def refusal_of(client: int, error: PeerError) -> RefusedUpdate:
-    """Of a client whose update was refused with this error."""
     return RefusedUpdate(client, str(error), isinstance(error, DivergedUpdate))
 
 

@@ -13,7 +13,7 @@ from isthmus.training.learning_rate import LearningRate
 
 
 def digest_of(task_spec: TaskSpec) -> str:
-    """Of all that an answer holds for. What was spent before the request is not part of it."""
+    """Digest all that an answer holds for. The epsilon spent before the request is not part of it."""
     fixed = msgspec.structs.replace(task_spec, epsilon_so_far=None)
     return hashlib.sha256(msgspec.json.encode(fixed, order="sorted")).hexdigest()[:16]
 
@@ -37,13 +37,13 @@ def refusal(rules: Approval, task_spec: TaskSpec) -> str | None:
 
 
 def allowed_devices(rules: Approval) -> dict[str, str]:
-    """By site, the id of its device, of those that `approval.sites` names with one."""
+    """Return the ids of the devices of those sites that `approval.sites` names with one."""
     pairs = (entry.partition(":") for entry in rules.sites)
     return {name: device for name, _, device in pairs if device}
 
 
 def described(task_spec: TaskSpec) -> str:
-    """What the coordinator asks for, on a few lines."""
+    """Describe the coordinator's request on a few lines."""
     local, aggregation, privacy = task_spec.local, task_spec.aggregation, task_spec.privacy
     samples = (
         "how many samples it has" if aggregation.most_samples is None else f"a bound of {aggregation.most_samples}"

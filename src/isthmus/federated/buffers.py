@@ -18,7 +18,7 @@ from isthmus.errors import Diverged, UserError
 
 T = TypeVar("T")
 PREFIX = "buffers/"
-"""Of a buffer's name among the server's values, in broadcasts and in updates."""
+"""Prefix of a buffer's name among the server's values, in broadcasts and in updates."""
 
 
 def is_buffer(name: str) -> bool:
@@ -27,12 +27,12 @@ def is_buffer(name: str) -> bool:
 
 
 def buffers_of(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By the module's own names."""
+    """Return the buffers by the module's own names."""
     return {name.removeprefix(PREFIX): value for name, value in values.items() if is_buffer(name)}
 
 
 def as_values(buffers: Mapping[str, T]) -> dict[str, T]:
-    """What `buffers_of` was given."""
+    """Return the values of which `buffers_of` gives these buffers."""
     return {PREFIX + name: value for name, value in buffers.items()}
 
 
@@ -82,8 +82,8 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def changes(self, since: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is added to the buffers that are not as in `since`, or as at first: float64, of complex ones
-        [..., 2]. UserError for a change that has no mean."""
+        """Return the changes of the buffers that are not as in `since`, or as at first: float64, of complex ones [...,
+        2]. UserError for a change that has no mean."""
         for name, parameter, version in self._frozen:
             if parameter._version != version:
                 what = f"model: training writes to the frozen parameter {name!r}"

@@ -1,4 +1,4 @@
-"""What a client costs on any device: FLOPs and bytes, counted in a round of clients with a few samples each."""
+"""The costs of a client on any device: FLOPs and bytes, counted in a round of clients with a few samples each."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from isthmus.protocol.federated_throughput import ThroughputModel
 FEW_SAMPLES = 2
 """Batch norm takes two. FLOPs are proportional to samples."""
 RATE = 1e-6
-"""Of the counted round's learning: no number becomes infinite."""
+"""The learning rate of the counted round: no number becomes infinite."""
 EXECUTOR = "counting"
 
 
 class PassCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one pass of a round."""
+    """The costs of one pass of a round."""
 
     flops: int
-    """Of one of a client's samples in all epochs, forward and backward, as torch counts them: matrix products,
+    """FLOPs of one of a client's samples in all epochs, forward and backward, as torch counts them: matrix products,
     convolutions and attention."""
     broadcast_bytes: int
     """To each executor."""
@@ -51,7 +51,7 @@ class PassCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """By pass, and what a client keeps."""
+    """The costs of passes, and of a client's state."""
 
     passes: tuple[PassCosts, ...]
     state_bytes: int

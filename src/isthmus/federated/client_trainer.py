@@ -47,7 +47,7 @@ class TrainingTask(msgspec.Struct, frozen=True, kw_only=True):
     """As `tabled`."""
     seed: int
     rounds: int = 1
-    """Of the run, over which a learning rate falls."""
+    """Rounds of the run, over which a learning rate falls."""
 
 
 class ClientTrainer:
@@ -168,8 +168,8 @@ class ClientTrainer:
         return {**returns, **dict.fromkeys(as_values(self.resident.buffer_forms), "weighted_mean")}
 
     def _changes(self, since: Values) -> Values:
-        """What the last training added to the model's buffers, by the names of values. UserError where they are not
-        averaged."""
+        """Return the last training's changes of the model's buffers, by the names of values. UserError where they are
+        not averaged."""
         changes = self.resident.buffer_changes(since)
         if changes and not self.averages_buffers:
             what = f"model: training changes its buffer {next(iter(changes))!r} (it keeps running means)"
@@ -194,7 +194,7 @@ class ClientTrainer:
         return tuple(timed), tuple(refused)
 
     def _update_of(self, task: ClientTask, state: Values | None) -> ClientUpdate:
-        """What a client returns that is trained by itself."""
+        """Train one client by itself, and return its update."""
         assert self._phase_id is not None, "a phase is open"
         round_, whole_broadcast = self._phase_id.round - task.late, self._broadcast_to(task)
         local = self._local(task, round_)
@@ -225,7 +225,7 @@ class ClientTrainer:
         )
 
     def _broadcast_to(self, task: ClientTask) -> Values:
-        """Of the round in which it began."""
+        """Return the broadcast of the round in which it began."""
         return self._past[task.late - 1] if task.late else self._broadcast
 
     def _who(self, task: ClientTask) -> str:
@@ -331,8 +331,8 @@ class ClientTrainer:
         return list(zip(kept, self._keep(kept, states), strict=True)) if kept else []
 
     def _state_after(self, update: ClientUpdate, counted: Values) -> Values | None:
-        """What clients keep where their values were counted as these. UserError for what is no state, and for one that
-        does not follow clipped values where the server's values add up what clients keep."""
+        """Return the states of clients whose values were counted as these. UserError for what is no state, and for one
+        that does not follow clipped values where the server's values add up what clients keep."""
         clipped = counted is not update.values
         if clipped and isinstance(update.state, dict) and not self._work.algorithm.state_can_be_lost:
             what = (
@@ -349,8 +349,8 @@ class ClientTrainer:
             self._states.expect(task.state for task in tasks if task.state != NONE)
 
     def hand_over(self) -> None:
-        """What was kept is where other executors read it. Call it before anybody learns of it, and before the sums are
-        sent."""
+        """Write the states where other executors read them. Call it before anybody learns of them, and before the sums
+        are sent."""
         self._pacer.sends(lambda: sum(value.nbytes for value in self.partial.tensors().values()))
         if self._states is not None:
             self._states.flush()
@@ -387,7 +387,7 @@ class ClientTrainer:
         return all_to_device(self._accelerator, cast)
 
     def _state_of(self, task: ClientTask) -> Values | None:
-        """What its client keeps; what `init_client` gives if it comes for the first time."""
+        """Return the client's state; that of `init_client` if it comes for the first time."""
         if self._states is None:
             return None
         (kept,), found = self._kept([task])

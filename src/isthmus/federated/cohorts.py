@@ -47,7 +47,7 @@ class Cohorts:
         return members(self._job, self._sizes, round_, self._here(round_))
 
     def late(self, round_: int) -> Mapping[int, int]:
-        """By how many rounds each of them is late; empty where nobody ever is."""
+        """Return by how many rounds each client is late; empty where none ever is."""
         return {} if self._buffer is None else self._buffer.round(round_)
 
     @property

@@ -30,11 +30,11 @@ class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the worst tenth: of the lowest, or of a loss or perplexity the highest."""
     deviation: float
     each: dict[str, float]
-    """By client's number or site's name."""
+    """Each figure by client's number or site's name."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model is worth after a round."""
+    """The model's evaluation after a round."""
 
     loss: float | None
     """On held-out samples; None where there are none."""
@@ -48,7 +48,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 def client_figures(
     found: Mapping[str, Mapping[str, float | None]], lower_is_better: Collection[str]
 ) -> dict[str, ClientFigures]:
-    """By figure, from each client's figures by name. Sites choose the names, and a terminal shows them."""
+    """Summarize figures by name, from each client's. Sites choose the names, and a terminal shows them."""
     names = dict.fromkeys(name for figures in found.values() for name in figures)
     made: dict[str, ClientFigures] = {}
     for name in names:

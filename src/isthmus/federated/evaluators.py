@@ -1,4 +1,4 @@
-"""What the model of a federated job is evaluated on: held-out samples, and clients' own."""
+"""Evaluation of a federated job's model: on held-out samples, and on clients' own."""
 
 from __future__ import annotations
 

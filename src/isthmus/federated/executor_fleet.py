@@ -15,17 +15,17 @@ class ExecutorFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     fleet: Fleet
     devices: tuple[Device, ...]
-    """Of the executors."""
+    """The executors' devices."""
     coordinator: str
     """The device on whose machine the coordinator is: no link lies between the two."""
 
     @property
     def names(self) -> list[str]:
-        """Of the executors: their devices'."""
+        """The names of the executors' devices."""
         return [device.name for device in self.devices]
 
     def flops_per_s(self, executor: int) -> float:
-        """What training reaches there."""
+        """Return the speed that training reaches there."""
         return self.devices[executor].sustained_flops_per_s
 
     def incoming(self, executor: int) -> Link | None:

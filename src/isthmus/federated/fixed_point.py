@@ -29,7 +29,7 @@ BYTES_PER_NUMBER = 8
 LIMIT = 2.0**51
 """Below it a term is rounded by `MAGIC`."""
 SUM_LIMIT = 2.0**62
-"""Of a term and of a sum: means of up to 2^26 = 6.7e7. More has no room."""
+"""Bound of a term and of a sum: means of up to 2^26 = 6.7e7. A larger one has no room."""
 MAGIC = torch.tensor(1.5 * 2.0**52, dtype=torch.float64)
 """Added to a double below 2^51 it leaves the rounded integer in the low bits: 5 times faster than a conversion."""
 MAGIC_BITS = int(MAGIC.view(torch.int64))
@@ -78,7 +78,7 @@ class FixedSum:
         return self._own()
 
     def _own(self) -> Tensor:
-        """What is read of it."""
+        """Return the sum to read."""
         if self._empty:
             self._total.zero_()
             self._empty = False
@@ -127,7 +127,7 @@ class FixedSum:
         return self._rounded[: len(part)]
 
     def _take_back(self, parts: Sequence[Tensor], factor: float) -> None:
-        """What was added of a term whose later numbers are bad."""
+        """Subtract the parts that were added of a term whose later numbers are bad."""
         if not self._empty:
             for part, total in zip(parts, self._blocks, strict=False):
                 np.subtract(total, self._round(part, factor, SUM_LIMIT) - MAGIC_BITS, out=total)
@@ -222,7 +222,7 @@ def lifted(work: Tensor, factor: float, largest: float) -> Tensor:
 
 
 def out_of_range(term: Tensor, factor: float) -> DivergedUpdate:
-    """Of a term of which `factor` times a number has no room."""
+    """Return the error of a term of which `factor` times a number has no room."""
     worst = worst_of(term)
     within = f"{SUM_LIMIT / abs(factor):.3g}" if factor else "any bound"
     why = ", the range of the exact sum: scale the loss or the data down" if math.isfinite(worst) else ""
@@ -257,7 +257,7 @@ def sums_on(device: torch.device) -> bool:
 
 
 class DeviceSum(FixedSum):
-    """What an executor adds up on its accelerator. One look of the host per term: whether all its numbers are good."""
+    """An executor's sum on its accelerator. The host looks once per term: whether all its numbers are good."""
 
     def __init__(
         self, size: int, exponent: int, device: torch.device, down: Down, accumulator: Tensor | None = None

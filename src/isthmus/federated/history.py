@@ -1,4 +1,4 @@
-"""What became of every round, a line each, written when it is committed: exactly which updates are in it."""
+"""The outcome of every round, a line each, written when it is committed: exactly which updates are in it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
     opened_at_s: float | None = None
     """Since 1970, by the coordinator's clock; None in a run of versions before."""
     sent_bytes: int = 0
-    """By the coordinator, whole frames, and values that executors of this machine read in shared memory in place of
-    frames; so, too, what was received."""
+    """Bytes that the coordinator sent: whole frames, and values that executors of this machine read in shared memory in
+    place of frames; so, too, what was received."""
     received_bytes: int = 0
     trips: int = 0
     """Messages from executors that brought values."""
     value_bytes: int = 0
-    """Of those values: 8 bytes a summed number, and what is collected."""
+    """Bytes of those values: 8 for a summed number, and those of collected values."""
     rules: str = ""
     """When a round is closed."""
     evaluation: Evaluation | None = None
 
     @property
     def makespan_s(self) -> float:
-        """Of the executor that trained longest in the last pass, which is what was planned."""
+        """Seconds of the executor that trained longest in the last pass, which is what was planned."""
         return max((sum(t.seconds for t in timed) for timed in self.record.trained.values()), default=0.0)
 
     def busy_s(self) -> dict[str, float]:
@@ -69,7 +69,7 @@ class RoundHistory(LinesFile[RoundLine]):
 
     @classmethod
     def of(cls, run: Path) -> RoundHistory:
-        """Of the run in this folder."""
+        """Return the history of the run in this folder."""
         return cls(run / ROUND_LINES)
 
     def keep(self, rounds: int, note: Callable[[str], None] = lambda _: None) -> None:

@@ -128,7 +128,7 @@ class InProcess:
         self._interrupted = False
         self._finish: FinishRounds | None = None
         self.trips = self.broadcast_bytes = self.value_bytes = 0
-        """What passed between coordinator and executors so far: sums (messages and bytes), and broadcasts."""
+        """Traffic between coordinator and executors so far: sums (messages and bytes), and broadcasts."""
 
     def interrupt(self) -> None:
         """The open round is dropped and the run ends, once the work that is under way is done."""

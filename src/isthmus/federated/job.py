@@ -176,7 +176,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def bounds(self) -> AdmissionRules:
-        """Of every update."""
+        """The bounds of every update."""
         return self.admission if self.privacy is None else self.privacy.bounds
 
     def accounting(self, population: int) -> Accounting | None:
@@ -227,7 +227,7 @@ def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:
 
 
 def check(job: FederatedJob) -> None:
-    """What can be said before data is read."""
+    """Check what needs no data."""
     check_is_local("run_dir", job.run_dir)
     check_trackers(job.track)
     Metrics(job.metrics)
@@ -296,7 +296,7 @@ def check_emulation(job: FederatedJob) -> None:
 
 
 def check_combining(job: FederatedJob) -> None:
-    """What changes how updates are combined, and what it needs of the others."""
+    """Check settings of the combination of updates against each other."""
     rules = job.participation
     if job.admission.clip and job.admission.max_norm is None:
         raise UserError("admission.max_norm: missing, expected the norm to clip to")
@@ -431,7 +431,7 @@ def emulation(job: FederatedJob, executor: int) -> SpeedEmulation:
 
 
 def identity(job: FederatedJob, data: ClientData, numbers: int) -> RunIdentity:
-    """What a resumed run must have in common with the one before; where clients train is not part of it."""
+    """Return what a resumed run must have in common with the one before; where clients train is not part of it."""
     return _identity(job, numbers, data.fingerprint, len(data.sizes))
 
 

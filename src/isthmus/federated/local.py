@@ -29,8 +29,8 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch_size: Positive = 20
     """Samples per step of a client."""
     learning_rate: Above | LearningRate | None = None
-    """Of a client's SGD, by default 0.05. A table [local.learning_rate] is as [learning_rate] of a pipeline's job, with
-    rounds for its steps: the rate stays for all steps of a round."""
+    """The learning rate of a client's SGD, by default 0.05. A table [local.learning_rate] is as [learning_rate] of a
+    pipeline's job, with rounds for its steps: the rate stays for all steps of a round."""
     optimizer: Annotated[tuple[AnyOptimizerConfig, ...], Meta(max_length=64)] = ()
     """In place of SGD: one table [[local.optimizer]] per group of parameters, as [[optimizer]] of a pipeline's job;
     `lr` is its rate. A client begins every round without what it kept of gradients."""
@@ -111,7 +111,7 @@ class Workspace:
 
 
 class ConfiguredLocal:
-    """What every client at work has of its settings and its number of samples."""
+    """Settings and number of samples of a client at work."""
 
     def __init__(self, config: LocalConfig, steps: RoundSteps, samples: int) -> None:
         self._config = config
@@ -165,7 +165,7 @@ class PlainLocal(ConfiguredLocal):
         return self._resident.gradient(weights, batch)
 
     def descend(self, model: Tensor, term: Term | None = None) -> Tensor:
-        """Of plain SGD the first step reads the model where it lies and the last one leaves the change: to copy a large
+        """In plain SGD the first step reads the model where it lies and the last one leaves the change: to copy a large
         model and to subtract it takes as long as a step."""
         rate, steps = self._steps.rate, self.steps
         if rate is None or term is not None:

@@ -1,4 +1,4 @@
-"""What a client's steps are: by round a learning rate, or optimizers and a bound on gradients.
+"""A client's steps: by round a learning rate, or optimizers and a bound on gradients.
 
 The learning rate follows the rounds and stays for all local steps of one: the papers' proofs let it fall so (Li et al.
 2020; Reddi et al. 2021), clients of one round have different numbers of steps, and the sums that algorithms keep
@@ -38,7 +38,7 @@ class RoundSteps:
     """A client's steps in one round."""
 
     rate: float | None
-    """Of plain SGD; None where the optimizers are others, or gradients are clipped."""
+    """The learning rate of plain SGD; None where the optimizers are others, or gradients are clipped."""
     optimizers: tuple[AnyOptimizerConfig, ...]
     clip_norm: float
 
@@ -53,8 +53,8 @@ class RoundSteps:
         return self.rate
 
     def descent(self, parameters: Mapping[str, Tensor]) -> Callable[[Sequence[Tensor | None]], None]:
-        """What makes a step: given gradients, it changes these parameters in place. UserError for parameters that an
-        optimizer cannot have."""
+        """Return the function of a step: given gradients, it changes these parameters in place. UserError for
+        parameters that an optimizer cannot have."""
         held = {name: nn.Parameter(value, requires_grad=False) for name, value in parameters.items()}
         optimizers = Optimizers(self.optimizers, held)
 
@@ -75,8 +75,8 @@ class StepsByRound:
     """The steps of clients in every round of a run."""
 
     def __init__(self, config: LocalConfig, rounds: int) -> None:
-        """Of a run of `rounds`; functions of the schedule are tables (`LocalConfig.tabled`). UserError for what torch
-        refuses, and for more rounds than a schedule is stepped through."""
+        """Prepare a run of `rounds`; functions of the learning rate schedule are tables (`LocalConfig.tabled`).
+        UserError for what torch refuses, and for more rounds than a schedule is stepped through."""
         given = config.learning_rate
         schedule = given if isinstance(given, LearningRate) else CONSTANT
         if schedule != CONSTANT and rounds > MOST_ROUNDS:
@@ -154,7 +154,7 @@ def is_plain(optimizers: Sequence[AnyOptimizerConfig], clip_norm: float) -> bool
 
 
 def what_is_set(optimizers: Sequence[AnyOptimizerConfig], clip_norm: float) -> str:
-    """What is no plain SGD, for a refusal."""
+    """Name the setting that is no plain SGD, for a refusal."""
     if not is_plain(optimizers, 0.0):
         one = next((one for one in optimizers if not is_plain([one], 0.0)), optimizers[0])
         given = (name for name in ("momentum", "weight_decay", "pattern") if getattr(one, name) not in (0.0, "*"))

@@ -29,7 +29,7 @@ WEIGHT_BITS = 20
 
 
 Units = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-"""Of eight trillion samples together."""
+"""Units up to those of eight trillion samples together."""
 
 
 class AggregationWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class AggregationWeights(msgspec.Struct, frozen=True, kw_only=True):
     clients: Client
     total: Units
     each: Table[Client, Units] = {}
-    """Of each client, where values are collected."""
+    """The weight of each client, where values are collected."""
 
 
 class PartialSum:
@@ -176,7 +176,7 @@ class PartialSum:
             raise PeerError(f"got {size} numbers, expected {expected}")
 
     def unit(self, name: str) -> float:
-        """What 1.0 is in the sum of this value."""
+        """Return the integer of 1.0 in the sum of this value."""
         return math.ldexp(1.0, FRACTION_BITS - self._exponents[self._returns[name]])
 
     def _touched(self) -> dict[str, FixedSum]:
@@ -184,8 +184,8 @@ class PartialSum:
         return {n: total for n, total in self._sums.items() if not (is_buffer(n) and total.is_empty)}
 
     def tensors(self, *, whole: bool = False) -> dict[str, Tensor]:
-        """What is sent: one int64 vector per summed value, and `CLIENT/NAME` per collected one. Of a buffer that no
-        client changed nothing, or if it is to be `whole` zeros: nobody is to see which ones changed."""
+        """Return the tensors to send: one int64 vector per summed value, and `CLIENT/NAME` per collected one. A buffer
+        that no client changed is left out, or zeros if `whole`: then nobody sees which ones changed."""
         found = {name: total.total for name, total in self._touched().items()} if self.clients else {}
         if whole and self.clients:
             unchanged = [name for name in self._returns if is_buffer(name) and name not in found]
@@ -198,7 +198,7 @@ class PartialSum:
         return AggregationWeights(clients=self.clients, total=self._weight, each=dict(self._weights))
 
     def bounds(self) -> dict[str, float]:
-        """Of each sum: no number of it is further from 0."""
+        """Return the bound of each sum: no number of it is further from 0."""
         return {name: total.bound for name, total in self._touched().items()} if self.clients else {}
 
     def check(
@@ -330,6 +330,6 @@ def _check_finite(value: Tensor) -> None:
 
 
 def _few(names: Iterable[str]) -> str:
-    """Of names that somebody else chose, some."""
+    """Return some of the names that somebody else chose."""
     text = sorted(names)
     return ", ".join(reprlib.repr(name) for name in text[:4]) + (" ..." if len(text) > 4 else "") or "none"

@@ -41,7 +41,7 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def bounds(self) -> AdmissionRules:
-        """Of every update."""
+        """The bounds of every update."""
         return AdmissionRules(max_norm=self.clip, clip=True)
 
 
@@ -55,7 +55,7 @@ class Private(Wrapping, frozen=True):
     noisy: bool = True
     """Whether the server adds noise: else it is in the updates."""
     minimum: int = 0
-    """Of simulated sites that add noise: so many make the deviation, and more have more. 0: the server adds it."""
+    """Sites, in a simulation, that add noise: so many make the deviation, and more have more. 0: the server adds it."""
 
     @property
     def adds_noise(self) -> bool:
@@ -72,8 +72,8 @@ class Private(Wrapping, frozen=True):
         return {name: value for name, value in values.items() if not is_buffer(name)}
 
     def counted(self, cohort: Cohort) -> Cohort:
-        """Of the expected number, as the means are. The number of those who came depends on each of them: what is made
-        of noisy sums and of that number is not private."""
+        """Return a cohort of the expected number, as the means are. The number of those who came depends on each of
+        them: what is made of noisy sums and of that number is not private."""
         return Cohort(clients=self.expected, population=cohort.population)
 
     def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
@@ -94,7 +94,7 @@ def private(inner: Algorithm, privacy: Privacy, expected: int, minimum: int, *, 
 
 
 class Guarantee(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run promises every client: (epsilon, delta)-differential privacy, had its updates been zeros."""
+    """The promise of a run to every client: (epsilon, delta)-differential privacy, had its updates been zeros."""
 
     epsilon: float
     delta: float
@@ -112,9 +112,9 @@ class Guarantee(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def guarantee(privacy: Privacy, rounds: int, passes: int, probability: float | None, unsampled: int = 0) -> Guarantee:
-    """By the privacy loss distributions of Google's dp-accounting; where noise is so small that it has no number for
-    them, by concentrated privacy, which is never smaller. UserError where that library is not installed, and for noise
-    so small that epsilon is no finite number.
+    """Compute the guarantee by the privacy loss distributions of Google's dp-accounting; where noise is so small that
+    it has no number for them, by concentrated privacy, which is never smaller. UserError where that library is not
+    installed, and for noise so small that epsilon is no finite number.
 
     `probability` is that of each client to take part in a round, drawn by itself; passes of a round share the draw.
     """

@@ -49,7 +49,7 @@ class Resident:
         self._gradient: Tensor | None = None
         """Not before somebody asks for one: most algorithms only descend."""
         self._known: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        """By address, vectors that were bound last and their views: held, so that nobody else gets the address."""
+        """Vectors that were bound last and their views, by address: held, so that nobody else gets the address."""
         self._bound = 0
         self.micro_batches = 1
         """Into how many parts a batch is cut, at most."""
@@ -98,7 +98,7 @@ class Resident:
 
     @property
     def buffer_forms(self) -> dict[str, tuple[int, ...]]:
-        """By name, the shapes of changes."""
+        """Return the shapes of changes, by name."""
         return {name: numbers_form(buffer) for name, buffer in self._buffers.own.items()}
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
@@ -106,7 +106,7 @@ class Resident:
         self._buffers.set(values)
 
     def buffer_changes(self, since: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What training added to buffers, since they had these values and others their first; as
+        """Return the training's changes of buffers, since they had these values and others their first; as
         `ModuleBuffers.changes`."""
         return self._buffers.changes(since)
 
@@ -135,7 +135,7 @@ class Resident:
         self._known, self._bound = {}, 0
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
-        """Of the batch's mean loss, [P]. It lasts until the next call."""
+        """Return the gradient of the batch's mean loss, [P]. It lasts until the next call."""
         self.bind(weights)
         if self._gradient is None:
             self._gradient = self.empty(self.size)
@@ -147,7 +147,7 @@ class Resident:
         return self._gradient
 
     def gradients(self, weights: Tensor, batch: Batch) -> Sequence[Tensor | None]:
-        """Of the batch's mean loss, by parameter; None of one that the loss does not depend on."""
+        """Return the gradients of the batch's mean loss by parameter; None where the loss does not depend on one."""
         self.bind(weights)
         return self._parts(batch)
 
@@ -217,7 +217,7 @@ def pieces_of(samples: int, most: int) -> int:
 
 
 def mean_loss(module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[..., object] | None = None) -> Tensor:
-    """Of a batch. Where labels may be left out (`uneven`) and all are, it is 0, and so is its gradient."""
+    """A batch's mean loss. Where labels may be left out (`uneven`) and all are, it is 0, and so is its gradient."""
     if not uneven:
         return loss_of((call or module)(**batch))
     loss, count, _ = loss_and_count(module, batch, uneven=True, call=call)

@@ -10,7 +10,7 @@ from isthmus.errors import unknown_name
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
-    """What sets a scheme apart from the others; everything else is the same code."""
+    """The differences between schemes; everything else is the same code."""
 
     description: str
     processes: bool = True

@@ -68,9 +68,9 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     clients: int
     combining: str = ""
-    """What the job changes of how updates are combined."""
+    """The job's changes to the combination of updates."""
     participation: str = ""
-    """Of a private run: what its epsilon counts on of it."""
+    """The part of a private run's participation that its epsilon assumes."""
 
 
 class Server:
@@ -92,7 +92,7 @@ class Server:
         self.notices: list[str] = []
         """Lines for the run's log that are not there yet."""
         self._past: list[Values] = []
-        """What was broadcast a round before, two rounds before, and so on."""
+        """Broadcasts of a round before, two rounds before, and so on."""
         self.phase: PhaseId | None = None
         self.keeps = first_state(algorithm, self.values["model"]) is not None
         """Whether clients keep something from round to round."""
@@ -104,7 +104,7 @@ class Server:
         self.values |= self._first_buffers
         with users_code("algorithm"):
             self.forms = forms_of(algorithm, self.values if averaged else first)
-        """By pass, what its clients' values look like."""
+        """The forms of clients' values by pass."""
         self._partials = [
             PartialSum(
                 self._returns(number), {name: math.prod(form.shape) for name, form in self.forms[number].items()}
@@ -151,7 +151,7 @@ class Server:
         self._past = past[: self._most_past]
 
     def broadcast(self) -> Values:
-        """What every executor receives, once a phase."""
+        """Return the values that every executor receives, once a phase."""
         return with_stale_models(self._broadcast_values(), self._past)
 
     def _broadcast_values(self) -> Values:
@@ -210,7 +210,7 @@ class Server:
 
     @property
     def sums(self) -> list[dict[str, Form]]:
-        """By pass, the forms of the values that are added up."""
+        """Return the forms of the values that are added up, by pass."""
         return [
             {name: form for name, form in forms.items() if self._returns(number).get(name) != "collect"}
             for number, forms in enumerate(self.forms)
@@ -274,7 +274,7 @@ class Server:
 
 
 def _tensors(values: Values, by: str) -> Values:
-    """What the algorithm's function `by` gave, beside which the model's buffers have a place."""
+    """Check the result of the algorithm's function `by`, beside which the model's buffers have a place."""
     for name in named_tensors(values, by):
         if name == BUFFERS or is_buffer(name):
             raise UserError(f"algorithm: {by} gives {name!r}, a name of the model's running means: expected another")
@@ -340,7 +340,7 @@ class Commits:
         return sorted(self._folder.glob("round-*.safetensors"))
 
     def newest_file(self) -> Path | None:
-        """Of the last round there is, whole or not."""
+        """Return the file of the last round there is, whole or not."""
         return max(self._files(), default=None)
 
     def rounds(self) -> int:
@@ -398,7 +398,7 @@ class Commits:
 
 
 def _digest(run: str, round_: int, tensors: Mapping[str, Tensor]) -> str:
-    """Of everything that a round's file says."""
+    """Digest everything in a round's file."""
     named = sorted(tensors.items())
     shapes = [(name, str(value.dtype), list(value.shape)) for name, value in named]
     memory = (value.reshape(-1).view(torch.uint8).numpy() for _, value in named)

@@ -80,7 +80,7 @@ class OwnData(SamplesOf):
 
 
 class _NoState(StateLost):
-    """Of a round from which there is no state here: it is the coordinator that named the round."""
+    """A round has no state here: it is the coordinator that named the round."""
 
     def refusal(self) -> IsthmusError:
         return PeerError(f"coordinator: asked this site to go on from what is not here: {super().refusal()}")
@@ -124,7 +124,7 @@ class SiteStates:
         return self._form.views(torch.from_numpy(memory))
 
     def _memory(self) -> NDArray[np.uint8]:
-        """Of one state; it begins where numbers may."""
+        """Return memory of one state; it begins where numbers may."""
         return np.empty((1, -(-self._form.size_bytes // 8) * 8), dtype=np.uint8)
 
     def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
@@ -141,7 +141,7 @@ class SiteStates:
         return [round_]
 
     def free(self, places: Iterable[int]) -> None:
-        """What is of no use is known by `keep_only`."""
+        """`keep_only` knows what is of no use."""
 
     def keep_only(self, round_: int) -> None:
         """All others can go."""
@@ -154,7 +154,7 @@ class Site(ClientTrainer):
     """Nothing is folded here."""
 
     update: ClientUpdate | None = None
-    """Of the client that was trained last."""
+    """The update of the client that was trained last."""
     trained: Mapping[str, Tensor] = {}
     """Its values before they were clipped."""
     _durable_round = -1
@@ -201,7 +201,7 @@ class Site(ClientTrainer):
 
     @property
     def passes(self) -> int:
-        """Of a round."""
+        """Passes of a round."""
         return len(self._passes)
 
     def _local(self, task: ClientTask, round_: int) -> LocalTrainer:

@@ -1,4 +1,4 @@
-"""What a site was asked for, what its owner said, and what left it: a file of its own, one line each.
+"""Requests to a site, its owner's answers, and the values that left it: a file of its own, one line each.
 
 site-log.jsonl, in the folder of the site's key
 """
@@ -36,14 +36,13 @@ class SiteLogLine(msgspec.Struct, frozen=True, kw_only=True):
     round: int | None = None
     """From 1 on, of what was sent."""
     pass_: int = msgspec.field(default=1, name="pass")
-    """Of that round, from 1 on."""
+    """The pass of that round, from 1 on."""
     size_bytes: int = 0
-    """Of the values that were sent."""
     summed: tuple[str, ...] = ()
-    """Of shares that were revealed: the sites whose updates are in the sum, others than this one with the ids of their
-    devices, `NAME:ID`."""
+    """The sites in a sum of which shares were revealed: those whose updates are in the sum, others than this one with
+    the ids of their devices, `NAME:ID`."""
     of: tuple[str, ...] = ()
-    """Of those, digests of the model that this site trained from, and of its update."""
+    """Digests of the model that this site trained from, and of its update."""
 
 
 class SiteLog(LinesFile[SiteLogLine]):
@@ -80,6 +79,6 @@ class SiteLog(LinesFile[SiteLogLine]):
         return found
 
     def last_request(self) -> SiteLogLine | None:
-        """What the owner was asked last, answered or not."""
+        """Return the last request to the owner, answered or not."""
         asked = [line for line in self.lines() if line.event == "asked" and line.request]
         return asked[-1] if asked else None

@@ -60,7 +60,8 @@ class Stacked:
         return self._resident.up(tensor)
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
-        """Of each model's mean loss, [models, P], for weights [models, P] and columns [models, batch, ...]."""
+        """Gradients of the models' mean losses, [models, P], for weights [models, P] and columns [models, batch,
+        ...]."""
         parts = self._gradients(weights, batch)(*self._resident.views(weights), *batch.values())
         return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
@@ -158,7 +159,7 @@ class StackedLocal(ConfiguredLocal):
         return model.expand(self._clients, -1).clone()
 
     def batches(self) -> Iterator[Batch]:
-        """Of all clients in step: each one's own permutation."""
+        """Yield the batches of all clients in step: each one's own permutation."""
         for order in self._orders:
             yield from self._slices({name: column.index_select(0, order) for name, column in self._rows.items()})
 
@@ -199,7 +200,7 @@ class StackedLocal(ConfiguredLocal):
         return total
 
     def _of_each(self, weights: Tensor) -> Tensor:
-        """Of what was broadcast, a row for each client."""
+        """Return the broadcast, a row for each client."""
         return weights.expand(self._clients, -1)
 
 

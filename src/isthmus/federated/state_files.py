@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 PAGE_BYTES = 4096
 """A place begins and ends with a page: the kernel need not read what is written over, and can leave out its cache."""
 FILE_BYTES = 64 << 20
-"""Of a file, where more than one place fits."""
+"""Bytes of a file, where more than one place fits."""
 MOST_FILES = 64
 """Open at a time."""
 MOST_PLACES = 2**31
@@ -46,7 +46,7 @@ class StateFiles:
         return memory[begin : begin + size_bytes].reshape(places, self.each_bytes)
 
     def read(self, places: Sequence[int], memory: NDArray[np.uint8]) -> None:
-        """What is not there whole becomes zeros."""
+        """Read the places; a missing or torn one becomes zeros."""
         for begin, end in self._runs(places):
             wanted = memory[begin:end].reshape(-1).data
             file, at, got = self._file(places[begin], new=False), self._offset(places[begin]), 0

@@ -1,4 +1,4 @@
-"""What a client's state looks like, in memory and on disk: the names, types and shapes that `init_client` gives.
+"""The form of a client's state, in memory and on disk: the names, types and shapes that `init_client` gives.
 
 All clients' states have one form, so a place on disk has a size, and states of many clients are read and written as
 one.
@@ -80,7 +80,7 @@ class StateForm:
         self._tail = header[self._digest_at + len(_SHA256) :]
         self._length = len(header)
         self.size_bytes = self._length + at
-        """Of a whole state on disk."""
+        """Bytes of a whole state on disk."""
 
     def __len__(self) -> int:
         return self._length

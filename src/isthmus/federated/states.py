@@ -1,4 +1,4 @@
-"""What clients keep between rounds: places on disk, each for one state as a safetensors file would hold it.
+"""States of clients between rounds: places on disk, each for one state as a safetensors file would hold it.
 
     states/000/02.states         of states of up to 4 kB: places 2 x 16,384 to 3 x 16,384 - 1
 
@@ -55,7 +55,7 @@ class StateLost(UserError):
         """Whose states are lost."""
 
     def refusal(self) -> IsthmusError:
-        """Of an algorithm whose clients cannot begin anew."""
+        """Return the error of an algorithm whose clients cannot begin anew."""
         return UserError(f"{self}; the algorithm cannot go on without it")
 
 
@@ -92,7 +92,7 @@ class _Batch(NamedTuple):
     views: Rows
     """The tensors in it."""
     whole: Sequence[bool] = ()
-    """By state that was read: whether its digest is right."""
+    """Whether the digest of each state that was read is right."""
 
 
 class StateStore:
@@ -123,7 +123,7 @@ class StateStore:
         self._owners: list[int] = []
         """Their clients."""
         self._round = 0
-        """Of all that wait."""
+        """The round of all states that wait."""
         self._writing: Future[None] | None = None
         self._ahead: dict[int, tuple[Future[_Batch], int]] = {}
         """Read before they are asked for: where, and the row there."""
@@ -213,7 +213,7 @@ class StateStore:
         return places
 
     def _send(self) -> None:
-        """What waits is written, now or soon."""
+        """Write the states that wait, now or soon."""
         if self._batch is None or not self._waiting:
             return
         self._settle()

@@ -1,4 +1,4 @@
-"""What a coordinator asks of a site, and what the site's owner allows: both must match before anything runs.
+"""A coordinator's request to a site, and the owner's permission: both must match before anything runs.
 
 Code does not travel: the offer names an algorithm and a model, and the site loads its own if its owner's file names
 the same. The coordinator says how to train (steps, learning rate, seed), as in a simulation.
@@ -49,7 +49,7 @@ from isthmus.units import parse_duration
 from isthmus.wire_types import MOST_CLIENTS, MOST_ID, Client, Count, Many, Name, NotNegative, Positive, Seed
 
 RUN_NAME = "^[0-9a-f]{32}$"
-"""What a run is called at its sites."""
+"""The name of a run at its sites."""
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,25 +64,25 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: Seed
     client: Client
     owner_column: Name = ""
-    """Of data that say whose a sample is: the column, which no model is given."""
+    """The column of data that says whose a sample is, which no model is given."""
     aggregation: Aggregation = Aggregation()
     """Whether updates are masked, and the most samples of a site."""
     admission: AdmissionRules = AdmissionRules()
-    """By which a site clips its update where they are masked."""
+    """The bounds to which a site clips its update where updates are masked."""
     privacy: Privacy | None = None
-    """What the updates are covered with."""
+    """The noise that covers the updates."""
     minimum: Annotated[int, Meta(ge=1, le=MOST_CLIENTS)] = 1
     """Updates in a sum."""
     rounds: Count = 0
-    """Of the whole run."""
+    """Rounds of the whole run."""
     attempts: Positive = 3
     """At a round."""
     sites: Many[Name] = ()
     """Who may take part."""
     epsilon: NotNegative | None = None
-    """Of the whole run, as the coordinator accounts it; None: no promise."""
+    """Epsilon of the whole run, as the coordinator accounts it; None: no promise."""
     epsilon_so_far: NotNegative | None = None
-    """Of the rounds that were committed before."""
+    """Epsilon of the rounds that were committed before."""
 
     @property
     def secure_rules(self) -> SecureRules | None:
@@ -91,7 +91,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> AdmissionRules:
-        """By which a site clips its update, where it does so itself."""
+        """The bounds to which a site clips its update, where it does so itself."""
         return self.admission if self.privacy is None else self.privacy.bounds
 
     def around(self, algorithm: Algorithm) -> Algorithm:
@@ -101,7 +101,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
         return Private(inner=algorithm, privacy=self.privacy, expected=1)
 
     def clip(self, algorithm: Algorithm) -> Callable[[ClientUpdate], ClientUpdate]:
-        """What a site does to its update before it leaves, and the coordinator to one that was not."""
+        """Return the function by which a site clips its update, and the coordinator one that was not clipped."""
         bounds = self.bounds
         if not bounds.clip:
             return lambda update: update
@@ -203,8 +203,8 @@ class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     approval: Approval = Approval()
     """Whether a run goes on here, by rule or by a person's word."""
     metrics: tuple[str, ...] = ()
-    """What this site reports of its own data in every round, with the loss: `accuracy`, `perplexity` or a function of
-    its own. None: nothing. Under masks or noise they stay in this site's log."""
+    """Metrics of its own data that this site reports in every round, with the loss: `accuracy`, `perplexity` or a
+    function of its own. None: nothing. Under masks or noise they stay in this site's log."""
     threads: Annotated[int, Meta(ge=1)] = 1
     """Torch threads."""
     device: str = AUTO

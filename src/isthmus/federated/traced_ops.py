@@ -27,8 +27,8 @@ _DIRECT, _METHODS = torch._VF, torch._C.TensorBase
 
 
 def written_down(act: Operation, given: Sequence[Tensor]) -> Operation:
-    """What `act` does to tensors of these shapes; no result shares memory with what is given. RuntimeError where it
-    cannot be written down."""
+    """Trace `act` on tensors of these shapes; no result shares memory with what is given. RuntimeError where it cannot
+    be written down."""
     written = make_fx(act)(*given)
     if any(_changes(node) for node in written.graph.nodes):
         return written.forward  # to leave something out might change what another operator finds
@@ -104,7 +104,7 @@ def _kept_constants(module: fx.GraphModule, device: torch.device) -> list[Tensor
 
 
 def _turned_once(graph: fx.Graph) -> None:
-    """What is turned and turned back is as before."""
+    """Remove transpositions that are turned back."""
     for node in graph.nodes:
         before = node.args[0] if node.args else None
         if node.target is not _aten.transpose.int or not isinstance(before, fx.Node):

@@ -1,5 +1,5 @@
-"""What a federated algorithm is: a server's values, what clients make of them, and how that is combined; and an
-algorithm around another one.
+"""The interface of federated algorithms: a server's values, the clients' training, and how their results are combined;
+and an algorithm around another one.
 
 A model is one vector here: its parameters, one after another. So an algorithm reads like its paper, a step of SGD is
 one operation, and the same lines train many clients at once when a first dim of clients is put before the vector:
@@ -20,7 +20,7 @@ from isthmus.federated.buffers import is_buffer
 from isthmus.federated.local_steps import Term
 
 Values = dict[str, Tensor]
-"""By name; model-sized vectors [P], or anything smaller."""
+"""Values by name; model-sized vectors [P], or anything smaller."""
 Combine = Literal["weighted_mean", "mean", "sum", "collect"]
 """How the clients' values become the server's: Parrot's four operations. `collect` gives them all, [clients, ...]."""
 BUFFERS = "buffers"
@@ -45,7 +45,7 @@ class LocalTrainer(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Of this round's SGD. UserError where [local] names other steps."""
+        """The learning rate of this round's SGD. UserError where [local] names other steps."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class LocalTrainer(Protocol):
         ...
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
-        """Of the mean loss of the batch. The caller may change it, and it lasts until the next call."""
+        """Return the gradient of the batch's mean loss. The caller may change it, and it lasts until the next call."""
         ...
 
     def descend(self, model: Tensor, term: Term | None = None) -> Tensor:
@@ -72,7 +72,7 @@ class LocalTrainer(Protocol):
         ...
 
     def full_gradient(self, weights: Tensor) -> Tensor:
-        """Of the mean loss over all samples of the client; as `gradient`."""
+        """Return the gradient of the mean loss over all samples of the client; as `gradient`."""
         ...
 
 
@@ -85,7 +85,7 @@ class ClientUpdate:
     """A function of the values as they are counted, where the server's values add up what clients keep: `[admission]`
     and `[privacy]` may have scaled them down."""
     weight: float | None = None
-    """Of the weighted means; None is the number of samples."""
+    """The weight in weighted means; None is the number of samples."""
 
     def kept(self, counted: Values) -> Values | None:
         """The client's new state, where its values were counted as these."""
@@ -101,7 +101,7 @@ class Cohort:
     population: int
     """Clients that there are."""
     weights: tuple[float, ...] = field(default=(), repr=False)
-    """Of each update, in the order of the rows of what is collected; empty when nothing is."""
+    """Weights of the updates, in the order of the rows of collected values; empty when nothing is collected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return {"model": model}
 
     def init_client(self, model: Tensor) -> Values | None:
-        """What a client keeps from one time that it trains to the next: this at first. None: nothing."""
+        """Return a client's first state, which it keeps until it trains again. None: it keeps nothing."""
         return None
 
     @property
@@ -167,12 +167,12 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return changes_of(values)
 
     def largest(self, steps: int) -> Mapping[str, float]:
-        """By name, the largest number that a client of so many steps returns: an update with a larger one is refused.
-        For numbers that scale the change, which no norm bounds."""
+        """Return by name the largest number that a client of so many steps returns: an update with a larger one is
+        refused. For numbers that scale the change, which no norm bounds."""
         return {}
 
     def broadcast(self, server: Values) -> Values:
-        """What clients receive; sent once per executor and pass."""
+        """Return the values that clients receive; sent once per executor and pass."""
         return {"model": server["model"]}
 
     @property
@@ -201,7 +201,7 @@ class Wrapping(Algorithm, frozen=True):
         raise NotImplementedError
 
     def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
-        """What the inner algorithm's server is given, for what `operations` gave."""
+        """Return the values for the inner algorithm's server, from the results of `operations`."""
         raise NotImplementedError
 
     def counted(self, cohort: Cohort) -> Cohort:

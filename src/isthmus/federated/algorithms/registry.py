@@ -99,7 +99,7 @@ def _class_of(name: str) -> type[Algorithm]:
 
 GIVEN = "given:"
 _given: dict[str, Algorithm] = {}
-"""By name, in this process and those forked from it."""
+"""Algorithms by name, in this process and those forked from it."""
 
 
 def give_algorithm(algorithm: Algorithm) -> str:

@@ -34,7 +34,7 @@ from isthmus.protocol.secure_messages import (
 from isthmus.protocol.secure_site import SecureSite
 
 Step = Literal["keys", "shares", "update", "reveal"]
-"""What a site does not send any more."""
+"""The first message that a site no longer sends."""
 _STEPS: Mapping[type[SecureReport], Step] = {KeysSent: "keys", SharesSent: "shares", SharesRevealed: "reveal"}
 
 
@@ -124,11 +124,11 @@ class SecurePhase:
         self._sum = MaskedSum(sizes)
         self._phase = PhaseId(round_)
         self._reports: deque[tuple[str, SecureReport | None]] = deque()
-        """What sites sent, in order; None of one that is lost."""
+        """Messages of sites, in order; None where one is lost."""
         self._summed: set[str] = set()
         self._result: SecureResult | None = None
         self.bytes_up = self.bytes_down = 0
-        """Of all sites, values and frames of the protocol."""
+        """Bytes of all sites, values and frames of the protocol."""
 
     def run(self) -> SecureResult:
         setup = PhaseSetup(phase=self._phase, clients=len(self._sites), samples=1)

@@ -23,7 +23,7 @@ _START = bytes(16)
 _BLOCK = 1 << 16
 """Numbers that are masked while they lie in the processor's caches."""
 WEIGHTS = "/weights"
-"""Of a masked update: in units of 2^-20, and how many updates it is. A client's value has no such name."""
+"""Weights of a masked update, in units of 2^-20, and the number of updates in it. A client's value has no such name."""
 
 
 def add_mask(vector: Vector, key: bytes, sign: int = 1) -> None:

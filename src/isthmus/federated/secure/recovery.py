@@ -1,4 +1,4 @@
-"""What the coordinator does with masked updates: adds them up as they come, and takes the masks off the sum."""
+"""The coordinator's sum of masked updates: it adds them up as they come, and takes the masks off the sum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ neighbours, five liars or six are worked around; all of them where there are at 
 
 
 class MaskedSum:
-    """Of one phase. Only the sum is kept: no update is."""
+    """The sum of one phase. No update is kept."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         """`sizes` are the numbers of each value that is summed."""
@@ -129,7 +129,7 @@ class ShareSearch:
 
 
 def _subsets(numbers: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Of so many shares: the first ones; then all others, where they are few, or drawn ones."""
+    """Yield sets of so many shares: the first ones; then all others, where they are few, or drawn ones."""
     if len(numbers) < size:
         return
     yield tuple(numbers[:size])

@@ -1,4 +1,4 @@
-"""What a job with `[aggregation] secure = true` must and must not say."""
+"""Constraints on a job with `[aggregation] secure = true`."""
 
 from __future__ import annotations
 

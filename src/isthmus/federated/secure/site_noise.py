@@ -29,11 +29,11 @@ from isthmus.federated.privacy import Guarantee, Privacy
 from isthmus.federated.secure.discrete_gaussian import RandomWords, discrete_gaussian
 
 MOST_DEVIATION = 2.0**10
-"""Of a site's noise, in the update's own numbers: larger noise has no room in the sums."""
+"""Largest deviation of a site's noise, in the update's own numbers: larger noise has no room in the sums."""
 
 
 class SiteNoise:
-    """Of one site. Each update's noise is drawn once, from the system's source of random numbers."""
+    """Noise of one site. Each update's noise is drawn once, from the system's source of random numbers."""
 
     def __init__(self, privacy: Privacy, minimum: int, words: RandomWords | None = None) -> None:
         """`words` are another source in tests alone."""
@@ -48,7 +48,6 @@ class SiteNoise:
 
 
 def site_deviation(privacy: Privacy, minimum: int) -> float:
-    """Of one site's noise."""
     return privacy.noise_multiplier * privacy.clip / math.sqrt(minimum)
 
 
@@ -80,8 +79,8 @@ def concentrated(privacy: Privacy, minimum: int, clients: int, numbers: int) -> 
 
 
 def distributed_guarantee(privacy: Privacy, rounds: int, passes: int, rho: float, repeated: int = 0) -> Guarantee:
-    """Of so many rounds with passes of this rho each, and those that were repeated, by the RDP accountant of Google's
-    dp-accounting. UserError where that is not installed."""
+    """Compute the guarantee of so many rounds with passes of this rho each, and those that were repeated, by the RDP
+    accountant of Google's dp-accounting. UserError where that is not installed."""
     dp = import_extra("dp_accounting", "[privacy]")
     rdp = import_extra("dp_accounting.rdp", "[privacy]")
     accountant = rdp.RdpAccountant()

@@ -54,7 +54,7 @@ class Signer(Protocol):
 
 
 class Unsigned:
-    """Of sites in one process."""
+    """Stands for signatures between sites in one process."""
 
     def sign(self, text: bytes) -> tuple[bytes, bytes]:
         return b"", b""
@@ -64,7 +64,7 @@ class Unsigned:
 
 
 def context(run: str, phase: PhaseId) -> bytes:
-    """What keys and signatures are bound to."""
+    """Return the text that keys and signatures are bound to."""
     return f"isthmus secure aggregation 1|{run}|{phase.round}|{phase.attempt}|{phase.number}|".encode()
 
 
@@ -73,7 +73,7 @@ def key_of(secret: bytes) -> X25519PrivateKey:
 
 
 def agreed(private: X25519PrivateKey, public: bytes) -> bytes:
-    """What two parties agree on. PeerError for a public key of low order."""
+    """Return the secret on which two sites agree. PeerError for a public key of low order."""
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -86,12 +86,12 @@ def _derived(secret: bytes, about: bytes) -> bytes:
 
 
 def mask_key(private: X25519PrivateKey, public: bytes, bound_to: bytes, pair: Collection[str]) -> bytes:
-    """Of the mask that two sites share."""
+    """Return the key of the mask that two sites share."""
     return _derived(agreed(private, public), bound_to + b"mask|" + "|".join(sorted(pair)).encode())
 
 
 def mask_sign(site: str, peer: str) -> int:
-    """Of the mask with `peer` in the update of `site`."""
+    """Return the sign of the mask with `peer` in the update of `site`."""
     return 1 if site < peer else -1
 
 
@@ -100,7 +100,7 @@ def signed_text(keys: SiteKeys, bound_to: bytes) -> bytes:
 
 
 class SiteSecrets:
-    """Of one phase. A new one for each."""
+    """The secrets of one phase. Each phase has new ones."""
 
     def __init__(self, site: str, run: str, phase: PhaseId, signer: Signer, draw: Draw = os.urandom) -> None:
         """`draw` is another source in tests alone."""
@@ -110,12 +110,12 @@ class SiteSecrets:
         self._cipher, self._mask = key_of(draw_secret(draw)), key_of(self._mask_secret)
         self._peers: dict[str, SiteKeys] = {}
         self._agreed: dict[str, bytes] = {}
-        """By peer, what shares are sealed under."""
+        """The key that seals shares for each peer."""
         self._own: tuple[bytes, bytes] = (b"", b"")
         self._held: dict[str, bytes] = {}
-        """By owner, its shares of the seed and of the mask key."""
+        """Each owner's shares of the seed and of the mask key."""
         self.devices: dict[str, str] = {}
-        """By peer, the id of the device that signed its keys."""
+        """The id of the device that signed each peer's keys."""
 
     def public(self) -> SiteKeys:
         """To be sent."""
