@@ -75,8 +75,19 @@ def test_federated_rounds(page: Page, serve: Serve, tmp_path: Path) -> None:
     shown = page.open(of=serve(federated_run(tmp_path / "f")))
     assert "5 of 5" in page.figure("round") and "80 %" in page.figure("accuracy")
     assert "2.5" in page.figure("epsilon") and "at remote sites" in shown.locator("#facts").inner_text()
-    for chart in ("loss", "metric-0", "spread", "times"):
+    for chart in ("loss", "metric-0", "times"):
         assert shown.locator(f"#{chart} canvas").count() == 1
+    legend = shown.locator("#metric-0 .u-legend").inner_text()
+    assert all(
+        name in legend for name in ("high", "low", "mean of clients", "worst tenth", "held out", "north", "south")
+    )
+    assert "80 %" in page.figure("accuracy of clients") and "worst tenth 60 %" in page.figure("accuracy of clients")
+
+
+def test_of_many_clients_no_one_has_a_line(page: Page, serve: Serve, tmp_path: Path) -> None:
+    shown = page.open(of=serve(federated_run(tmp_path / "f", clients=12)))
+    legend = shown.locator("#metric-0 .u-legend").inner_text()
+    assert "worst tenth" in legend and "client 3" not in legend
     assert shown.locator("#map").is_hidden()
 
 

@@ -40,8 +40,9 @@ def slow_link(run: Path, source: str, target: str) -> None:
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def federated_run(folder: Path, rounds: int = 5) -> Path:
-    """Of two executors; in round 3 an update is refused, a client is stolen and another one is missing."""
+def federated_run(folder: Path, rounds: int = 5, clients: int = 0) -> Path:
+    """Of two executors; in round 3 an update is refused, a client is stolen and another one is missing. Figures are of
+    two sites, or of so many clients."""
     folder.mkdir(parents=True)
     document = {"name": folder.name, "federated": {"rounds": rounds}, "deployment": {"sites": ["north", "south"]}}
     (folder / JOB).write_text(json.dumps(document))
@@ -64,7 +65,8 @@ def federated_run(folder: Path, rounds: int = 5) -> Path:
             closed_by="quorum" if odd else "all",
         )
         left = 0.5 / (number + 1)
-        spread = {"clients": 4, "mean": 0.9 - left, "worst_decile": 0.7 - left, "deviation": 0.1}
+        each = {str(client): 0.9 - left for client in range(clients)} or {"north": 1 - left, "south": 0.8 - left}
+        spread = {"clients": len(each), "mean": 0.9 - left, "worst_decile": 0.7 - left, "deviation": 0.1, "each": each}
         evaluation = {"loss": 4 * left, "metrics": {"accuracy": 0.9 - left}, "clients": {"accuracy": spread}}
         line = {"record": record, "seconds": 1.5, "sent_bytes": 1000, "received_bytes": 500, "evaluation": evaluation}
         lines += msgspec.json.encode(line) + b"\n"

@@ -25,6 +25,22 @@ class RoundShown(msgspec.Struct, frozen=True):
         return max((sum(t.seconds for t in timed) for timed in self.record.trained.values()), default=0.0)
 
 
+MOST_SITES = 10
+"""Clients or sites that have a line of their own."""
+
+
+def _evaluation(line: RoundShown) -> Mapping[str, object]:
+    """What a browser needs of it: of many clients no values of each."""
+    found = dict(line.evaluation or {})
+    if isinstance(clients := found.get("clients"), dict):
+        figures = [(name, of) for name, of in clients.items() if isinstance(of, dict)]
+        found["clients"] = {
+            name: of if len(of.get("each") or ()) <= MOST_SITES else {key: of[key] for key in of if key != "each"}
+            for name, of in figures
+        }
+    return found
+
+
 def round_row(line: RoundShown) -> dict[str, object]:
     record = line.record
     return {
@@ -38,7 +54,7 @@ def round_row(line: RoundShown) -> dict[str, object]:
         "late": len(record.stale),
         "closed_by": record.closed_by,
         "bytes": line.sent_bytes + line.received_bytes,
-        "evaluation": line.evaluation or {},
+        "evaluation": _evaluation(line),
     }
 
 

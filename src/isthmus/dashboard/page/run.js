@@ -28,6 +28,8 @@ function roundFigures(run, round) {
     ["round", `${round.round} of ${run.of}`],
     ["held-out loss", number(round.evaluation.loss, 4)],
     ...Object.entries(round.evaluation.metrics ?? {}).map(([name, value]) => [name, metricText(name, value)]),
+    ...Object.entries(round.evaluation.clients ?? {}).map(([name, c]) =>
+      [`${name} of clients`, metricText(name, c.mean), `worst tenth ${metricText(name, c.worst_decile)}, of ${c.clients}`]),
     ["clients", round.clients, `${round.refused.length} refused, ${round.stolen} reassigned, ${round.missing} missing`],
     ["round time", time(round.makespan_s), `forecast ${time(round.planned_s)}`],
     ["bytes", size(round.bytes)],
@@ -47,17 +49,17 @@ export function drawCurves(run, at) {
   chart("speed", [[run.unit || "speed", "green"]], run.speed, options);
   chart("bytes", [["sent by all devices", "pink"]], [run.bytes[0], run.bytes[1].map((x) => x / 2 ** 20)], options);
 }
-// One card per metric, before the timeline: [name, series, columns] each.
+// One card per metric, before the timeline: [name, series, columns, bands] each.
 function drawMetrics(shown, options) {
   for (const card of [...document.querySelectorAll(".card.metric")].slice(shown.length)) card.remove();
-  for (const [number, [name, series, columns]] of shown.entries()) {
+  for (const [number, [name, series, columns, bands]] of shown.entries()) {
     const id = `metric-${number}`;
     if (!$(id)) {
       document.querySelector(".card.timeline").before(element("section", { class: "card metric" },
         element("h2", { id: `${id}-title` }), element("div", { class: "chart", id })));
     }
-    $(`${id}-title`).textContent = name;
-    chart(id, series, columns, { ...options, text: (value) => metricText(name, value) });
+    fill(`${id}-title`, name, " ", element("small", {}, options.note ?? ""));
+    chart(id, series, columns, { ...options, bands, text: (value) => metricText(name, value) });
   }
 }
 
@@ -125,21 +127,37 @@ export function drawTicks(run) {
 export function roundLosses(run) {
   return [run.rounds.map((r) => r.round), run.rounds.map((r) => r.evaluation.loss)];
 }
+const MOST_SITES = 10, SITES = ["blue", "pink", "amber", "sky", "ink"];
+// A figure of held-out samples and of clients, each on its own data: [name, series, columns, bands].
+function figureOfRounds(run, name) {
+  const column = (get) => run.rounds.map((r) => get(r.evaluation) ?? null);
+  const clients = (get) => column((e) => e.clients?.[name] && get(e.clients[name]));
+  const each = [...new Set(run.rounds.flatMap((r) => Object.keys(r.evaluation.clients?.[name]?.each ?? {})))];
+  const sites = each.length > MOST_SITES ? [] : each;
+  const found = [
+    [["high", "soft"], clients((c) => c.mean + c.deviation)],
+    [["low", "soft"], clients((c) => c.mean - c.deviation)],
+    [["mean of clients", "green"], clients((c) => c.mean)],
+    [["worst tenth", "red", [6, 4]], clients((c) => c.worst_decile)],
+    [["held out", "orange"], column((e) => name === "loss" ? e.loss : e.metrics?.[name])],
+    ...sites.map((site, n) => [
+      [/^\d+$/.test(site) ? `client ${site}` : site, SITES[n % SITES.length], n < SITES.length ? [2, 3] : [8, 3]],
+      clients((c) => c.each?.[site])]),
+  ].filter(([, values]) => values.some((x) => x != null));
+  const bands = found[0]?.[0][0] === "high" ? [{ series: [1, 2], fill: `${colour("green")}22` }] : [];
+  return [name, found.map(([series]) => series), [run.rounds.map((r) => r.round), ...found.map(([, x]) => x)], bands];
+}
 export function drawRounds(run, at) {
   const options = { marker: at.step, x: "round" }, column = (get) => run.rounds.map((r) => get(r) ?? null);
-  const [rounds, loss] = roundLosses(run);
-  chart("loss", [["held-out loss", "orange"]], [rounds, loss], options);
-  const names = [...new Set(run.rounds.flatMap((r) => Object.keys(r.evaluation.metrics ?? {})))];
-  drawMetrics(names.map((name) => [name, [["held out", "orange"]], [rounds, column((r) => r.evaluation.metrics?.[name])]]),
-    options);
-  const shown = names[0] ?? "loss", spread = (get) => column((r) => r.evaluation.clients?.[shown] && get(r.evaluation.clients[shown]));
-  const edges = [spread((c) => c.mean + c.deviation), spread((c) => c.mean - c.deviation)];
-  const bands = [{ series: [1, 2], fill: `${colour("green")}22` }];
-  $("spread-title").textContent = `${shown} of clients`;
-  chart("spread",
-    [["high", "soft"], ["low", "soft"], ["mean", "green"], ["worst tenth", "red", [6, 4]]],
-    [rounds, ...edges, spread((c) => c.mean), spread((c) => c.worst_decile)],
-    { ...options, text: (value) => metricText(shown, value), bands });
+  const of = run.rounds.flatMap((r) => [...Object.keys(r.evaluation.metrics ?? {}), ...Object.keys(r.evaluation.clients ?? {})]);
+  const [, series, columns, bands] = figureOfRounds(run, "loss");
+  const known = run.rounds.some((r) => Object.keys(r.evaluation.clients ?? {}).length);
+  const note = known ? "clients on their own data; high, low: one deviation off" : "";
+  chart("loss", series, columns, { ...options, bands });
+  $("loss-note").textContent = note;
+  const names = [...new Set(of)].filter((name) => name !== "loss");
+  drawMetrics(names.map((name) => figureOfRounds(run, name)), { ...options, note });
+  const rounds = columns[0];
   chart("times", [["measured", "blue"], ["forecast", "orange", [6, 4]]],
     [rounds, column((r) => r.makespan_s), column((r) => r.planned_s)], { ...options, text: time });
   const counts = ["clients", "time", "forecast", "reassigned", "refused", "missing", "late"].map((name) => [name, "n"]);
