@@ -12,7 +12,7 @@ from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
-from isthmus.report.federated_pictures import draw_round_timeline, draw_rounds, draw_throughput
+from isthmus.report.federated_pictures import draw_evaluations, draw_round_timeline, draw_throughput
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 
 EACH = {str(client): 0.5 for client in range(5)}
@@ -96,12 +96,26 @@ def test_the_summary_leaves_the_first_round_out() -> None:
 
 
 def test_pictures_are_drawn_where_there_is_something_to_draw(tmp_path: Path) -> None:
-    assert draw_rounds([line(0), line(1)], tmp_path / "a.png")
+    def drawn(name: str, *lines: RoundLine, axis: str = "round") -> bool:
+        found = [(one.record.round, one.evaluation) for one in lines if one.evaluation is not None]
+        return draw_evaluations(found, tmp_path / name, axis=axis)
+
+    assert drawn("a.png", line(0), line(1))
     assert draw_throughput([line(0)], tmp_path / "p.png")
     draw_round_timeline(line(0), tmp_path / "r.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "p.png", "r.png"))
     alone = Evaluation(loss=None, clients=CLIENTS)
     lines = [msgspec.structs.replace(line(number), evaluation=alone) for number in range(2)]
-    assert draw_rounds(lines, tmp_path / "c.png") and (tmp_path / "c.png").is_file()
-    assert not draw_rounds([line(0, accuracy=None)], tmp_path / "none.png")
+    assert drawn("c.png", *lines) and (tmp_path / "c.png").is_file()
+    many = {str(n): n / 12 for n in range(12)}
+    ten = {str(n): n / 12 for n in range(10)}
+    sizes: list[int] = []
+    for name, each in (("many.png", many), ("ten.png", ten)):
+        figures = {"accuracy": msgspec.structs.replace(CLIENTS["accuracy"], each=each)}
+        assert drawn(
+            name, *(msgspec.structs.replace(one, evaluation=Evaluation(loss=None, clients=figures)) for one in lines)
+        )
+        sizes.append((tmp_path / name).stat().st_size)
+    assert sizes[0] < sizes[1], "ten have a line each"
+    assert not drawn("none.png", line(0, accuracy=None))
     assert not (tmp_path / "none.png").exists()

@@ -47,10 +47,11 @@ def samples(count: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def measured(model: nn.Module, data: Mapping[str, Tensor]) -> dict[str, float]:
-    """Loss and metrics of the model on all samples at once."""
+def measured(model: nn.Module, data: Mapping[str, Tensor], *, wide: bool = False) -> dict[str, float]:
+    """Loss and metrics of the model on all samples at once. `wide`: in float32, of whatever the model returns."""
     model.eval()
     logits, target = model(data["x"]), data["target"]
+    logits = logits.float() if wide else logits
     loss = F.cross_entropy(logits, target).item()
     return {
         "loss": loss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def stopped_at(values: list[float], **options: object) -> int | None:
             run=Path("run"),
             kind="pipeline",
             steps=9,
-            settings={"metrics": ["accuracy"]},
+            metrics=("accuracy",),
             stop=lambda: stops.append(number),
         )
     )
@@ -50,8 +51,8 @@ def test_what_is_no_number_is_refused(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(("table", "key"), [("training", "eval_every"), ("federated", "evaluate_every")])
 def test_a_job_that_evaluates_nothing_is_refused(table: str, key: str) -> None:
-    settings = {"metrics": ["accuracy"], table: {key: 0}}
-    started = isthmus.RunStarted(run=Path("run"), kind="pipeline", steps=9, settings=settings, stop=lambda: None)
+    settings, names = {table: {key: 0}}, ("accuracy",)
+    started = isthmus.RunStarted(run=Path("run"), kind="pipeline", steps=9, settings=settings, metrics=names)
     with pytest.raises(UserError, match=f"expected {table}.{key} above 0"):
         isthmus.EarlyStopping("accuracy").start(started)
 
@@ -59,6 +60,33 @@ def test_a_job_that_evaluates_nothing_is_refused(table: str, key: str) -> None:
 def never_better(outputs: object, batch: object) -> torch.Tensor:
     assert isinstance(outputs, torch.Tensor)
     return outputs.mean() * 0
+
+
+def error(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    assert isinstance(outputs, torch.Tensor)
+    return (outputs.argmax(-1) != batch["target"]).float().mean()
+
+
+error.lower_is_better = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_a_function_says_itself_whether_low_values_are_good(tmp_path: Path) -> None:
+    """It goes down, and the run on."""
+    runs = {
+        name: isthmus.federate(
+            model=Classifier(),
+            loss=F.cross_entropy,
+            clients=[samples(64)],
+            test=samples(64, 7),
+            rounds=6,
+            metrics=[error],
+            callbacks=[isthmus.EarlyStopping("error", after=2, least=0.001, **more)],
+            run=tmp_path / name,
+            overrides={"execution.executors": 1, "local.learning_rate": 0.5, "local.batch_size": 8},
+        )
+        for name, more in (("said", {}), ("otherwise", {"lower_is_better": False}))
+    }
+    assert runs["said"].outcome == "done" and runs["otherwise"].outcome == "interrupted"
 
 
 def test_a_pipeline_stops_with_a_checkpoint(tmp_path: Path) -> None:

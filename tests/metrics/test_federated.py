@@ -73,6 +73,10 @@ def test_the_worst_tenth_is_of_the_highest_where_low_is_good() -> None:
     assert found["accuracy"].clients == 20
 
 
+def step(outputs: object, batch: object) -> torch.Tensor:
+    return torch.ones(())
+
+
 def bad_form(outputs: object, batch: object) -> object:
     return "much"
 
@@ -93,6 +97,7 @@ def fails(outputs: object, batch: object) -> object:
         (["tests.metrics.plain:CLASSES"], "metrics: tests.metrics.plain:CLASSES: got 5, expected a function"),
         ([3], "metrics: got 3, expected a name or a function"),
         ("accuracy", "metrics: got 'accuracy', expected a list"),
+        ([step], "metrics: got 'step', expected another name: trackers have a column of this one"),
         (["accuracy", "accuracy"], "metrics: got 'accuracy' twice"),
         ([bad_form], r"metrics: bad_form returned str, expected \(sum, count\)"),
         ([bad_shape], r"metrics: bad_shape returned \[3\] of float32, a scalar, expected \(sum, count\)"),

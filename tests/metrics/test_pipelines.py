@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +159,32 @@ def test_held_out_samples_may_be_fewer_than_a_micro_batch(tmp_path: Path) -> Non
     assert {"loss": newest.loss, **newest.metrics} == pytest.approx(measured(trained, few), rel=2e-5)
 
 
+def mean_of_logs(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """As `cross_entropy`, of operators that are no losses of torch's."""
+    return -(logits.log_softmax(-1) * F.one_hot(target, 5)).sum(-1).mean()
+
+
+@pytest.mark.parametrize(("loss", "count"), [(F.cross_entropy, 1), (F.cross_entropy, HELD), (mean_of_logs, 1)])
+def test_a_rest_in_bf16_is_as_near_as_whole_micro_batches(loss: object, count: int, tmp_path: Path) -> None:
+    """A rest of one sample of 16: roundings of its mean in bf16 would be 16 times as large."""
+    held = samples(count, 7)
+    overrides = {"training.precision": "bf16", "training.micro_batches": 1}
+    run = train(
+        tmp_path,
+        loss=loss,
+        data=lambda split: samples(64) if split == "train" else held,
+        metrics=["accuracy", confidence] if loss is F.cross_entropy else [confidence],
+        overrides=overrides,
+    )
+    trained = Classifier()
+    run.load(trained)
+    expected = measured(trained.bfloat16(), {"x": held["x"].bfloat16(), "target": held["target"]}, wide=True)
+    newest = run.heldout[-1]
+    names = ("loss", *newest.metrics)
+    found = {"loss": newest.loss, **newest.metrics}
+    assert found == pytest.approx({name: expected[name] for name in names}, rel=3e-3)
+
+
 def scaled(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A mean of its own: labels of -100 make samples weigh unlike in it."""
     return 1.0 * F.cross_entropy(logits, target)
@@ -178,6 +204,10 @@ def reads(outputs: object, batch: object) -> float:
     return outputs.mean().item()
 
 
+def heldout_loss(outputs: object, batch: object) -> torch.Tensor:
+    return torch.ones(())
+
+
 def bad_form(outputs: object, batch: object) -> object:
     return torch.ones(3), torch.ones(())
 
@@ -187,6 +217,7 @@ def bad_form(outputs: object, batch: object) -> object:
     [
         (["acuracy"], "unknown metric 'acuracy'"),
         (["no_such_module:f"], "no_such_module"),
+        ([heldout_loss], "metrics: got 'heldout_loss', expected another name"),
         (
             [reads],
             r"metrics: reads reads a value of a tensor: it becomes part of the graph, expected torch operators only",
@@ -202,7 +233,7 @@ def test_what_is_no_metric_is_refused_before_the_run(metrics: list[object], word
 
 def test_what_cannot_be_had_says_why_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics: accuracy: the model returned a scalar, expected its logits"):
-        train(tmp_path, model=Alone(), loss=None, metrics=["accuracy"])
+        train(tmp_path, model=Alone(F.multi_margin_loss), loss=None, metrics=["accuracy"])
     with pytest.raises(UserError, match=r"metrics: got \['accuracy'\] with training.eval_every = 0"):
         train(tmp_path, metrics=["accuracy"], overrides={"training.eval_every": 0})
     with pytest.raises(UserError, match=r"labels \[batch, 5\] of float32, expected logits of two classes or more"):
@@ -212,12 +243,12 @@ def test_what_cannot_be_had_says_why_before_the_run(tmp_path: Path) -> None:
 class Alone(nn.Module):
     """Returns its loss and nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.layers = nn.Linear(6, 5)
+        self.layers, self.loss = nn.Linear(6, 5), loss
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.layers(x), target)
+        return self.loss(self.layers(x), target)
 
 
 def regression(split: str) -> dict[str, torch.Tensor]:
@@ -256,6 +287,30 @@ def test_held_out_data_of_a_kind_without_a_path_are_refused() -> None:
     both = DataSpec(kind="npz", options={"path": "a", "heldout_path": "b"}, heldout="c")
     with pytest.raises(UserError, match=r"data\.heldout: got one beside data\.options\.heldout_path"):
         load_dataset(both, "train")
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_an_evaluation_that_a_stop_interrupts_is_made_when_the_run_goes_on(step: int, tmp_path: Path) -> None:
+    """Whether the stop comes before its end or after it, it is made once, and last of all."""
+
+    class Stopping(isthmus.Callback):
+        def start(self, started: isthmus.RunStarted) -> None:
+            self._stop = started.stop
+
+        def step(self, done: isthmus.StepDone) -> None:
+            if done.step == step:
+                self._stop()
+
+    held = samples(2000, 7)
+    more: dict[str, object] = {"data": lambda split: samples(64) if split == "train" else held}
+    more["overrides"] = {"training.eval_samples": 2000}
+    train(tmp_path, callbacks=[Stopping()], **more)
+    run = train(tmp_path, resume=True, **more)
+    assert [point.step for point in run.heldout] == [2, 4] and run.outcome == "done"
+    trained = Classifier()
+    run.load(trained)
+    newest = run.heldout[-1]
+    assert {"loss": newest.loss, **newest.metrics} == pytest.approx(measured(trained, held), rel=2e-5)
 
 
 class Evaluations(Silent):

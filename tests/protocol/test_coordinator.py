@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from isthmus.protocol import Coordinator, Item, RunSpec, items
@@ -102,6 +103,18 @@ def test_an_interrupted_run_finishes_what_is_leased_saves_and_leaves():
     assert report(coordinator, 0) == [ItemDone(t0)]
     assert report(coordinator, 1) == [ItemDone(t1)]
     assert report(coordinator, 2) == [ItemDone(save), CommitCheckpoint(save), Halt(), FinishRun("interrupted")]
+
+
+@pytest.mark.parametrize("start", [2, 4])
+def test_an_evaluation_that_a_stop_interrupted_is_made_when_the_run_goes_on(start: int):
+    fields = {"eval_every": 2, "eval_micro_batches": 3, "lease_ahead": 9}
+    coordinator = running(msgspec.structs.replace(spec(**fields, start_step=start), eval_due=True))
+    opened = [item for _, item in sorted(coordinator._leases.open.items())]  # pyright: ignore[reportPrivateUsage]
+    evaluated = [(item.step, item.first_sample) for item in opened if item.kind == "eval"]
+    assert evaluated == [(step, first) for step in range(start, 5, 2) for first in (0, 2)]
+    assert [item.step for item in opened if item.kind == "save"] == [4] * (start < 4)
+    outs = [report(coordinator, item.index) for item in opened]
+    assert outs[-1][-1] == FinishRun("done")
 
 
 def test_an_interrupted_run_does_not_save_twice():

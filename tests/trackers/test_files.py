@@ -6,8 +6,15 @@ import csv
 import json
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from isthmus.callbacks import Evaluated, RunEnded, RunStarted, StepDone
+from isthmus.errors import UserError
+from isthmus.graph.metrics import Metrics, give_metric
+from isthmus.protocol.federated_events import RoundRecord
 from isthmus.trackers import Track, TrackerCallback
+from isthmus.trackers.callback import step_figures
 
 
 def session(run: Path, first: int, last: int, outcome: str) -> None:
@@ -36,3 +43,20 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
     assert lines[0]["settings"]["training.steps"] == 4
     assert [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line] == [(2, 0.5), (4, 0.5)]
     assert lines[-1] == {"outcome": "done"}
+
+
+def test_no_metric_has_the_name_of_another_column() -> None:
+    """A metric would overwrite it."""
+    record = RoundRecord(round=0, attempt=0, trained={})
+    done = StepDone(
+        step=1, steps=1, loss=1.0, step_s=1.0, tokens_per_s=1.0, samples_per_s=1.0, busy={"a": 1.0}, round=record
+    )
+    others = ("step", "event", "heldout_loss", "clients/loss", "faults")
+    one, several = (step_figures(msgspec.structs.replace(done, learning_rates=rates)) for rates in ((1.0,), (1.0, 2.0)))
+    for name in {*one, *several, *others}:
+
+        def named() -> None: ...
+
+        named.__name__ = name
+        with pytest.raises(UserError, match="trackers have a column of this one"):
+            Metrics([give_metric(named)])

@@ -73,6 +73,8 @@ class Pipeline:
         self.config = config
         self.feedback = {stage.index: SampleFeedback() for stage in self.stages}
         self.norms: dict[str, Tensor] = {}
+        self.metrics = list[float]()
+        """Sums and counts of the last evaluation."""
 
     @property
     def sums_in_order(self) -> bool:
@@ -149,7 +151,7 @@ class Pipeline:
         self.share()
         for m, batch in enumerate(micro_batches):
             self._forward("eval", 0, m, batch)
-        ((loss, count),) = [told for e in self.engines if (told := e.take_evaluation_loss()) is not None]
+        ((loss, count, *self.metrics),) = [told for e in self.engines if (told := e.take_evaluation_loss()) is not None]
         return loss / (count or 1.0)
 
     def state(self) -> dict[str, Tensor]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypedDict, TypeVar, cast
 
 import msgspec
 
-from isthmus.callbacks import Callback, Callbacks, build_callback, check_callback
+from isthmus.callbacks import Callback, Callbacks, RunStarted, build_callback, check_callback
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.graph.metrics import MetricFunction, Metrics, give_metric
@@ -41,6 +42,21 @@ def callbacks_of(job: Job | FederatedJob, given: Sequence[Callback], note: Calla
     if job.track.names:
         named.append(("track", TrackerCallback(job.track, note)))
     return Callbacks(named)
+
+
+def run_started(job: Job | FederatedJob, run: Path, first_step: int, stop: Callable[[], None]) -> RunStarted:
+    """What callbacks get at the start of a run in this folder, but its plan and its pictures."""
+    metrics = Metrics(job.metrics)
+    return RunStarted(
+        run=run,
+        kind="pipeline" if isinstance(job, Job) else "federated",
+        steps=job.training.steps if isinstance(job, Job) else job.federated.rounds,
+        first_step=first_step,
+        settings=msgspec.to_builtins(job),
+        metrics=metrics.names,
+        lower_is_better=metrics.lower_is_better,
+        stop=stop,
+    )
 
 
 def given_callbacks(attached: Attached) -> tuple[Callback, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from isthmus.api.callbacks import run_started
 from isthmus.api.folder import FLEET
 from isthmus.api.losses import LossPoint
 from isthmus.api.make_plan import plan_for
@@ -20,7 +21,7 @@ from isthmus.api.replica_models import fragment_bytes, plan_again, replica_model
 from isthmus.api.run import Run
 from isthmus.api.run_log import RunLog
 from isthmus.api.run_session import RunChoices, RunSession, run_session
-from isthmus.callbacks import Evaluated, RunEnded, RunStarted, StepDone
+from isthmus.callbacks import Evaluated, RunEnded, StepDone
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, load_dataset
 from isthmus.errors import Diverged, PeerError, UserError
@@ -98,7 +99,9 @@ class _Running(NamedTuple):
     def joined(self, backend: Backend) -> DecoupledOutcome:
         """By devices of a fleet, as soon as one of them is there."""
         job, note = self.job, self.observer.note
-        holders = DataHolders(backend.asks(self.stop), job.data, self.fleet.names, heldout=job.evaluates, note=note)
+        holders = DataHolders(
+            backend.asks(self.stop), job.used_data, self.fleet.names, heldout=job.evaluates, note=note
+        )
         holders.ask()
         note(f"capturing {job.model.name} ...")
         count = len(replica_groups(job, self.fleet))
@@ -222,11 +225,7 @@ class _Watch:
         write_json(path / FLEET, fleet)
         write_json(path / JOB, self._job)
         self._log.began(0, steps)
-        settings = msgspec.to_builtins(self._job)
-        started = RunStarted(
-            run=path, kind="pipeline", steps=steps, first_step=0, settings=settings, pictures={}, stop=stop.request
-        )
-        self._callbacks.start(started)
+        self._callbacks.start(run_started(self._job, path, 0, stop.request))
 
     def _at(self, samples: int) -> int:
         """The step of the job after so many samples of all replicas."""

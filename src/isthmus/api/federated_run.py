@@ -135,6 +135,7 @@ def _draw(lines: list[RoundLine], folder: Path) -> None:
     if not lines:
         return
     pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
-    pictures.draw_rounds(lines, folder / PICTURES["metrics"])
+    evaluated = [(line.record.round + 1, line.evaluation) for line in lines if line.evaluation is not None]
+    pictures.draw_evaluations(evaluated, folder / PICTURES["metrics"])
     pictures.draw_round_timeline(lines[-1], folder / PICTURES["round"])
     pictures.draw_throughput(lines, folder / PICTURES["paces"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from isthmus.api.callbacks import run_started
 from isthmus.api.observer import Observer
 from isthmus.api.stored_run import RoundUploads
-from isthmus.callbacks import Callbacks, Evaluated, RunFault, RunStarted, StepDone
+from isthmus.callbacks import Callbacks, Evaluated, RunFault, StepDone
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.runtime.processes.signals import Stop
@@ -30,16 +29,7 @@ class FederatedWatch:
     def began(self, first_round: int) -> None:
         """The folder is the run's."""
         self._done = first_round
-        self._callbacks.start(
-            RunStarted(
-                run=self._folder,
-                kind="federated",
-                steps=self._job.federated.rounds,
-                first_step=first_round,
-                settings=msgspec.to_builtins(self._job),
-                stop=self._stop.request,
-            )
-        )
+        self._callbacks.start(run_started(self._job, self._folder, first_round, self._stop.request))
 
     def noted(self, text: str) -> None:
         """A line for people, while rounds go on."""

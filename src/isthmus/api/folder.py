@@ -13,7 +13,7 @@ runs/NAME/
   fingerprints.jsonl                              what devices reported of each step, for `isthmus audit`
   events.jsonl                                    what happened, with times: who watches the run reads it
   spans.jsonl                                     the trace so far, while the run works
-  plan.png  timeline.png  loss.png  summary.json
+  plan.png  timeline.png  loss.png  metrics.png  summary.json
   given/                                          of Python objects: the samples as arrays, and the fleet
   logs/DEVICE.log                                 what each device's process wrote to standard error
   agents.log  probed.toml                         of `isthmus up`: what agents printed, and the fleet as it was measured
@@ -87,6 +87,7 @@ class RunFolder:
         self.timeline = path / "timeline.png"
         self.plan_picture = path / "plan.png"
         self.loss_picture = path / "loss.png"
+        self.metrics_picture = path / "metrics.png"
         self.perfetto = path / "trace.perfetto.json"
         self.summary = path / "summary.json"
         self.graph = path / "graph.json"

@@ -282,4 +282,4 @@ def _row(
 
 def describe_data(job: Job) -> bytes:
     """The text of a description file. Opens the data. UserError."""
-    return description_file(job.data, described_here(job))
+    return description_file(job.used_data, described_here(job))

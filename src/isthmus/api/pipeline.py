@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ import msgspec
 
 from isthmus.api.audit import Audited, IdleDevices, audit_run
 from isthmus.api.background_audits import BackgroundAudits
+from isthmus.api.callbacks import run_started
 from isthmus.api.decoupled import run_decoupled
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
@@ -20,9 +22,10 @@ from isthmus.api.run import Run, finite_points, loss_unit
 from isthmus.api.run_session import RunChoices, RunSession, run_session
 from isthmus.api.search import searched
 from isthmus.api.watch import Watch
-from isthmus.callbacks import RunEnded, RunStarted
+from isthmus.callbacks import RunEnded
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.errors import UserError
+from isthmus.federated.evaluation import Evaluation
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, keep_prepared, kept_prepared, prepare
@@ -76,7 +79,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     with run_session(job, choices, observer) as session:
         folder = session.folder
         start = _start(job, choices, folder, observer.note)
-        if start.step >= job.training.steps:
+        if start.step >= job.training.steps and not start.eval_due:
             observer.note(
                 f"nothing left to do: {folder.path} has {start.step} steps, the job asks for {job.training.steps}"
             )
@@ -118,6 +121,8 @@ class _Start(NamedTuple):
     checkpoint: Path | None
     record: RecoveryRecord | None
     """What is known of a run that devices may be at work for still."""
+    eval_due: bool = False
+    """A stop interrupted the evaluation of that step."""
 
 
 def _start(job: Job, choices: Choices, folder: RunFolder, note: Callable[[str], None]) -> _Start:
@@ -125,7 +130,11 @@ def _start(job: Job, choices: Choices, folder: RunFolder, note: Callable[[str], 
         return _Start(0, None, None)
     record = _left_in_its_middle(folder, choices)
     checkpoint = newest_whole_checkpoint(folder.checkpoints, note, finite=job.training.non_finite != "ignore")
-    return _Start(manifest_of(job, checkpoint).step if checkpoint is not None else 0, checkpoint, record)
+    step = manifest_of(job, checkpoint).step if checkpoint is not None else 0
+    every, steps = job.training.eval_every, job.training.steps
+    made = any(point.split == "heldout" and point.step == step for point in folder.losses())
+    asked = every > 0 and step > 0 and (step % every == 0 or step == steps)
+    return _Start(step, checkpoint, record, eval_due=asked and not made and record is None)
 
 
 class _Planned(NamedTuple):
@@ -146,7 +155,7 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, obser
     backend = choices.backend or LocalBackend(starts_again=True, places=places_of(job))
     holders = DataHolders(
         backend.asks(stop),
-        job.data,
+        job.used_data,
         constraints_of(job, fleet).data_holders or fleet.names,
         heldout=job.evaluates,
         alike=not job.plan.feeders,
@@ -197,18 +206,9 @@ def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: 
     def begin() -> None:
         _begin_folder(planned, start, folder, observer)
         watch.began(start.step)
-        callbacks.start(
-            RunStarted(
-                run=folder.path,
-                kind="pipeline",
-                steps=prepared.job.training.steps,
-                first_step=start.step,
-                settings=msgspec.to_builtins(prepared.job),
-                plan=plan,
-                pictures={"plan": folder.plan_picture} if folder.plan_picture.is_file() else {},
-                stop=stop.request,
-            )
-        )
+        started = run_started(prepared.job, folder.path, start.step, stop.request)
+        pictures = {"plan": folder.plan_picture} if folder.plan_picture.is_file() else {}
+        callbacks.start(msgspec.structs.replace(started, plan=plan, pictures=pictures))
 
     watcher = Watcher(
         accepted=begin,
@@ -313,6 +313,7 @@ def _options(planned: _Planned, start: _Start) -> RunOptions:
     return RunOptions(
         emulate=not backend.survives_coordinator and prepared.job.runtime.emulate,
         resume_from=start.checkpoint,
+        eval_due=start.eval_due,
         backend=backend,
         record=start.record,
         replan=partial(_plan_again, again, backend, holders),
@@ -343,6 +344,10 @@ def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], 
     train_points, heldout = finite_points(run.losses), finite_points(run.heldout)
     if any(math.isfinite(loss) for _, loss in (*train_points, *heldout)):
         draw_loss(train_points, heldout, folder.loss_picture, unit=loss_unit(prepared.job, prepared.samples))
+    evaluated = [(point.step, Evaluation(loss=None, metrics=point.metrics)) for point in run.heldout if point.metrics]
+    if evaluated:
+        pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
+        pictures.draw_evaluations(evaluated, folder.metrics_picture, axis="step")
     summary, last = run_summary(predicted, measured, periods), last_period(measured, periods)
     if summary is not None and last is not None:
         summary = msgspec.structs.replace(summary, memory=memory_use(periods[-1].plan, outcome.peaks))

@@ -120,10 +120,10 @@ class Run:
 
     @property
     def pictures(self) -> dict[str, Path]:
-        """PNG files that are there: `plan`, `timeline` and `loss`."""
+        """PNG files that are there: `plan`, `timeline`, `loss` and `metrics`."""
         folder = self._folder
-        drawn = {"plan": folder.plan_picture, "timeline": folder.timeline, "loss": folder.loss_picture}
-        return {name: path for name, path in drawn.items() if path.is_file()}
+        drawn = (folder.plan_picture, folder.timeline, folder.loss_picture, folder.metrics_picture)
+        return {path.stem: path for path in drawn if path.is_file()}
 
     @property
     def outcome(self) -> str:

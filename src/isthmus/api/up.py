@@ -167,7 +167,7 @@ def _measured(
     job: Job, devices: Sequence[str], service: FleetCoordinator, note: Callable[[str], None], stop: Stop
 ) -> Fleet:
     """In the first layers of the job's model, which is captured with what a device says of the data."""
-    holders = DataHolders(service.asks(stop), job.data, devices, heldout=job.evaluates, note=note)
+    holders = DataHolders(service.asks(stop), job.used_data, devices, heldout=job.evaluates, note=note)
     holders.ask()
     question = speed_question(prepare(job, agreed(holders.described)))
     return probe_fleet(service, devices, note, question, f"measured by isthmus up for {job.name}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 from isthmus.callbacks.callback import Callback
 from isthmus.callbacks.events import Evaluated, RunStarted
 from isthmus.errors import UserError
-
-LOW_IS_GOOD = ("loss", "perplexity")
 
 
 class EarlyStopping(Callback):
@@ -32,24 +30,27 @@ class EarlyStopping(Callback):
         self, metric: str = "loss", *, after: int = 3, least: float = 0.0, lower_is_better: bool | None = None
     ) -> None:
         """`metric` is `loss` or one of the job's metrics, on held-out samples or, where there are none, the mean over
-        clients. A value is better by more than `least`. By default low values are good of `loss` and `perplexity`.
-        One that is not finite is no better. UserError for `after` below 1, and for `least` that is no number from 0."""
+        clients. A value is better by more than `least`. By default low values are good of `loss`, `perplexity` and
+        functions that say `lower_is_better`. One that is not finite is no better. UserError for `after` below 1, and
+        for `least` that is no number from 0."""
         if type(after) is not int or after < 1:
             raise UserError(f"EarlyStopping: after: got {after!r}, expected a whole number of at least 1")
         if not isinstance(cast(object, least), int | float) or not 0 <= least < math.inf:
             raise UserError(f"EarlyStopping: least: got {least!r}, expected a number from 0")
         self._metric, self._after, self._least = metric, after, least
-        self._sign = -1.0 if lower_is_better or (lower_is_better is None and metric in LOW_IS_GOOD) else 1.0
+        self._lower_is_better = lower_is_better
+        self._sign = 1.0
         self._best: float | None = None
         self._worse = 0
         self._stop: Callable[[], None] = lambda: None
 
     def start(self, started: RunStarted) -> None:
         """UserError for a metric that the job does not have, and for a job that evaluates nothing."""
-        names = cast("Sequence[str]", started.settings.get("metrics", ()))
-        known = ["loss", *(name.rpartition(":")[2] for name in names)]
+        known = ("loss", *started.metrics)
         if self._metric not in known:
             raise UserError(f"EarlyStopping: metric: got {self._metric!r}, expected one of {', '.join(known)}")
+        given = self._lower_is_better
+        self._sign = -1.0 if (self._metric in started.lower_is_better if given is None else given) else 1.0
         for table, key in (("training", "eval_every"), ("federated", "evaluate_every")):
             if cast("dict[str, object]", started.settings.get(table, {})).get(key) == 0:
                 raise UserError(f"EarlyStopping: nothing is evaluated, expected {table}.{key} above 0")

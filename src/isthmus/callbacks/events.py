@@ -31,6 +31,10 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that were done before: more than 0 in a resumed run."""
     settings: Mapping[str, object] = {}
     """The job, table by table, with its defaults."""
+    metrics: tuple[str, ...] = ()
+    """Names of the job's metrics."""
+    lower_is_better: frozenset[str] = frozenset({"loss"})
+    """Those, and the loss, of which low values are good."""
     plan: Plan | None = None
     """None in a federated run."""
     pictures: Mapping[str, Path] = {}

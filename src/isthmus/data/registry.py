@@ -60,6 +60,18 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         description = self.description and beside(self.description, folder)
         return msgspec.structs.replace(self, description=description, folder=beside(self.folder or folder, folder))
 
+    def training_alone(self) -> DataSpec:
+        """As it is used where nothing is evaluated: all samples train, unless options say which do not."""
+        options, said = self.options, self.options.keys() & {"holdout", "heldout_path"}
+        if self.kind == CLIENTS:
+            own = DataSpec(kind=str(options.get("kind", "csv")), options=dict(options.get("options") or {}))  # pyright: ignore
+            options = {**options, "options": own.training_alone().options}
+        elif (
+            self.kind in _OURS and "holdout" in _OURS[self.kind][0].__struct_fields__ and not said and not self.heldout
+        ):
+            options = {**options, "holdout": 0.0}
+        return msgspec.structs.replace(self, options=options)
+
     @property
     def located(self) -> dict[str, object]:
         """The options, with paths that do not count from `folder` any more."""

@@ -14,7 +14,7 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device
 from isthmus.federated.resident import Resident
 from isthmus.graph.metrics import NO_METRICS, Metrics
-from isthmus.graph.outputs import evaluate
+from isthmus.graph.outputs import evaluate, loss_and_count
 from isthmus.sanitize import sanitize
 
 BATCH = 256
@@ -145,7 +145,7 @@ class Evaluator:
             if columns is not None:
                 batch = {name: self._typed(column[:2]) for name, column in columns.items()}
                 with torch.no_grad():
-                    self.metrics.sums(module(**batch), batch)
+                    loss_and_count(module, batch, uneven=True, metrics=self.metrics)
         finally:
             torch.set_num_threads(threads)
             module.train()

@@ -346,13 +346,14 @@ def client_data(job: FederatedJob) -> ClientData:
     """The population. UserError for data that cannot be read or shared out."""
     if job.data is None:
         raise UserError("data: missing, expected the data to share out among clients")
-    if job.data.kind == FEMNIST:
+    data = job.data if job.federated.evaluate_every else job.data.training_alone()
+    if data.kind == FEMNIST:
         if job.partition is not None:
             raise UserError(f"partition: got scheme {job.partition.scheme!r} for data that come by writers")
-        return FemnistShaped(read_options(FEMNIST, job.data.located, FemnistOptions))
-    if job.data.kind == LEAF and job.partition is None:
-        return LeafClients(read_options(LEAF, job.data.located, LeafOptions))
-    return divided(job.data, job.partition, job.federated.seed)
+        return FemnistShaped(read_options(FEMNIST, data.located, FemnistOptions))
+    if data.kind == LEAF and job.partition is None:
+        return LeafClients(read_options(LEAF, data.located, LeafOptions))
+    return divided(data, job.partition, job.federated.seed)
 
 
 def build(job: FederatedJob) -> nn.Module:

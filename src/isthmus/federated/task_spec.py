@@ -238,7 +238,9 @@ def load_site(path: Path) -> SiteConfig:
         raise UserError(f"{path}: {what}")
     config, folder = convert(tables, SiteConfig, str(path)), folder_of(path)
     pipeline = config.pipeline and config.pipeline.counted_from(folder)
-    config = msgspec.structs.replace(config, data=config.data.counted_from(folder), pipeline=pipeline)
+    data = config.data.counted_from(folder)
+    data = data if config.metrics else data.training_alone()  # nothing is evaluated
+    config = msgspec.structs.replace(config, data=data, pipeline=pipeline)
     try:
         refuse_description(config.data)
         algorithm = load_algorithm(config.algorithm)

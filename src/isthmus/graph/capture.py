@@ -61,7 +61,9 @@ class LossModule(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
         before = ForwardState(self.module)
-        with LabelMeans(self.module, batch.values(), uneven=self._uneven) as means:
+        # A rest is evaluated by what copies take off again: roundings of bf16 would be many times as large.
+        wide = not self.module.training
+        with LabelMeans(self.module, batch.values(), uneven=self._uneven, in_float32=wide) as means:
             outputs = self.module(**batch)
         loss, count, others = means.summed(*split_outputs(outputs))
         before.check_random()
@@ -74,7 +76,8 @@ class LossModule(nn.Module):
         if self.module.training:
             check_gradients(loss)
         elif self._metrics is not None:
-            sums = self._metrics(outputs, batch)
+            with means:
+                sums = self._metrics(outputs, batch, means.compared())
             dtype = torch.float64 if torch.float64 in (loss.dtype, sums.dtype) else torch.float32
             loss = torch.cat([loss.reshape(1).to(dtype), sums.to(dtype)])
         return loss, count, others, kept

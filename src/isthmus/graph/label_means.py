@@ -8,7 +8,7 @@ over its own labels would be another objective with every number of micro-batche
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from isthmus.graph.metrics import Compared
 from isthmus.graph.mixing import is_shared_out
 from isthmus.graph.opgraph import Op, OpGraph, Ref
 from isthmus.graph.partition import StageGraph
@@ -68,9 +69,11 @@ class _LabelMean(NamedTuple):
 class LabelMeans(TorchFunctionMode):
     """While active, remembers means that are taken over labels."""
 
-    def __init__(self, module: nn.Module, columns: Iterable[Tensor], *, uneven: bool) -> None:
-        """`uneven`: whether a column may hold labels that a loss leaves out."""
+    def __init__(self, module: nn.Module, columns: Iterable[Tensor], *, uneven: bool, in_float32: bool = False) -> None:
+        """`uneven`: whether a column may hold labels that a loss leaves out. `in_float32`: losses are computed so, of
+        whatever the module computes in."""
         super().__init__()
+        self._in_float32 = in_float32
         self._uneven = uneven
         self._columns = list(columns)
         # They move labels by one token, and leave the first of every sample out.
@@ -80,6 +83,8 @@ class LabelMeans(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._in_float32 and _is_loss(func, args, kwargs or {}):
+            args, kwargs = tuple(map(_widened, args)), {name: _widened(value) for name, value in (kwargs or {}).items()}
         result = func(*args, **(kwargs or {}))
         if func is torch.arange:  # classes that are the samples' own numbers: every one counts
             self._columns.append(result)
@@ -98,6 +103,13 @@ class LabelMeans(TorchFunctionMode):
             return loss, count, others
         return mean.function(**{**mean.arguments, "reduction": "sum"}), _counted(mean.arguments), others
 
+    def compared(self) -> Compared | None:
+        """What a loss compares by one cross-entropy of classes; None of any other loss."""
+        calls = [mean.arguments for mean in self._found]
+        if len(calls) != 1 or cast(Tensor, calls[0]["target"]).is_floating_point():
+            return None
+        return Compared(calls[0]["input"], calls[0]["target"], calls[0]["ignore_index"])
+
     def _differs(self, call: Mapping[str, Any]) -> bool:
         target = cast(Tensor, call["target"])
         if target.is_floating_point() or (call["reduction"], call["size_average"], call["reduce"]) != (
@@ -109,6 +121,21 @@ class LabelMeans(TorchFunctionMode):
         if self._uneven or call["weight"] is not None or call["ignore_index"] >= 0:
             return True
         return not self._only_moves and _storage(target) not in {_storage(column) for column in self._columns}
+
+
+def _is_loss(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether it takes a mean or a sum of everything: of one argument alone, or as a loss of torch's."""
+    name = getattr(func, "__name__", "")
+    if name in ("mean", "sum"):
+        return len(args) == 1 and not kwargs
+    return (name in _EVEN or func in _OVER_LABELS) and "none" not in (
+        kwargs.get("reduction"),
+        *(arg for arg in args if isinstance(arg, str)),
+    )
+
+
+def _widened(value: object) -> object:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 def _counted(call: Mapping[str, Any]) -> Tensor:

@@ -18,20 +18,35 @@ from isthmus.extensions import import_object
 
 Batch = Mapping[str, Tensor]
 MetricFunction = Callable[[object, Batch], object]
-MetricSums = Callable[[object, Batch], Tensor]
-"""The type of `Metrics.sums`."""
 LABELS = ("labels", "label", "targets", "target", "y")
 """Columns in which accuracy looks for labels, the first that is there."""
+_OF_STEPS = ("loss", "heldout_loss", "step", "event", "step_s", "tokens_per_s", "samples_per_s", "learning_rate")
+_TRACKED = {*_OF_STEPS, "sent_bytes", "faults", "clients", "refused", "missing", "stolen"}
+"""Columns that trackers have of every run."""
 _GIVEN = "given:"
 _given: dict[str, MetricFunction] = {}
 """Metric functions by name, in this process alone."""
 
 
 _CAPTURED = ": it becomes part of the graph, expected torch operators only (no .item(), float() or numpy)"
+_CROSS_ENTROPY = "expected a loss with one cross_entropy of the labels, or a function of your own"
 
 
 class LossAndOutput(dict[str, object]):
     """The result of a model with a loss beside it: `loss`, and `output`, which metrics get."""
+
+
+class Compared(NamedTuple):
+    """The logits [n, classes, ...] or [classes] and the labels that the cross-entropy of a loss compares."""
+
+    logits: Tensor
+    labels: Tensor
+    left_out: int
+    """Labels of this value do not count."""
+
+
+MetricSums = Callable[[object, Batch, Compared | None], Tensor]
+"""The type of `Metrics.sums`."""
 
 
 class Metric(NamedTuple):
@@ -45,30 +60,32 @@ class Metric(NamedTuple):
 
 
 def accuracy(outputs: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """How many labels are the class of the largest logit, and how many labels there are; -100 is left out.
+    """How many labels are the class of the largest logit, and how many labels there are.
 
-    Logits are [..., classes] or [batch, classes, ...], labels are whole numbers of the other dims. Labels that are the
-    model's own `input_ids` are predicted one place before, as causal models of transformers shift them.
+    Logits and labels are those that the loss compares, moved or left out as they are there. Of a loss without one
+    cross-entropy they are `logits` and a column of labels, where one dimension alone can be the classes'.
     """
+    if isinstance(outputs, Compared):
+        logits, labels, left_out = outputs
+        return _found(logits.argmax(min(1, logits.ndim - 1)), labels, labels != left_out)
     logits, labels = _logits(outputs), _labels(batch)
-    if logits.ndim < 2 or labels.is_floating_point():
-        raise _unfit(logits, labels)
-    guesses = logits.argmax(-1)
-    if guesses.shape != labels.shape:
-        guesses = logits.argmax(1)
-    if guesses.shape != labels.shape or (guesses.shape == logits.shape[:-1] and logits.shape[-1] < 2):
-        raise _unfit(logits, labels)
-    right, counted = _found(guesses, labels)
+    places = [d for d in {1, logits.ndim - 1} if d > 0 and logits.shape[:d] + logits.shape[d + 1 :] == labels.shape]
+    if not places or logits.shape[places[0]] < 2 or labels.is_floating_point():
+        raise UserError(
+            f"metrics: accuracy: got logits {_form(logits)} and labels {_form(labels)}, expected logits of two classes "
+            "or more in the last dimension and labels that are classes: whole numbers of the other dimensions"
+        )
     ids = batch.get("input_ids")
-    if ids is None or ids.shape != labels.shape or labels.ndim < 2:
-        return right, counted
-    moved = ((labels == ids) | (labels < 0)).all()
-    right_moved, counted_moved = _found(guesses[:, :-1], labels[:, 1:])
-    return torch.where(moved, right_moved, right), torch.where(moved, counted_moved, counted)
+    moved = ids is not None and ids.shape == labels.shape and labels.ndim > 1
+    if moved or len(places) > 1:
+        known = "whether labels are of the next token" if moved else "which dimension the classes are"
+        raise UserError(
+            f"metrics: accuracy: logits {_form(logits)} and labels {_form(labels)} do not say {known}: {_CROSS_ENTROPY}"
+        )
+    return _found(logits.argmax(places[0]), labels, labels >= 0)
 
 
-def _found(guesses: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    counted = labels >= 0
+def _found(guesses: Tensor, labels: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return ((guesses == labels) & counted).sum(), counted.sum()
 
 
@@ -83,8 +100,8 @@ def _logits(outputs: object) -> Tensor:
         return found
     got = f"a mapping with {sorted(cast('Mapping[str, object]', outputs))}" if isinstance(outputs, Mapping) else ""
     raise UserError(
-        f"metrics: accuracy: the model returned {got or _form(outputs)}, expected its logits beside the loss: "
-        'return {"loss": loss, "logits": logits}'
+        f"metrics: accuracy: the model returned {got or _form(outputs)}, expected its logits beside the loss "
+        f'({{"loss": loss, "logits": logits}}): {_CROSS_ENTROPY}'
     )
 
 
@@ -96,13 +113,6 @@ def _labels(batch: Batch) -> Tensor:
             f"{LABELS[-1]}"
         )
     return found
-
-
-def _unfit(logits: Tensor, labels: Tensor) -> UserError:
-    return UserError(
-        f"metrics: accuracy: got logits {_form(logits)} and labels {_form(labels)}, expected logits of two classes or "
-        "more in the last dimension and labels that are classes: whole numbers of the other dimensions"
-    )
 
 
 def _form(value: object) -> str:
@@ -154,20 +164,24 @@ class Metrics:
         self._counted = [m for m in self._all if m.function is not None]
         self.names = tuple(m.name for m in self._all)
         for name in self.names:
-            if self.names.count(name) > 1 or name == "loss":
-                raise UserError(f"metrics: got {name!r} twice, expected each name once, and 'loss' not at all")
+            if self.names.count(name) > 1:
+                raise UserError(f"metrics: got {name!r} twice, expected each name once")
+            if name in _TRACKED or "/" in name:
+                raise UserError(f"metrics: got {name!r}, expected another name: trackers have a column of this one")
         self.lower_is_better = frozenset({"loss", *(m.name for m in self._all if m.lower_is_better)})
         """The metrics of which a small value is a good one."""
 
-    def sums(self, outputs: object, batch: Batch) -> Tensor:
+    def sums(self, outputs: object, batch: Batch, compared: Compared | None) -> Tensor:
         """Return (sum, count) of each metric that does not follow from the loss, one after another, [2 x metrics].
 
-        A function that returns one scalar is taken as the mean over the batch's samples. UserError for a function that
-        raises, or returns anything else.
+        `compared` is what the loss compares, if one cross-entropy does. A function that returns one scalar is taken as
+        the mean over the batch's samples. UserError for a function that raises, or returns anything else.
         """
         if isinstance(outputs, LossAndOutput):
             outputs = outputs["output"]
-        found = [part for metric in self._counted for part in _pair(metric, outputs, batch)]
+        found: list[Tensor] = []
+        for metric in self._counted:
+            found += _pair(metric, outputs if compared is None or metric.function is not accuracy else compared, batch)
         if not found:
             return torch.zeros(0)
         exact = any(t.dtype is torch.float64 for t in found)
@@ -208,6 +222,11 @@ def _exp(loss: float) -> float:
         return math.inf
 
 
+def _is_size(value: object) -> bool:
+    """Whether it follows from sizes alone: torch knows no example of what is read of a tensor."""
+    return not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or value.node.has_hint()
+
+
 def _pair(metric: Metric, outputs: object, batch: Batch) -> tuple[Tensor, Tensor]:
     assert metric.function is not None, "it is computed"
     try:
@@ -219,6 +238,11 @@ def _pair(metric: Metric, outputs: object, batch: Batch) -> tuple[Tensor, Tensor
         raise UserError(f"metrics: {metric.name} raised {said:.200}{_hint(e)}") from e
     parts = cast("tuple[object, ...]", tuple(found)) if isinstance(found, tuple | list) else (found,)
     if any(isinstance(part, torch.SymFloat | torch.SymBool) for part in parts):
+        if all(map(_is_size, parts)):
+            raise UserError(
+                f"metrics: {metric.name} returned a fraction of a size, expected a whole number or a scalar tensor: "
+                "compute it of tensors, as torch.ones_like(labels).sum() / 2"
+            )
         raise UserError(f"metrics: {metric.name} reads a value of a tensor{_CAPTURED}")
     if len(parts) not in (1, 2) or not all(isinstance(p, int | float | torch.SymInt) or _scalar(p) for p in parts):
         raise UserError(

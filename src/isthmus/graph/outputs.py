@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.graph.label_means import LabelMeans
-from isthmus.graph.metrics import LossAndOutput, Metrics, added
+from isthmus.graph.metrics import NO_METRICS, LossAndOutput, Metrics, added
 
 Batch = Mapping[str, Tensor]
 
@@ -59,13 +59,19 @@ def _shape(value: object) -> str:
 
 
 def loss_and_count(
-    module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[..., object] | None = None
-) -> tuple[Tensor, Tensor | None, object]:
-    """The mean loss of a batch, or the sum and the count of what it is a mean of, as captured graphs have it; and what
-    the module returned. `call` is called in its place. `uneven`: whether a loss may leave labels out."""
+    module: nn.Module,
+    batch: Batch,
+    *,
+    uneven: bool,
+    call: Callable[..., object] | None = None,
+    metrics: Metrics = NO_METRICS,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The mean loss of a batch, or the sum and the count of what it is a mean of, as captured graphs have it; and the
+    sums of metrics. `call` is called in the module's place. `uneven`: whether a loss may leave labels out."""
     with LabelMeans(module, batch.values(), uneven=uneven) as means:
         output = (call or module)(**batch)
-    return *means.summed(*split_outputs(output))[:2], output
+    loss, count, _ = means.summed(*split_outputs(output))
+    return loss, count, metrics.sums(output, batch, means.compared())
 
 
 def evaluate(
@@ -74,11 +80,10 @@ def evaluate(
     """The mean loss and the metrics of all samples of some batches. UserError of a metric."""
     total, counted, sums = 0.0, 0.0, list[float]()
     for batch in batches:
-        loss, count, output = loss_and_count(module, batch, uneven=uneven)
+        loss, count, more = loss_and_count(module, batch, uneven=uneven, metrics=metrics)
         samples = len(next(iter(batch.values())))
         total += float(loss) * (samples if count is None else 1)
         counted += samples if count is None else float(count)
-        if metrics.counted:
-            sums = added(sums, metrics.sums(output, batch).tolist())
+        sums = added(sums, more.tolist())
     mean = total / (counted or 1.0)
     return mean, metrics.values(mean, sums)

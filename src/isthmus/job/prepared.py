@@ -196,13 +196,15 @@ def described_here(job: Job) -> DataDescription:
     """The description of this machine's own data, which are opened for it. Raises UserError for data that cannot be
     read."""
     if not job.plan.feeders:
-        return describe(job.data, heldout=job.evaluates)
-    return joined_descriptions({name: describe(job.data.at(name), heldout=job.evaluates) for name in job.plan.feeders})
+        return describe(job.used_data, heldout=job.evaluates)
+    return joined_descriptions(
+        {name: describe(job.used_data.at(name), heldout=job.evaluates) for name in job.plan.feeders}
+    )
 
 
 def described_in(job: Job) -> DataDescription:
     """The description file that the job names. UserError for one that is not of its data."""
-    return read_description(Path(job.data.description), job.data, heldout=job.evaluates)
+    return read_description(Path(job.data.description), job.used_data, heldout=job.evaluates)
 
 
 def _checked(
@@ -280,7 +282,7 @@ def kept_prepared(job: Job, path: Path) -> Prepared | None:
 def _origin(job: Job) -> str:
     document = (
         job.model,
-        job.data,
+        job.used_data,
         job.plan.feeders,
         job.evaluates,
         job.metrics,

@@ -275,6 +275,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.training.eval_every > 0
 
     @property
+    def used_data(self) -> DataSpec:
+        """Nothing is held out where nothing is evaluated."""
+        return self.data if self.evaluates else self.data.training_alone()
+
+    @property
     def timeout_s(self) -> float:
         """Seconds without a message after which a device is lost."""
         return parse_duration(self.runtime.timeout, "runtime.timeout")

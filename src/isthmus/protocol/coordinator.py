@@ -236,7 +236,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._done_step = self._step
         self._divergence.restart()
         self._attempts.began()
-        self._leases.begin(self._step, self.layout, due=self._began)
+        self._leases.begin(self._step, self.layout, due=self._began or self.spec.eval_due)
         out: Out = []
         if self.survives:
             out.append(BeginEpoch(self._epoch, self._step, self._leases.leased, not point.in_memory))

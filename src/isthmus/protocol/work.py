@@ -74,6 +74,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     lease_ahead: int = 3
     """Items that a device may know of before it finishes the first of them: the coordinator is never waited for."""
     start_step: int = 0
+    eval_due: bool = False
+    """Whether the evaluation of the start step is still to be made."""
     non_finite_steps: int = 0
     """Consecutive steps with numbers that are not finite after which the run ends; 0: it never ends for that."""
     recovery_attempts: int = 0

@@ -1,4 +1,5 @@
-"""Pictures of a federated run: loss and metrics by round, who trained when, and the executors' fitted times."""
+"""Pictures of evaluations: loss and metrics by round or step; and of a federated run, who trained when, and the
+executors' fitted times."""
 
 from __future__ import annotations
 
@@ -11,30 +12,27 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from isthmus.federated.evaluation import ClientFigures
+from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
 
 # Okabe and Ito's palette, as in the other pictures.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _INK, _FAINT = "#222222", "#666666"
 MOST_EXECUTORS = 24
+MOST_SITES = 10
+"""Clients or sites that have a line of their own."""
 MOST_EDGED = 100
 """Clients of an executor that are drawn with a gap between them."""
 
 
-def draw_rounds(lines: Sequence[RoundLine], path: Path) -> bool:
-    """The loss and each metric over the rounds, on held-out samples and of clients on their own data, whichever was
-    taken, one below the other; False where none was."""
-    known = [(line.record.round + 1, line.evaluation) for line in lines if line.evaluation is not None]
-    found = [{"loss": e.loss, **e.metrics} for _, e in known]
-    names = [name for name in dict.fromkeys(n for figures in found for n in figures) if name != "loss"]
-    names += [name for _, e in known for name in e.clients if name not in (*names, "loss")]
+def draw_evaluations(evaluations: Sequence[tuple[int, Evaluation]], path: Path, *, axis: str = "round") -> bool:
+    """The loss and each metric over rounds or steps, on held-out samples and of clients on their own data, whichever
+    was taken, one below the other; False where none was."""
+    found = [(at, {"loss": e.loss, **e.metrics}, e.clients) for at, e in evaluations]
     shown: list[tuple[str, list[tuple[int, float]], list[tuple[int, ClientFigures]]]] = []
-    for name in ("loss", *dict.fromkeys(names)):
-        points = [
-            (at, v) for (at, _), figures in zip(known, found, strict=True) if (v := figures.get(name)) is not None
-        ]
-        each = [(at, e.clients[name]) for at, e in known if name in e.clients]
+    for name in dict.fromkeys(["loss", *(n for _, held, clients in found for n in (*held, *clients))]):
+        points = [(at, value) for at, held, _ in found if (value := held.get(name)) is not None]
+        each = [(at, clients[name]) for at, _, clients in found if name in clients]
         if points or each:
             shown.append((name, points, each))
     if not shown:
@@ -47,7 +45,7 @@ def draw_rounds(lines: Sequence[RoundLine], path: Path) -> bool:
         _draw_metric(axes, name, points, each)
         if place == 0:
             _legend_above(axes)
-    figure.axes[-1].set_xlabel("round", color=_INK)
+    figure.axes[-1].set_xlabel(axis, color=_INK)
     _save(figure, path)
     return True
 
@@ -56,7 +54,8 @@ def _draw_metric(
     axes: Axes, name: str, points: Sequence[tuple[int, float]], each: Sequence[tuple[int, ClientFigures]]
 ) -> None:
     if points:
-        axes.plot(*zip(*points, strict=True), color=_COLOURS[0], linewidth=1.8, label="held-out samples")
+        dot = "o" if len(points) == 1 else ""
+        axes.plot(*zip(*points, strict=True), color=_COLOURS[0], linewidth=1.8, marker=dot, label="held-out samples")
     if each:
         numbers = [number for number, _ in each]
         mean = np.array([c.mean for _, c in each])
@@ -66,6 +65,12 @@ def _draw_metric(
         axes.plot(numbers, mean, color=_COLOURS[2], linewidth=1.4, label="mean of clients, each on its own data")
         worst = [c.worst_decile for _, c in each]
         axes.plot(numbers, worst, color=_COLOURS[1], linewidth=1.4, label="mean of the worst tenth of clients")
+        names = sorted({who for _, c in each for who in c.each})
+        for number, who in enumerate(names if len(names) <= MOST_SITES else ()):
+            own = [(at, c.each[who]) for at, c in each if who in c.each]
+            said = f"client {who}" if who.isdigit() else who
+            style, colour = (":", "-.")[number // len(_COLOURS)], _COLOURS[number % len(_COLOURS)]
+            axes.plot(*zip(*own, strict=True), color=colour, linewidth=0.8, linestyle=style, label=said)
     axes.set_ylabel(name, color=_INK)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     if name.endswith("accuracy"):

@@ -81,6 +81,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     emulate: bool = True
     resume_from: Path | None = None
+    eval_due: bool = False
+    """The evaluation of that checkpoint's step was interrupted."""
     """A checkpoint to go on from."""
     weights: Mapping[str, Tensor] | None = None
     """To begin with: every variable, by the module's own names. None: the module's first ones."""
@@ -106,7 +108,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
 
 
-def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
+def run_spec(prepared: Prepared, start_step: int = 0, *, eval_due: bool = False) -> RunSpec:
     """The counts of the job that the coordinator and the simulator schedule by. Raises UserError where the held-out
     samples do not fill a micro-batch."""
     job, t = prepared.job, prepared.job.training
@@ -128,6 +130,7 @@ def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
         # A checkpoint and a snapshot may lie between steps that overlap: the step after them is begun before they are.
         lease_ahead=job.runtime.lease_ahead + (2 if job.schedule == "delayed" else 0),
         start_step=start_step,
+        eval_due=eval_due,
         non_finite_steps=t.most_non_finite_steps,
         recovery_attempts=job.runtime.recovery_attempts,
     )
@@ -204,7 +207,7 @@ class RunController:
         )
 
     def _coordinator(self) -> Coordinator:
-        spec = run_spec(self._prepared, self.start_step)
+        spec = run_spec(self._prepared, self.start_step, eval_due=self._options.eval_due)
         if (until := self._options.until) is not None:
             spec = msgspec.structs.replace(spec, steps=until, eval_every=0)
         survives = self._options.replan is not None

@@ -230,7 +230,7 @@ class StageAssignments:
                 released=self.protection.released.get(view.stage),
                 frozen=self.protection.freezes(view.stage),
                 discloses=not self.protection.trains_raw(view.stage),
-                data=self.job.data.at(stage.device),
+                data=self.job.used_data.at(stage.device),
                 shuffle=self.job.training.shuffle,
                 train_samples=self._prepared.samples.train,
                 layout=self._prepared.samples.layout,

@@ -124,7 +124,7 @@ class FleetReplicas(MergedRun):
         assignment = stages.assignments(self._run, BeginEpoch(0, 0, 0, False), {replica: Address("", 0)})[replica]
         assignment = msgspec.structs.replace(
             assignment,
-            data=job.data.at(replica),
+            data=job.used_data.at(replica),
             digests=self._holders.digests.get(replica, {}),
             evaluation=_NOTHING,
         )

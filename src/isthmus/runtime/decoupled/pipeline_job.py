@@ -26,7 +26,7 @@ def pipeline_job(job: Job, groups: Groups, name: str) -> Job:
     training, packed = job.training, job.sync.decoupled.packed
     number, count = list(groups).index(name), len(groups)
     own = training.batch_size // count
-    share = {"data": job.data, "number": number, "own": own, "batch": training.batch_size}
+    share = {"data": job.used_data, "number": number, "own": own, "batch": training.batch_size}
     order = {"seed": training.seed, "shuffle": training.shuffle}
     return msgspec.structs.replace(
         job,

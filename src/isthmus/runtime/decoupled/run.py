@@ -116,7 +116,7 @@ class DecoupledRun(MergedRun):
         self.groups = groups = replica_groups(job, fleet)
         self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
         places = local_places(job.runtime.device, fleet.names)
-        data = load_dataset(job.data, "train")
+        data = load_dataset(job.used_data, "train")
         title = import_extra("setproctitle", "a device process").setproctitle
 
         def serve(number: int, name: str) -> Callable[[str], None]:
