@@ -70,7 +70,7 @@ def train(place: PeerPlace) -> Figures:
     whole = build_model(workload.model)
     assert isinstance(whole, GPT)
     part = Part(whole, workload, stage)
-    data = load_dataset(workload.data, "train")
+    data = load_dataset(workload.data.training_alone(), "train")
     order = SampleOrder(len(data), workload.seed)
     counting = CountingStage(part, stage, workload.stages, torch.device("cpu"))
     schedule = Schedule1F1B(counting, workload.micro_batches, loss_fn=loss_of)

@@ -61,7 +61,7 @@ def plain(prepared: Prepared) -> Plain:
     module = prepared.build()
     config, weights = wanted.engine(), dict(module.named_parameters())
     optimizers = Optimizers(config.optimizers, weights, config.learning_rate, config.steps)
-    data = load_dataset(wanted.data, "train")
+    data = load_dataset(wanted.data.training_alone(), "train")
     order = SampleOrder(len(data), training.seed, training.shuffle)
     losses: list[float] = []
     for step in range(training.steps):

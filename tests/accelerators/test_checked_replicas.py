@@ -28,7 +28,7 @@ def test_a_replica_computes_the_same_on_an_accelerator() -> None:
     run, order, kept = ordered(job, "b")
     given = list[torch.Tensor]()
     for accelerator in (HOST, open_accelerator("checked:0")):
-        trainer = GraphTrainer(order, kept, load_dataset(job.data, "train"), accelerator)
+        trainer = GraphTrainer(order, kept, load_dataset(job.used_data, "train"), accelerator)
         for fragment, values in enumerate(run.merged.known):
             trainer.fragments.take(fragment, values, whole=True, included=NEVER, first=True)
         trainer.step(0)
@@ -42,7 +42,7 @@ def test_a_replica_computes_the_same_on_an_accelerator() -> None:
 def test_so_does_one_that_has_the_models_code(clip_norm: float) -> None:
     job = job_of(codec="none")
     job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, clip_norm=clip_norm))
-    data, losses, given = load_dataset(job.data, "train"), list[list[float]](), list[Tensor]()
+    data, losses, given = load_dataset(job.used_data, "train"), list[list[float]](), list[Tensor]()
     for accelerator in (HOST, open_accelerator("checked:0")):
         trainer = ReplicaTrainer(job, data, 0, 2, accelerator)
         for fragment, values in enumerate(flat_fragments(seeded_model(job), 2)):

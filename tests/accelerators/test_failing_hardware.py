@@ -28,7 +28,7 @@ def test_a_driver_may_fail_in_any_operator_of_a_backward(monkeypatch: pytest.Mon
     (train,), (evaluated,) = partition(flow, stage_of), partition(evaluation, align(flow, evaluation, stage_of))
     weights = initial_weights(prepared.build, captured, 0)
     columns = {op.target: Ref(op.name) for op in captured.train.ops if op.kind == "placeholder"}
-    read = load_dataset(job.data, "train").batch([0, 1], list(columns))
+    read = load_dataset(job.used_data, "train").batch([0, 1], list(columns))
     batch = {columns[name]: value for name, value in read.items()}
 
     def backwards(accelerator: Checked) -> list[int]:

@@ -55,6 +55,6 @@ def rules(samples: int | None = 9600, fragments: int = 2, quorum: int = 2) -> Me
 
 def computed(job: Job, faults: Sequence[Fault] = ()) -> tuple[SimulatedReplicas, ReplicasTogether]:
     """The job on the virtual clock, with what its replicas compute."""
-    together = job_together(job, load_dataset(job.data, "train"), NAMES)
+    together = job_together(job, load_dataset(job.used_data, "train"), NAMES)
     simulation = DecoupledSimulation(merge_rules(job), replicas(), SIZES, faults, together)
     return simulation.run(), together

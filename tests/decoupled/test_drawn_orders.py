@@ -67,7 +67,7 @@ def right(monkeypatch: pytest.MonkeyPatch) -> Order:
     """Data are read once, and threads are left as they are."""
     job = job_of()
     _, order, kept = ordered(job, "b")
-    data = {"train": load_dataset(job.data, "train")}
+    data = {"train": load_dataset(job.used_data, "train")}
     monkeypatch.setattr(joined, "stage_data", lambda *_, **__: data)
     return order, list(kept.values())
 

@@ -39,7 +39,7 @@ def test_steps_have_the_same_bits() -> None:
     job = job_of()
     training = msgspec.structs.replace(job.training, clip_norm=0.5)
     job = msgspec.structs.replace(job, training=training, model=ModelSpec(name="cnn"))
-    data = load_dataset(job.data, "train")
+    data = load_dataset(job.used_data, "train")
     run, order, kept = ordered(job, "c")
     ours = GraphTrainer(order, kept, data, HOST)
     theirs = ReplicaTrainer(job, data, NAMES.index("c"), len(NAMES))
@@ -61,4 +61,4 @@ def test_a_parameter_that_is_in_no_fragment_is_refused() -> None:
     order = msgspec.structs.replace(order, fragments=({n: s for n, s in first.items() if n != name}, *others))
     kept = {**kept, name: torch.zeros(first[name])}
     with pytest.raises(PeerError, match=f"named no fragment with {name}"):
-        GraphTrainer(order, kept, load_dataset(job.data, "train"), HOST)
+        GraphTrainer(order, kept, load_dataset(job.used_data, "train"), HOST)

@@ -88,7 +88,7 @@ def test_a_job_leaves_the_merged_model_and_a_record_that_gives_its_bits(job: Job
     names = resolve_fleet(job.fleet).names
     heldout = load_dataset(job.data, "heldout")
     assert run.heldout[-1].loss == evaluated(module, heldout, 64, job.training.batch_size)[0]
-    again, expected = build_model(job.model), replay(job, load_dataset(job.data, "train"), names, merges)
+    again, expected = build_model(job.model), replay(job, load_dataset(job.used_data, "train"), names, merges)
     expected.fill(fragments_of(again, 2))
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
 

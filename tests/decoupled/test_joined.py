@@ -65,7 +65,7 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
         assert not thread.is_alive()
     listener.close()
     assert finish.outcome == "interrupted"
-    again = replay(job, load_dataset(job.data, "train"), NAMES, merges)
+    again = replay(job, load_dataset(job.used_data, "train"), NAMES, merges)
     assert all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
 
 

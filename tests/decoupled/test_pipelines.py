@@ -93,7 +93,7 @@ def contributors(merges: list[MergeChanges]) -> set[str]:
 
 
 def bits_as_replayed(job: Job, merges: list[MergeChanges], run: DecoupledRun) -> bool:
-    again = replay(job, load_dataset(job.data, "train"), ["x", "d"], merges)
+    again = replay(job, load_dataset(job.used_data, "train"), ["x", "d"], merges)
     return all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
 
 

@@ -51,5 +51,5 @@ def test_the_others_go_on_where_one_is_stopped_and_one_is_killed(tmp_path: Path)
     assert outcome.samples >= 60 * 16
     assert steps["c"] > stopped_at["c"] + 10
     assert steps["b"] <= stopped_at["b"] + 3  # what was on its way
-    again = replay(job, load_dataset(job.data, "train"), NAMES, merges)
+    again = replay(job, load_dataset(job.used_data, "train"), NAMES, merges)
     assert all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))

@@ -32,9 +32,9 @@ def test_a_replay_from_the_record_gives_the_same_bits(codec: str) -> None:
     merges = [merge for _, merge in run.merges]
     assert run.finish.outcome == "done"
     assert run.late > 0  # contributions that their merge did not wait for
-    again = replay(job, load_dataset(job.data, "train"), NAMES, merges)
+    again = replay(job, load_dataset(job.used_data, "train"), NAMES, merges)
     assert same(again, together.merged)
-    assert not same(replay(job, load_dataset(job.data, "train"), NAMES, merges[:-1]), together.merged)
+    assert not same(replay(job, load_dataset(job.used_data, "train"), NAMES, merges[:-1]), together.merged)
 
 
 def test_a_record_of_other_replicas_is_refused() -> None:
@@ -42,12 +42,12 @@ def test_a_record_of_other_replicas_is_refused() -> None:
     run, _ = computed(job)
     merges: list[MergeChanges] = [merge for _, merge in run.merges]
     with pytest.raises(UserError, match="got contributions of d"):
-        replay(job, load_dataset(job.data, "train"), NAMES[:3], merges)
+        replay(job, load_dataset(job.used_data, "train"), NAMES[:3], merges)
 
 
 def test_one_replica_whose_changes_are_merged_as_they_are_trains_as_alone() -> None:
     job = job_of(fragments=1, codec="none", rate=1.0, momentum=0.0)
-    data = load_dataset(job.data, "train")
+    data = load_dataset(job.used_data, "train")
     alone, own = ReplicaTrainer(job, data, 0, 1), ReplicaTrainer(job, data, 0, 1)
     merged = MergedFragments(flat_fragments(seeded_model(job), 1), PLAIN_MEAN, NoCodec())
     own.fragments.take(0, merged.known[0], whole=True, included=-1, first=True)
@@ -67,7 +67,7 @@ def test_one_replica_whose_changes_are_merged_as_they_are_trains_as_alone() -> N
 
 def test_a_change_that_a_lost_connection_took_away_is_given_again() -> None:
     job = job_of(fragments=1, codec="none", rate=1.0, momentum=0.0)
-    own = ReplicaTrainer(job, load_dataset(job.data, "train"), 0, 1)
+    own = ReplicaTrainer(job, load_dataset(job.used_data, "train"), 0, 1)
     merged = MergedFragments(flat_fragments(seeded_model(job), 1), PLAIN_MEAN, NoCodec())
     start = merged.known[0]
     own.fragments.take(0, start, whole=True, included=-1, first=True)

@@ -90,7 +90,7 @@ def test_a_device_is_lost_and_another_comes(fleet: Fleet, tmp_path: Path) -> Non
     soon(lambda: "c" in run.contributors)
     run.end()
     job = run.job
-    again = replay(job, load_dataset(job.data, "train"), NAMES, run.merges)
+    again = replay(job, load_dataset(job.used_data, "train"), NAMES, run.merges)
     expected, found = seeded_model(job), seeded_model(job)
     again.fill(fragments_of(expected, job.sync.decoupled.fragments))
     Run(run.folder).load(found)

@@ -42,7 +42,7 @@ def test_one_rank_is_an_engine_of_the_cpu(gpu: Accelerator, tmp_path: Path, shar
             (TorchEngine(train, evaluation, config, weights), HOST),
             (island_engine(made, weights, ranks), gpu),
         )
-        data = load_dataset(job.data, "train")
+        data = load_dataset(job.used_data, "train")
         columns = {op.target: (op.name, op.outputs[0].dtype) for op in captured.train.ops if op.kind == "placeholder"}
         for step in range(3):
             for engine, accelerator in engines:

@@ -86,7 +86,7 @@ def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
     module = prepared.build()
     config = job.engine()
     optimizers = Optimizers(config.optimizers, dict(module.named_parameters()), config.learning_rate, config.steps)
-    data = load_dataset(job.data, "train")
+    data = load_dataset(job.used_data, "train")
     order = sample_order(data, job.training.seed, job.training.shuffle)
     every = [
         [

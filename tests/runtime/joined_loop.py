@@ -32,7 +32,7 @@ class Plain:
         )
 
     def _joined(self, split: Split) -> JoinedDataset:
-        return JoinedDataset([load_dataset(self.job.data.at(name), split) for name in self.job.plan.feeders])
+        return JoinedDataset([load_dataset(self.job.used_data.at(name), split) for name in self.job.plan.feeders])
 
     def _batch(self, split: Split, indices: Indices) -> dict[str, Tensor]:
         found = self._sets[split]

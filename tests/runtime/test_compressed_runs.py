@@ -51,7 +51,7 @@ def in_one_process(job: Job, prepared: Prepared, plan: Plan) -> tuple[dict[str, 
     captured, t = prepared.captured, job.training
     weights = weights_of(prepared.build, captured, t.seed)
     twin = Pipeline(captured, plan.boundaries(), weights, job.engine(), lambda a, b: packing_of(plan, a, b))
-    data = load_dataset(job.data, "train")
+    data = load_dataset(job.used_data, "train")
     order = SampleOrder(len(data), t.seed, t.shuffle)
 
     losses: list[float] = []

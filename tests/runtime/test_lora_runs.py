@@ -51,7 +51,7 @@ def lora_job(folder: Path, name: str) -> Job:
 
 
 def micro_batches(job: Job, step: int) -> list[dict[str, Tensor]]:
-    data, size = load_dataset(job.data, "train"), job.micro_batch_size
+    data, size = load_dataset(job.used_data, "train"), job.micro_batch_size
     order = SampleOrder(len(data), job.training.seed, job.training.shuffle)
     first = step * job.training.batch_size
     starts = range(first, first + job.training.batch_size, size)

@@ -58,7 +58,7 @@ class Twin:
 
     def step(self, step: int) -> None:
         job, t = self.job, self.job.training
-        data = load_dataset(job.data, "train")
+        data = load_dataset(job.used_data, "train")
         order = SampleOrder(len(data), t.seed, t.shuffle)
         its = shares(COUNTS, job.micro_batch_size)
         for module, optimizers, share in zip(self.modules, self.optimizers, its, strict=True):
