@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -40,9 +41,20 @@ def slow_link(run: Path, source: str, target: str) -> None:
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+SHIFTS = (-1.0, 0.2, 1.1)
+
+
+def figures(values: list[float], worst: Callable[[list[float]], float]) -> dict[str, object]:
+    """Of three sites, or of more clients."""
+    names = ("north", "east", "south") if len(values) == 3 else map(str, range(len(values)))
+    mean, low, high = sum(values) / len(values), min(values), max(values)
+    spread = {"clients": len(values), "mean": mean, "worst_decile": worst(values), "deviation": (high - low) / 2.4}
+    return {**spread, "each": dict(zip(names, values, strict=True))}
+
+
 def federated_run(folder: Path, rounds: int = 5, clients: int = 0) -> Path:
     """Of two executors; in round 3 an update is refused, a client is stolen and another one is missing. Figures are of
-    two sites, or of so many clients."""
+    three sites, or of so many clients."""
     folder.mkdir(parents=True)
     document = {"name": folder.name, "federated": {"rounds": rounds}, "deployment": {"sites": ["north", "south"]}}
     (folder / JOB).write_text(json.dumps(document))
@@ -65,9 +77,16 @@ def federated_run(folder: Path, rounds: int = 5, clients: int = 0) -> Path:
             closed_by="quorum" if odd else "all",
         )
         left = 0.5 / (number + 1)
-        each = {str(client): 0.9 - left for client in range(clients)} or {"north": 1 - left, "south": 0.8 - left}
-        spread = {"clients": len(each), "mean": 0.9 - left, "worst_decile": 0.7 - left, "deviation": 0.1, "each": each}
-        evaluation = {"loss": 4 * left, "metrics": {"accuracy": 0.9 - left}, "clients": {"accuracy": spread}}
+        evaluation = {
+            "loss": 4 * left,
+            "metrics": {"accuracy": 0.9 - left},
+            "clients": {
+                "loss": figures([left * (4 + shift) for shift in SHIFTS], max),
+                "accuracy": figures(
+                    [0.85 - left - shift / 10 for shift in (SHIFTS * max(1, clients))[: clients or 3]], min
+                ),
+            },
+        }
         line = {"record": record, "seconds": 1.5, "sent_bytes": 1000, "received_bytes": 500, "evaluation": evaluation}
         lines += msgspec.json.encode(line) + b"\n"
     (folder / ROUND_LINES).write_bytes(lines)

@@ -58,6 +58,7 @@ JOB = """
 name = "recorded"
 fleet = "FLEET"
 planner = "even"
+metrics = ["accuracy", "perplexity"]
 [model]
 name = "gpt"
 options = {vocab_size = 256, sequence_length = 32, width = 64, layers = 4, heads = 4}

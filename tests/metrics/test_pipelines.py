@@ -97,6 +97,7 @@ def test_of_three_stages(fleet: str, tmp_path: Path) -> None:
     check(run, Classifier())
     written = (run.path / "losses.jsonl").read_text()
     assert '"top_two"' in written
+    assert run.pictures["metrics"].is_file()
     entry = next(e for e in run_entries(run.path) if e.kind == "heldout")
     assert entry.metrics == run.heldout[0].metrics
 
@@ -104,6 +105,22 @@ def test_of_three_stages(fleet: str, tmp_path: Path) -> None:
 def test_of_two_replicas(fleet: str, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, [PlanLayout(("d-0",), (), 3), PlanLayout(("d-1", "d-2"), (4,), 1)], fleet=fleet)
     check(train(tmp_path, plan=plan, fleet=fleet), Classifier())
+
+
+def test_of_a_last_stage_that_jax_computes(fleet: str, tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    overrides = {"runtime.engine": {"d-2": "jax"}}
+    plan = plan_of(tmp_path, [PlanLayout(("d-0", "d-1", "d-2"), (2, 4), 4)], fleet=fleet)
+    check(train(tmp_path, plan=plan, fleet=fleet, overrides=overrides), Classifier())
+
+
+def test_of_a_pipeline_and_a_device_as_decoupled_replicas(fleet: str, tmp_path: Path) -> None:
+    decoupled = {"sync.mode": "decoupled", "sync.decoupled.replicas": [["d-0", "d-1"], ["d-2"]]}
+    run = train(tmp_path, fleet=fleet, overrides={**decoupled, "training.micro_batches": 4})
+    trained, newest = Classifier(), run.heldout[-1]
+    run.load(trained)
+    assert {"loss": newest.loss, **newest.metrics} == pytest.approx(measured(trained, samples(HELD, 7)), rel=2e-5)
+    assert (run.path / "metrics.png").is_file()
 
 
 def test_of_decoupled_replicas(fleet: str, tmp_path: Path) -> None:

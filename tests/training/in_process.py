@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isthmus.data import ColumnSpec
 from isthmus.graph import Flow, Ref, StageGraph, assign, cuts, partition
 from isthmus.graph.capture import Captured, Column, capture
+from isthmus.graph.metrics import MetricSums
 from isthmus.graph.partition import align
 from isthmus.models import as_eager
 from isthmus.plans import Packing
@@ -159,7 +160,10 @@ class Pipeline:
 
 
 def capture_of(
-    build: Callable[[], nn.Module], columns: Mapping[str, ColumnSpec], dtype: torch.dtype = torch.float32
+    build: Callable[[], nn.Module],
+    columns: Mapping[str, ColumnSpec],
+    dtype: torch.dtype = torch.float32,
+    metrics: MetricSums | None = None,
 ) -> Captured:
     """As a job captures its model: Hugging Face's masks as in an eager forward."""
     with contextlib.ExitStack() as stack:
@@ -169,7 +173,8 @@ def capture_of(
             stack.enter_context(as_eager(columns))
             return module
 
-        return capture(build_and_patch, {n: Column(c.dtype, c.shape) for n, c in columns.items()}, batch=2, dtype=dtype)
+        plain = {n: Column(c.dtype, c.shape) for n, c in columns.items()}
+        return capture(build_and_patch, plain, batch=2, dtype=dtype, metrics=metrics)
 
 
 def weights_of(build: Callable[[], nn.Module], captured: Captured, seed: int = 1) -> dict[str, Tensor]:

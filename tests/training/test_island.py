@@ -21,6 +21,7 @@ from zoo import X, model
 from isthmus.accelerators import HOST
 from isthmus.errors import RankLost, StepError, UserError
 from isthmus.graph import Flow, Ref, assign, cuts, partition
+from isthmus.graph.metrics import Metrics
 from isthmus.graph.mixing import mixes
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.training import ranks as ranks_module
@@ -106,7 +107,7 @@ def _trained(pipeline: Pipeline, data: list[list[dict[str, Tensor]]]) -> tuple[l
     for number, micro_batches in enumerate(data):
         loss, _ = pipeline.step(number, copies(micro_batches))
         pipeline.update(number)
-        losses += [loss, pipeline.evaluate(copies(micro_batches))]
+        losses += [loss, pipeline.evaluate(copies(micro_batches)), *pipeline.metrics]
     return losses, pipeline.state()
 
 
@@ -116,12 +117,13 @@ def test_two_ranks_train_as_one(ranks: Ranks, name: str, sharded: bool) -> None:
     """Skips, tied parameters, a counted loss and batch norm; the island has the stage with the data, one in the middle,
     or the one with the loss."""
     build, columns = model(name)
-    captured = capture_of(build, columns)
+    captured = capture_of(build, columns, metrics=Metrics(["accuracy"]).sums)
     legal = [c.position for c in cuts(Flow(captured.train))]
     boundaries = [legal[len(legal) // 3], legal[2 * len(legal) // 3]]
     data = [batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, seed) for seed in range(STEPS)]
     alone = Pipeline(captured, boundaries, weights_of(build, captured), CONFIG)
     expected_losses, expected = _trained(alone, data)
+    assert len(alone.metrics) == 2
     for stage in range(len(alone.stages)):
         shared = Pipeline(captured, boundaries, weights_of(build, captured), CONFIG)
         made = StageSetUp(

@@ -18,7 +18,7 @@ from isthmus.api.make_plan import plan_for
 from isthmus.api.merge_period import with_period
 from isthmus.api.observer import Observer
 from isthmus.api.replica_models import fragment_bytes, plan_again, replica_models
-from isthmus.api.run import Run
+from isthmus.api.run import Run, draw_metrics
 from isthmus.api.run_log import RunLog
 from isthmus.api.run_session import RunChoices, RunSession, run_session
 from isthmus.callbacks import Evaluated, RunEnded, StepDone
@@ -301,4 +301,5 @@ class _Watch:
         self._log.ended(outcome.finish.outcome, outcome.finish.reason)
         if outcome.finish.outcome != "lost":
             ended = "interrupted" if outcome.finish.outcome == "interrupted" else "done"
-            self._callbacks.end(RunEnded(run=self._folder.path, outcome=ended))
+            draw_metrics(run := Run(self._folder.path), self._folder.metrics_picture)
+            self._callbacks.end(RunEnded(run=run.path, outcome=ended, pictures=run.pictures))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,14 +17,13 @@ from isthmus.api.decoupled import run_decoupled
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
-from isthmus.api.run import Run, finite_points, loss_unit
+from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
 from isthmus.api.run_session import RunChoices, RunSession, run_session
 from isthmus.api.search import searched
 from isthmus.api.watch import Watch
 from isthmus.callbacks import RunEnded
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.errors import UserError
-from isthmus.federated.evaluation import Evaluation
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, keep_prepared, kept_prepared, prepare
@@ -344,10 +342,7 @@ def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], 
     train_points, heldout = finite_points(run.losses), finite_points(run.heldout)
     if any(math.isfinite(loss) for _, loss in (*train_points, *heldout)):
         draw_loss(train_points, heldout, folder.loss_picture, unit=loss_unit(prepared.job, prepared.samples))
-    evaluated = [(point.step, Evaluation(loss=None, metrics=point.metrics)) for point in run.heldout if point.metrics]
-    if evaluated:
-        pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
-        pictures.draw_evaluations(evaluated, folder.metrics_picture, axis="step")
+    draw_metrics(run, folder.metrics_picture)
     summary, last = run_summary(predicted, measured, periods), last_period(measured, periods)
     if summary is not None and last is not None:
         summary = msgspec.structs.replace(summary, memory=memory_use(periods[-1].plan, outcome.peaks))

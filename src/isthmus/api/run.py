@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from isthmus.api.observer import Observer
 from isthmus.data.description import DataDescription
 from isthmus.disclosure import PrivacySpent, read_spent
 from isthmus.errors import UserError
+from isthmus.federated.evaluation import Evaluation
 from isthmus.fleet import Fleet
 from isthmus.job import Job
 from isthmus.models.registry import own_names
@@ -202,3 +204,11 @@ def calibrated(run: str | Path) -> Fleet:
     if found is None:
         raise UserError(f"run folder {run}: nothing was measured: it takes a second step under one plan")
     return found
+
+
+def draw_metrics(run: Run, path: Path) -> None:
+    """Metrics over the steps; nothing where the job has none."""
+    evaluated = [(point.step, Evaluation(loss=None, metrics=point.metrics)) for point in run.heldout if point.metrics]
+    if evaluated:
+        pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
+        pictures.draw_evaluations(evaluated, path, axis="step")

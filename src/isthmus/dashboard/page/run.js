@@ -49,16 +49,16 @@ export function drawCurves(run, at) {
   chart("speed", [[run.unit || "speed", "green"]], run.speed, options);
   chart("bytes", [["sent by all devices", "pink"]], [run.bytes[0], run.bytes[1].map((x) => x / 2 ** 20)], options);
 }
-// One card per metric, before the timeline: [name, series, columns, bands] each.
+// One card per metric, before the timeline: [name, series, columns, bands, note] each.
 function drawMetrics(shown, options) {
   for (const card of [...document.querySelectorAll(".card.metric")].slice(shown.length)) card.remove();
-  for (const [number, [name, series, columns, bands]] of shown.entries()) {
+  for (const [number, [name, series, columns, bands, note]] of shown.entries()) {
     const id = `metric-${number}`;
     if (!$(id)) {
       document.querySelector(".card.timeline").before(element("section", { class: "card metric" },
         element("h2", { id: `${id}-title` }), element("div", { class: "chart", id })));
     }
-    fill(`${id}-title`, name, " ", element("small", {}, options.note ?? ""));
+    fill(`${id}-title`, name, " ", element("small", {}, note ?? ""));
     chart(id, series, columns, { ...options, bands, text: (value) => metricText(name, value) });
   }
 }
@@ -127,8 +127,8 @@ export function drawTicks(run) {
 export function roundLosses(run) {
   return [run.rounds.map((r) => r.round), run.rounds.map((r) => r.evaluation.loss)];
 }
-const MOST_SITES = 10, SITES = ["blue", "pink", "amber", "sky", "ink"];
-// A figure of held-out samples and of clients, each on its own data: [name, series, columns, bands].
+const MOST_SITES = 10, SITES = ["blue", "pink", "sky", "ink", "amber"];
+// A figure of held-out samples and of clients, each on its own data: [name, series, columns, bands, note].
 function figureOfRounds(run, name) {
   const column = (get) => run.rounds.map((r) => get(r.evaluation) ?? null);
   const clients = (get) => column((e) => e.clients?.[name] && get(e.clients[name]));
@@ -145,18 +145,17 @@ function figureOfRounds(run, name) {
       clients((c) => c.each?.[site])]),
   ].filter(([, values]) => values.some((x) => x != null));
   const bands = found[0]?.[0][0] === "high" ? [{ series: [1, 2], fill: `${colour("green")}22` }] : [];
-  return [name, found.map(([series]) => series), [run.rounds.map((r) => r.round), ...found.map(([, x]) => x)], bands];
+  const note = bands.length ? "clients on their own data; high, low: one deviation off" : "";
+  return [name, found.map(([series]) => series), [run.rounds.map((r) => r.round), ...found.map(([, x]) => x)], bands, note];
 }
 export function drawRounds(run, at) {
   const options = { marker: at.step, x: "round" }, column = (get) => run.rounds.map((r) => get(r) ?? null);
   const of = run.rounds.flatMap((r) => [...Object.keys(r.evaluation.metrics ?? {}), ...Object.keys(r.evaluation.clients ?? {})]);
-  const [, series, columns, bands] = figureOfRounds(run, "loss");
-  const known = run.rounds.some((r) => Object.keys(r.evaluation.clients ?? {}).length);
-  const note = known ? "clients on their own data; high, low: one deviation off" : "";
+  const [, series, columns, bands, note] = figureOfRounds(run, "loss");
   chart("loss", series, columns, { ...options, bands });
   $("loss-note").textContent = note;
   const names = [...new Set(of)].filter((name) => name !== "loss");
-  drawMetrics(names.map((name) => figureOfRounds(run, name)), { ...options, note });
+  drawMetrics(names.map((name) => figureOfRounds(run, name)), options);
   const rounds = columns[0];
   chart("times", [["measured", "blue"], ["forecast", "orange", [6, 4]]],
     [rounds, column((r) => r.makespan_s), column((r) => r.planned_s)], { ...options, text: time });
