@@ -301,5 +301,8 @@ class _Watch:
         self._log.ended(outcome.finish.outcome, outcome.finish.reason)
         if outcome.finish.outcome != "lost":
             ended = "interrupted" if outcome.finish.outcome == "interrupted" else "done"
-            draw_metrics(run := Run(self._folder.path), self._folder.metrics_picture)
-            self._callbacks.end(RunEnded(run=run.path, outcome=ended, pictures=run.pictures))
+            draw_metrics(self._folder)
+            drawn = self._folder.metrics_picture
+            self._callbacks.end(
+                RunEnded(run=self._folder.path, outcome=ended, pictures={"metrics": drawn} if drawn.is_file() else {})
+            )

@@ -342,7 +342,7 @@ def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], 
     train_points, heldout = finite_points(run.losses), finite_points(run.heldout)
     if any(math.isfinite(loss) for _, loss in (*train_points, *heldout)):
         draw_loss(train_points, heldout, folder.loss_picture, unit=loss_unit(prepared.job, prepared.samples))
-    draw_metrics(run, folder.metrics_picture)
+    draw_metrics(folder)
     summary, last = run_summary(predicted, measured, periods), last_period(measured, periods)
     if summary is not None and last is not None:
         summary = msgspec.structs.replace(summary, memory=memory_use(periods[-1].plan, outcome.peaks))

@@ -206,9 +206,9 @@ def calibrated(run: str | Path) -> Fleet:
     return found
 
 
-def draw_metrics(run: Run, path: Path) -> None:
+def draw_metrics(folder: RunFolder) -> None:
     """Metrics over the steps; nothing where the job has none."""
-    evaluated = [(point.step, Evaluation(loss=None, metrics=point.metrics)) for point in run.heldout if point.metrics]
+    evaluated = [(p.step, Evaluation(loss=None, metrics=p.metrics)) for p in folder.losses() if p.metrics]
     if evaluated:
         pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
-        pictures.draw_evaluations(evaluated, path, axis="step")
+        pictures.draw_evaluations(evaluated, folder.metrics_picture, axis="step")
