@@ -45,7 +45,7 @@ def callbacks_of(job: Job | FederatedJob, given: Sequence[Callback], note: Calla
 
 
 def run_started(job: Job | FederatedJob, run: Path, first_step: int, stop: Callable[[], None]) -> RunStarted:
-    """What callbacks get at the start of a run in this folder, but its plan and its pictures."""
+    """Return the event for callbacks at the start of a run in this folder, without its plan and its pictures."""
     metrics = Metrics(job.metrics)
     return RunStarted(
         run=run,

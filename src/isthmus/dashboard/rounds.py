@@ -30,7 +30,7 @@ MOST_SITES = 10
 
 
 def _evaluation(line: RoundShown) -> Mapping[str, object]:
-    """What a browser needs of it: of many clients no values of each."""
+    """Return the figures for a browser, without those of each client where there are many."""
     found = dict(line.evaluation or {})
     if isinstance(clients := found.get("clients"), dict):
         figures = [(name, of) for name, of in clients.items() if isinstance(of, dict)]

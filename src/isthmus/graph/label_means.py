@@ -104,7 +104,7 @@ class LabelMeans(TorchFunctionMode):
         return mean.function(**{**mean.arguments, "reduction": "sum"}), _counted(mean.arguments), others
 
     def compared(self) -> Compared | None:
-        """What a loss compares by one cross-entropy of classes; None of any other loss."""
+        """The logits and labels of a loss with one cross-entropy of classes; None of any other loss."""
         calls = [mean.arguments for mean in self._found]
         if len(calls) != 1 or cast(Tensor, calls[0]["target"]).is_floating_point():
             return None
