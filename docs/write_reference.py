@@ -14,8 +14,8 @@ from typing import Any
 from isthmus.cli.app import commands
 from isthmus.option_docs import OptionDoc
 from isthmus.programs.tokens import Tokens
-from isthmus.protocol import federated_transitions as federated
 from isthmus.protocol.decoupled import Merger
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.secure_coordinator import SecureCoordinator
@@ -37,16 +37,12 @@ EXIT_CODES = {
 MACHINES = {
     "The coordinator": (COORDINATOR, "src/isthmus/protocol/phases.py", "one run"),
     "The worker": (WORKER, "src/isthmus/protocol/worker_phases.py", "one stage on a device"),
-    "The coordinator of federated rounds": (
-        federated.COORDINATOR,
-        "src/isthmus/protocol/federated_transitions.py",
-        "a federated run",
-    ),
 }
 """By heading: the table, its file, and the subject of the machine."""
 PROGRAMS = {
     "A service that generates text": Tokens,
     "The merger of decoupled replicas": Merger,
+    "The coordinator of federated rounds": FederatedCoordinator,
     "Secure aggregation, the coordinator": SecureCoordinator,
 }
 SHARED = 4

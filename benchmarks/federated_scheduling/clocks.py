@@ -19,7 +19,6 @@ from isthmus.experiments import RoundLine
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.job import emulation
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import CoordinatorInstruction
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, PhaseId
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.run import coordinator_of
@@ -33,9 +32,9 @@ class Alternating(FederatedCoordinator):
     def steals_in(round_: int) -> bool:
         return bool(round_ % 2)
 
-    def _open_phase(self, phase: PhaseId) -> list[CoordinatorInstruction]:
+    def _open_phase(self, phase: PhaseId) -> None:
         self.rules = msgspec.structs.replace(self.rules, steals=self.steals_in(phase.round))
-        return super()._open_phase(phase)
+        super()._open_phase(phase)
 
 
 def foretell(job: FederatedJob, sizes: NDArray[np.int64], before: Sequence[RoundLine], round_: int) -> float:

@@ -29,20 +29,7 @@ from isthmus.federated.task_spec import TaskSpec
 from isthmus.models import ModelSpec
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
-    CommitRound,
-    DismissExecutor,
-    FederatedInstruction,
-    FinishRounds,
-    IgnoreSums,
-    MergeSums,
-    Notify,
-    ReportRefused,
-    RoundRecord,
-    TellSite,
-    Tick,
-    UpdateServer,
-)
+from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import (
     ExecutorJoined,
     PhaseDropped,
@@ -51,10 +38,10 @@ from isthmus.protocol.federated_messages import (
     PhaseSetup,
     SumsSent,
 )
+from isthmus.protocol.federated_ports import FederatedPort
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.memory_shortage import MemoryShortage
-from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SharesDisputed, SharesRevealed, UnmaskAsked
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
@@ -74,6 +61,7 @@ from tests.drawn_integers import Lies, landed, received
 from tests.federated.populations import LOCAL, ListedData, module, population
 from tests.federated.twins import SEED
 from tests.fleet_service.parties import certified
+from tests.programs.ports import Recorder
 
 NAMES = ("a", "b", "c", "d")
 MOST = 64
@@ -139,6 +127,24 @@ class Doors:
         return self.lines[name]
 
     def close(self) -> None: ...
+
+
+class _Checked:
+    """A port whose calls are checked before they are passed on."""
+
+    def __init__(self, port: Any, check: Callable[[str, Sequence[Any]], None]) -> None:
+        self._port, self._check = port, check
+
+    def __getattr__(self, asked: str) -> Any:
+        if asked.startswith("_"):
+            raise AttributeError(asked)
+        act = getattr(self._port, asked)
+
+        def ask(*given: Any) -> Any:
+            self._check(asked, given)
+            return act(*given)
+
+        return ask
 
 
 class Rounds:
@@ -225,15 +231,8 @@ class Rounds:
             machine, self.server, self.receiver, policy, committed=self._commit, note=self.notes.append
         )
         host._begun.set()
-        host._machine.handle(Tick(now_s=0.0))
-        handle = host._machine.handle
-
-        def watched(event: Any) -> list[FederatedInstruction]:
-            out = handle(event)
-            self._check_instructions(out)
-            return out
-
-        host._machine.handle = watched
+        host._machine.ticked(0.0)
+        host._machine.port = self.port = _Checked(host, self._check_call)
         return host
 
     def _commit(self, record: RoundRecord, measure: object) -> None:
@@ -318,31 +317,30 @@ class Rounds:
         doors: Any = self.host.acceptor
         with named(name):
             _, landed_tensors = landed(lie, tensors, lambda message: doors.guard(name, message))
-        (event,) = self.host._translate((name, lie, landed_tensors))
-        receiver = copy.deepcopy(self.receiver, {id(self): self})
+        # On a copy: an executor that is dismissed would have to join again.
+        found = Recorder(FederatedPort)
+        right: Any = self.host._machine
+        machine: Any = copy.deepcopy(right, {id(self.port): _Checked(found, self._check_call)})
+        machine.coordinator._cohort_of = lambda round_: machine.coordinator.here
+        self.host._machine = machine
+        try:
+            self.host._receive((name, lie, landed_tensors))
+        finally:
+            self.host._machine = right
+        receiver = copy.deepcopy(self.receiver, {id(one): one for one in (self, right)})
         if isinstance(lie.body, SumsSent):
             self.receiver.ignore(name)
         elif isinstance(lie.body, ExecutorJoined):
             self.receiver.hello(name)  # else it would have joined twice
-        if isinstance(event, ReportRefused):
-            raise PeerError(f"{event.executor}: {event.reason}")
-        # On a copy: an executor that is dismissed would have to join again.
-        machine: Any = copy.deepcopy(self.host._machine)
-        machine.coordinator._cohort_of = lambda round_: machine.coordinator.here
-        out = type(machine).handle(machine, event)
-        self._check_instructions(out)
-        for instruction in out:
-            match instruction:
-                case MergeSums(executor=executor):
-                    assert executor == name
-                    receiver.merge(name)
-                case IgnoreSums(executor=executor):
-                    assert executor == name
-                case _:
-                    pass
-        if dismissed := [i for i in out if isinstance(i, DismissExecutor)]:
-            assert any(isinstance(i, Note) and name in i.text and dismissed[0].reason in i.text for i in out)
-            raise PeerError(", ".join(f"{i.executor} {i.reason}" for i in dismissed))
+        for asked, *given in found.asked:
+            if asked in ("merge", "ignore"):
+                assert given[0] == name
+            if asked == "merge":
+                receiver.merge(name)
+        if dismissed := [call[1:] for call in found.asked if call[0] == "dismiss"]:
+            notes = [str(call[1]) for call in found.asked if call[0] == "note"]
+            assert any(name in note and str(dismissed[0][1]) in note for note in notes)
+            raise PeerError(", ".join(f"{executor} {reason}" for executor, reason in dismissed))
         self._check_phase(lie.body)
 
     def _check_phase(self, body: Any) -> None:
@@ -351,28 +349,27 @@ class Rounds:
             assert 0 <= phase.round < self.rounds and 0 <= phase.attempt < ATTEMPTS
             assert 0 <= phase.number < self.server.passes
 
-    def _check_instructions(self, out: Sequence[FederatedInstruction]) -> None:
+    def _check_call(self, asked: str, given: Sequence[Any]) -> None:
         """Of what the run can have, whoever said what."""
-        for instruction in out:
-            match instruction:
-                case Notify(executor=name, body=PhaseOpened(opening=opening, tasks=tasks)):
-                    self._check_phase(instruction.body)
-                    assert [task.client for task in tasks] == [NAMES.index(name)]
-                    assert 1 <= opening.clients <= len(NAMES)
-                case CommitRound(record=record):
-                    assert record.round < self.rounds
-                    trained = {name: [t.client for t in timed] for name, timed in record.trained.items()}
-                    assert trained == {name: [NAMES.index(name)] for name in trained}
-                case UpdateServer(phase=phase):
-                    assert phase.round < self.rounds
-                case TellSite(body=UnmaskAsked(summed=summed, dropped=dropped)):
-                    assert len(set(summed)) >= 2 and not set(summed) & set(dropped)
-                case FinishRounds(outcome=outcome):
-                    assert outcome == "done", instruction.reason
-                case _:
-                    pass
-            if isinstance(instruction, Notify | TellSite):
-                received(ToExecutor(run=RUN, body=instruction.body))
+        match asked, *given:
+            case "notify", name, PhaseOpened(opening=opening, tasks=tasks) as body:
+                self._check_phase(body)
+                assert [task.client for task in tasks] == [NAMES.index(name)]
+                assert 1 <= opening.clients <= len(NAMES)
+            case "commit", record:
+                assert record.round < self.rounds
+                trained = {name: [t.client for t in timed] for name, timed in record.trained.items()}
+                assert trained == {name: [NAMES.index(name)] for name in trained}
+            case "update_server", phase:
+                assert phase.round < self.rounds
+            case "tell", _, UnmaskAsked(summed=summed, dropped=dropped):
+                assert len(set(summed)) >= 2 and not set(summed) & set(dropped)
+            case "finished", finish:
+                assert finish.outcome == "done", finish.reason
+            case _:
+                pass
+        if asked in ("notify", "tell"):
+            received(ToExecutor(run=RUN, body=given[1]))
 
     # What arrives at a site
 

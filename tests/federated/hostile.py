@@ -35,7 +35,7 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.run_messages import DeviceFailed
-from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff
+from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import SecureOrder
 from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.identity import Authority
@@ -186,7 +186,7 @@ class HostileCoordinator:
         """The sum of these sites' updates, in units of itself; or why the sites do not give it."""
         total = MaskedSum(self._sizes)
         machine = SecureCoordinator(SecureRules())
-        machine.port = sums = _Sums(self, machine, total)
+        machine.port = sums = _Sums(self, total)
         self.open(phase, names)
         machine.opened(phase, frozenset(names))
         summed: set[str] = set()
@@ -215,8 +215,8 @@ class HostileCoordinator:
 class _Sums:
     """What the machine of one sum asks. `found` is how it ended."""
 
-    def __init__(self, coordinator: HostileCoordinator, machine: SecureCoordinator, total: MaskedSum) -> None:
-        self._coordinator, self._machine, self._total = coordinator, machine, total
+    def __init__(self, coordinator: HostileCoordinator, total: MaskedSum) -> None:
+        self._coordinator, self._total = coordinator, total
         self.found: Tensor | str | None = None
 
     def tell(self, site: str, order: SecureOrder) -> None:
@@ -225,16 +225,16 @@ class _Sums:
     def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
         raise AssertionError(f"{sites} left out: {reason}")
 
-    def take_masks_off(self, recovered: TakeMasksOff) -> None:
+    def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
         try:
             values, _ = self._total.unmasked(recovered, RUN)
         except PeerError as e:
-            self._machine.tried(recovered.phase, str(e))
-        else:
-            self.found = torch.cat([value.double() for _, value in sorted(values.items())])
+            return Unmasking(str(e))
+        self.found = torch.cat([value.double() for _, value in sorted(values.items())])
+        return Unmasking(wrong=self._total.wrong)
 
-    def sums_lost(self, phase: PhaseId, reason: str) -> None:
-        self.found = reason
+    def unmasked(self, phase: PhaseId, reason: str) -> None:
+        self.found = reason or self.found
 
 
 def settled(site: HonestSite, text: str) -> str:

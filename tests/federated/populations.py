@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,22 +27,20 @@ from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
+from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
-    CoordinatorEvent,
-    CoordinatorInstruction,
-    FinishRounds,
-    PlanRound,
-    RoundPlanned,
-    RoundRecord,
-)
+from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.protocol.federated_messages import ExecutorReport, PhaseId
 from isthmus.protocol.federated_participation import Participation, cohort
-from isthmus.protocol.federated_planning import plan_round
+from isthmus.protocol.federated_planning import PlanningProblem, plan_round
+from isthmus.protocol.federated_ports import CoordinatorPort
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from tests.federated.twins import BATCH, EPOCHS, ETA, SEED
+from tests.programs.ports import Asked, Recorder
 
+T = TypeVar("T")
 CLIENTS, PER_ROUND = 9, 5
 ANY = AdmissionRules()
 LOCAL = LocalConfig(epochs=EPOCHS, batch_size=BATCH, learning_rate=ETA)
@@ -168,14 +167,49 @@ class Run:
         return self.server.values["model"]
 
 
-class Planned(FederatedCoordinator):
-    """The machine with a host that answers its questions for schedules, and has nothing else to do."""
+class RoundRecorder(Recorder):
+    """A port that answers questions for schedules, which it does not write down."""
 
-    def handle(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
-        out: list[CoordinatorInstruction] = []
-        for instruction in super().handle(event):
-            if isinstance(instruction, PlanRound):
-                out += self.handle(RoundPlanned(plan_round(instruction.problem)))
-            else:
-                out.append(instruction)
-        return out
+    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
+        return plan_round(problem)
+
+    def opened(self, phase: PhaseId, executors: frozenset[str]) -> None:
+        """It is known from what was sent."""
+
+
+class Asking(FederatedCoordinator):
+    """The machine by itself: each call returns what it asks then."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._recorder = RoundRecorder(CoordinatorPort)
+        self.port = self._recorder.port
+
+    def after_report(self, executor: str, report: ExecutorReport) -> list[Asked]:
+        self.heard(executor, report)
+        return self._recorder.took()
+
+    def after_loss(self, executor: str, reason: str) -> list[Asked]:
+        self.lost(executor, reason)
+        return self._recorder.took()
+
+    def after_tick(self, now_s: float) -> list[Asked]:
+        self.clock(now_s)
+        return self._recorder.took()
+
+
+def orders(out: Sequence[Asked], kind: type[T]) -> list[tuple[str, T]]:
+    """Executors that are sent an order of this kind."""
+    sent = [(str(call[1]), call[2]) for call in out if call[0] == "notify"]
+    return [(executor, order) for executor, order in sent if isinstance(order, kind)]
+
+
+def commits(out: Sequence[Asked]) -> list[RoundRecord]:
+    return [call[1] for call in out if isinstance(call[1], RoundRecord)]
+
+
+def finish_of(out: Sequence[Asked]) -> FinishRounds:
+    """How the run ended, which is said last."""
+    finish = out[-1][1]
+    assert isinstance(finish, FinishRounds)
+    return finish

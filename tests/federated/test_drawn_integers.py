@@ -21,15 +21,7 @@ from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.robust import Aggregation, Robust
-from isthmus.protocol.federated_events import (
-    CommitRound,
-    DismissExecutor,
-    ExecutorConnected,
-    FinishRounds,
-    IgnoreSums,
-    MergeSums,
-    Notify,
-)
+from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_executor import ExecutorPort, FederatedExecutor
 from isthmus.protocol.federated_messages import (
     ClientTask,
@@ -46,15 +38,15 @@ from isthmus.protocol.federated_messages import (
     TasksRecalled,
     TasksReturned,
 )
+from isthmus.protocol.federated_ports import FederatedPort
 from isthmus.protocol.federated_run import FederatedRunMachine
-from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.secure_messages import KeysListed, UnmaskAsked
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.runtime.transport.message_sender import headers_of
 from tests.drawn_integers import DRAWN, Lies, landed, received
 from tests.federated.drawn_rounds import NAMES, RUN, Rounds, named
-from tests.federated.populations import Run, population
+from tests.federated.populations import RoundRecorder, Run, population
 from tests.programs.ports import Recorder
 
 pytestmark = pytest.mark.thorough
@@ -145,22 +137,25 @@ class LiedTo(InProcess):
 
     def __init__(self, run: Run, to_coordinator: Lies, to_executors: Lies) -> None:
         order = random.Random(3)
-        self.run_machine: Any = FederatedRunMachine(run.machine, timeout_s=60.0, exit_grace_s=0.0)
         pick = lambda ready: order.randrange(len(ready))  # noqa: E731
-        super().__init__(self.run_machine, run.server, run.sites, committed=run.records.append, pick=pick)
+        super().__init__(run.machine, run.server, run.sites, committed=run.records.append, pick=pick)
+        self.run_machine: Any = FederatedRunMachine(run.machine, timeout_s=60.0, exit_grace_s=0.0)
+        self.run_machine.port = self
         self._receiver = SumsReceiver(run.server)
         self._sizes = population().sizes
         self._to_coordinator, self._to_executors = to_coordinator, to_executors
         self.kinds: set[type] = set()
         for name in run.sites:
-            self.run_machine.handle(ExecutorConnected(executor=name))
+            self.run_machine.connected(name)
+        self.run_machine.ticked(0.0)
 
-    def _decide(self, event: Any) -> None:
-        if isinstance(event, FromDevice):
-            self.kinds.add(type(event.body))
-            if not isinstance(event.body, ExecutorJoined):
-                self._lie_to_coordinator(event.device, event.body)
-        super()._decide(event)
+    def heard(self, executor: str, report: Any) -> None:
+        self.kinds.add(type(report))
+        if not isinstance(report, ExecutorJoined):
+            self._lie_to_coordinator(executor, report)
+        self.run_machine.heard(executor, report)
+
+    def note(self, text: str) -> None: ...
 
     def _act(self, slot: Any) -> None:
         if slot.inbox and not isinstance(order := slot.inbox[0], PhaseId):
@@ -184,26 +179,28 @@ class LiedTo(InProcess):
             _, found = landed(lie, tensors, lambda message: receiver.guard(name, message))
             values = {header.name: tensor for header, tensor in zip(lie.tensors, found, strict=True)}
             report = receiver.on_report(name, lie.body, lie.values, values)
-        machine = copy.deepcopy(self.run_machine)
+        asked = RoundRecorder(FederatedPort)
+        machine = copy.deepcopy(self.run_machine, {id(self): asked})
         held = {n: dict(tasks) for n, tasks in machine.coordinator._open.held.items()}
-        for instruction in machine.handle(FromDevice(name, report)):
-            match instruction:
-                case DismissExecutor(executor=executor, reason=reason):
+        machine.heard(name, report)
+        for call in asked.asked:
+            match call:
+                case "dismiss", executor, reason:
                     raise PeerError(f"{executor} {reason}")
-                case MergeSums(executor=executor):
+                case "merge", executor, _:
                     assert executor == name and {t.client for t in report.timed} <= held[name].keys()
                     receiver.merge(name)
                     assert lie.values.weights.clients == len(report.timed)
-                case IgnoreSums(executor=executor):
+                case "ignore", executor, _:
                     assert executor == name
-                case Notify(body=PhaseOpened(tasks=tasks) | TasksGranted(tasks=tasks)):
+                case "notify", _, PhaseOpened(tasks=tasks) | TasksGranted(tasks=tasks):
                     assert all(task.samples == self._sizes[task.client] and not task.late for task in tasks)
                     assert len({task.client for task in tasks}) == len(tasks)
-                case CommitRound(record=record):
+                case "commit", RoundRecord() as record:
                     trained = [t for timed in record.trained.values() for t in timed]
                     assert len({t.client for t in trained}) == len(trained)
                     assert all(t.samples == self._sizes[t.client] for t in trained)
-                case FinishRounds(outcome=outcome):
+                case "finished", FinishRounds(outcome=outcome):
                     assert outcome == "done"
                 case _:
                     pass

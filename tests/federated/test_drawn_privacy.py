@@ -18,18 +18,16 @@ from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import client_data, identity, load_federated_job, round_rules
 from isthmus.federated.privacy import Guarantee, Privacy, guarantee, private
 from isthmus.federated.secure import site_noise
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import CommitRound, RoundRecord, UpdateServer
-from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId, PhaseSetup
+from isthmus.protocol.federated_events import RoundRecord
+from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId, PhaseOpened, PhaseSetup
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.protocol.machine import FromDevice
 from isthmus.rng import stream
 from isthmus.runtime.federated.host import RoundMeasure
 from isthmus.runtime.federated.round_store import RoundStore
 from tests.federated.drawn_privacy import EACH, KINDS, PAGE, Setting, epsilons, settings, table
-from tests.federated.populations import Run, population
+from tests.federated.populations import Asking, Run, commits, orders, population
 from tests.federated.sites import write_job
 from tests.federated.twins import SEED
 from tests.runtime.commands import edited, isthmus, refused
@@ -132,7 +130,7 @@ def test_thousands_of_rounds_of_nobody_in_a_row(tmp_path: Path) -> None:
 
 
 def test_sites_of_which_nobody_is_drawn_have_a_round_that_changes_nothing() -> None:
-    machine = FederatedCoordinator(
+    machine = Asking(
         ("a", "b"),
         RoundRules(rounds=2, needed=2, poisson=True, gathering=ExecutorChurn(start=2)),
         np.array([5, 5]),
@@ -140,14 +138,14 @@ def test_sites_of_which_nobody_is_drawn_have_a_round_that_changes_nothing() -> N
         ThroughputModel(2, window_rounds=5),
         clients={"a": 0, "b": 1},
     )
-    machine.handle(FromDevice("a", ExecutorJoined(samples=5)))
-    out = machine.handle(FromDevice("b", ExecutorJoined(samples=5)))
-    update, commit, *opened = out
-    assert isinstance(update, UpdateServer)
-    assert update.opening == PhaseSetup(phase=PhaseId(0), clients=0, samples=0)
-    assert isinstance(commit, CommitRound)
-    assert (commit.record.round, dict(commit.record.trained)) == (0, {})
-    assert [(one.executor, one.body.opening.phase) for one in opened] == [("a", PhaseId(1)), ("b", PhaseId(1))]
+    machine.after_report("a", ExecutorJoined(samples=5))
+    update, *out = machine.after_report("b", ExecutorJoined(samples=5))
+    opening = PhaseSetup(phase=PhaseId(0), clients=0, samples=0)
+    assert update == ("update_server", PhaseId(0), opening)
+    (record,) = commits(out[:1])
+    assert (record.round, dict(record.trained)) == (0, {})
+    opened = [(name, order.opening.phase) for name, order in orders(out[1:], PhaseOpened)]
+    assert opened == [("a", PhaseId(1)), ("b", PhaseId(1))] and len(out) == 3
 
 
 # What the accountant is told

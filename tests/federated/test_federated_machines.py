@@ -1,4 +1,4 @@
-"""The coordinator by itself: instruction lists, losses, closing rules."""
+"""The coordinator by itself: what it asks, losses, closing rules."""
 
 from __future__ import annotations
 
@@ -9,19 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
-    CommitRound,
-    CoordinatorInstruction,
-    DismissExecutor,
-    ExecutorLost,
-    FinishRounds,
-    IgnoreSums,
-    MergeSums,
-    Notify,
-    Tick,
-    UpdateServer,
-)
+from isthmus.protocol.federated_events import FinishRounds
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
@@ -43,35 +31,35 @@ from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.protocol.machine import FromDevice
-from tests.federated.populations import Planned
+from tests.federated.populations import Asking, commits, finish_of, orders
+from tests.programs.ports import Asked
 
 TURN = PhaseId(0)
 SIZES = np.array([40, 30, 20, 10])
 EQUAL = LinearFit(1.0, 0.0)
 
 
-def coordinator(executors: int = 2, keeps: bool = False, **rules: object) -> FederatedCoordinator:
+def coordinator(executors: int = 2, keeps: bool = False, **rules: object) -> Asking:
     names = [f"e{k}" for k in range(executors)]
     options = {"rounds": 2, "needed": 4, "steals": False} | rules
     throughput = ThroughputModel(executors, window_rounds=5)
     states = np.full(len(SIZES), NONE, dtype=np.int32) if keeps else None
-    return Planned(names, RoundRules(**options), SIZES, lambda r: np.arange(4), throughput, states=states)
+    return Asking(names, RoundRules(**options), SIZES, lambda r: np.arange(4), throughput, states=states)
 
 
-def start(machine: FederatedCoordinator) -> dict[str, list[int]]:
+def start(machine: Asking) -> dict[str, list[int]]:
     """Joins everybody; returns who trains whom."""
-    out: list[CoordinatorInstruction] = []
+    out: list[Asked] = []
     for name in machine.executors:
-        out += machine.handle(FromDevice(name, ExecutorJoined()))
+        out += machine.after_report(name, ExecutorJoined())
     return clients_of(out)
 
 
-def openings(out: list[CoordinatorInstruction]) -> dict[str, PhaseOpened]:
-    return {i.executor: i.body for i in out if isinstance(i, Notify) and isinstance(i.body, PhaseOpened)}
+def openings(out: list[Asked]) -> dict[str, PhaseOpened]:
+    return dict(orders(out, PhaseOpened))
 
 
-def clients_of(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
+def clients_of(out: list[Asked]) -> dict[str, list[int]]:
     return {name: [t.client for t in body.tasks] for name, body in openings(out).items()}
 
 
@@ -81,9 +69,9 @@ def task_of(client: int) -> ClientTask:
 
 def summed(
     name: str, *clients: int, phase: PhaseId = TURN, states: Mapping[int, int] | None = None
-) -> FromDevice[SumsSent]:
+) -> tuple[str, SumsSent]:
     timed = tuple(ClientTime(c, int(SIZES[c]), 1.0, (states or {}).get(c, NONE)) for c in clients)
-    return FromDevice(name, SumsSent(phase=phase, timed=timed))
+    return name, SumsSent(phase=phase, timed=timed)
 
 
 def test_a_round_goes_around() -> None:
@@ -91,27 +79,27 @@ def test_a_round_goes_around() -> None:
     dealt = start(machine)
     assert sorted(itertools.chain(*dealt.values())) == [0, 1, 2, 3]
     assert machine.behind == (0, frozenset()), "all of them train"
-    assert machine.handle(summed("e0", *dealt["e0"])) == [MergeSums("e0", TURN)]
+    assert machine.after_report(*summed("e0", *dealt["e0"])) == [("merge", "e0", TURN)]
     assert machine.behind == (0, {"e1"})
-    merge, absorb, commit, *opens = machine.handle(summed("e1", *dealt["e1"]))
-    assert (merge, absorb) == (MergeSums("e1", TURN), UpdateServer(TURN))
-    assert isinstance(commit, CommitRound)
-    assert commit.record.missing == ()
-    assert len(openings(opens)) == len(opens) and {body.opening.phase for body in openings(opens).values()} == {
+    merge, absorb, *out = machine.after_report(*summed("e1", *dealt["e1"]))
+    assert (merge, absorb) == (("merge", "e1", TURN), ("update_server", TURN, None))
+    (record,) = commits(out)
+    assert record.missing == ()
+    assert len(openings(out)) == len(out[1:]) and {body.opening.phase for body in openings(out[1:]).values()} == {
         PhaseId(1)
     }
-    again = clients_of(opens)
-    machine.handle(summed("e0", *again["e0"], phase=PhaseId(1)))
-    assert machine.handle(summed("e1", *again["e1"], phase=PhaseId(1)))[-1] == FinishRounds("done")
+    again = clients_of(out)
+    machine.after_report(*summed("e0", *again["e0"], phase=PhaseId(1)))
+    assert machine.after_report(*summed("e1", *again["e1"], phase=PhaseId(1)))[-1] == ("finished", FinishRounds("done"))
 
 
 def test_a_second_pass_has_the_same_cohort() -> None:
     machine = coordinator(passes=2)
     dealt = start(machine)
-    machine.handle(summed("e0", *dealt["e0"]))
-    out = machine.handle(summed("e1", *dealt["e1"]))
-    assert UpdateServer(TURN) in out
-    assert not any(isinstance(i, CommitRound) for i in out)
+    machine.after_report(*summed("e0", *dealt["e0"]))
+    out = machine.after_report(*summed("e1", *dealt["e1"]))
+    assert ("update_server", TURN, None) in out
+    assert not commits(out)
     assert {body.opening.phase for body in openings(out).values()} == {PhaseId(0, 0, 1)}
     assert sorted(itertools.chain(*clients_of(out).values())) == [0, 1, 2, 3]
 
@@ -122,50 +110,48 @@ def test_a_round_of_two_passes_tells_of_both() -> None:
     bad, *good = dealt["e0"]
     refused = (RefusedUpdate(bad, "not finite"),)
     timed = tuple(ClientTime(c, int(SIZES[c]), 2.0) for c in good)
-    machine.handle(FromDevice("e0", SumsSent(phase=TURN, timed=timed, refused=refused)))
-    again = clients_of(machine.handle(summed("e1", *dealt["e1"])))
+    machine.after_report("e0", SumsSent(phase=TURN, timed=timed, refused=refused))
+    again = clients_of(machine.after_report(*summed("e1", *dealt["e1"])))
     lost = again["e1"].pop()
-    machine.handle(summed("e0", *again["e0"], phase=PhaseId(0, 0, 1)))
-    machine.handle(summed("e1", *again["e1"], phase=PhaseId(0, 0, 1)))
-    (commit,) = (i for i in machine.handle(Tick(now_s=600.0)) if isinstance(i, CommitRound))
-    assert commit.record.refused == refused
-    assert commit.record.missing == (lost,)
-    assert commit.record.earlier_s == {"e0": 2.0 * len(good), "e1": float(len(dealt["e1"]))}
+    machine.after_report(*summed("e0", *again["e0"], phase=PhaseId(0, 0, 1)))
+    machine.after_report(*summed("e1", *again["e1"], phase=PhaseId(0, 0, 1)))
+    (record,) = commits(machine.after_tick(600.0))
+    assert record.refused == refused
+    assert record.missing == (lost,)
+    assert record.earlier_s == {"e0": 2.0 * len(good), "e1": float(len(dealt["e1"]))}
 
 
 def test_clients_of_a_lost_executor_go_to_the_others_even_when_their_sums_are_in() -> None:
     machine = coordinator()
     dealt = start(machine)
-    machine.handle(summed("e0", *dealt["e0"]))
-    (broadcast,) = machine.handle(ExecutorLost(executor="e1", reason="killed"))
-    assert isinstance(broadcast, Notify)
-    assert broadcast.executor == "e0"
-    assert isinstance(broadcast.body, TasksGranted)
-    assert sorted(t.client for t in broadcast.body.tasks) == sorted(dealt["e1"])
-    assert any(isinstance(i, CommitRound) for i in machine.handle(summed("e0", *dealt["e1"])))
+    machine.after_report(*summed("e0", *dealt["e0"]))
+    out = machine.after_loss("e1", "killed")
+    ((executor, granted),) = orders(out, TasksGranted)
+    assert (executor, len(out)) == ("e0", 1)
+    assert sorted(t.client for t in granted.tasks) == sorted(dealt["e1"])
+    assert commits(machine.after_report(*summed("e0", *dealt["e1"])))
 
 
 def test_sums_that_were_in_when_the_executor_was_lost_count_once() -> None:
     machine = coordinator()
     dealt = start(machine)
-    machine.handle(summed("e1", *dealt["e1"]))
-    assert machine.handle(ExecutorLost(executor="e1", reason="killed")) == []
-    out = machine.handle(summed("e0", *dealt["e0"]))
-    (commit,) = (i for i in out if isinstance(i, CommitRound))
-    assert sum(map(len, commit.record.trained.values())) == 4
+    machine.after_report(*summed("e1", *dealt["e1"]))
+    assert machine.after_loss("e1", "killed") == []
+    out = machine.after_report(*summed("e0", *dealt["e0"]))
+    (record,) = commits(out)
+    assert sum(map(len, record.trained.values())) == 4
 
 
 def test_sums_of_clients_that_were_not_given_are_ignored() -> None:
     machine = coordinator()
     dealt = start(machine)
-    assert machine.handle(summed("e0", *dealt["e1"]))[0] == IgnoreSums("e0", TURN)
+    assert machine.after_report(*summed("e0", *dealt["e1"]))[0] == ("ignore", "e0", TURN)
 
 
 def test_the_last_executor_lost_ends_the_run() -> None:
     machine = coordinator(executors=1)
     start(machine)
-    finish = machine.handle(ExecutorLost(executor="e0", reason="killed"))[-1]
-    assert isinstance(finish, FinishRounds)
+    finish = finish_of(machine.after_loss("e0", "killed"))
     assert finish.outcome == "lost"
     assert "killed" in finish.reason
 
@@ -173,30 +159,29 @@ def test_the_last_executor_lost_ends_the_run() -> None:
 def test_an_idle_executor_takes_what_another_has_not_begun() -> None:
     machine = coordinator(steals=True)
     dealt = start(machine)
-    (asked,) = machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
-    assert isinstance(asked, Notify)
-    assert (asked.executor, type(asked.body)) == ("e1", TasksRecalled)
+    (asked,) = machine.after_report("e0", ExecutorDrained(phase=TURN))
+    assert (asked[:2], type(asked[2])) == (("notify", "e1"), TasksRecalled)
     given = (task_of(dealt["e1"][-1]),)
-    (granted,) = machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=given)))
-    assert granted == Notify("e0", TasksGranted(phase=TURN, tasks=given, holds=True))
+    (granted,) = machine.after_report("e1", TasksReturned(phase=TURN, tasks=given))
+    assert granted == ("notify", "e0", TasksGranted(phase=TURN, tasks=given, holds=True))
     # The one that e1 has left it must have begun: nobody is asked any more.
-    assert machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN))) == [Notify("e0", PhaseClosed(phase=TURN))]
-    machine.handle(summed("e0", *dealt["e0"], given[0].client))
-    assert machine.handle(FromDevice("e1", ExecutorDrained(phase=TURN))) == [Notify("e1", PhaseClosed(phase=TURN))]
-    out = machine.handle(summed("e1", *dealt["e1"][:-1]))
-    (commit,) = (i for i in out if isinstance(i, CommitRound))
-    assert commit.record.stolen == 1
+    assert machine.after_report("e0", ExecutorDrained(phase=TURN)) == [("notify", "e0", PhaseClosed(phase=TURN))]
+    machine.after_report(*summed("e0", *dealt["e0"], given[0].client))
+    assert machine.after_report("e1", ExecutorDrained(phase=TURN)) == [("notify", "e1", PhaseClosed(phase=TURN))]
+    out = machine.after_report(*summed("e1", *dealt["e1"][:-1]))
+    (record,) = commits(out)
+    assert record.stolen == 1
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(1e-4, False), (1.0, True)])
 def test_a_turn_that_will_soon_be_over_is_not_held_open_for_thieves(seconds: float, holds: bool) -> None:
     machine = coordinator(steals=True, rounds=3)
     dealt = start(machine)
-    out: list[CoordinatorInstruction] = []
+    out: list[Asked] = []
     for round_ in range(2):  # fewer of an executor's clients are not believed
         for name in machine.executors:
             timed = tuple(ClientTime(c, int(SIZES[c]), seconds) for c in dealt[name])
-            out = machine.handle(FromDevice(name, SumsSent(phase=PhaseId(round_), timed=timed)))
+            out = machine.after_report(name, SumsSent(phase=PhaseId(round_), timed=timed))
         dealt = clients_of(out)
     assert [body.holds for body in openings(out).values()] == [holds] * len(machine.executors)
     assert [body.brief for body in openings(out).values()] == [not holds] * len(machine.executors)
@@ -205,31 +190,30 @@ def test_a_turn_that_will_soon_be_over_is_not_held_open_for_thieves(seconds: flo
 def test_who_had_nothing_to_give_is_not_asked_again() -> None:
     machine = coordinator(executors=3, steals=True)
     assert start(machine)["e2"] == [2, 3]
-    (asked,) = machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
-    assert asked == Notify("e2", TasksRecalled(phase=TURN, own=EQUAL, thief=EQUAL))
-    assert machine.handle(FromDevice("e2", TasksReturned(phase=TURN, tasks=()))) == [
-        Notify("e0", PhaseClosed(phase=TURN))
+    (asked,) = machine.after_report("e0", ExecutorDrained(phase=TURN))
+    assert asked == ("notify", "e2", TasksRecalled(phase=TURN, own=EQUAL, thief=EQUAL))
+    assert machine.after_report("e2", TasksReturned(phase=TURN, tasks=())) == [
+        ("notify", "e0", PhaseClosed(phase=TURN))
     ]
-    assert machine.handle(FromDevice("e1", ExecutorDrained(phase=TURN))) == [Notify("e1", PhaseClosed(phase=TURN))]
+    assert machine.after_report("e1", ExecutorDrained(phase=TURN)) == [("notify", "e1", PhaseClosed(phase=TURN))]
 
 
 def test_an_executor_that_is_lost_before_all_have_joined_ends_the_run() -> None:
     machine = coordinator()
-    machine.handle(FromDevice("e0", ExecutorJoined()))
-    finish = machine.handle(ExecutorLost(executor="e1", reason="killed"))[-1]
-    assert isinstance(finish, FinishRounds)
+    machine.after_report("e0", ExecutorJoined())
+    finish = finish_of(machine.after_loss("e1", "killed"))
     assert finish.outcome == "lost"
 
 
 def test_what_a_victim_gives_back_for_a_lost_thief_is_not_lost() -> None:
     machine = coordinator(steals=True)
     dealt = start(machine)
-    machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
-    machine.handle(ExecutorLost(executor="e0", reason="killed"))
+    machine.after_report("e0", ExecutorDrained(phase=TURN))
+    machine.after_loss("e0", "killed")
     last = task_of(dealt["e1"][-1])
-    machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=(last,))))
-    out = machine.handle(FromDevice("e1", ExecutorDrained(phase=TURN)))
-    assert out == [Notify("e1", TasksGranted(phase=TURN, tasks=(last,), holds=True))]
+    machine.after_report("e1", TasksReturned(phase=TURN, tasks=(last,)))
+    out = machine.after_report("e1", ExecutorDrained(phase=TURN))
+    assert out == [("notify", "e1", TasksGranted(phase=TURN, tasks=(last,), holds=True))]
 
 
 @pytest.mark.parametrize("lie", ["samples", "state", "another's", "twice", "unasked"])
@@ -238,7 +222,7 @@ def test_only_what_was_given_and_asked_for_is_given_back(lie: str) -> None:
     machine = coordinator(steals=True)
     dealt = start(machine)
     if lie != "unasked":
-        machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
+        machine.after_report("e0", ExecutorDrained(phase=TURN))
     good, last = map(task_of, dealt["e1"])
     other = task_of(dealt["e0"][0])
     wrong = {
@@ -248,9 +232,9 @@ def test_only_what_was_given_and_asked_for_is_given_back(lie: str) -> None:
         "twice": good,
     }
     tasks = (good, wrong.get(lie, last))
-    dismissed, *out = machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=tasks)))
-    assert dismissed == DismissExecutor("e1", "gave back clients that it was not given")
-    granted = [task for i in out if isinstance(i, Notify) and isinstance(i.body, TasksGranted) for task in i.body.tasks]
+    dismissed, *out = machine.after_report("e1", TasksReturned(phase=TURN, tasks=tasks))
+    assert dismissed == ("dismiss", "e1", "gave back clients that it was not given")
+    granted = [task for _, order in orders(out, TasksGranted) for task in order.tasks]
     assert sorted(task.client for task in granted) == sorted(dealt["e1"])
 
 
@@ -258,54 +242,52 @@ def test_one_at_a_time() -> None:
     machine = coordinator(single=True)
     dealt = start(machine)
     assert all(len(clients) == 1 for clients in dealt.values())
-    merge, granted = machine.handle(summed("e0", *dealt["e0"]))
-    assert merge == MergeSums("e0", TURN)
-    assert isinstance(granted, Notify)
-    assert isinstance(granted.body, TasksGranted)
-    assert (len(granted.body.tasks), granted.body.holds) == (1, False)
+    merge, *out = machine.after_report(*summed("e0", *dealt["e0"]))
+    assert merge == ("merge", "e0", TURN)
+    ((_, granted),) = orders(out, TasksGranted)
+    assert (len(out), len(granted.tasks), granted.holds) == (1, 1, False)
 
 
 def test_a_deadline_commits_who_is_in() -> None:
     machine = coordinator(deadline_s=10.0)
     dealt = start(machine)
-    machine.handle(summed("e0", *dealt["e0"]))
-    assert machine.handle(Tick(now_s=9.0)) == []
-    out = machine.handle(Tick(now_s=10.0))
-    assert Notify("e1", PhaseDropped(phase=TURN)) in out
-    (commit,) = (i for i in out if isinstance(i, CommitRound))
-    assert commit.record.closed_by == "deadline"
-    assert sorted(commit.record.missing) == sorted(dealt["e1"])
-    assert machine.handle(summed("e1", *dealt["e1"])) == [IgnoreSums("e1", TURN)]
+    machine.after_report(*summed("e0", *dealt["e0"]))
+    assert machine.after_tick(9.0) == []
+    out = machine.after_tick(10.0)
+    assert ("notify", "e1", PhaseDropped(phase=TURN)) in out
+    (record,) = commits(out)
+    assert record.closed_by == "deadline"
+    assert sorted(record.missing) == sorted(dealt["e1"])
+    assert machine.after_report(*summed("e1", *dealt["e1"])) == [("ignore", "e1", TURN)]
 
 
 def test_a_late_executor_keeps_the_states_of_clients_that_are_in() -> None:
     machine = coordinator(deadline_s=10.0)
     dealt = start(machine)
-    machine.handle(summed("e0", *dealt["e0"]))
-    (granted,) = machine.handle(ExecutorLost(executor="e1", reason="killed"))
-    assert isinstance(granted, Notify)
-    out = machine.handle(Tick(now_s=10.0))
-    assert Notify("e0", PhaseDropped(phase=TURN, kept=tuple(dealt["e0"]))) in out
+    machine.after_report(*summed("e0", *dealt["e0"]))
+    (granted,) = machine.after_loss("e1", "killed")
+    assert granted[0] == "notify"
+    out = machine.after_tick(10.0)
+    assert ("notify", "e0", PhaseDropped(phase=TURN, kept=tuple(dealt["e0"]))) in out
 
 
 def test_a_second_pass_that_fails_is_tried_again_alone() -> None:
     machine = coordinator(passes=2, deadline_s=10.0, minimum=4)
     dealt = start(machine)
-    machine.handle(summed("e0", *dealt["e0"]))
-    machine.handle(summed("e1", *dealt["e1"]))
-    out = machine.handle(Tick(now_s=10.0))
+    machine.after_report(*summed("e0", *dealt["e0"]))
+    machine.after_report(*summed("e1", *dealt["e1"]))
+    out = machine.after_tick(10.0)
     assert {body.opening.phase for body in openings(out).values()} == {PhaseId(0, 1, 1)}
 
 
 def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
     machine = coordinator(deadline_s=10.0, minimum=4, attempts=2)
     dealt = start(machine)
-    machine.handle(summed("e0", *dealt["e0"]))
-    out = machine.handle(Tick(now_s=10.0))
+    machine.after_report(*summed("e0", *dealt["e0"]))
+    out = machine.after_tick(10.0)
     assert {body.opening.phase for body in openings(out).values()} == {PhaseId(0, 1)}
-    assert UpdateServer(TURN) not in out
-    finish = machine.handle(Tick(now_s=20.0))[-1]
-    assert isinstance(finish, FinishRounds)
+    assert ("update_server", TURN, None) not in out
+    finish = finish_of(machine.after_tick(20.0))
     assert "after 2 attempts" in finish.reason
 
 
@@ -313,7 +295,7 @@ def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
 def test_clients_that_are_all_refused_are_not_trained_again(diverged: int, outcome: str) -> None:
     machine = coordinator(attempts=3)
     reports = [
-        FromDevice(
+        (
             name,
             SumsSent(
                 phase=TURN,
@@ -323,8 +305,7 @@ def test_clients_that_are_all_refused_are_not_trained_again(diverged: int, outco
         )
         for name, clients in start(machine).items()
     ]
-    *_, finish = [machine.handle(report) for report in reports][-1]
-    assert isinstance(finish, FinishRounds)
+    finish = finish_of([machine.after_report(*report) for report in reports][-1])
     assert finish.outcome == outcome
     assert finish.reason.startswith("round 1: 0 clients were in, expected at least 1; client ")
 
@@ -334,21 +315,21 @@ def test_a_quorum_closes_the_round() -> None:
     dealt = start(machine)
     sizes = {name: len(clients) for name, clients in dealt.items()}
     first = max(sizes, key=lambda name: sizes[name])
-    (commit,) = (i for i in machine.handle(summed(first, *dealt[first])) if isinstance(i, CommitRound))
-    assert commit.record.closed_by == "quorum"
+    (record,) = commits(machine.after_report(*summed(first, *dealt[first])))
+    assert record.closed_by == "quorum"
 
 
 def test_a_refused_client_is_not_missing() -> None:
     machine = coordinator()
     dealt = start(machine)
-    machine.handle(summed("e0", *dealt["e0"]))
+    machine.after_report(*summed("e0", *dealt["e0"]))
     bad, *good = dealt["e1"]
     refused = (RefusedUpdate(bad, "not finite"),)
     timed = tuple(ClientTime(c, int(SIZES[c]), 1.0) for c in good)
-    out = machine.handle(FromDevice("e1", SumsSent(phase=TURN, timed=timed, refused=refused)))
-    (commit,) = (i for i in out if isinstance(i, CommitRound))
-    assert commit.record.refused == refused
-    assert commit.record.missing == ()
+    out = machine.after_report("e1", SumsSent(phase=TURN, timed=timed, refused=refused))
+    (record,) = commits(out)
+    assert record.refused == refused
+    assert record.missing == ()
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -357,9 +338,9 @@ def test_clients_go_on_from_the_states_that_were_reported(passes: int) -> None:
     dealt = start(machine)
     clients = sorted(itertools.chain(*dealt.values()))
     states = {client: 70 + client for client in clients[1:]}
-    machine.handle(summed("e0", *dealt["e0"], states=states))
+    machine.after_report(*summed("e0", *dealt["e0"], states=states))
     assert machine.states is not None and set(machine.states) == {NONE}, "the pass is open"
-    out = machine.handle(summed("e1", *dealt["e1"], states=states))
+    out = machine.after_report(*summed("e1", *dealt["e1"], states=states))
     broadcast = {t.client: t.state for body in openings(out).values() for t in body.tasks}
     assert broadcast == {clients[0]: NONE, **states}
 
@@ -367,27 +348,27 @@ def test_clients_go_on_from_the_states_that_were_reported(passes: int) -> None:
 def test_states_of_a_round_that_is_dropped_do_not_count() -> None:
     machine = coordinator(keeps=True, deadline_s=10.0, minimum=4)
     dealt = start(machine)
-    machine.handle(summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), 7)))
-    out = machine.handle(Tick(now_s=10.0))
+    machine.after_report(*summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), 7)))
+    out = machine.after_tick(10.0)
     assert {t.state for body in openings(out).values() for t in body.tasks} == {NONE}
 
 
 def test_who_reports_a_state_that_is_none_is_dismissed() -> None:
     machine = coordinator(keeps=True)
     dealt = start(machine)
-    out = machine.handle(summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), -2)))
-    assert DismissExecutor("e0", "reported a state that is none") in out
+    out = machine.after_report(*summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), -2)))
+    assert ("dismiss", "e0", "reported a state that is none") in out
 
 
 def test_executors_with_a_client_of_their_own_train_only_that() -> None:
     names = ["e0", "e1", "e2"]
     rules = RoundRules(rounds=1, needed=2)
     throughput, clients = ThroughputModel(3, window_rounds=5), {name: client for client, name in enumerate(names)}
-    machine = Planned(names, rules, SIZES, lambda r: np.array([0, 2]), throughput, clients=clients)
+    machine = Asking(names, rules, SIZES, lambda r: np.array([0, 2]), throughput, clients=clients)
     assert start(machine) == {"e0": [0], "e2": [2]}
-    machine.handle(ExecutorLost(executor="e0", reason="killed"))
-    (commit,) = (i for i in machine.handle(summed("e2", 2)) if isinstance(i, CommitRound))
-    assert commit.record.missing == (0,)
+    machine.after_loss("e0", "killed")
+    (record,) = commits(machine.after_report(*summed("e2", 2)))
+    assert record.missing == (0,)
 
 
 def test_a_schedule_that_wasmade_by_sizes_says_nothing_of_seconds() -> None:

@@ -191,7 +191,7 @@ def test_after_one_wrong_share_its_owner_and_its_holder_deal_each_other_none() -
     asked.took()
     machine.sums_wanted(PhaseId(0, 1), frozenset("acd"))  # a would see two: it would leave
     reason = "secure aggregation: a knows 2 sites of the sum, expected 3"
-    assert asked.took() == [("sums_lost", PhaseId(0, 1), reason)]
+    assert asked.took() == [("unmasked", PhaseId(0, 1), reason)]
 
 
 @given(st.sets(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=6))

@@ -8,25 +8,19 @@ are sent stands behind the phase's opening: a quick executor may answer before.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import groupby
+from typing import Any
 
+from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
-    CommitRound,
-    CoordinatorEvent,
-    CoordinatorInstruction,
-    ExecutorLost,
-    FinishRounds,
-    Notify,
-    PhaseUnderWay,
-    PlanRound,
-    RoundPlanned,
-    RoundRecord,
-    Tick,
-)
-from isthmus.protocol.federated_messages import PhaseOpened, TasksGranted, TasksReturned
-from isthmus.protocol.machine import FromDevice, kind_of
+from isthmus.protocol.federated_events import RoundRecord
+from isthmus.protocol.federated_messages import ExecutorReport, PhaseOpened, TasksGranted, TasksReturned
+from isthmus.protocol.federated_planning import PlanningProblem
+
+Decision = tuple[str, str, list[str]]
+"""The event, by whom, and what it led to."""
 
 
 def _numbers(clients: Collection[int]) -> str:
@@ -44,23 +38,55 @@ def _committed(record: RoundRecord) -> str:
     return " ".join(words)
 
 
-def _words(instruction: CoordinatorInstruction) -> str:
-    match instruction:
-        case Notify(executor=executor, body=PhaseOpened(opening=opening, tasks=tasks)):
+def _order_words(executor: str, order: Any) -> str:
+    match order:
+        case PhaseOpened(opening=opening, tasks=tasks):
             phase, clients = opening.phase, [t.client for t in tasks]
             return f"PhaseOpened {phase.round}.{phase.attempt} {executor} {_numbers(clients)}".strip()
-        case Notify(executor=executor, body=TasksGranted(tasks=tasks)):
+        case TasksGranted(tasks=tasks):
             return f"TasksGranted {executor} {_numbers([t.client for t in tasks])}"
-        case Notify(executor=executor, body=body):
-            return f"{type(body).__name__} {executor}"
-        case PlanRound(round=round_):
-            return f"PlanRound {round_}"
-        case CommitRound(record=record):
-            return _committed(record)
-        case FinishRounds(outcome=outcome):
-            return f"FinishRounds {outcome}"
         case _:
-            return f"{type(instruction).__name__} {getattr(instruction, 'executor', '')}".strip()
+            return f"{type(order).__name__} {executor}"
+
+
+def _words(asked: str, given: Sequence[Any]) -> list[str]:
+    match asked:
+        case "notify":
+            return [_order_words(*given)]
+        case "commit":
+            return [_committed(given[0])]
+        case "finished":
+            return ["Halt", f"FinishRounds {given[0].outcome}"]
+        case "update_server":
+            return ["UpdateServer"]
+        case "merge" | "ignore":
+            return [f"{asked.capitalize()}Sums {given[0]}"]
+        case "dismiss":
+            return [f"DismissExecutor {given[0]}"]
+        case _:
+            return []
+
+
+class _Watched:
+    """The machine's port: `decisions` gets what it is asked, by event."""
+
+    def __init__(self, port: Any, decisions: list[Decision]) -> None:
+        self._port, self._decisions = port, decisions
+
+    def __getattr__(self, asked: str) -> Any:
+        act = getattr(self._port, asked)
+
+        def ask(*given: Any) -> Any:
+            self._decisions[-1][2].extend(_words(asked, given))
+            return act(*given)
+
+        return ask
+
+    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
+        self._decisions[-1][2].append(f"PlanRound {round_}")
+        schedule = self._port.plan(round_, problem)
+        self._decisions.append(("RoundPlanned", "", []))
+        return schedule
 
 
 class Recorded(FederatedCoordinator):
@@ -68,18 +94,43 @@ class Recorded(FederatedCoordinator):
 
     def record(self) -> None:
         """From now on."""
-        self._found: list[tuple[str, str, tuple[str, ...]]] = []
+        self._found: list[Decision] = []
         self._heard = threading.Condition()
+        self._decisions: list[Decision] = []
 
-    def handle(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
-        out = super().handle(event)
-        told = tuple(_words(i) for i in out)
+    @property
+    def port(self) -> Any:
+        return self._watched
+
+    @port.setter
+    def port(self, port: Any) -> None:
+        self._watched = _Watched(port, self._decisions)
+
+    def heard(self, executor: str, report: ExecutorReport) -> None:
+        self._decide(_name(report), executor, partial(super().heard, executor, report))
+
+    def lost(self, executor: str, reason: str) -> None:
+        self._decide("ExecutorLost", executor, partial(super().lost, executor, reason))
+
+    def clock(self, now_s: float) -> None:
+        self._decide("Tick", "", partial(super().clock, now_s))
+
+    def interrupted(self) -> None:
+        self._decide("RunInterrupted", "", super().interrupted)
+
+    def under_way(self) -> None:
+        self._decide("PhaseUnderWay", "", super().under_way)
+
+    def _decide(self, name: str, executor: str, act: Callable[[], None]) -> None:
+        self._decisions.append((name, executor, []))
+        act()
         with self._heard:
-            if told or not isinstance(event, Tick | PhaseUnderWay | RoundPlanned):
-                place = self._opening() if isinstance(event, PhaseUnderWay) else len(self._found)
-                self._found.insert(place, (_name(event), _executor(event), told))
+            for decision in self._decisions:
+                if decision[2] or decision[0] not in ("Tick", "PhaseUnderWay", "RoundPlanned"):
+                    place = self._opening() if decision[0] == "PhaseUnderWay" else len(self._found)
+                    self._found.insert(place, decision)
+            self._decisions.clear()
             self._heard.notify_all()
-        return out
 
     def wait_for(self, words: str, limit_s: float) -> bool:
         """Until it has heard or told what begins with these words, or the run is over; False after `limit_s`."""
@@ -108,16 +159,10 @@ class Recorded(FederatedCoordinator):
         return "\n".join(lines)
 
 
-def _name(event: CoordinatorEvent) -> str:
-    if isinstance(event, FromDevice) and isinstance(event.body, TasksReturned):
-        return f"TasksReturned {_numbers([t.client for t in event.body.tasks])}".strip()
-    return kind_of(event).__name__
-
-
-def _executor(event: CoordinatorEvent) -> str:
-    if isinstance(event, FromDevice):
-        return event.device
-    return event.executor if isinstance(event, ExecutorLost) else ""
+def _name(report: ExecutorReport) -> str:
+    if isinstance(report, TasksReturned):
+        return f"TasksReturned {_numbers([t.client for t in report.tasks])}".strip()
+    return type(report).__name__
 
 
 def _in_order(told: Sequence[str]) -> list[str]:

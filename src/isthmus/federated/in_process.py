@@ -15,37 +15,22 @@ from torch import Tensor
 from isthmus.errors import InternalError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.server import Server
+from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
-    CommitRound,
-    CoordinatorEvent,
-    DismissExecutor,
-    FinishRounds,
-    IgnoreSums,
-    MergeSums,
-    Notify,
-    PlanRound,
-    RoundPlanned,
-    RoundRecord,
-    RunInterrupted,
-    Tick,
-    UnmaskSums,
-    UpdateServer,
-)
+from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ExecutorJoined,
     ExecutorOrder,
+    ExecutorReport,
     PhaseId,
     PhaseOpened,
     PhaseReport,
     PhaseSetup,
     SumsSent,
 )
-from isthmus.protocol.federated_planning import plan_round
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.federated_planning import PlanningProblem, plan_round
 
 TICK_S = 0.25
 
@@ -119,6 +104,7 @@ class InProcess:
     ) -> None:
         """Without a `clock`, in seconds, no time passes."""
         self.machine = machine
+        machine.port = self
         self.server = server
         self._slots = {name: _ExecutorSlot(name, site, clients_per_vmap, self) for name, site in sites.items()}
         self._committed = committed
@@ -136,9 +122,9 @@ class InProcess:
 
     def run(self) -> FinishRounds:
         """Events come of executors and of the clock: the run ends when no executor has anything left to do."""
-        self._decide(Tick(now_s=self._looked_s))  # deadlines count from a phase's opening
+        self.machine.clock(self._looked_s)  # deadlines count from a phase's opening
         for name in self._slots:
-            self._decide(FromDevice(name, ExecutorJoined()))
+            self.heard(name, ExecutorJoined())
         while self._finish is None:
             ready = [name for name, slot in self._slots.items() if slot.inbox or slot.work]
             if not ready:
@@ -154,17 +140,17 @@ class InProcess:
         self.broadcast_bytes += sum(value.nbytes for value in found.values())
         return found
 
-    def heard(self, executor: str, report: PhaseReport) -> None:
+    def heard(self, executor: str, report: ExecutorReport) -> None:
         """Take an executor's report."""
-        self._decide(FromDevice(executor, report))
+        self.machine.heard(executor, report)
 
     def _look(self) -> None:
         """At the clock, and whether somebody wants it to end."""
         if self._interrupted:
-            self._decide(RunInterrupted())
+            self.machine.interrupted()
         elif (now_s := self._clock()) - self._looked_s >= TICK_S:
             self._looked_s = now_s
-            self._decide(Tick(now_s=now_s))
+            self.machine.clock(now_s)
 
     def _act(self, slot: _ExecutorSlot) -> None:
         """One thing: an order that waits, else one piece of work."""
@@ -173,34 +159,42 @@ class InProcess:
         else:
             slot.train_next()
 
-    def _decide(self, event: CoordinatorEvent) -> None:
-        for instruction in self.machine.handle(event):
-            match instruction:
-                case Notify(executor=executor, body=body):
-                    if isinstance(body, PhaseOpened):
-                        self.server.open(body.opening)
-                    self._slots[executor].inbox.append(body)
-                case PlanRound(problem=problem):
-                    self._decide(RoundPlanned(plan_round(problem)))
-                    return
-                case MergeSums(executor=executor):
-                    partial = self._slots[executor].site.partial
-                    sums = partial.tensors()
-                    self.trips += bool(sums)
-                    self.value_bytes += sum(value.nbytes for value in sums.values())
-                    self.server.merge(sums, partial.weights(), partial.bounds())
-                case UpdateServer(opening=opening):
-                    if opening is not None:
-                        self.server.open(opening)
-                    self.server.absorb()
-                case CommitRound(record=record):
-                    self._committed(record)
-                case FinishRounds():
-                    self._finish = instruction
-                    return
-                case DismissExecutor(executor=executor, reason=reason):
-                    raise InternalError(f"federated: {executor} {reason}")
-                case UnmaskSums(phase=phase):
-                    raise InternalError(f"federated: round {phase.round + 1}: sums in one process are not masked")
-                case IgnoreSums() | Halt():
-                    pass
+    # What the coordinator asks
+
+    def notify(self, executor: str, order: ExecutorOrder) -> None:
+        if isinstance(order, PhaseOpened):
+            self.server.open(order.opening)
+        self._slots[executor].inbox.append(order)
+
+    def opened(self, phase: PhaseId, executors: frozenset[str]) -> None:
+        """Nothing follows from it."""
+
+    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
+        return plan_round(problem)
+
+    def merge(self, executor: str, phase: PhaseId) -> None:
+        partial = self._slots[executor].site.partial
+        sums = partial.tensors()
+        self.trips += bool(sums)
+        self.value_bytes += sum(value.nbytes for value in sums.values())
+        self.server.merge(sums, partial.weights(), partial.bounds())
+
+    def ignore(self, executor: str, phase: PhaseId) -> None:
+        """The executor drops them."""
+
+    def dismiss(self, executor: str, reason: str) -> None:
+        raise InternalError(f"federated: {executor} {reason}")
+
+    def unmask_sums(self, phase: PhaseId, executors: frozenset[str]) -> None:
+        raise InternalError(f"federated: round {phase.round + 1}: sums in one process are not masked")
+
+    def update_server(self, phase: PhaseId, opening: PhaseSetup | None = None) -> None:
+        if opening is not None:
+            self.server.open(opening)
+        self.server.absorb()
+
+    def commit(self, record: RoundRecord) -> None:
+        self._committed(record)
+
+    def finished(self, finish: FinishRounds) -> None:
+        self._finish = finish

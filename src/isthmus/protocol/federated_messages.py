@@ -170,7 +170,7 @@ class TasksReturned(RoundBody, frozen=True, kw_only=True):
 
 class SumsSent(RoundBody, frozen=True, kw_only=True):
     """The executor's sums, or the update of a site's client, come with it. The executor forgets them; the coordinator's
-    host holds them until `MergeSums` or `IgnoreSums`."""
+    host holds them until the coordinator says `merge` or `ignore`."""
 
     phase: PhaseId
     timed: Many[ClientTime]

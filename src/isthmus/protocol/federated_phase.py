@@ -6,8 +6,6 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
@@ -15,14 +13,6 @@ from isthmus.protocol.federated_messages import (
     PhaseId,
     RefusedUpdate,
 )
-from isthmus.protocol.federated_transitions import CoordinatorPhase
-
-
-class FederatedStatistics(msgspec.Struct, frozen=True):
-    phase: CoordinatorPhase
-    round: int
-    alive: int
-    stale: int
 
 
 @dataclass(kw_only=True)

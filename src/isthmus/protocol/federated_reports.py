@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from isthmus.protocol.federated_events import CommitRound, RoundRecord, UpdateServer
+from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
     LinearFit,
-    PhaseId,
-    PhaseSetup,
     RefusedUpdate,
     SumsSent,
 )
@@ -50,13 +48,6 @@ def has_diverged(opened: OpenPhase, why: Why) -> bool:
     """Whether every client of the phase was trained, and none to finite numbers."""
     everyone = why == "all" and not opened.done and not opened.reasons
     return everyone and bool(opened.refused) and all(refusal.diverged for refusal in opened.refused)
-
-
-def empty_round(phase: PhaseId, passes: int) -> list[UpdateServer | CommitRound]:
-    """Return the instructions of a round that begins with this phase and asks no client."""
-    phases = [PhaseId(phase.round, phase.attempt, number) for number in range(passes)]
-    updates = [UpdateServer(one, PhaseSetup(phase=one, clients=0, samples=0)) for one in phases]
-    return [*updates, CommitRound(RoundRecord(round=phase.round, attempt=phase.attempt, trained={}))]
 
 
 def record_of(

@@ -1,7 +1,7 @@
 """The coordinator's side of a federated run: the `FederatedCoordinator`, and what its host would otherwise decide.
 
     connections that open and close, failures ─┐
-    ticks: processes that ended, time limits ──┴─► who is lost ─► coordinator ─► instructions, lines for people
+    ticks: processes that ended, time limits ──┴─► who is lost ─► coordinator ─► its port, lines for people
                                                                     ▲  │
                           keys, shares ─► secure aggregation ◄──────┴──┘ where sums are masked
 
@@ -11,59 +11,40 @@ simulator drive the same machine.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.deadlines import Deadlines, Waits
 from isthmus.protocol.failures import CLOSED, EXIT_S
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
-    CoordinatorEvent,
-    CoordinatorInstruction,
-    DismissExecutor,
-    ExecutorConnected,
-    ExecutorDisconnected,
-    ExecutorLost,
-    FederatedEvent,
-    FederatedInstruction,
-    FinishRounds,
-    IgnoreSums,
-    MergeSums,
-    Notify,
-    ReportRefused,
-    TellSite,
-    Tick,
-    Unmasked,
-    UnmaskSums,
-)
+from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_messages import (
+    ExecutorJoined,
+    ExecutorOrder,
+    ExecutorReport,
     PhaseDropped,
     PhaseId,
     PhaseOpened,
     PhaseReport,
+    PhaseSetup,
     RefusedUpdate,
     SumsSent,
 )
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import Note
-from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff
-from isthmus.protocol.secure_messages import (
-    KeysSent,
-    SecureOrder,
-    SecureReport,
-    SharesDisputed,
-    SharesRevealed,
-    SharesSent,
-)
+from isthmus.protocol.federated_planning import PlanningProblem
+from isthmus.protocol.federated_ports import FederatedPort
+from isthmus.protocol.run_messages import DeviceFailed
+from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff, Unmasking
+from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 
-Out = list[FederatedInstruction]
 EXIT_GRACE_S = 0.5
 """How long to wait for the exit of a process that cannot go on: it says more. One of which no more is known than that
 its connection closed has `EXIT_S`."""
 
 
 class FederatedRunMachine:
-    """Events in, instructions out. The run is over with `FinishRounds`."""
+    """It is the port of the coordinator and of secure aggregation. Its host sets `port`; the run ends by `finished`."""
+
+    port: FederatedPort
 
     def __init__(
         self,
@@ -77,15 +58,17 @@ class FederatedRunMachine:
         rules say. `exit_grace_s` is 0 where the host knows of no processes. `notes_waits`: a person watches, and ticks
         come often."""
         self.coordinator = coordinator
+        coordinator.port = self
         self._timeout_s = timeout_s
         self._exit_grace_s = exit_grace_s
         self._notes_waits = notes_waits
         self._returns = coordinator.rules.gathering is not None
         """Whether a lost executor may come back: one's failure does not end the run."""
-        self._out: Out = []
         self._joining = Waits(self._note)
         self._lags = Deadlines(timeout_s, 0.0, self._note)
-        self._tick = Tick(now_s=0.0)
+        self._now_s = 0.0
+        self._exits: Mapping[str, str] = {}
+        """How each executor's process ended, where it has."""
         self._join_by_s: float | None = None
         self._came: set[str] = set()
         """Executors that were connected once."""
@@ -104,11 +87,13 @@ class FederatedRunMachine:
         if rules is not None:
             self._secure = SecureCoordinator(rules)
             self._secure.port = self
-        self._opened: set[str] = set()
-        """Who was sent the opening of a phase, of which the secure machine is not told yet."""
         self._left_out: set[str] = set()
         """Sites that were left out of the phase that was opened last."""
-        self._over = False
+        self._finish: FinishRounds | None = None
+
+    @property
+    def _over(self) -> bool:
+        return self._finish is not None
 
     @property
     def urgent(self) -> bool:
@@ -117,7 +102,7 @@ class FederatedRunMachine:
 
     @property
     def due_s(self) -> float | None:
-        """The time, by the clock of `Tick`, at which the next tick may decide something, if nothing else happens
+        """The time, by the host's clock, at which the next tick may decide something, if nothing else happens
         before."""
         times = [self.coordinator.due_s, *(until_s for _, until_s in self._ending.values())]
         if not self._returns and self._missing:
@@ -130,45 +115,59 @@ class FederatedRunMachine:
         """Whether messages to it make sense."""
         return executor in self._here
 
-    def handle(self, event: FederatedEvent) -> Out:
-        """Take one event; return what to do now."""
+    # What the host says
+
+    def connected(self, executor: str) -> None:
+        """An executor's process, or a site, is connected. It joins by a report of its own."""
         if self._over:
-            return []
-        match event:
-            case Tick():
-                self._on_tick(event)
-            case ExecutorConnected(executor=executor):
-                self._on_connected(executor)
-            case ExecutorDisconnected(executor=executor, reason=reason):
-                if executor in self._here:
-                    self._on_ended(executor, reason)
-            case ReportRefused(executor=executor, reason=reason):
-                if executor in self._here:
-                    self._out.append(DismissExecutor(executor, reason))
-                    self._on_ended(executor, reason)
-            case FromDevice(device=executor, body=DeviceFailed() as failed):
-                self._on_failed(executor, failed)
-            case FromDevice(device=executor, body=report) if isinstance(
-                report, PhaseReport | SecureReport
-            ) and not self._was_opened(report.phase):
-                self._on_unopened(executor, report)
-            case FromDevice(device=site, body=KeysSent() | SharesSent() | SharesDisputed() | SharesRevealed() as body):
-                if (secure := self._masks) is not None:
-                    secure.heard(site, body)
-            case Unmasked(phase=phase, reason=reason, wrong=wrong):
-                for holder, owner in wrong:
-                    what = f"the share that {owner} dealt and {holder} revealed is wrong: one of the two lies"
-                    self._note(f"round {phase.round + 1}: {what}")
-                if (secure := self._masks) is not None:
-                    secure.tried(phase, reason, wrong)
-                if not reason:  # else more shares may come
-                    self._coordinate(event)
-            case FromDevice(device=site, body=SumsSent() as sums) if self._secure is not None:
-                self._on_masked(self._secure, site, sums)
-            case _:
-                self._coordinate(event)
-        out, self._out = self._out, []
-        return out
+            return
+        self._came.add(executor)
+        self._here.add(executor)
+        if self._reasons.pop(executor, None) is not None:
+            self._note(f"{self._who} {executor} is back")
+
+    def disconnected(self, executor: str, reason: str = CLOSED) -> None:
+        """Its connection closed, or it was silent for too long."""
+        if executor in self._here and not self._over:
+            self._on_ended(executor, reason)
+
+    def refused(self, executor: str, reason: str) -> None:
+        """It sent values that cannot be believed."""
+        if executor in self._here and not self._over:
+            self.port.dismiss(executor, reason)
+            self._on_ended(executor, reason)
+
+    def failed(self, executor: str, failed: DeviceFailed) -> None:
+        """It reports that it cannot go on."""
+        if self._over:
+            return
+        if failed.fault == "user" and not self._returns:
+            self.finished(FinishRounds("failed", failed.reason))
+        elif executor in self._here:
+            self._on_ended(executor, failed.reason)
+
+    def heard(self, executor: str, report: ExecutorReport | SecureReport) -> None:
+        if self._over:
+            return
+        if not isinstance(report, ExecutorJoined) and not self._was_opened(report.phase):
+            self._on_unopened(executor, report)
+        elif isinstance(report, SecureReport):
+            if self._secure is not None:
+                self._secure.heard(executor, report)
+        elif isinstance(report, SumsSent) and self._secure is not None:
+            self._on_masked(self._secure, executor, report)
+        else:
+            self.coordinator.heard(executor, report)
+
+    def interrupted(self) -> None:
+        """The user wants to stop."""
+        if not self._over:
+            self.coordinator.interrupted()
+
+    def under_way(self) -> None:
+        """The executors have their tasks: there is time to plan the next round."""
+        if not self._over:
+            self.coordinator.under_way()
 
     # Who is here
 
@@ -176,12 +175,6 @@ class FederatedRunMachine:
     def _missing(self) -> list[str]:
         """Who has never been here."""
         return sorted(set(self.coordinator.executors) - self._came)
-
-    def _on_connected(self, executor: str) -> None:
-        self._came.add(executor)
-        self._here.add(executor)
-        if self._reasons.pop(executor, None) is not None:
-            self._note(f"{self._who} {executor} is back")
 
     def _was_opened(self, phase: PhaseId) -> bool:
         rules = self.coordinator.rules
@@ -191,45 +184,37 @@ class FederatedRunMachine:
 
     def _on_unopened(self, executor: str, report: PhaseReport | SecureReport) -> None:
         if isinstance(report, SumsSent):
-            self._out.append(IgnoreSums(executor, report.phase))
-        if executor in self._here:
-            reason = f"sent {type(report).__name__} of {report.phase}, which was not opened"
-            self._out.append(DismissExecutor(executor, reason))
-            self._on_ended(executor, reason)
-
-    def _on_failed(self, executor: str, failed: DeviceFailed) -> None:
-        if failed.fault == "user" and not self._returns:
-            self._over = True
-            self._out += [Halt(), FinishRounds("failed", failed.reason)]
-        elif executor in self._here:
-            self._on_ended(executor, failed.reason)
+            self.port.ignore(executor, report.phase)
+        self.refused(executor, f"sent {type(report).__name__} of {report.phase}, which was not opened")
 
     def _on_ended(self, executor: str, reason: str) -> None:
         """Its connection is of no more use. How its process ended says more, and is known a little later."""
         self._here.discard(executor)
-        if self._exit_grace_s and executor not in self._tick.ended:
+        if self._exit_grace_s and executor not in self._exits:
             grace_s = EXIT_S if reason == CLOSED else self._exit_grace_s
-            self._ending[executor] = reason, self._tick.now_s + grace_s
+            self._ending[executor] = reason, self._now_s + grace_s
         else:
             self._lose(executor, reason)
 
     def _lose(self, executor: str, reason: str) -> None:
         self._here.discard(executor)
-        reason = self._reasons[executor] = self._tick.ended.get(executor, reason)
-        self._coordinate(ExecutorLost(executor=executor, reason=reason))
+        reason = self._reasons[executor] = self._exits.get(executor, reason)
+        self.coordinator.lost(executor, reason)
         if (secure := self._masks) is not None:
             secure.gone(executor)
-        finish = self._out[-1] if self._over else None
-        if not isinstance(finish, FinishRounds) or reason not in finish.reason:
+        if self._finish is None or reason not in self._finish.reason:
             self._note(f"{self._who} {executor} was lost: {reason}")
 
     # Time
 
-    def _on_tick(self, tick: Tick) -> None:
-        self._tick = tick
+    def ticked(self, now_s: float, ended: Mapping[str, str] = {}) -> None:
+        """The host looks at the clock. `ended` is how each executor's process ended, where it has."""
+        if self._over:
+            return
+        self._now_s, self._exits = now_s, ended
         if self._join_by_s is None:
-            self._join_by_s = tick.now_s + self._timeout_s
-        known = [name for name, (_, by_s) in self._ending.items() if name in tick.ended or tick.now_s >= by_s]
+            self._join_by_s = now_s + self._timeout_s
+        known = [name for name, (_, by_s) in self._ending.items() if name in ended or now_s >= by_s]
         for name in known:
             reason, _ = self._ending.pop(name)
             if not self._over:
@@ -237,19 +222,19 @@ class FederatedRunMachine:
         if self._over:
             return
         if self._notes_waits:
-            self._note_waits(tick.now_s)
+            self._note_waits(now_s)
         if (secure := self._masks) is not None:
-            secure.clock(tick.now_s)
-        self._coordinate(tick)
+            secure.clock(now_s)
+        self.coordinator.clock(now_s)
         if not (self._over or self._returns):
-            self._miss(tick, self._join_by_s)
+            self._miss(now_s, self._join_by_s)
 
-    def _miss(self, tick: Tick, join_by_s: float) -> None:
+    def _miss(self, now_s: float, join_by_s: float) -> None:
         """One that never joined, of processes that were started for the run."""
         missing = self._missing
-        if missing and tick.now_s >= join_by_s:
+        if missing and now_s >= join_by_s:
             self._lose(missing[0], f"it did not join within {self._timeout_s:g} s")
-        elif gone := [name for name in missing if name in tick.ended]:
+        elif gone := [name for name in missing if name in self._exits]:
             self._lose(gone[0], "its process ended before it joined")
 
     # Lines for people
@@ -259,7 +244,7 @@ class FederatedRunMachine:
         return "site" if self._returns else "executor"
 
     def _note(self, text: str) -> None:
-        self._out.append(Note(text))
+        self.port.note(text)
 
     def _note_waits(self, now_s: float) -> None:
         joining = self.coordinator.phase == "joining"
@@ -292,40 +277,51 @@ class FederatedRunMachine:
         gone = "; ".join(f"{name} left: {self._reasons[name]}" for name in sorted(missing) if name in self._reasons)
         return f" ({here}; {end}{'; ' if gone else ''}{gone})"
 
-    # The coordinator
+    # What the coordinator asks
 
-    def _coordinate(self, event: CoordinatorEvent) -> None:
-        for instruction in self.coordinator.handle(event):
-            self._follow(instruction)
-        if self._opened and self._phase is not None:
-            sites, self._opened = frozenset(self._opened), set()
+    def notify(self, executor: str, order: ExecutorOrder) -> None:
+        if isinstance(order, PhaseOpened):
+            self._on_opened(order.opening.phase)
+        elif isinstance(order, PhaseDropped) and self._returns and not order.again:
+            self._on_missed(executor, order.phase.round + 1)
+        self.port.notify(executor, order)
+
+    def opened(self, phase: PhaseId, executors: frozenset[str]) -> None:
+        if executors:
             self._left_out = set()
             if (secure := self._masks) is not None:
-                secure.opened(self._phase, sites)
+                secure.opened(phase, executors)
 
-    def _follow(self, instruction: CoordinatorInstruction) -> None:
-        match instruction:
-            case Notify(executor=executor, body=PhaseOpened(opening=opening)):
-                self._on_opened(opening.phase)
-                if self._secure is not None:
-                    self._opened.add(executor)
-            case UnmaskSums(phase=phase, executors=summed):
-                if (secure := self._masks) is not None:
-                    secure.sums_wanted(phase, summed)
-                return
-            case Notify(executor=executor, body=PhaseDropped(phase=phase, again=False)) if self._returns:
-                self._on_missed(executor, phase.round + 1)
-            case MergeSums(executor=executor) if executor in self._behind:
-                self._behind.remove(executor)
-                self._note(f"site {executor} is in time again")
-            case DismissExecutor(executor=executor, reason=reason):
-                self._here.discard(executor)
-                self._note(f"{self._who} {executor} {reason}: dismissed")
-            case FinishRounds():
-                self._over = True
-            case _:
-                pass
-        self._out.append(instruction)
+    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
+        return self.port.plan(round_, problem)
+
+    def merge(self, executor: str, phase: PhaseId) -> None:
+        if executor in self._behind:
+            self._behind.remove(executor)
+            self._note(f"site {executor} is in time again")
+        self.port.merge(executor, phase)
+
+    def ignore(self, executor: str, phase: PhaseId) -> None:
+        self.port.ignore(executor, phase)
+
+    def dismiss(self, executor: str, reason: str) -> None:
+        self._here.discard(executor)
+        self._note(f"{self._who} {executor} {reason}: dismissed")
+        self.port.dismiss(executor, reason)
+
+    def unmask_sums(self, phase: PhaseId, executors: frozenset[str]) -> None:
+        if (secure := self._masks) is not None:
+            secure.sums_wanted(phase, executors)
+
+    def update_server(self, phase: PhaseId, opening: PhaseSetup | None = None) -> None:
+        self.port.update_server(phase, opening)
+
+    def commit(self, record: RoundRecord) -> None:
+        self.port.commit(record)
+
+    def finished(self, finish: FinishRounds) -> None:
+        self._finish = finish
+        self.port.finished(finish)
 
     def _on_opened(self, phase: PhaseId) -> None:
         attempt = (phase.round, phase.attempt)
@@ -349,29 +345,36 @@ class FederatedRunMachine:
     def _on_masked(self, secure: SecureCoordinator, site: str, sums: SumsSent) -> None:
         """An update that is masked with others, or the news that there is none."""
         if sums.phase == self._phase and site in self._left_out:
-            self._out.append(IgnoreSums(site, sums.phase))
+            self.port.ignore(site, sums.phase)
             return
         is_due = self.coordinator.rounds_late(site, sums.phase) == 0 and self.coordinator.phase == "running"
         if sums.timed and is_due and not secure.takes(site, sums.phase):
             reason = "sent an update before it had keys to mask it with"
-            self._out += [IgnoreSums(site, sums.phase), DismissExecutor(site, reason)]
+            self.port.ignore(site, sums.phase)
+            self.port.dismiss(site, reason)
             self._on_ended(site, reason)
             return
-        self._coordinate(FromDevice(site, sums))
+        self.coordinator.heard(site, sums)
         if not (sums.timed or self._over):
             secure.gone(site)
 
     # What secure aggregation asks
 
     def tell(self, site: str, order: SecureOrder) -> None:
-        self._out.append(TellSite(site, order))
+        self.port.tell(site, order)
 
-    def take_masks_off(self, recovered: TakeMasksOff) -> None:
-        self._out.append(recovered)
+    def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
+        self.coordinator.now_s = self._now_s  # a phase that opens next opens now
+        found = self.port.take_masks_off(recovered)
+        for holder, owner in sorted(found.wrong):
+            what = f"the share that {owner} dealt and {holder} revealed is wrong: one of the two lies"
+            self._note(f"round {recovered.phase.round + 1}: {what}")
+        return found
 
-    def sums_lost(self, phase: PhaseId, reason: str) -> None:
-        self._note(f"round {phase.round + 1}: {reason}")
-        self._coordinate(Unmasked(phase=phase, reason=reason))
+    def unmasked(self, phase: PhaseId, reason: str) -> None:
+        if reason:
+            self._note(f"round {phase.round + 1}: {reason}")
+        self.coordinator.unmasked(reason)
 
     def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
         """As if each had said that it has no update of the phase."""
@@ -380,4 +383,4 @@ class FederatedRunMachine:
             if site in self._here and self.coordinator.rounds_late(site, phase) == 0:
                 self._note(f"site {site}: left out of round {phase.round + 1}: {reason}")
                 refused = (RefusedUpdate(self.coordinator.clients[site], reason),)
-                self._coordinate(FromDevice(site, SumsSent(phase=phase, timed=(), refused=refused)))
+                self.coordinator.heard(site, SumsSent(phase=phase, timed=(), refused=refused))

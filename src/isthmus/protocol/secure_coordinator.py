@@ -13,7 +13,7 @@ own mask off. An update that comes after that is ignored, and its own mask is st
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -58,6 +58,15 @@ class TakeMasksOff(msgspec.Struct, frozen=True, kw_only=True):
     """The summed sites that masked with each dropped site."""
 
 
+class Unmasking(NamedTuple):
+    """The answer to `take_masks_off`."""
+
+    reason: str = ""
+    """Why the shares that are here do not give back the secrets; empty: the masks are off."""
+    wrong: frozenset[tuple[str, str]] = frozenset()
+    """Holder and owner of each share that is wrong; the others were enough."""
+
+
 class SecurePort(Protocol):
     """The coordinator of secure aggregation asks this of its host. All calls that one event leads to come after the
     last change of state: a host that leaves out a site may answer by `sums_wanted`."""
@@ -68,11 +77,12 @@ class SecurePort(Protocol):
     def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
         """The phase goes on without these sites: nothing that they send counts."""
 
-    def take_masks_off(self, recovered: TakeMasksOff) -> None:
-        """Take the masks off the sum, then say `tried`."""
+    def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
+        """Take the masks off the sum."""
+        ...
 
-    def sums_lost(self, phase: PhaseId, reason: str) -> None:
-        """The masks cannot be taken off."""
+    def unmasked(self, phase: PhaseId, reason: str) -> None:
+        """The phase is over: the masks are off, or they stay on for this reason."""
 
 
 MOST_DISPUTED = 1
@@ -161,20 +171,6 @@ class SecureCoordinator(Policy[SecurePort]):
             raise OutOfPhase("sums were wanted twice")
         else:
             self._unmask(summed)
-
-    def tried(self, phase: PhaseId, reason: str = "", wrong: Collection[tuple[str, str]] = ()) -> None:
-        """The answer to `take_masks_off`: why the shares that are here do not give back the secrets, or that the masks
-        are off. `wrong` are holder and owner of each share that is wrong."""
-        if phase != self._phase_id or self.phase != "unmasking":
-            self.stale += 1
-            return
-        self._disputes |= set(wrong)
-        if reason and self._waits:
-            self._failed = True  # those that are missing may make the honest ones enough
-        elif reason:
-            self._fail(reason)
-        else:
-            self.phase, self._waits = "idle", set()
 
     # Steps
 
@@ -309,16 +305,16 @@ class SecureCoordinator(Policy[SecurePort]):
     def _unmask(self, summed: frozenset[str]) -> None:
         if self.phase != "training" or not summed <= self._masking:
             self.phase = "idle"
-            self.port.sums_lost(self._phase_id, "secure aggregation: no shares were dealt")
+            self.port.unmasked(self._phase_id, "secure aggregation: no shares were dealt")
             return
         if not summed:
-            self._fail("secure aggregation: no site's update is in the sum")
+            self._end("secure aggregation: no site's update is in the sum")
             return
         self._summed, self.phase, self._since_s = summed, "unmasking", self._now_s
         here = summed - self._gone
         self._waits = set(here)
         if (lacking := self._lacking(here)) is not None:
-            self._fail(lacking)
+            self._end(lacking)
         else:
             self._say([], {site: self._question(site) for site in sorted(here)})
 
@@ -372,7 +368,7 @@ class SecureCoordinator(Policy[SecurePort]):
         short = [one for one in sorted(self._wanted) if len(self._revealed(one)) < self._threshold(one)]
         if short:
             got, needed = len(self._revealed(short[0])), self._threshold(short[0])
-            self._fail(f"secure aggregation: {got} shares of {short[0]}'s secret came, expected {needed}")
+            self._end(f"secure aggregation: {got} shares of {short[0]}'s secret came, expected {needed}")
             return
         secrets = {one: self._secrets(one) for one in self._wanted}
         dropped = sorted(secrets.keys() - self._summed)
@@ -382,7 +378,12 @@ class SecureCoordinator(Policy[SecurePort]):
             dropped={site: secrets[site] for site in dropped},
             peers={site: self._summed_peers(site) for site in dropped},
         )
-        self.port.take_masks_off(recovered)
+        reason, wrong = self.port.take_masks_off(recovered)
+        self._disputes |= wrong
+        if reason and self._waits:
+            self._failed = True  # those that are missing may make the honest ones enough
+        else:
+            self._end(reason)
 
     def _secrets(self, site: str) -> Secrets:
         holders = {self._number(holder, site): holder for holder in self._holders(site)}
@@ -392,9 +393,9 @@ class SecureCoordinator(Policy[SecurePort]):
     def _summed_peers(self, site: str) -> tuple[SiteKeys, ...]:
         return tuple(self._keys[peer] for peer in self._peers[site] if peer in self._summed)
 
-    def _fail(self, reason: str) -> None:
+    def _end(self, reason: str) -> None:
         self.phase, self._waits = "idle", set()
-        self.port.sums_lost(self._phase_id, reason)
+        self.port.unmasked(self._phase_id, reason)
 
 
 def number_of(holder: str, holders: Collection[str]) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.protocol.federated_events import Notify
 from isthmus.protocol.federated_messages import (
     ClientTask,
+    ExecutorOrder,
     PhaseClosed,
     TasksGranted,
     TasksRecalled,
@@ -14,16 +14,19 @@ from isthmus.protocol.federated_messages import (
 from isthmus.protocol.federated_phase import OpenPhase
 from isthmus.protocol.federated_scheduler import ClientScheduler
 
+Order = tuple[str, ExecutorOrder]
+"""What to send to which executor."""
 
-def grant_tasks(executor: str, tasks: tuple[ClientTask, ...], opened: OpenPhase, *, holds: bool) -> Notify:
+
+def grant_tasks(executor: str, tasks: tuple[ClientTask, ...], opened: OpenPhase, *, holds: bool) -> Order:
     opened.idle.pop(executor, None)
     opened.give(executor, tasks)
-    return Notify(executor, TasksGranted(phase=opened.phase, tasks=tasks, holds=holds))
+    return executor, TasksGranted(phase=opened.phase, tasks=tasks, holds=holds)
 
 
-def assign_idle(opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool) -> list[Notify]:
+def assign_idle(opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool) -> list[Order]:
     """Ask others for idle executors, or close these: nothing that has not begun is left."""
-    out: list[Notify] = []
+    out: list[Order] = []
     asked_for = set(opened.recalls.values())
     for thief in [name for name in opened.idle if name not in asked_for]:
         if opened.unassigned:
@@ -33,18 +36,18 @@ def assign_idle(opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool) -
             recalled = TasksRecalled(
                 phase=opened.phase, own=scheduler.line(victim), thief=scheduler.line_of_thief(thief, victim)
             )
-            out.append(Notify(victim, recalled))
+            out.append((victim, recalled))
         elif not opened.recalls:
             del opened.idle[thief]
-            out.append(Notify(thief, PhaseClosed(phase=opened.phase)))
+            out.append((thief, PhaseClosed(phase=opened.phase)))
     return out
 
 
 def assign_returned(
     tasks: tuple[ClientTask, ...], thief: str | None, opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool
-) -> list[Notify]:
+) -> list[Order]:
     """The clients that a victim gave back go to the thief, if the thief is still idle."""
-    out: list[Notify] = []
+    out: list[Order] = []
     if tasks and thief is not None and thief in opened.idle:
         opened.stolen += len(tasks)
         out.append(grant_tasks(thief, tasks, opened, holds=holds))
@@ -63,7 +66,7 @@ def forget_executor(executor: str, opened: OpenPhase) -> list[ClientTask]:
 
 def reassign(
     tasks: Sequence[ClientTask], names: Sequence[str], opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool
-) -> list[Notify]:
+) -> list[Order]:
     """Assign each client of a lost executor to the executor that finishes it first. An executor that has already sent
     its sums sends sums again."""
     load_s = {name: opened.load_s(name) for name in names}

@@ -96,10 +96,14 @@ class Policy(Generic[PortT]):
         """A report arose under what is no longer so."""
         return False
 
+    def dropped(self, device: str, body: Any) -> None:
+        """A late report was dropped."""
+
     def heard(self, device: str, body: msgspec.Struct) -> None:
         """Take a report. OutOfPhase for one that its sender cannot have to make now."""
         if self.is_late(device, body):
             self.stale += 1
+            self.dropped(device, body)
         elif not self.over:
             taken = self.reports.get(type(body))
             if taken is None or self.phase not in taken.phases:

@@ -6,28 +6,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.errors import InternalError, PeerError
+from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    CommitRound,
-    ExecutorConnected,
-    ExecutorDisconnected,
-    FederatedEvent,
     FinishRounds,
-    Notify,
-    PhaseUnderWay,
-    PlanRound,
-    RoundPlanned,
     RoundRecord,
-    TellSite,
-    Tick,
-    Unmasked,
 )
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
@@ -37,6 +26,7 @@ from isthmus.protocol.federated_messages import (
     ExecutorDrained,
     ExecutorJoined,
     ExecutorOrder,
+    ExecutorReport,
     LinearFit,
     PhaseId,
     PhaseOpened,
@@ -46,11 +36,9 @@ from isthmus.protocol.federated_messages import (
     TasksGranted,
     TasksReturned,
 )
-from isthmus.protocol.federated_planning import plan_round
+from isthmus.protocol.federated_planning import PlanningProblem, plan_round
 from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import Note
-from isthmus.protocol.secure_coordinator import TakeMasksOff
+from isthmus.protocol.secure_coordinator import TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SecureReport, SharesDelivered, UnmaskAsked
 from isthmus.protocol.secure_stand_in import SimulatedSecrets
 from isthmus.simulator.clock import VirtualClock
@@ -226,6 +214,7 @@ class _RoundsSimulation:
     def __init__(self, machine: FederatedCoordinator, costs: FederatedCosts, seed: int) -> None:
         grace_s = 0.0 if machine.rules.gathering is not None else EXIT_GRACE_S
         self._machine = FederatedRunMachine(machine, timeout_s=costs.timeout_s, exit_grace_s=grace_s, notes_waits=False)
+        self._machine.port = self
         self._costs = costs
         self._clock = VirtualClock(seed)
         self._draws = np.random.default_rng(seed)
@@ -251,6 +240,9 @@ class _RoundsSimulation:
         self._ended_s = self._lost_s = 0.0
         self._moves: dict[tuple[str, str], list[int]] = {}
         """Clients that moved in the open round."""
+        self._returned: tuple[str, TasksReturned] | None = None
+        """The report that the machine hears: who gives back which clients."""
+        self._has_opened = False
         self._attempt = (0, 0)
         """Round and attempt that were opened last."""
         self._rounds: list[SimulatedRound] = []
@@ -283,7 +275,7 @@ class _RoundsSimulation:
         executors = self._executors.values()
         return self._lost_s if executors and all(one.gone for one in executors) else None
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         self._events.append(SimulatedEvent(time_s=self._clock.now_s, text=text))
 
     # The coordinator
@@ -296,8 +288,8 @@ class _RoundsSimulation:
             secrets = SimulatedSecrets(name, secure, partial(self._tell_masked, name), before)
         executor = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secrets, self._tell)
         self._executors[name] = executor
-        self._decide(ExecutorConnected(executor=name))
-        self._decide(FromDevice(name, ExecutorJoined(samples=sites[number] if sites else None)))
+        self._decide(partial(self._machine.connected, name))
+        self._hear_report(name, ExecutorJoined(samples=sites[number] if sites else None))
 
     def _lose(self, name: str) -> None:
         if not self._costs.sites:
@@ -309,70 +301,92 @@ class _RoundsSimulation:
             return
         executor.gone = True
         self._lost_s = self._clock.now_s
-        self._decide(ExecutorDisconnected(executor=name))
+        self._decide(partial(self._machine.disconnected, name))
 
-    def _decide(self, event: FederatedEvent) -> None:
-        """The machine learns the time with whatever may open or close a phase."""
+    def _decide(self, call: Callable[[], None], *, looks: bool = True) -> None:
+        """Most calls may open or close a phase: the machine learns the time first."""
         if self._finish is not None:
             return
-        waits = isinstance(event, FromDevice) and isinstance(event.body, ExecutorDrained | TasksReturned)
-        if not (waits or isinstance(event, Tick)):
-            self._handle(self._look())
-        self._handle(event)
+        if looks:
+            self._handle(self._look)
+        self._handle(call)
         due_s = self._machine.due_s
         if self._finish is None and due_s is not None and due_s != self._due_s:
             self._due_s = due_s
             self._clock.at(max(due_s, self._clock.now_s), "tick", partial(self._tick, due_s))
 
+    def _hear_report(self, name: str, report: ExecutorReport | SecureReport) -> None:
+        self._returned = (name, report) if isinstance(report, TasksReturned) else None
+        looks = not isinstance(report, ExecutorDrained | TasksReturned)
+        self._decide(partial(self._machine.heard, name, report), looks=looks)
+        self._returned = None
+
     def _tick(self, due_s: float) -> None:
         if self._due_s == due_s:
             self._due_s = None
-            self._decide(self._look())
+            self._decide(self._look, looks=False)
 
-    def _look(self) -> Tick:
-        return Tick(now_s=self._clock.now_s, ended=self._ended)
+    def _look(self) -> None:
+        self._machine.ticked(self._clock.now_s, self._ended)
 
-    def _handle(self, event: FederatedEvent) -> None:
-        opened = False
-        for instruction in self._machine.handle(event):
-            match instruction:
-                case Notify(executor=executor, body=PhaseOpened() as body):
-                    opened, attempt = True, (body.opening.phase.round, body.opening.phase.attempt)
-                    if attempt != self._attempt:
-                        self._attempt, self._moves = attempt, {}
-                    costs = self._messages[self._numbers[executor]]
-                    self._later(costs.broadcast_s[body.opening.phase.number], executor, body)
-                case Notify(executor=executor, body=body):
-                    if isinstance(body, TasksGranted):
-                        self._moved(event, executor, body)
-                    self._later(0.0, executor, body)
-                case TellSite(site=site, body=body):
-                    self._later(0.0, site, body)
-                case TakeMasksOff(phase=phase):
-                    self._handle(Unmasked(phase=phase))
-                case PlanRound(problem=problem):
-                    self._handle(RoundPlanned(plan_round(problem)))
-                case CommitRound(record=record):
-                    self._rounds.append(self._measured(record))
-                    for text in record_texts(record, self._moves):
-                        self._note(text)
-                    self._opened_s = self._clock.now_s
-                case Note(text=text):
-                    self._note(text)
-                case FinishRounds():
-                    self._finish, self._ended_s = instruction, self._clock.now_s
-                case _:
-                    pass
-        if opened:
-            self._handle(PhaseUnderWay())
+    def _handle(self, call: Callable[[], None]) -> None:
+        self._has_opened = False
+        call()
+        if self._has_opened:
+            self._machine.under_way()
 
-    def _moved(self, event: FederatedEvent, thief: str, granted: TasksGranted) -> None:
+    # What the machine asks
+
+    def notify(self, executor: str, order: ExecutorOrder) -> None:
+        broadcast_s = 0.0
+        if isinstance(order, PhaseOpened):
+            phase = order.opening.phase
+            self._has_opened, attempt = True, (phase.round, phase.attempt)
+            if attempt != self._attempt:
+                self._attempt, self._moves = attempt, {}
+            broadcast_s = self._messages[self._numbers[executor]].broadcast_s[phase.number]
+        elif isinstance(order, TasksGranted):
+            self._moved(executor, order)
+        self._later(broadcast_s, executor, order)
+
+    def tell(self, site: str, order: SecureOrder) -> None:
+        self._later(0.0, site, order)
+
+    def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
+        return Unmasking()
+
+    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
+        return plan_round(problem)
+
+    def commit(self, record: RoundRecord) -> None:
+        self._rounds.append(self._measured(record))
+        for text in record_texts(record, self._moves):
+            self.note(text)
+        self._opened_s = self._clock.now_s
+
+    def finished(self, finish: FinishRounds) -> None:
+        self._finish, self._ended_s = finish, self._clock.now_s
+
+    def merge(self, executor: str, phase: PhaseId) -> None:
+        """There are no values."""
+
+    def ignore(self, executor: str, phase: PhaseId) -> None:
+        """There are no values."""
+
+    def dismiss(self, executor: str, reason: str) -> None:
+        """No executor lies."""
+
+    def update_server(self, phase: PhaseId, opening: PhaseSetup | None = None) -> None:
+        """There is no model."""
+
+    def _moved(self, thief: str, granted: TasksGranted) -> None:
         """Clients that one executor has just given back were granted to another."""
-        if isinstance(event, FromDevice) and isinstance(event.body, TasksReturned):
-            returned = {task.client for task in event.body.tasks}
+        if self._returned is not None:
+            victim, report = self._returned
+            returned = {task.client for task in report.tasks}
             moved = [task.client for task in granted.tasks if task.client in returned]
             if moved:
-                self._moves.setdefault((thief, event.device), []).extend(moved)
+                self._moves.setdefault((thief, victim), []).extend(moved)
 
     def _measured(self, record: RoundRecord) -> SimulatedRound:
         busy_s = np.zeros(len(self._numbers))
@@ -435,8 +449,7 @@ class _RoundsSimulation:
 
     def _tell(self, seconds: float, executor: str, report: PhaseReport | SecureReport) -> None:
         due_s = self._clock.now_s + self._messages[self._numbers[executor]].from_s + seconds
-        event = cast(FederatedEvent, FromDevice(executor, report))
-        self._clock.at(due_s, f"from {executor}", partial(self._decide, event))
+        self._clock.at(due_s, f"from {executor}", partial(self._hear_report, executor, report))
 
     def _train(self, number: int, phase: PhaseId, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
         line, factor = self._costs.lines[number], self._costs.factor(number, phase)

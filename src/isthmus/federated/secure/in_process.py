@@ -21,7 +21,7 @@ from isthmus.federated.secure.shamir import Draw
 from isthmus.federated.secure.site_secrets import SiteSecrets, Unsigned
 from isthmus.protocol.federated_messages import ClientTime, PhaseId, PhaseOpened, PhaseSetup, SumsSent
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff
+from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import (
     KeysSent,
     SealedShare,
@@ -168,20 +168,20 @@ class SecurePhase:
     def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
         """The machine ignores what they send."""
 
-    def take_masks_off(self, recovered: TakeMasksOff) -> None:
+    def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
         for name in self._late:
             assert not self._machine.takes(name, self._phase), "its update comes too late"
         try:
             sums, weights = self._sum.unmasked(recovered, "run")
         except PeerError as e:
-            self._machine.tried(recovered.phase, str(e))
-            return
-        self._machine.tried(recovered.phase, wrong=self._sum.wrong)
+            return Unmasking(str(e))
         self._result = SecureResult(frozenset(self._summed), sums, weights, "")
+        return Unmasking(wrong=self._sum.wrong)
 
-    def sums_lost(self, phase: PhaseId, reason: str) -> None:
-        none = AggregationWeights(clients=0, total=0)
-        self._result = SecureResult(frozenset(self._summed), None, none, reason)
+    def unmasked(self, phase: PhaseId, reason: str) -> None:
+        if reason:
+            none = AggregationWeights(clients=0, total=0)
+            self._result = SecureResult(frozenset(self._summed), None, none, reason)
 
     # Sites
 

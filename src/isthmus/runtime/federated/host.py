@@ -1,4 +1,4 @@
-"""The driver of a federated coordinator: its instructions carried out over connections to executors' processes."""
+"""The host of a federated coordinator: what it asks is done over connections to executors' processes."""
 
 from __future__ import annotations
 
@@ -16,38 +16,16 @@ from torch import Tensor
 
 from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.federated.server import Server
+from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
-    CommitRound,
-    DismissExecutor,
-    ExecutorConnected,
-    ExecutorDisconnected,
-    FederatedEvent,
-    FederatedInstruction,
-    FinishRounds,
-    IgnoreSums,
-    MergeSums,
-    Notify,
-    PhaseUnderWay,
-    PlanRound,
-    ReportRefused,
-    RoundPlanned,
-    RoundRecord,
-    RunInterrupted,
-    TellSite,
-    Tick,
-    Unmasked,
-    UpdateServer,
-)
-from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, TasksGranted
-from isthmus.protocol.federated_planning import plan_round
+from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.protocol.federated_messages import ExecutorOrder, PhaseId, PhaseOpened, PhaseSetup, TasksGranted
+from isthmus.protocol.federated_planning import PlanningProblem, plan_round
 from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.protocol.secure_coordinator import TakeMasksOff
-from isthmus.protocol.secure_messages import SecureReport
+from isthmus.protocol.secure_coordinator import TakeMasksOff, Unmasking
+from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -118,7 +96,7 @@ class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FederatedHost:
-    """Carries out what the machine decides, over the connections that its acceptor hands on.
+    """The port of the machine: it does what the machine asks over the connections that its acceptor hands on.
 
     What an executor says is acted on by the thread that receives it, one at a time: another thread would first have to
     wake up, which takes as long as to decide. That thread also sends, after the lock is released. The thread that
@@ -138,6 +116,7 @@ class FederatedHost:
         """`committed` is called before the next round opens, and what it returns once executors are at work on that
         one. `note` receives a line for each lost executor."""
         self._machine = FederatedRunMachine(machine, timeout_s=policy.timeout_s, exit_grace_s=policy.exit_grace_s)
+        self._machine.port = self
         self._server = server
         self._receiver = receiver
         self._policy = policy
@@ -147,7 +126,7 @@ class FederatedHost:
         self._deciding = threading.Lock()
         self._begun = threading.Event()
         self._ended: Callable[[], Mapping[str, str]] = dict
-        self._wakeups: queue.SimpleQueue[RunInterrupted | None] = queue.SimpleQueue()
+        self._wakeups: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Wakes the thread in `coordinate`: for Ctrl-C, and at the end. A signal may put where it could not lock."""
         self._senders: dict[str, MessageOutput] = {}
         self._outboxes: dict[str, Outbox] = {}
@@ -181,7 +160,7 @@ class FederatedHost:
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(switch_interval_s(len(self._machine.coordinator.executors)))
         try:
-            with (stop or Stop()).calls(lambda: self._wakeups.put(RunInterrupted())):
+            with (stop or Stop()).calls(lambda: self._wakeups.put(self._machine.interrupted)):
                 finish = self._watch()
             for name, out in list(self._senders.items()):
                 self._outboxes[name].finish()
@@ -208,24 +187,26 @@ class FederatedHost:
     def _watch(self) -> FinishRounds:
         """Until the run is over: look at the clock, and at processes that ended."""
         looked_s = time.monotonic()
-        self._machine.handle(self._look())  # before any phase: deadlines count from its opening
+        self._look()  # before any phase: deadlines count from its opening
         self._begun.set()
         while self._finish is None:
-            events: list[FederatedEvent] = []
+            calls: list[Callable[[], None]] = []
             with contextlib.suppress(queue.Empty):
                 if (wakeup := self._wakeups.get(timeout=EXIT_TICK_S if self._machine.urgent else TICK_S)) is not None:
-                    events.append(wakeup)
+                    calls.append(wakeup)
             if self._machine.urgent or time.monotonic() - looked_s >= TICK_S:
                 looked_s = time.monotonic()
-                events.append(self._look())
+                calls.append(self._look)
             with self._deciding:
-                self._decide(events)
+                for call in calls:
+                    if self._finish is None:
+                        call()
                 send = self._decided()
             send()
         return self._finish
 
-    def _look(self) -> Tick:
-        return Tick(now_s=time.monotonic(), ended=self._ended())
+    def _look(self) -> None:
+        self._machine.ticked(time.monotonic(), self._ended())
 
     def _on_message(self, received: ReceivedMessage) -> Callable[[], None] | None:
         """In the thread that receives it, which then calls what this returns."""
@@ -234,14 +215,8 @@ class FederatedHost:
             if self._finish is not None:
                 return None
             with self._guarded():
-                self._decide(self._translate(received))
+                self._receive(received)
             return self._decided()
-
-    def _decide(self, events: Sequence[FederatedEvent]) -> None:
-        """The caller holds the lock."""
-        for event in events:
-            if self._finish is None:
-                self._step(event)
 
     def _decided(self) -> Callable[[], None]:
         """To be called without the lock, which the caller holds: it sends what was decided."""
@@ -255,7 +230,8 @@ class FederatedHost:
                 outbox.work()
             if opened:
                 with self._deciding:
-                    self._decide([PhaseUnderWay()])
+                    if self._finish is None:
+                        self._machine.under_way()
             self._later.work()
 
     @contextlib.contextmanager
@@ -271,37 +247,40 @@ class FederatedHost:
         self._finish = self._finish or finish
         self._wakeups.put(None)
 
-    # Events
+    # What executors say
 
-    def _translate(self, received: ReceivedMessage) -> Sequence[FederatedEvent]:
+    def _receive(self, received: ReceivedMessage) -> None:
+        """The caller holds the lock."""
         executor, message, tensors = received
         match message:
             case None | Exception():
                 reason = CLOSED if message is None else str(message)
-                reason = reason.removeprefix(f"device {executor!r}: ")
                 self._wakeups.put(None)  # ticks may have to come sooner
-                return [self._look(), ExecutorDisconnected(executor=executor, reason=reason)]
+                self._look()
+                self._machine.disconnected(executor, reason.removeprefix(f"device {executor!r}: "))
             case JoinRun():
                 self._welcome(executor)
-                return [ExecutorConnected(executor=executor)]
+                self._machine.connected(executor)
             case FromExecutor():
-                return [self._reported(executor, message, tensors)]
+                self._reported(executor, message, tensors)
             case _:  # a heartbeat
-                return []
+                pass
 
-    def _reported(self, executor: str, message: FromExecutor, tensors: Sequence[Tensor]) -> FederatedEvent:
+    def _reported(self, executor: str, message: FromExecutor, tensors: Sequence[Tensor]) -> None:
         report = message.body
         if isinstance(report, DeviceFailed):
             self._wakeups.put(None)
-            return FromDevice(executor, report)
-        if isinstance(report, SecureReport):
-            return FromDevice(executor, report)
-        named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-        try:
-            return FromDevice(executor, self._receiver.on_report(executor, report, message.values, named))
-        except PeerError as e:
-            self._wakeups.put(None)
-            return ReportRefused(executor=executor, reason=str(e))
+            self._machine.failed(executor, report)
+            return
+        if not isinstance(report, SecureReport):
+            named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+            try:
+                report = self._receiver.on_report(executor, report, message.values, named)
+            except PeerError as e:
+                self._wakeups.put(None)
+                self._machine.refused(executor, str(e))
+                return
+        self._machine.heard(executor, report)
 
     def _welcome(self, executor: str) -> None:
         channel = self.acceptor.channel(executor)
@@ -319,62 +298,62 @@ class FederatedHost:
         if (hello := self._receiver.hello(executor)) is not None:
             self._put(executor, hello)
 
-    # Instructions
+    # What the machine asks
 
-    def _step(self, event: FederatedEvent) -> None:
-        for instruction in self._machine.handle(event):
-            self._carry_out(instruction)
+    def notify(self, executor: str, order: ExecutorOrder) -> None:
+        if not isinstance(order, PhaseOpened):
+            if isinstance(order, TasksGranted):
+                self._receiver.settle()  # it will add up where its last sums lie
+            self._put(executor, ToExecutor(run=self._run, body=order))
+            return
+        self._open(order.opening.phase)
+        self._server.open(order.opening)
+        self._opened = True
+        headers, in_shared_memory = headers_of(self._broadcast), self._in_shared_memory
+        message = ToExecutor(run=self._run, body=order, in_shared_memory=in_shared_memory, tensors=headers)
+        self._put(executor, message, list(self._broadcast.values()))
+        self._shown_bytes += sum(h.nbytes for h in in_shared_memory)
 
-    def _carry_out(self, instruction: FederatedInstruction) -> None:
-        match instruction:
-            case Notify(executor=executor, body=PhaseOpened(opening=opening) as body):
-                self._open(opening.phase)
-                self._server.open(opening)
-                self._opened = True
-                headers, in_shared_memory = headers_of(self._broadcast), self._in_shared_memory
-                message = ToExecutor(run=self._run, body=body, in_shared_memory=in_shared_memory, tensors=headers)
-                self._put(executor, message, list(self._broadcast.values()))
-                self._shown_bytes += sum(h.nbytes for h in in_shared_memory)
-            case Notify(executor=executor, body=body):
-                if isinstance(body, TasksGranted):
-                    self._receiver.settle()  # it will add up where its last sums lie
-                self._put(executor, ToExecutor(run=self._run, body=body))
-            case TellSite(site=site, body=body):
-                self._put(site, ToExecutor(run=self._run, body=body))
-            case PlanRound(problem=problem):  # a short round's plan is made sooner than another thread wakes up
-                self._step(RoundPlanned(plan_round(problem)))
-            case MergeSums(executor=executor):
-                self._receiver.merge(executor)
-            case TakeMasksOff():
-                self._step(self._unmask(instruction))
-            case IgnoreSums(executor=executor):
-                self._receiver.ignore(executor)
-            case DismissExecutor(executor=executor):
-                self.acceptor.channel(executor).close()
-            case UpdateServer(phase=phase, opening=opening):
-                if opening is not None:
-                    self._opened_s = time.monotonic() if phase.number == 0 else self._opened_s
-                    self._server.open(opening)
-                self._server.absorb()
-                self._receiver.settle()
-            case CommitRound(record=record):
-                if (later := self._committed(record, self._measure())) is not None:
-                    self._later.put(later)
-            case Halt():
-                for executor in list(self._senders):
-                    if self._machine.is_here(executor):
-                        self._put(executor, ToExecutor(run=self._run, body=instruction))
-            case Note(text=text):
-                self._note(text)
-            case FinishRounds():
-                self._end(instruction)
+    def tell(self, site: str, order: SecureOrder) -> None:
+        self._put(site, ToExecutor(run=self._run, body=order))
 
-    def _unmask(self, recovered: TakeMasksOff) -> Unmasked:
+    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
+        return plan_round(problem)  # a short round's plan is made sooner than another thread wakes up
+
+    def merge(self, executor: str, phase: PhaseId) -> None:
+        self._receiver.merge(executor)
+
+    def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
         try:
-            wrong = self._receiver.unmask(recovered)
+            return Unmasking(wrong=self._receiver.unmask(recovered))
         except PeerError as e:
-            return Unmasked(phase=recovered.phase, reason=f"secure aggregation: {e}")
-        return Unmasked(phase=recovered.phase, wrong=tuple(sorted(wrong)))
+            return Unmasking(f"secure aggregation: {e}")
+
+    def ignore(self, executor: str, phase: PhaseId) -> None:
+        self._receiver.ignore(executor)
+
+    def dismiss(self, executor: str, reason: str) -> None:
+        self.acceptor.channel(executor).close()
+
+    def update_server(self, phase: PhaseId, opening: PhaseSetup | None = None) -> None:
+        if opening is not None:
+            self._opened_s = time.monotonic() if phase.number == 0 else self._opened_s
+            self._server.open(opening)
+        self._server.absorb()
+        self._receiver.settle()
+
+    def commit(self, record: RoundRecord) -> None:
+        if (later := self._committed(record, self._measure())) is not None:
+            self._later.put(later)
+
+    def note(self, text: str) -> None:
+        self._note(text)
+
+    def finished(self, finish: FinishRounds) -> None:
+        for executor in list(self._senders):
+            if self._machine.is_here(executor):
+                self._put(executor, ToExecutor(run=self._run, body=Halt()))
+        self._end(finish)
 
     def _put(self, executor: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         outbox = self._outboxes[executor]
