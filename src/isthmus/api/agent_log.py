@@ -1,4 +1,4 @@
-"""What the agents of a cluster print: in one file, each line after the name of its agent."""
+"""The output of a cluster's agents in one file, each line after the name of its agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isthmus.runtime.identity.tickets import PREFIX
 from isthmus.sanitize import sanitize
 
 LAST_LINES = 20
-"""Of an agent, shown where it fails."""
+"""Lines of an agent that are shown where it fails."""
 MOST_CHARACTERS = 2000
 _TICKET = re.compile(PREFIX + r"[\w-]+")
 

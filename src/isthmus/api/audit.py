@@ -33,13 +33,13 @@ from isthmus.training.digests import fold
 from isthmus.training.snapshot import part_of
 
 LATENCY_S, BYTES_PER_S = 0.01, 12.5e6
-"""Of links between idle devices, as no plan of an audit need be the best."""
+"""Links between idle devices: no plan of an audit need be the best."""
 Leaves = dict[str, dict[str, str]]
-"""By node, its leaves."""
+"""Leaves by node."""
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit found."""
+    """The result of an audit."""
 
     run: str
     step: int
@@ -159,7 +159,7 @@ class IdleDevices(NamedTuple):
 def _computed(
     again: _Again, checkpoint: Path | None, key: bytes, until: int, stop: Stop, idle: IdleDevices | None
 ) -> dict[int, Reports]:
-    """What should have been reported of each step until this one."""
+    """Compute the reports that were due of each step until this one."""
     backend: Backend = LocalBackend(places=local_places(again.accelerators, again.fleet.names))
     prepared, holders = again.prepared, None
     if idle is not None:
@@ -222,7 +222,7 @@ class _Again(NamedTuple):
     accelerators: dict[str, str]
     """Where devices of this machine compute, if not on the CPU."""
     expected: Callable[[Fingerprinted], Reports]
-    """What the run's workers should have reported, of what those of this plan did."""
+    """The reports that were due from the run's workers, from those of this plan's workers."""
 
 
 def _own_cut(prepared: Prepared, plan: Plan, fleet: Fleet, accelerators: dict[str, str]) -> _Again:
@@ -271,7 +271,7 @@ def _alike(plan: Plan, fleet: Fleet, accelerators: Mapping[str, str]) -> dict[st
 
 
 def _of_stage(pair: StagePair, pairs: tuple[StagePair, ...], leaves: Leaves, key: bytes) -> dict[str, str]:
-    """What a stage of the run's cut should have reported."""
+    """Return the leaves that were due from a stage of the run's cut."""
     found: Leaves = {}
     for c in (*pair.train.receives, *pair.train.sends):
         receives = c.target == pair.train.index

@@ -16,7 +16,7 @@ from isthmus.runtime.processes.signals import Stop
 
 NICE = 19
 AuditElsewhere = Callable[[int, Callable[[str], None], Stop], Audited]
-"""Of a step, with a function for notes, until it is to stop. Raises IsthmusError where that cannot be."""
+"""Audits a step, with a function for notes, until it is to stop. Raises IsthmusError where that cannot be."""
 
 
 def audit_command(run: Path, step: int) -> list[str]:
@@ -43,7 +43,7 @@ class BackgroundAudits:
         self._starting = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self.working: threading.Thread | None = None
-        """Of the newest audit; it ends with it."""
+        """The thread of the newest audit; it ends with it."""
 
     def __enter__(self) -> BackgroundAudits:
         return self

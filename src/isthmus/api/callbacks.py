@@ -19,7 +19,7 @@ AnyJob = TypeVar("AnyJob", Job, FederatedJob)
 
 
 class Attached(TypedDict, total=False):
-    """What a call attaches to a run, whatever the run is of."""
+    """Callbacks and trackers of a call, whatever the run trains."""
 
     callbacks: Sequence[Callback]
     """Called before those of the job."""

@@ -22,7 +22,7 @@ REMIND_S = 30.0
 """How often to say which agents are waited for."""
 MOST_NAMES = 5
 MOST_RESTARTS = 3
-"""Of one agent in a row, none of which joined."""
+"""Restarts in a row of one agent that never joined."""
 PAUSE_S = 5.0
 """Before the second restart of an agent in a row; before the third, twice as long."""
 _GONE = (AgentState.ENDED, AgentState.LOST)
@@ -47,7 +47,7 @@ class Cluster:
         self._tickets: dict[str, str] = {}
         self._restarts: dict[str, AgentRestarts] = {}
         self._devices: dict[str, list[str]] = {}
-        """By agent, once all have joined."""
+        """Devices by agent, once all have joined."""
         self._queued: frozenset[str] = frozenset()
         """Agents that the run waits for while the engine has no node for them."""
         self._over = threading.Event()
@@ -158,7 +158,7 @@ class Cluster:
         return bool(devices) and self._service.present.issuperset(devices)
 
     def _why(self, name: str) -> str:
-        """By what it printed last."""
+        """Return the reason in its last lines."""
         last = [line for line in self._log.last(name) if line.strip()]
         errors = [line for line in last if line.startswith("error: ")]
         said = errors[-1].removeprefix("error: ") if errors else f"it printed last {last[-1]!r}" if last else ""
@@ -166,7 +166,7 @@ class Cluster:
 
 
 class AgentRestarts(msgspec.Struct, frozen=True):
-    """Of an agent that was lost and has not joined since."""
+    """Restarts of an agent that was lost and has not joined since."""
 
     count: int = 0
     next_s: float = 0.0

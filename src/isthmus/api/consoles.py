@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 
 LOG_WIDTH = 140
-"""Of what is no terminal."""
+"""Columns of a file, or what else is no terminal."""
 
 # Names and reasons come from files and from other parties: "[data]" in one of them is text, not a style.
 
@@ -31,5 +31,5 @@ def notes(width: int | None = None) -> Console:
 
 
 def live(console: Console) -> Live:
-    """What is shown there in place, until it is shown anew."""
+    """Return a display that is shown in place, until it is shown anew."""
     return Live(console=console, auto_refresh=False)

@@ -80,7 +80,7 @@ class _Running(NamedTuple):
     stop: Stop
 
     def here(self) -> DecoupledOutcome:
-        """By processes of this machine."""
+        """Run on processes of this machine."""
         path = self.session.folder.path
         with DecoupledRun(self.job, self.fleet, path, plan_again) as run:  # forks, so it comes first
             prepared = prepare(self.job, least=len(run.groups))
@@ -97,7 +97,7 @@ class _Running(NamedTuple):
             return self._watched(run, prepared, plans, act, emulated_s)
 
     def joined(self, backend: Backend) -> DecoupledOutcome:
-        """By devices of a fleet, as soon as one of them is there."""
+        """Run on devices of a fleet, as soon as one of them is there."""
         job, note = self.job, self.observer.note
         holders = DataHolders(
             backend.asks(self.stop), job.used_data, self.fleet.names, heldout=job.evaluates, note=note
@@ -142,8 +142,8 @@ class _Running(NamedTuple):
 
 
 def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
-    """By replica, the plan of its step on its devices: of a device alone the only one, of several the planner's.
-    UserError for replicas that cannot hold the model."""
+    """Return the plan of each replica's step: for one device the only one, for several the planner's. UserError for
+    replicas that cannot hold the model."""
     job, groups = prepared.job, replica_groups(prepared.job, fleet)
     samples = job.training.batch_size // len(groups)
     if samples % job.micro_batch_size:
@@ -163,7 +163,7 @@ def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
 
 
 def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
-    """By replica, how long a step takes, as the cost model says. UserError as of `replica_plans`."""
+    """Return the seconds of each replica's step by the cost model. UserError as of `replica_plans`."""
     return {name: plan.predicted.step_s for name, plan in replica_plans(prepared, fleet).items()}
 
 
@@ -178,7 +178,7 @@ def step_text(name: str, plan: Plan, step_s: float) -> str:
 
 NOT_FINITE = "the merged weights are not finite: lower optimizer.lr or sync.decoupled.rate"
 OVERRUN = 1.25
-"""Of an emulated step's time: what is longer is worth a warning."""
+"""Times an emulated step's time: a longer step is worth a warning."""
 
 
 def overruns(ended_s: Mapping[str, Sequence[float]], step_s: Mapping[str, float]) -> list[str]:
@@ -216,7 +216,7 @@ class _Watch:
         self._step = self._evaluated = 0
         self._losses: list[float] = []
         self._ended_s: defaultdict[str, list[float]] = defaultdict(list)
-        """Of each replica's steps."""
+        """Seconds at which each replica's steps ended."""
         self.merger = MergerWatch(stepped=self._stepped, merged=self._merged, note=self._noted)
 
     def start(self, fleet: Fleet, stop: Stop) -> None:

@@ -41,9 +41,9 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
     full_speed: float
     """Samples per second of all devices, none of which ever waits or fails."""
     plans: Mapping[str, Plan]
-    """By replica, its first one."""
+    """The first plan of each replica."""
     step_s: Mapping[str, float]
-    """By replica, its step on that plan, as simulated."""
+    """Seconds of each replica's step on that plan, as simulated."""
     period: int
     """Batches in which every fragment is merged once."""
     note: str
@@ -61,11 +61,11 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> dict[str, int]:
-        """By replica."""
+        """Return the number of steps by replica."""
         return dict(sorted(Counter(name for _, name, _ in self.run.steps).items()))
 
     def timeline(self) -> list[tuple[float, str]]:
-        """What happened, in words, by second of the run."""
+        """Return what happened, in words, by second of the run."""
         happened = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
         return sorted(happened + self.run.notes, key=lambda entry: entry[0])
 
@@ -116,7 +116,7 @@ class PlannedReplicas(NamedTuple):
     fleet: Fleet
     graph: OpGraph
     plans: Mapping[str, Plan]
-    """By replica."""
+    """Plans by replica."""
     models: Sequence[ReplicaModel]
     sizes: FragmentBytes
     note: str

@@ -1,4 +1,4 @@
-"""What stands in the way of this machine."""
+"""Checks for obstacles on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a finished run has to give: its trace for a viewer, and its model."""
+"""Exports of a finished run: its trace for a viewer, and its model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Traced(NamedTuple):
     found: ComparisonSummary | list[RoundLine]
     """How well the run was predicted; of a federated one its rounds."""
     notes: list[str]
-    """What could not be read."""
+    """Damage that was found while reading."""
 
 
 class Exported(NamedTuple):
@@ -138,7 +138,7 @@ def _whole(directory: Path) -> Generator[None]:
 
 
 def _without_boundary(model: ModelSpec) -> ModelSpec:
-    """Of the plain model with the same function: its head is untied."""
+    """Return the plain model with the same function: its head is untied."""
     options = {key: value for key, value in model.options.items() if key != "tie_embedding"}
     return msgspec.structs.replace(model, boundary=None, options=options)
 

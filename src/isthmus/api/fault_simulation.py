@@ -34,13 +34,13 @@ from isthmus.units import format_duration
 
 
 def read_faults(options: Mapping[str, Sequence[str] | None]) -> tuple[Fault, ...]:
-    """Of the values of `--fault`, `--slow`, `--join` and `--leave`, in order of time. UserError for what is none."""
+    """Read `--fault`, `--slow`, `--join` and `--leave`, in order of time. UserError for a value that is none."""
     found = [parse_fault(text, option) for option, texts in options.items() for text in texts or ()]
     return tuple(sorted(found, key=lambda fault: fault.time_s))
 
 
 class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of the simulated run, beside the same run without faults."""
+    """The simulated run, beside the same run without faults."""
 
     run: SimulatedRun
     plan: Plan
@@ -75,7 +75,7 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.steps / self.run.seconds if self.run.seconds else 0.0
 
     def timeline(self) -> list[tuple[float, str]]:
-        """What happened, in words, by second of the run."""
+        """Return what happened, in words, by second of the run."""
         found = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
         found += self.run.notes
         for number, period in enumerate(self.run.periods[1:], 1):
@@ -201,7 +201,7 @@ class _Planner:
 
 
 def fault_text(fault: Fault) -> str:
-    """What the fault is, in words."""
+    """Describe a fault in words."""
     lasts = f" for {format_duration(fault.lasts_s)}" if math.isfinite(fault.lasts_s) else ""
     match fault.kind:
         case "lost":

@@ -35,7 +35,7 @@ CLIENT = "client"
 
 
 class GivenClients(Attached, total=False):
-    """What a federated run can be given in place of a job. `model` and `clients` are needed."""
+    """Arguments of a federated run in place of a job. `model` and `clients` are needed."""
 
     model: nn.Module | Callable[[], nn.Module]
     """Its forward takes the data's columns and returns a scalar loss, unless there is a `loss`."""

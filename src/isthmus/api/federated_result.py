@@ -52,7 +52,7 @@ class FederatedResult:
 
     @property
     def rounds(self) -> list[RoundLine]:
-        """What became of each committed round: who took part, seconds, bytes, evaluation."""
+        """The outcome of each committed round: who took part, seconds, bytes, evaluation."""
         return RoundHistory.of(self.path).lines()
 
     @property
@@ -121,7 +121,7 @@ def trained_model(
 
 
 def _no_lines(folder: RunFolder, kept: int) -> UserError:
-    """Of a trace: the rounds' lines are not there, though rounds may have been made."""
+    """The error of a trace without lines of rounds, though rounds may have been made."""
     path = folder.path / ROUND_LINES
     if path.is_file() and path.stat().st_size:
         return UserError(f"{path}: damaged: none of its lines can be read")
@@ -134,7 +134,7 @@ def _no_lines(folder: RunFolder, kept: int) -> UserError:
 
 
 def _nothing_saved(folder: RunFolder, job: FederatedJob) -> UserError:
-    """Of an export: there is no file of a round."""
+    """The error of an export without a file of a round."""
     unread: list[str] = []
     lines, config = RoundHistory.of(folder.path).lines(unread.append), job.federated
     done = max((line.record.round + 1 for line in lines), default=0)

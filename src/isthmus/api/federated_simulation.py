@@ -52,7 +52,7 @@ MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
 MOST_S = 3.0
 """Measured no longer, once it has the fewest rounds."""
 CLIENTS_EACH = 5
-"""Of an executor, in a round that is measured."""
+"""Clients of an executor in a round that is measured."""
 
 
 class SimulatedExecutor(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class SimulatedPipeline(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """As planned."""
     round_s: float
-    """Of all local steps."""
+    """Seconds of all local steps."""
 
 
 class SimulatedRounds(NamedTuple):
@@ -84,7 +84,7 @@ class SimulatedRounds(NamedTuple):
     line: LinearFit
     """Seconds of a client as measured here, or the mean over the fleet's devices."""
     overhead_s: float
-    """Of a round as measured here; 0 with a fleet."""
+    """Seconds of a round as measured here; 0 with a fleet."""
     fleet: str = ""
     """As the job names it; empty where times were measured here."""
     devices: tuple[SimulatedExecutor, ...] = ()
@@ -92,7 +92,7 @@ class SimulatedRounds(NamedTuple):
     timeline: FederatedTimeline | None = None
     """Where faults were given."""
     pipelines: tuple[SimulatedPipeline, ...] = ()
-    """Of sites that are fleets."""
+    """Pipelines of sites that are fleets."""
 
     @property
     def exit_code(self) -> int:
@@ -178,7 +178,7 @@ def simulate_rounds(
 
 
 def _pipeline(job: FederatedJob, deployment: Deployment, site: str, data: ClientData) -> SimulatedPipeline:
-    """Of a site that is a fleet, with the samples of its client. UserError as `PipelinePlans`."""
+    """Simulate a site that is a fleet, with the samples of its client. UserError as `PipelinePlans`."""
     assert job.data is not None, "its clients were looked at"
     check_descends(load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options)))
     samples = DataDescription(columns=dict(data.columns), train=int(data.sizes[deployment.sites.index(site)]))
@@ -189,7 +189,7 @@ def _pipeline(job: FederatedJob, deployment: Deployment, site: str, data: Client
 
 
 def _line(measured: LinearFit, name: str, pipelines: Sequence[SimulatedPipeline]) -> LinearFit:
-    """Of an executor. A site that is a fleet has one client, whose samples are known."""
+    """Return the times of an executor. A site that is a fleet has one client, whose samples are known."""
     round_s = next((one.round_s for one in pipelines if one.site == name), None)
     return measured if round_s is None else LinearFit(0.0, round_s)
 
@@ -243,7 +243,7 @@ def _on_fleet(
 
 
 def message_costs(fleet: ExecutorFleet, executor: int, counted: ClientCosts) -> MessageCosts:
-    """Of one executor, over the links between its device and the coordinator."""
+    """Return the costs of one executor's messages, over the links between its device and the coordinator."""
     incoming, outgoing = fleet.incoming(executor), fleet.outgoing(executor)
     to_s, from_s = transfer_s(incoming, 0), transfer_s(outgoing, 0)
     return MessageCosts(
@@ -291,12 +291,12 @@ def _struck(faults: Sequence[Fault], executors: Sequence[str], *, may_return: bo
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a few rounds took here."""
+    """Measurements of a few rounds on this machine."""
 
     line: LinearFit
     """Seconds of a client, wherever it trained."""
     overhead_s: float
-    """Of a turn: broadcast, sums, the server's step."""
+    """Seconds of a phase: broadcast, sums, the server's step."""
     clients_per_vmap: int
     """Clients that were trained as one."""
 
@@ -352,7 +352,7 @@ def _short(job: FederatedJob) -> FederatedJob:
 
 
 def _fitted(points: Sequence[tuple[int, float]]) -> LinearFit:
-    """By least squares. Times are positive, and so is what each sample adds."""
+    """Fit by least squares. Times are positive, and so is the time of each sample."""
     samples, seconds = np.array(points, dtype=np.float64).T
     spread = samples - samples.mean()
     per_sample = float(spread @ seconds / (spread @ spread)) if spread.any() else 0.0

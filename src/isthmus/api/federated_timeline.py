@@ -1,4 +1,4 @@
-"""What happened to a federated job that was simulated with faults, in words, beside the same run without them."""
+"""The events of a federated job that was simulated with faults, in words, beside the same run without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isthmus.simulator.options import Fault
 from isthmus.units import format_duration
 
 MOST_LINES = 60
-"""Of a timeline on a terminal; JSON has all."""
+"""Lines of a timeline on a terminal; JSON has all."""
 
 
 class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """All rounds without faults; None where they cannot be finished without them either."""
 
     def entries(self) -> list[tuple[float, str]]:
-        """By second of the run."""
+        """Return the events by second of the run."""
         found = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
         found += [(event.time_s, event.text) for event in self.run.events]
         return sorted(found, key=lambda entry: entry[0])

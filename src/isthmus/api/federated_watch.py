@@ -1,4 +1,4 @@
-"""What a federated run's progress becomes: events for who observes it, and calls of its callbacks."""
+"""A federated run's progress as events for its observer and calls of its callbacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isthmus.runtime.processes.signals import Stop
 
 
 class FederatedWatch:
-    """Of one run. `noted` and `round_done` may be called by two threads."""
+    """The watch of one run. `noted` and `round_done` may be called by two threads."""
 
     def __init__(
         self, job: FederatedJob, uploads: RoundUploads, observer: Observer, callbacks: Callbacks, stop: Stop

@@ -57,7 +57,7 @@ FITTED = "fitted.json"
 GIVEN = "given"
 AGENTS_LOG, COORDINATOR, PROBED = "agents.log", "coordinator", "probed.toml"
 BESIDE = frozenset({GIVEN, AGENTS_LOG, COORDINATOR, PROBED})
-"""What may be in a folder before a run begins there."""
+"""Files that may be in a folder before a run begins there."""
 
 
 class _Rounds(msgspec.Struct, frozen=True):
@@ -65,8 +65,6 @@ class _Rounds(msgspec.Struct, frozen=True):
 
 
 class _RoundsAsked(msgspec.Struct, frozen=True):
-    """What a federated job asks for."""
-
     federated: _Rounds
 
 
@@ -99,7 +97,7 @@ class RunFolder:
 
     @classmethod
     def chosen(cls, parent: Path, name: str, *, resume: bool, run: Path | None) -> RunFolder:
-        """Of the run to resume, or a new one; `run` is the user's choice. UserError."""
+        """Return the folder of the run to resume, or a new one; `run` is the user's choice. UserError."""
         if resume:
             return cls.newest(parent, name) if run is None else cls.existing(run)
         return cls.fresh(parent, name) if run is None else cls.empty(run)
@@ -131,8 +129,8 @@ class RunFolder:
 
     @classmethod
     def newest(cls, parent: Path, name: str) -> RunFolder:
-        """Of the folders that `fresh` made and `begin` filled the last one whose run did not come to its end, or else
-        the last; UserError when there is none."""
+        """Return the last folder that `fresh` made and `begin` filled whose run did not end, or else the last;
+        UserError when there is none."""
         found = [path for path in itertools.takewhile(Path.exists, _numbered(parent, name)) if (path / JOB).is_file()]
         last = found[-1] if found else parent / name
         return cls.existing(next((path for path in reversed(found) if not cls(path).is_done), last))
@@ -193,7 +191,7 @@ class RunFolder:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
 
     def forget_losses(self, step: int, note: Callable[[str], None] = lambda _: None) -> None:
-        """Of what comes after so many steps."""
+        """Forget the losses after so many steps."""
         self._losses.keep_if(lambda point: point.step <= step, note)
 
     @property
@@ -263,7 +261,7 @@ class RunFolder:
         write_json(self._described, described)
 
     def described(self) -> dict[str, DataDescription]:
-        """What devices said of their data; nothing where it was not kept."""
+        """Return the devices' descriptions of their data; empty where none were kept."""
         return self._decode(self._described.name, dict[str, DataDescription]) if self._described.is_file() else {}
 
     def keep_fitted(self, fleet: Fleet) -> None:

@@ -32,7 +32,7 @@ from isthmus.runtime.coordinator.generation_host import GenerationHost, HostAnsw
 from isthmus.units import format_duration
 
 INCOMPLETE = "\ufffd"
-"""Of a character whose last bytes are still to come."""
+"""Stands for a character whose last bytes are still to come."""
 NEIGHBOURS = 8
 """Tokens with which those that follow are decoded: a character has at most four."""
 MOST = 1 << 63
@@ -64,7 +64,7 @@ def joined_at(where: str | None, addresses: Sequence[str], state: Path | None) -
 class Piece(NamedTuple):
     token: int
     text: str
-    """What the token adds. A character may wait for the next token; half a one at the end is left out."""
+    """The text that the token adds. A character may wait for the next token; half a one at the end is left out."""
     last: bool
 
 
@@ -79,7 +79,7 @@ class _AnswerText:
             self._before = tokenizer.text(self._ids)
 
     def add(self, token: int) -> str:
-        """What can be said now. The beginning of a character waits for its end."""
+        """Return the text that is complete now. The beginning of a character waits for its end."""
         self._ids.append(token)
         text = self._tokenizer.text(self._ids)
         known = self._before if text.startswith(self._before) else self._before.rstrip(INCOMPLETE)
@@ -124,7 +124,7 @@ class ModelService:
         self._served = served
         self._tokenizer = tokenizer
         self.name = name
-        """Of the model, as requests call it."""
+        """The name of the model in requests."""
         self.context = served.context
         """Tokens of a prompt and its answer together, at most."""
         self.ends = served.ends
@@ -157,7 +157,7 @@ class ModelService:
         return tuple(found)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Of a prompt's token ids. UserError where the run's data have no tokenizer."""
+        """Return the text of a prompt's token ids. UserError where the run's data have no tokenizer."""
         if self._tokenizer is None:
             raise UserError("echo: the run's data have no tokenizer, so token ids have no text")
         return self._tokenizer.text(tokens)

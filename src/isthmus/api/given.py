@@ -30,11 +30,11 @@ TARGET = "target"
 """Column of what a loss is given beside the model's output."""
 DEFAULT_STEPS, DEFAULT_BATCH = 100, 32
 EVALUATIONS = 10
-"""Of a run with `test`."""
+"""Evaluations of a run with `test`."""
 
 
 class Given(Attached, total=False):
-    """What a run can be given in place of a job. `model` and `data` are needed."""
+    """Arguments of a run in place of a job. `model` and `data` are needed."""
 
     model: nn.Module | Callable[[], nn.Module]
     """Its forward takes the data's columns and returns a scalar loss, unless there is a `loss`."""
@@ -91,7 +91,7 @@ def module_of(model: object) -> nn.Module:
 
 
 class Objects:
-    """What was given, read and checked."""
+    """The arguments of a run, read and checked."""
 
     def __init__(self, given: Given) -> None:
         model, data, loss = given.get("model"), given.get("data"), given.get("loss")
@@ -198,7 +198,7 @@ def inputs_of(columns: Arrays) -> tuple[str, ...]:
 def kept_folder(
     name: str, run: Path | None, overrides: Mapping[str, object], note: Callable[[str], None], *, resume: bool
 ) -> Generator[RunFolder]:
-    """Of a run of objects, which are written there before it begins. It goes again where nothing began."""
+    """Yield the folder of a run of objects, written there before it begins. It goes again where nothing began."""
     parent = Path(str(overrides.get("run_dir", "runs")))
     if resume:
         yield chosen_folder(parent, name, resume=True, run=run, store=store_in(overrides), note=note)

@@ -11,7 +11,7 @@ from isthmus.extensions import import_extra
 
 
 class HubRepository:
-    """Of this name, to be pushed to. UserError for a name that is none, and where no token is known."""
+    """A repository of this name, to push to. UserError for a name that is none, and where no token is known."""
 
     def __init__(self, name: str, *, public: bool = False) -> None:
         """`public` is of a repository that is made: one that is there stays as it is."""
@@ -34,7 +34,7 @@ class HubRepository:
 
 
 def _reason(error: Exception) -> str:
-    """What the hub says, without the request's number and address."""
+    """Return the hub's reason, without the request's number and address."""
     said, response = getattr(error, "server_message", None), getattr(error, "response", None)
     if said and response is not None:
         return f"refused with {response.status_code}: {' '.join(str(said).split())}"

@@ -102,7 +102,7 @@ def read_job(
 
 
 def _options(given: Changes | FederatedChanges) -> dict[str, object]:
-    """By their names on the command line."""
+    """Return the changes by their names on the command line."""
     return {f"--{name.replace('_', '-')}": value for name, value in msgspec.structs.asdict(given).items()}
 
 

@@ -51,7 +51,7 @@ class Explained(NamedTuple):
     explanation: Explanation | None
     """Why the plan looks as it does, if that was asked for."""
     leaving: list[str]
-    """What leaves the data holders, in words."""
+    """The data that leave the data holders, in words."""
 
 
 def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, prove: str | None = None) -> Explained:
@@ -71,7 +71,7 @@ def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, p
 
 
 def weigh_model(job: Job) -> GraphWeights:
-    """What each layer, and each operator, computes and keeps."""
+    """Return the computation and memory of each layer, and of each operator."""
     prepared = prepare(job)
     return graph_weights(prepared.flow, prepared.job.micro_batch_size)
 
@@ -114,7 +114,7 @@ class Simulated(NamedTuple):
 
 
 def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None = None) -> Simulated:
-    """Of the plan document, or of the plan that is made."""
+    """Simulate the plan document, or the plan that is made."""
     fleet = fleet_for(job)
     if document is not None:  # a plan says all that the virtual clock needs: the model is not captured
         plan = read_plan(job, fleet, document)
@@ -128,7 +128,7 @@ def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None
 
 
 def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
-    """Of a plan, or of its document. UserError for what is no plan document."""
+    """Verify a plan, or its document. UserError for what is no plan document."""
     plan, fleet = plan if isinstance(plan, Plan) else load_plan(plan), fleet_of(job)
     if plan.micro_batches in job.counts:
         job = job.cut_into(plan.micro_batches)
@@ -151,7 +151,7 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
 
 
 def _state(job: Job) -> StateBytes:
-    """Of the optimizer that keeps the most: a stage may hold parameters of any."""
+    """Return the state of the optimizer that keeps the most: a stage may hold parameters of any."""
     narrow = job.training.precision != "fp32"
     largest = max(
         (state_bytes(o.name, momentum=o.momentum > 0, narrow=narrow) for o in job.optimizer),
@@ -166,7 +166,7 @@ def _state(job: Job) -> StateBytes:
 class Compared(NamedTuple):
     comparison: Comparison
     refusals: list[UserError]
-    """Of planners that made no plan, in the order in which they were asked."""
+    """Refusals of planners that made no plan, in the order in which they were asked."""
 
 
 def compare_planners(job: Job, planners: str, observer: Observer, stop: Stop) -> Compared:

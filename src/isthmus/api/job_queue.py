@@ -93,7 +93,7 @@ def run_queue(
 
 
 def _stored(act: Callable[[], Result], log: Callable[[str], None]) -> Result:
-    """What it returns, as soon as the disk takes it: a full one must not end the coordinator, whose devices wait."""
+    """Return its result as soon as the disk takes it: a full one must not end the coordinator, whose devices wait."""
     logged_s = -math.inf
     while True:
         try:
@@ -110,7 +110,7 @@ def _stored(act: Callable[[], Result], log: Callable[[str], None]) -> Result:
 def _carried_out(
     job: Submitted, service: FleetCoordinator, queue: JobQueue, opened: Opened, stop: Stop, stopped: threading.Event
 ) -> tuple[State, str]:
-    """What becomes of it, and why. `stopped` is set when somebody did not want it any more."""
+    """Run a job; return its state and the reason. `stopped` is set when somebody did not want it any more."""
     with opened() as observer:
         outcome = ""
         try:

@@ -66,7 +66,7 @@ def resume_job(wanted: str | None = None, state: Path | None = None) -> Submitte
 def job_lines(
     wanted: str | None = None, state: Path | None = None, *, follow: bool = False, tail: int | None = None
 ) -> Iterator[str]:
-    """What the job said, of which `tail` is how many lines at most; with `follow` what it says, until it ends."""
+    """Yield the job's log, at most its `tail` last lines; with `follow` new lines too, until it ends."""
     with opened(state) as (queue, folder):
         number = queue.find(wanted).number
         path = job_log(folder, number)

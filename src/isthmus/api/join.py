@@ -41,7 +41,7 @@ Ask = Callable[[], str]
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is said of a device."""
+    """The user's options for a device."""
 
     state: Path | None = None
     """Folder of the key; none: ~/.local/state/isthmus/device."""
@@ -53,15 +53,15 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str = AUTO
     """Where it computes."""
     memory: str = ""
-    """What jobs may take of each device's."""
+    """The part of each device's memory that jobs may take."""
     devices: str = ""
-    """Of which accelerators each is a device of its own; none: the machine is one device; `auto`: all, or none where
-    there is none."""
+    """Accelerators that are devices of their own; none: the machine is one device; `auto`: all, or none where there is
+    none."""
     site: Path | None = None
     per_rank: bool = False
     """Under torchrun, each rank is a device of its own."""
     ticket_line: int = 0
-    """Of the ticket file: which of its tickets is this device's."""
+    """The number of this device's ticket in the ticket file."""
     one_owner: bool = False
     """Who owns the device owns the coordinator and all other devices too."""
     attached: bool = False
@@ -93,14 +93,14 @@ def memory_of(text: str, accelerator: str = "cpu") -> int | None:
 
 
 def single_device(given: Sequence[str] | None, default: str) -> str:
-    """Of `--device`, each time that it was given. UserError for more than one."""
+    """Return the value of `--device`. UserError for more than one."""
     if given and len(given) > 1:
         raise UserError(f"--device: got {len(given)} of them, expected one; several: --devices {','.join(given)}")
     return given[0] if given else default
 
 
 def accelerators_of(text: str) -> dict[str, str]:
-    """Of `--devices`: full names of accelerators, by what each adds to the machine's name. UserError."""
+    """Read `--devices`: full names of accelerators, by the suffix of each one's name. UserError."""
     here = accelerator_names()
     found: dict[str, str] = {}
     for item in here if text == "all" else text.split(","):
@@ -205,7 +205,7 @@ def _of_this_rank(joining: JoinOptions, folder: Path, island: Island | None) -> 
 
 
 def _of_rank(device: str, island: Island) -> str:
-    """Of the accelerators that a rank may compute on, by kind or `auto`, its own. UserError for fewer than ranks."""
+    """Return a rank's own accelerator, of a kind or `auto`. UserError for fewer accelerators than ranks."""
     first = resolve_accelerator(device, "--device")
     kind = first.partition(":")[0]
     if kind == "cpu" or island.local == 1:
@@ -284,7 +284,6 @@ def examined(folder: Path, ticket_file: Path | None) -> list[Finding]:
 
 
 def _name(joining: JoinOptions) -> str:
-    """Of the machine."""
     return joining.name or platform.node()
 
 
@@ -328,24 +327,24 @@ def _ticket(joining: JoinOptions, ask: Ask) -> Ticket:
 
 
 class HowToJoin(TypedDict, total=False):
-    """What a device says of itself."""
+    """A device's own settings."""
 
     name: str
-    """By default the host's."""
+    """The device's name, by default the host's."""
     device: str
     """Where it computes: cpu, cuda:0, ...; by default a GPU if there is one."""
     devices: str
     """`all`, or numbers of accelerators, of which each is a device of its own; `auto`: as `all` where there is one."""
     memory: str
-    """What jobs may take of it, as "4 GiB"; by default all."""
+    """The part of its memory that jobs may take, as "4 GiB"; by default all."""
     engine: str
-    """What computes: `torch`, which is the default, or `jax`."""
+    """The engine that computes: `torch`, which is the default, or `jax`."""
     data: Path
     """Folder with its data: jobs name files in it, no others."""
     data_kinds: str
     """Kinds of data that jobs may name, parted by commas; by default all."""
     site: Path
-    """Of a federated run: a TOML file with this site's data, and what may run on them."""
+    """For a federated run a TOML file with this site's data, and what may run on them."""
     state: Path
     """Folder of its key; by default ~/.local/state/isthmus/device."""
 

@@ -17,7 +17,7 @@ class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
     """None for one that is not a number: JSON has no word for it."""
     split: str = "train"
     metrics: dict[str, float | None] = {}
-    """Of held-out samples, the job's; None of one that counted nothing."""
+    """The job's metrics on held-out samples; None for one that counted nothing."""
 
 
 def losses_file(run: Path) -> LinesFile[LossPoint]:

@@ -27,8 +27,8 @@ from isthmus.trace import Span, Trace, steady_step_s
 
 SIMULATED_STEPS = 8
 SCORED_STEPS = 2
-"""Of a candidate, beside a period of averaging: the first step, which fills the pipeline, and the last, which nothing
-follows."""
+"""Simulated steps of a candidate, beside a period of averaging: the first step, which fills the pipeline, and the last,
+which nothing follows."""
 HEADER_BYTES = 400
 """A frame's prefix and header, about: it matters on slow links with small tensors only."""
 

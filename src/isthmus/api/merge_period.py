@@ -25,19 +25,18 @@ from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.units import format_bandwidth, format_duration, format_share, format_size
 
 LINK_SHARE = 0.5
-"""Of a link's time that changes may take: the rest is for what comes late, and for messages of pipelines."""
+"""Share of a link's time that changes may take: the rest is for late ones, and for messages of pipelines."""
 SIMULATED_MERGES = 40
-"""Of a period that is tried."""
+"""Merges that are simulated of each period that is tried."""
 
 
 class _Load(NamedTuple):
-    """What one period sends over a link."""
+    """The load of one period on a link."""
 
     link_s: float
     bytes_per_s: float
     size_bytes: int
     name: str
-    """Of the replica."""
 
     def text(self, period_s: float) -> str:
         return (

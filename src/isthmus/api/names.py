@@ -1,4 +1,4 @@
-"""What a job can name."""
+"""The names that a job can have."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fleets() -> dict[str, str]:
 
 
 def planners() -> dict[str, Kind]:
-    """By what they plan.
+    """Return the planners by what they plan.
 
     >>> found = planners()
     >>> sorted(found)

@@ -1,4 +1,4 @@
-"""What a notebook shows: a run's progress as a table that is kept up to date, and its pictures."""
+"""Output in a notebook: a run's progress as a table that is kept up to date, and its pictures."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
 
 
 def places_of(job: Job) -> dict[str, ProcessPlace]:
-    """Of device processes on this machine. UserError for a device, an accelerator or an engine that does not exist."""
+    """Return the places of device processes on this machine. UserError for an unknown device, accelerator or engine."""
     fleet = fleet_for(job)
     return local_places(job.runtime.device, fleet.names, {d.name: d.engine for d in fleet.devices})
 
@@ -118,7 +118,7 @@ class _Start(NamedTuple):
     """Done before."""
     checkpoint: Path | None
     record: RecoveryRecord | None
-    """What is known of a run that devices may be at work for still."""
+    """The recovery record of a run at which devices may still be at work."""
     eval_due: bool = False
     """A stop interrupted the evaluation of that step."""
 
@@ -136,8 +136,6 @@ def _start(job: Job, choices: Choices, folder: RunFolder, note: Callable[[str], 
 
 
 class _Planned(NamedTuple):
-    """What a run follows."""
-
     prepared: Prepared
     plan: Plan
     fleet: Fleet

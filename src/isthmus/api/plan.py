@@ -40,7 +40,7 @@ STEPS = 4
 
 
 class HowToPlan(TypedDict, total=False):
-    """Of a module: what a job would say."""
+    """Settings of a job for a module."""
 
     inputs: Inputs
     """Example inputs, of which the first dimension is the sample: by name, or in the order of the forward."""
@@ -217,7 +217,7 @@ def _job_of_module(
 
 
 def _names(module: nn.Module, count: int) -> list[str]:
-    """By the forward's parameters; of one that takes any, by number."""
+    """Return the names of the forward's parameters; numbers where it takes any."""
     with contextlib.suppress(ValueError, TypeError):
         parameters = inspect.signature(module.forward).parameters.values()
         names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]

@@ -25,18 +25,18 @@ from isthmus.runtime.service.probe_questions import speed_question
 
 
 class Probing(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be measured."""
+    """The measurements to make."""
 
     names: tuple[str, ...] = ()
     """Devices that joined; none: this machine's."""
     job: Path | None = None
     device: str = ""
     devices: str = ""
-    """Of this machine; without either the CPU and all accelerators."""
+    """Accelerators of this machine; without either the CPU and all accelerators."""
     memory: str = ""
-    """What may be taken of each of this machine's."""
+    """The part of the memory of each of this machine's devices that may be taken."""
     engine: str = "torch"
-    """What computes on this machine's."""
+    """The engine that computes on this machine's devices."""
 
 
 def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) -> Fleet:
@@ -74,7 +74,7 @@ def _described(job: Job) -> str:
 
 
 def _places(asked: Probing) -> dict[str, ProcessPlace]:
-    """By the names that `isthmus join --devices` would give them. UserError for one that is not here."""
+    """Return the places by the names that `isthmus join --devices` gives them. UserError for one that is not here."""
     if asked.device and asked.devices:
         raise UserError("--devices: got it beside --device, expected one of the two")
     if asked.device:

@@ -11,7 +11,7 @@ class PlannedStep(NamedTuple):
 
     step_s: float
     busy_s: Mapping[str, float]
-    """By device that the plan uses, for how long it computes."""
+    """Seconds that each device of the plan computes."""
     begin_s: float = 0.0
     """From a loss, or from the end of the last step before, until this plan is at work: to plan, and to move state."""
     keep_every: int = 0
@@ -23,7 +23,7 @@ Planned = Callable[[frozenset[str]], PlannedStep | None]
 
 
 class ReplicaDevices:
-    """Of one replica. It knows no clock."""
+    """The devices of one replica. It knows no clock."""
 
     def __init__(self, devices: frozenset[str], planned: Planned) -> None:
         self.present = set(devices)

@@ -58,7 +58,7 @@ def replica_models(prepared: Prepared, fleet: Fleet, plans: Mapping[str, Plan]) 
 
 
 def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> Planned:
-    """Of a replica that is a pipeline: as it would plan on the devices that are there."""
+    """Return the steps of a replica that is a pipeline: as it would plan on the devices that are there."""
     groups = replica_groups(prepared.job, fleet)
     own = pipeline_prepared(prepared, groups, name)
     known = {frozenset(groups[name]): first}

@@ -32,12 +32,12 @@ from isthmus.simulator.clock import VirtualClock
 from isthmus.simulator.options import Fault
 
 SMALL_BYTES = 128
-"""Of a message without tensors."""
+"""Bytes of a message without tensors."""
 
 
 class Computing(Protocol):
-    """What replicas and the merger compute, where more than times is asked for. A replica that starts anew is another
-    one: `start` says so."""
+    """The computation of replicas and of the merger, where more than times is asked for. A replica that starts anew is
+    another one: `start` says so."""
 
     def start(self, replica: str) -> None: ...
     def step(self, replica: str, samples: int) -> float: ...
@@ -53,12 +53,12 @@ class ReplicaModel:
     name: str
     step_s: float
     samples: int
-    """Of a step."""
+    """Samples of a step."""
     up: Link | None = None
     """To the merger; None: no time."""
     down: Link | None = None
     devices: tuple[str, ...] = ()
-    """Of a replica that is a pipeline; none: it is the device of its name."""
+    """Devices of a replica that is a pipeline; none: it is the device of its name."""
     planned: Planned | None = None
     """Its step; None: `step_s`, on the device of its name."""
 
@@ -71,7 +71,7 @@ class ReplicaModel:
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentBytes:
-    """Of each fragment's messages."""
+    """Bytes of each fragment's messages."""
 
     delta: tuple[int, ...]
     change: tuple[int, ...]
@@ -90,9 +90,9 @@ class SimulatedReplicas:
     seconds: float = 0.0
     late: int = 0
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
-    """By device, computing of steps that were not made again."""
+    """Seconds that each device computed steps that were not made again."""
     present_s: dict[str, float] = field(default_factory=dict[str, float])
-    """By device, until the end of the run."""
+    """Seconds of each device until the end of the run."""
 
     @property
     def used(self) -> float:
@@ -128,21 +128,21 @@ class _Replica:
         self.samples = [0] * fragments
         """Trained on since the last contribution that was merged; used where nothing is computed."""
         self.given: dict[int, tuple[int, int]] = {}
-        """By fragment, merge and samples of a contribution whose fate is not known."""
+        """Merge and samples of each fragment's contribution whose fate is not known."""
         self.taken: list[VersionTaken] = []
         self.steps = 0
-        """Of this process. The machine counts a step later, after what came during it."""
+        """Steps of this process. The machine counts a step later, after the events during it."""
         self.there = self.connected = False
         self.life = 0
         """How many processes there were: what an earlier one had under way is void."""
         self.step_ends_s = math.nan
         self.silent_until_s = 0.0
         self.factors: dict[str, float] = {}
-        """By device that is slowed: its computing takes so many times longer."""
+        """Factors of slowed devices: the computing of each takes so many times longer."""
         self.busy_s: dict[str, float] = {}
-        """By device, of the step under way."""
+        """Seconds that each device computes in the step under way."""
         self.attempt = 0
-        """Of steps: one that was begun before a device was lost is void."""
+        """Number of attempts at steps: one that was begun before a device was lost is void."""
         self.train = 0
         """Samples of all replicas, at the step under way."""
         self.up_free_s = self.down_free_s = 0.0
@@ -150,7 +150,7 @@ class _Replica:
 
 
 class _ReplicaPort:
-    """What one replica asks of the simulation."""
+    """The port of one replica to the simulation."""
 
     def __init__(self, simulation: DecoupledSimulation, one: _Replica) -> None:
         self._simulation, self._one = simulation, one

@@ -75,44 +75,44 @@ class Run:
 
     @property
     def plans(self) -> tuple[PlanPeriod, ...]:
-        """Of the newest session, each with the step and the second since which it was in force."""
+        """The plans of the newest session, each with the step and the second since which it was in force."""
         return self._folder.periods()
 
     @property
     def losses(self) -> list[LossPoint]:
-        """Of training, a point per optimizer step."""
+        """Training losses, a point per optimizer step."""
         return [point for point in self._folder.losses() if point.split == "train"]
 
     @property
     def heldout(self) -> list[LossPoint]:
-        """Of held-out samples, a point per evaluation."""
+        """Losses of held-out samples, a point per evaluation."""
         return [point for point in self._folder.losses() if point.split == "heldout"]
 
     @property
     def loss_unit(self) -> str:
-        """Of both: "nats per byte", "nats per token" or "nats per sample"."""
+        """The unit of both losses: "nats per byte", "nats per token" or "nats per sample"."""
         described = self._folder.described()
         return loss_unit(self.job, next(iter(described.values()))) if described else "nats per sample"
 
     @property
     def trace(self) -> Trace:
-        """What the newest session did, in seconds since its first step began. UserError where it was killed."""
+        """The trace of the newest session, in seconds since its first step began. UserError where it was killed."""
         return self._folder.traces()[1]
 
     @property
     def predicted(self) -> Trace:
-        """What the simulator says of the same plans."""
+        """The simulator's trace of the same plans."""
         return self._folder.traces()[0]
 
     @property
     def comparison(self) -> ComparisonSummary | None:
-        """What was predicted beside what was measured; None where no step was finished."""
+        """Predictions beside measurements; None where no step was finished."""
         path = self._folder.summary
         return read_json(path, ComparisonSummary) if path.is_file() else None
 
     @property
     def privacy(self) -> PrivacySpent | None:
-        """What messages disclosed of samples; None where no noise covers them."""
+        """The privacy of samples that messages spent; None where no noise covers them."""
         return read_spent(self.path)
 
     @property
@@ -169,7 +169,7 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        """Of a notebook: figures, and the pictures inline."""
+        """Return HTML for a notebook: figures, and the pictures inline."""
         rows = {"run": str(self.path), "outcome": self.outcome, "steps": f"{len(self.losses)}"}
         for name, points in (("loss", self.losses), ("held-out loss", self.heldout)):
             if points and points[-1].loss is not None:
@@ -180,7 +180,7 @@ class Run:
 
 
 def loss_unit(job: Job, samples: DataDescription) -> str:
-    """What a loss is counted in."""
+    """Return the unit of a loss."""
     labels = samples.columns.get("labels")
     if "input_ids" not in samples.columns or labels is None or not labels.shape:
         return "nats per sample"

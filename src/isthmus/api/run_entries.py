@@ -1,4 +1,4 @@
-"""What happened in a pipeline's run, a line each in its folder, written as it happens: who watches a run reads it."""
+"""The events of a pipeline's run, a line each in its folder, written as they happen, for the watchers of a run."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Steps done; -1 where it does not matter."""
     device: str = ""
     text: str = ""
-    """Of `ended`: done, interrupted, lost, diverged or failed."""
+    """The outcome in `ended`: done, interrupted, lost, diverged or failed."""
     steps: int = 0
-    """Of `began`: what the job asks for."""
+    """The job's steps, in `began`."""
     loss: float | None = None
     metrics: Mapping[str, float | None] = {}
-    """Of `heldout`."""
+    """The metrics in `heldout`."""
     per_s: float | None = None
-    """Of `step`: tokens, or samples where the data are no text."""
+    """Tokens per second in `step`, or samples where the data are no text."""
     unit: str = ""
-    """Of `per_s`."""
+    """The unit of `per_s`."""
     busy: Mapping[str, float] = {}
-    """By device: the share of the step that it computed, 0 to 1."""
+    """The share of the step that each device computed, 0 to 1."""
     sent: tuple[tuple[str, str, int], ...] = ()
     """Source, target and tensor bytes of the step."""
     sent_bytes: int = 0
-    """Of the session so far."""
+    """Bytes of the session so far."""
     spans: int = 0
     """How many spans the session had by then."""
     period: PlanPeriod | None = None
-    """Of `planned`."""
+    """The plan in `planned`."""
 
 
 def run_entries(run: Path) -> list[RunEntry]:

@@ -1,4 +1,4 @@
-"""What the run's machine decided, as faults for callbacks."""
+"""Decisions of the run's machine, as faults for callbacks."""
 
 from __future__ import annotations
 

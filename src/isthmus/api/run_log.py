@@ -31,7 +31,7 @@ class RunLog:
         self._began_s = self._step_s = 0.0
         self._spans = self._sent_bytes = 0
         self._reason = ""
-        """Of the last loss: it is noted too."""
+        """The reason of the last lost device: the run also notes it, which is not written again."""
         self._held: RunEntry | None = None
         """A step that was not written, as it came soon after another one."""
 

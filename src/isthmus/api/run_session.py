@@ -1,4 +1,4 @@
-"""What every run has around it, whatever it trains: a folder that is claimed, callbacks, uploads, a page."""
+"""The surroundings of every run, whatever it trains: a folder that is claimed, callbacks, uploads, a page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool = False
     run: Path | None = None
     again: str = PYTHON_AGAIN
-    """What a person types for the run to go on; `{run}` stands for its folder."""
+    """The command that resumes the run; `{run}` stands for its folder."""
     callbacks: tuple[Callback, ...] = ()
     """Besides the job's."""
     dashboard: bool = False
@@ -49,7 +49,7 @@ class RunSession(NamedTuple):
 
 
 def folder_of(job: Job | FederatedJob, choices: RunChoices, note: Callable[[str], None]) -> RunFolder:
-    """Of the run to resume, or of a new one. UserError."""
+    """Return the folder of the run to resume, or a new one. UserError."""
     return chosen_folder(
         Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=note
     )

@@ -19,8 +19,8 @@ AT_ONCE_S = 1.0
 
 
 def searched(observer: Observer, stop: Stop, act: Callable[[], Planned], *, best_so_far: bool = False) -> Planned:
-    """What `act` makes; all planning inside it is reported to the observer. Interrupted where that is to stop; with
-    `best_so_far` only where the planner never looks up: else planning ends with the best plan so far.
+    """Return what `act` makes; all planning inside it is reported to the observer. Interrupted where that is to stop;
+    with `best_so_far` only where the planner never looks up: else planning ends with the best plan so far.
 
     It plans in a thread: a solver in C holds up neither the progress nor Ctrl-C.
     """

@@ -120,7 +120,7 @@ def _addresses(serving: Serving, port: int) -> Addresses:
 
 
 def _is_wildcard(host: str) -> bool:
-    """Of an address that can be bound. "" and "0" stand for every address too."""
+    """Return whether an address stands for every address, as "" and "0" do. It can be bound."""
     found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return any(ipaddress.ip_address(entry[4][0]).is_unspecified for entry in found)
 
@@ -143,7 +143,7 @@ class Where(TypedDict, total=False):
     host: str
     """Address to listen on; by default 127.0.0.1."""
     port: int
-    """By default 7433; 0: any that is free."""
+    """The port, by default 7433; 0: any that is free."""
     addresses: tuple[str, ...]
     """HOST or HOST:PORT by which devices reach it; by default `host`."""
     tickets: int

@@ -9,12 +9,12 @@ from isthmus.errors import UserError
 from isthmus.units import parse_duration
 
 PORT = 7433
-"""Of a coordinator."""
+"""The coordinator's port."""
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 86400.0
 
 
 def timeout_s(text: str) -> float:
-    """Of --timeout. UserError for one that no socket could wait, as none or ages."""
+    """Read --timeout. UserError for one that no socket could wait, as none or ages."""
     found = parse_duration(text, "--timeout")
     if not LEAST_TIMEOUT_S <= found <= MOST_TIMEOUT_S:
         raise UserError(f"--timeout: got {text!r}, expected 0.1 s to 1 day")
@@ -22,6 +22,6 @@ def timeout_s(text: str) -> float:
 
 
 def state_folder(kind: str) -> Path:
-    """By convention of the XDG base directories."""
+    """Return the folder by the convention of the XDG base directories."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "isthmus" / kind

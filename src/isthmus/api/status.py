@@ -43,7 +43,7 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True):
     of: int
     loss: float | None
     privacy: str = ""
-    """What its messages have reported samples, where noise covers them."""
+    """The privacy that its messages spent, where noise covers them."""
 
 
 class _Evaluated(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class _Evaluated(msgspec.Struct, frozen=True):
 
 
 class _Round(msgspec.Struct, frozen=True):
-    """Of a line of `federated/history.py`, the part that is shown here: reading the whole line imports torch."""
+    """The part of a line of `federated/history.py` that is shown here: reading the whole line imports torch."""
 
     evaluation: _Evaluated | None = None
 
@@ -76,7 +76,7 @@ def status_of(queue: JobQueue, folder: Path) -> Status:
 
 
 def progressed(job: Submitted) -> Progressed:
-    """By the run's folder."""
+    """Read the progress from the run's folder."""
     document: dict[str, dict[str, int]] = msgspec.json.decode(job.document)
     folder = Path(job.folder)
     if job.kind == "federated":

@@ -43,15 +43,15 @@ PATTERNS = ("*.json", "*.jsonl", "*.png", ID_FILE, AGENTS_LOG, PROBED, "logs/*.l
 
 
 def documents_of(folder: Path) -> list[Path]:
-    """What is uploaded besides checkpoints and rounds, the job last: with it a store holds a run. Samples, clients'
-    states and keys stay."""
+    """Return the files that are uploaded besides checkpoints and rounds, the job last: with it a store holds a run.
+    Samples, clients' states and keys stay."""
     found = {path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
     found = {path for path in found if path.name not in STAY}
     return sorted(found, key=lambda path: (path == folder / JOB, path)) if folder / JOB in found else []
 
 
 class Uploads:
-    """Of a run, or of one that has no store: then nothing happens."""
+    """The uploads of a run, or of one that has no store: then nothing happens."""
 
     def __init__(self, uploader: Uploader | None = None) -> None:
         self._uploader = uploader
@@ -62,13 +62,13 @@ class Uploads:
             self._uploader.committed(path.relative_to(run).as_posix())
 
     def tell(self, note: Note) -> None:
-        """What became of uploads since the last call."""
+        """Note the outcomes of uploads since the last call."""
         for text in self._uploader.notes() if self._uploader is not None else ():
             note(text)
 
 
 class RoundUploads:
-    """Of a federated run: each round is uploaded once it is on disk."""
+    """The uploads of a federated run: each round is uploaded once it is on disk."""
 
     def __init__(self, uploads: Uploads, folder: Path) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ def store_in(overrides: Mapping[str, object]) -> StoreConfig | None:
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What every kind of job has."""
+    """The field that every kind of job has."""
 
     store: StoreConfig | None = None
 

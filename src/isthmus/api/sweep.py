@@ -268,7 +268,7 @@ class _Runner:
 
 
 def _metrics(folder: Path) -> dict[str, float]:
-    """Of a finished run. What it has not, or is no number, is left out."""
+    """Return the metrics of a finished run. One that is missing, or is no number, is left out."""
     if RunFolder.existing(folder).is_federated:
         newest = FederatedResult(folder).evaluation
         found = {} if newest is None else {"held-out loss": newest.loss, **newest.metrics}
@@ -341,7 +341,7 @@ def _begun(sweep: SweepFile, job: Path, runs: Sequence[SweepRun], folder: Path) 
 
 
 def _done(results: Iterable[RunResult]) -> list[RunResult]:
-    """Of runs that the file does not ask for any more: what is done stays in the table."""
+    """Return the finished ones of runs that the file does not ask for any more: they stay in the table."""
     return [result for result in results if result.outcome == "done"]
 
 

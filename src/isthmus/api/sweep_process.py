@@ -17,7 +17,7 @@ from isthmus.runtime.processes.memory_use import family_bytes
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of a sweep is to do."""
+    """The task of a process of a sweep."""
 
     job: str
     """Path of its file."""

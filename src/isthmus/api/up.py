@@ -50,7 +50,7 @@ from isthmus.runtime.service.fleet_state import remove_state
 from isthmus.runtime.service.probe_questions import speed_question
 
 ANY_PORT = 9
-"""Of the engine's head, where only the route to it is asked for."""
+"""A port of the engine's head, where only the route to it is asked for."""
 
 
 def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
@@ -94,8 +94,8 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
 
 
 def rendered(job: Job, asked: UpChoices) -> str:
-    """What the engine would be handed, without tickets. Nothing is started or asked for. UserError for an engine that
-    is handed nothing to show."""
+    """Return the engine's file, without tickets. Nothing is started or asked for. UserError for an engine that is
+    handed nothing to show."""
     launcher = open_launcher(asked.engine, asked.options)
     if not isinstance(launcher, Renders):
         raise UserError(f"--dry-run: --on {asked.engine} is handed no file that could be shown")
@@ -177,16 +177,16 @@ class HowUp(TypedDict, total=False):
     """How a job runs on an engine."""
 
     nodes: int
-    """By default all that the engine has, or as many as the job's fleet file names."""
+    """Number of nodes, by default all that the engine has, or as many as the job's fleet file names."""
     devices_per_node: str
     """`auto`: each accelerator is a device, a machine without one too; a number of accelerators; `island`: those of a
     node are one device, under torchrun."""
     options: Mapping[str, object]
-    """Of the engine."""
+    """Options of the engine."""
     host: str
     """Address to listen on; by default this machine's on the route to the engine, loopback for `local`."""
     port: int
-    """By default any that is free."""
+    """The port, by default any that is free."""
     addresses: tuple[str, ...]
     """HOST or HOST:PORT by which nodes reach the coordinator; by default `host`."""
     timeout: str
@@ -194,7 +194,7 @@ class HowUp(TypedDict, total=False):
     data: Path
     """Folder with the data, on every node."""
     memory: str
-    """What the job may take of each device's, as "4 GiB"; by default all."""
+    """The part of each device's memory that the job may take, as "4 GiB"; by default all."""
     measure: bool
     """Whether the devices that join are measured; by default unless the job names a fleet file."""
 

@@ -17,11 +17,11 @@ AUTO, ISLAND = "auto", "island"
 
 
 class UpChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of `isthmus up`."""
+    """The user's choices for `isthmus up`."""
 
     engine: str
     options: Mapping[str, object] = {}
-    """Of the engine."""
+    """Options of the engine."""
     nodes: int | None = None
     """None: as many as the fleet names, or all that the engine has."""
     devices_per_node: str = AUTO

@@ -1,4 +1,4 @@
-"""What a run's progress becomes: events for who observes it, points in the log, calls of its callbacks."""
+"""A run's progress as events for its observer, points in the log, and calls of its callbacks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Watch:
         self._plan, self._epoch = plan, epoch
 
     def decided(self, now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
-        """What the run's machine decided."""
+        """Report the decisions of the run's machine."""
         for fault in faults_of(self._done, event, instructions):
             if fault.kind == "joined":
                 self.log.joined(fault.device)

@@ -20,7 +20,7 @@ from isthmus.report import linked_devices
 EVERYTHING = "all"
 """Stands for the usual changes."""
 MOST_KINDS, MOST_LINKS, MOST_REGIONS = 6, 3, 3
-"""Of the usual changes: kinds of devices, in the fleet's order; links, the slowest first; regions in use."""
+"""Counts of the usual changes: kinds of devices, in the fleet's order; links, the slowest first; regions in use."""
 GRAMMAR = {
     "device": "NAME[@REGION][*COUNT]",
     "region": "REGION",
@@ -33,7 +33,7 @@ GRAMMAR = {
     "batch": "SAMPLES or *FACTOR",
     "precision": "fp32, bf16 or fp16",
 }
-"""What stands after the equals sign."""
+"""The grammar of each change after the equals sign."""
 JOINED = " + "
 
 Edit = Callable[[Fleet], Fleet]
@@ -45,9 +45,9 @@ class Change(NamedTuple):
     what: str
     """In words."""
     overrides: Mapping[str, object]
-    """Of the job."""
+    """Overrides of the job."""
     edits: tuple[Edit, ...]
-    """Of its fleet."""
+    """Edits of its fleet."""
 
 
 AS_IT_IS = Change("", "as it is", {}, ())
@@ -109,7 +109,7 @@ def _wrong(kind: str, value: str) -> UserError:
 
 
 def _scaled(kind: str, value: str) -> tuple[str, float]:
-    """What stands before the star, and the factor after it."""
+    """Return the text before the star, and the factor after it."""
     name, star, text = value.rpartition("*")
     try:
         factor = float(text)

@@ -46,7 +46,7 @@ class Presence:
         self._changed = threading.Condition()
         """Guards all attributes."""
         self._asked: list[Callable[[], object]] = []
-        """What the membership asks of connections."""
+        """Actions on connections that the membership asks for."""
         self._notes: list[tuple[str, str]] = []
         self._numbers = itertools.count(1)
         """Numbers of connections and waits."""
