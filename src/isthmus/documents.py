@@ -122,6 +122,16 @@ def _at(tables: object, path: str) -> object:
     return found
 
 
+def first_difference(before: object, now: object, key: str) -> str:
+    """The first key at which two documents differ, as "model.options.width was 16, is now 32"."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        was, becomes = cast("dict[str, object]", before), cast("dict[str, object]", now)
+        for name in {**was, **becomes}:
+            if was.get(name) != becomes.get(name):
+                return first_difference(was.get(name), becomes.get(name), f"{key}.{name}")
+    return f"{key} was {before!r}, is now {now!r}"
+
+
 def _check_names(value: object, expected: object, source: str, path: str) -> None:
     """Keys of tables, and texts of which a few are valid."""
     struct = _struct_of(expected)

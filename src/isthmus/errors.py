@@ -108,7 +108,7 @@ def unknown_name(kind: str, got: str, valid: Iterable[str], prefix: str = "") ->
 
     `prefix` is shown before each name, and does not make names alike.
     """
-    names = sorted(valid)
+    names = sorted(set(valid))
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
     known = f"expected one of: {', '.join(prefix + n for n in names)}" if names else "expected none"
     hint = f"did you mean {prefix + near[0]!r}?" if near else known

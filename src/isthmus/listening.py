@@ -19,7 +19,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), backlog=128, family=family)
     except (OSError, UnicodeError, OverflowError) as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        reason = str(e.strerror if isinstance(e, OSError) and e.strerror else e).partition(" (while ")[0]
         raise UserError(f"cannot listen on {shown_address(host, port)}: {reason}") from None
 
 

@@ -99,13 +99,16 @@ def newest_whole(
     `read` raises `damaged` for a file that is not as it was saved; `passed_over` gets the reason of each. UserError
     when none of those that are there is whole: to begin anew is for the user to say.
     """
-    refused: UserError | None = None
+    refused: list[UserError] = []
     for path in newest_first:
         try:
-            return read(path)
+            found = read(path)
         except damaged as e:
-            refused = refused or e
-            passed_over(str(e))
-    if refused is not None:
-        raise refused
+            refused.append(e)
+            continue
+        for reason in refused:
+            passed_over(str(reason))
+        return found
+    if refused:
+        raise refused[0]
     return None

@@ -123,6 +123,7 @@ def copy_example(name: str, folder: Path) -> list[Path]:
     taken = [path.name for path in sources if (folder / path.name).exists()]
     if taken:
         raise UserError(f"{folder}: has {', '.join(taken)} already, which `example` does not overwrite")
+    folder.mkdir(parents=True, exist_ok=True)
     for path in sources:
         if path.is_dir():
             shutil.copytree(path, folder / path.name)

@@ -15,7 +15,7 @@ from isthmus.api.federated_result import FederatedResult
 from isthmus.api.federated_run import run_simulated
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import TARGET, Arrays, check_arguments, columns_of, inputs_of, kept_folder, module_of
-from isthmus.api.notebook import default_observer
+from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
 from isthmus.api.run_session import RunChoices
 from isthmus.api.samples import Samples, write_arrays
@@ -89,29 +89,34 @@ def federate(
     observer, stop = observer or default_observer(quiet=given.get("quiet", False)), stop or Stop()
     where = None if run is None else Path(run)
     check_arguments(federate, GivenClients, given)
-    callbacks = given_callbacks(given)
-    if job is not None:
-        if objects := [name for name in given if name not in ATTACHED]:
-            raise UserError(f"federate: got a job and {', '.join(objects)}, expected one or the other: see overrides")
-        choices = RunChoices(resume=resume, run=where, callbacks=callbacks, dashboard=dashboard)
-        return run_simulated(attached_to(federated_job_of(job, overrides), given), choices, observer, stop)
-    model, clients = given.get("model"), given.get("clients")
-    if model is None or clients is None:
-        missing = [name for name in ("model", "clients") if given.get(name) is None]
-        raise UserError(f"{', '.join(missing)}: missing, expected a job, or a model and clients")
-    built = module_of(model)
-    name = given.get("name") or type(built).__name__.lower()
-    with kept_folder(name, where, overrides, observer.note, resume=resume) as folder:
-        made = _job(built, model, clients, given, folder.path / GIVEN)
-        made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
-        choices = RunChoices(resume=resume, run=folder.path, callbacks=callbacks, dashboard=dashboard)
-        return run_simulated(attached_to(made, given), choices, observer, stop)
+    with warned(quiet=given.get("quiet", False)):
+        callbacks = given_callbacks(given)
+        if job is not None:
+            if objects := [name for name in given if name not in ATTACHED]:
+                raise UserError(
+                    f"federate: got a job and {', '.join(objects)}, expected one or the other: see overrides"
+                )
+            choices = RunChoices(resume=resume, run=where, callbacks=callbacks, dashboard=dashboard)
+            return run_simulated(attached_to(federated_job_of(job, overrides), given), choices, observer, stop)
+        model, clients = given.get("model"), given.get("clients")
+        if model is None or clients is None:
+            missing = [name for name in ("model", "clients") if given.get(name) is None]
+            raise UserError(f"{', '.join(missing)}: missing, expected a job, or a model and clients")
+        built = module_of(model)
+        name = given.get("name") or type(built).__name__.lower()
+        with kept_folder(name, where, overrides, observer.note, resume=resume) as folder:
+            made = _job(built, model, clients, given, folder.path / GIVEN)
+            made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
+            choices = RunChoices(resume=resume, run=folder.path, callbacks=callbacks, dashboard=dashboard)
+            return run_simulated(attached_to(made, given), choices, observer, stop)
 
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
     """The job with overrides. UserError."""
-    if not isinstance(job, FederatedJob):
+    if isinstance(job, str | Path):
         return load_federated_job(Path(job), overrides)
+    if not isinstance(job, FederatedJob):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"job: got {job!r:.80}, expected a FederatedJob or a job file")
     made = overridden_struct(job, overrides, "job")
     check(made)
     return made
@@ -126,6 +131,8 @@ def _job(
 ) -> FederatedJob:
     loss, algorithm = given.get("loss"), given.get("algorithm", "fedavg")
     named = clients.items() if isinstance(clients, Mapping) else enumerate(clients)
+    if isinstance(clients, Mapping) and all(hasattr(data, "dtype") for data in clients.values()):
+        raise UserError(f"clients: got columns {', '.join(map(str, clients))}, expected the data of each client")
     found: list[Arrays] = []
     for client, data in named:
         try:

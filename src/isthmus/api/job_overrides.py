@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
+from isthmus.documents import read_toml
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, check, is_federated, load_federated_job
-from isthmus.federated.task_spec import is_site_file
 from isthmus.job import Job, checked, load_job
 from isthmus.overrides import overridden_struct
 from isthmus.plans import Objective
@@ -29,9 +29,19 @@ def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
     if is_federated(path):
         what = "is a federated job, of which nothing is placed on a fleet: run `isthmus simulate`"
         raise UserError(f"{path}: {what}, `train`, or `serve` for one with sites")
-    if is_site_file(path):
-        raise UserError(f"{path}: is a site's file: `isthmus join --site {path}` takes part with it")
+    refuse_other_file(path)
     return load_job(path, overrides)
+
+
+def refuse_other_file(path: Path) -> None:
+    """UserError for the file of a site, a fleet or a sweep."""
+    keys = read_toml(path, "job file").keys()
+    if {"job", "algorithm"} <= keys:
+        raise UserError(f"{path}: is a site's file: `isthmus join --site {path}` takes part with it")
+    if "device" in keys:
+        raise UserError(f"{path}: is a fleet's file: a job names it, or `--fleet {path}`")
+    if "job" in keys:
+        raise UserError(f"{path}: is a sweep's file: `isthmus sweep {path}` trains its jobs")
 
 
 class Changes(msgspec.Struct, frozen=True, kw_only=True):

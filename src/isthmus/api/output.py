@@ -51,10 +51,16 @@ __all__ = [
 ]
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """Before the work whose result the file is. UserError for a folder that is not there."""
-    if path is not None and not path.parent.is_dir():
+def check_file(option: str, path: Path | None, ending: str = "") -> None:
+    """Before the work whose result the file is. UserError for a file that cannot be, or has another ending."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise UserError(f"{option} {path}: {path.parent} is not a folder")
+    if path.is_dir():
+        raise UserError(f"{option} {path}: cannot be written: Is a directory")
+    if path.suffix.lower() != ending and ending:
+        raise UserError(f"{option}: got {path}, expected a name that ends in {ending}")
 
 
 def write_file(option: str, path: Path | None, write: Callable[[Path], object]) -> None:

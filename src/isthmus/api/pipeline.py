@@ -15,7 +15,7 @@ from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.callbacks import run_started
 from isthmus.api.decoupled import run_decoupled
 from isthmus.api.folder import RunFolder
-from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
+from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
 from isthmus.api.run_session import RunChoices, RunSession, run_session
@@ -23,6 +23,7 @@ from isthmus.api.search import searched
 from isthmus.api.watch import Watch
 from isthmus.callbacks import RunEnded
 from isthmus.data.description import difference, joined_descriptions
+from isthmus.documents import first_difference
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
@@ -34,7 +35,7 @@ from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_per
 from isthmus.report.fleet_tables import fitted_text
 from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
-from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
+from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_record
 from isthmus.runtime.coordinator.run import (
     RunOptions,
@@ -51,7 +52,7 @@ from isthmus.runtime.processes.device_processes import fork_before_threads as fo
 from isthmus.runtime.processes.signals import Stop
 from isthmus.sanitize import sanitize
 from isthmus.trace import Trace
-from isthmus.training.checkpoint import check_shapes, newest_whole_checkpoint
+from isthmus.training.checkpoint import check_shapes, newest_whole_checkpoint, read_manifest
 from isthmus.training.engine_operators import engine_operators
 
 
@@ -148,6 +149,8 @@ class _Planned(NamedTuple):
 
 def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, observer: Observer, stop: Stop) -> _Planned:
     fleet = fleet_for(job)
+    if choices.plan is not None:
+        read_plan(job, fleet, choices.plan)
     backend = choices.backend or LocalBackend(starts_again=True, places=places_of(job))
     holders = DataHolders(
         backend.asks(stop),
@@ -159,7 +162,7 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, obser
     )
     prepared = _prepared(job, folder, holders, observer, in_its_middle=start.record is not None)
     if start.checkpoint is not None and start.record is None:
-        check_shapes(start.checkpoint, _trained(prepared))
+        _check_same_job(start.checkpoint, prepared, folder, holders)
     prepared = msgspec.structs.replace(prepared, computes=backend.computes)
     for line in _other_engines(prepared, fleet):
         observer.note(line)
@@ -293,6 +296,16 @@ def _prepared(
         raise UserError(f"data.description: {job.data.description}: differs from the devices' data: {text}")
     observer.note(f"capturing {job.model.name} ...")
     return prepare(job, samples)
+
+
+def _check_same_job(checkpoint: Path, prepared: Prepared, folder: RunFolder, holders: DataHolders) -> None:
+    """UserError, before anything is planned, for a checkpoint of another model or of other data."""
+    try:
+        check_shapes(checkpoint, _trained(prepared))
+    except UserError as e:
+        before, now = (msgspec.to_builtins(job.model) for job in (folder.job(), prepared.job))
+        raise UserError(str(e) if before == now else f"{e}; {first_difference(before, now, 'model')}") from None
+    unchanged(read_manifest(checkpoint).data, holders.digests)
 
 
 def _trained(prepared: Prepared) -> dict[str, tuple[int, ...]]:

@@ -193,6 +193,8 @@ def _job_of_module(
         raise UserError("plan: inputs: missing, expected example inputs of the module")
     if isinstance(inputs, Mapping):
         named, wrapped = dict(inputs), _MeanByName(module, tuple(inputs))
+    elif not isinstance(inputs, Tensor | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"plan: inputs: got {inputs!r:.80}, expected tensors, or a mapping of them by name")
     else:
         parts = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         named = dict(zip(_names(module, len(parts)), parts, strict=True))

@@ -199,7 +199,9 @@ def is_federated_run(path: Path) -> bool:
 
 def calibrated(run: str | Path) -> Fleet:
     """The run's fleet with what its steps showed. UserError where nothing was measured."""
-    RunFolder.existing(Path(run)).refuse_decoupled("measured fleet: its replicas share no predicted step")
+    folder = RunFolder.existing(Path(run))
+    folder.check_kind(federated=False)
+    folder.refuse_decoupled("measured fleet: its replicas share no predicted step")
     found = Run(run).fitted_fleet
     if found is None:
         raise UserError(f"run folder {run}: nothing was measured: it takes a second step under one plan")

@@ -72,7 +72,7 @@ def input_names(model: nn.Module, count: int) -> list[str]:
 
 
 def _stacked(data: object, names: Callable[[int], list[str]]) -> Arrays:
-    missing = [name for name in ("__len__", "__getitem__") if not hasattr(data, name)]
+    missing = [name for name in ("__len__", "__getitem__") if isinstance(data, str) or not hasattr(data, name)]
     if missing:
         what = f"{type(data).__name__} has no {' and no '.join(missing)}"
         raise UserError(f"data: {what}, expected a mapping of columns, a map-style data set, or a callable")

@@ -26,7 +26,7 @@ from isthmus.api.run_session import RunChoices
 from isthmus.api.states import PORT, state_folder, timeout_s
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, is_federated
-from isthmus.job import Job
+from isthmus.job import Job, fleet_of
 from isthmus.listening import shown_address
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
@@ -38,6 +38,7 @@ from isthmus.units import parse_duration, whole_number
 def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
     """Until it has run."""
     check_on_fleet(job)
+    fleet_of(job)
     with serving_fleet(serving, observer.note) as service:
         return run_job(job, msgspec.structs.replace(choices, backend=service), observer, stop)
 

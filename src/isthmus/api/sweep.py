@@ -135,6 +135,8 @@ def sweep(
     >>> [(row.point, row.metrics["loss"].mean) for row in found.rows]  # doctest: +SKIP
     """
     path, stop = Path(file), stop or Stop()
+    if at_once is not None and at_once < 1:
+        raise UserError(f"at_once: got {at_once}, expected at least 1")
     said = load_sweep(path)
     job = _job_file(said, path)
     federated = is_federated(job)

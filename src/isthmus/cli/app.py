@@ -108,9 +108,7 @@ def main() -> None:
         with terminable():
             code = app_for(arguments)(arguments, prog_name="isthmus", standalone_mode=False)
     except _UsageError as e:
-        usage = cast("typer.BadParameter", e)
-        usage.message = re.sub(r"isthmus1-[\w-]+", "isthmus1-...", usage.message)  # a ticket in argv is not logged too
-        usage.show()
+        sys.stderr.write(f"error: {_called(arguments)}: {usage_text(cast('typer.BadParameter', e).format_message())}\n")
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
@@ -129,6 +127,19 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(code)  # a planner is in a solver still: the interpreter would abort while it ends
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def usage_text(message: str) -> str:
+    """What typer says of arguments, in one line. A ticket among them is not shown."""
+    text = re.sub(r"isthmus1-[\w-]+", "isthmus1-...", " ".join(message.split()))
+    for theirs, ours in (
+        ("Input should be ", "expected "),
+        ("Value error, ", ""),
+        ("greater than or equal to", "at least"),
+        ("less than or equal to", "at most"),
+    ):
+        text = text.replace(theirs, ours)
+    return text.rstrip(".")
 
 
 def refuse_system(arguments: list[str], system: str) -> None:

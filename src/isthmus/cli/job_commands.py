@@ -118,7 +118,8 @@ def simulate(
 
     Of a job with sync.mode "decoupled": its replicas, to the end.
     """
-    api.output.check_folder("--picture", picture)
+    api.output.check_file("--picture", picture, ".png")
+    api.output.check_file("--trace", trace_file)
     faults = api.fault_simulation.read_faults(struck.given)
     job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
     if isinstance(job, isthmus.FederatedJob):
@@ -167,6 +168,7 @@ def describe_data(
 
     There `[data] description` names the file.
     """
+    api.output.check_file("--out", target)
     text = api.job_plans.describe_data(api.job_overrides.job_of(job_file))
     if target is None:
         typer.echo(text.decode(), nl=False)
@@ -253,7 +255,7 @@ def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, 
             out().print(api.output.plan_overview(own, replicas.devices(name), replicas.graph))
         out().print(replicas.line(), highlight=False, soft_wrap=True)
         return
-    api.output.check_folder("--picture", picture)
+    api.output.check_file("--picture", picture, ".png")
     found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain, prove=prove)
     plan, fleet, explanation = found.plan, found.fleet, found.explanation
     api.output.write_file("--picture", picture, lambda path: api.output.draw_plan(plan, fleet, path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -15,6 +15,7 @@ import typer
 from isthmus import api
 from isthmus.api.states import PORT
 from isthmus.documents import check_is_local
+from isthmus.errors import UserError
 from isthmus.overrides import read_overrides
 
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
 
 
 def local_path(text: str) -> Path:
-    """Return the path of an option that is written to; UserError for the address of a remote store."""
-    check_is_local("path", text)
+    """Return the path of an option that is written to; BadParameter, which names the option, for the address of a remote
+    store."""
+    try:
+        check_is_local("", text)
+    except UserError as e:
+        raise typer.BadParameter(str(e).removeprefix(": ")) from None
     return Path(text)
 
 
@@ -113,6 +118,13 @@ class JobOptions:
             read_overrides(self.overrides or ()),
             others={f"--{name}": value for name, value in others.items()},
         )
+
+    def refuse_without_job(self, others: Mapping[str, object]) -> None:
+        """UserError for an option that says something of a job; `others` are further ones."""
+        own = {f"--{field.name.replace('_', '-')}": getattr(self, field.name) for field in fields(self)}
+        for option, value in {**own, "--set": own.pop("--overrides"), **others}.items():
+            if value:
+                raise UserError(f"{option}: got it without a job, expected JOB.toml: `isthmus submit` hands in others")
 
     @property
     def _changes(self) -> Changes:

@@ -39,8 +39,7 @@ def trace(run: RunFolder, json: JsonOption = False) -> None:
 def calibrate(run: RunFolder, target: FleetFileOption = None, json: JsonOption = False) -> None:
     """Write a run's fleet as its first steps showed it: stated speeds times measured factors."""
     fleet = api.run.calibrated(run)
-    if target is not None:
-        target.write_text(api.output.dump_fleet(fleet), encoding="utf-8")
+    api.output.write_file("--out", target, lambda path: path.write_text(api.output.dump_fleet(fleet), encoding="utf-8"))
     if json:
         print_json(fleet)
     elif target is None:

@@ -51,6 +51,7 @@ def serve(
     """
     serving, stop = where.serving(tickets), isthmus.Stop()
     if job_file is None:
+        asked.refuse_without_job({"--resume": resume, "--run": run, "--json": json})
         terminal = api.terminal.Terminal(out(), notes())
         api.serve.serve_submitted(serving, terminal, api.terminal.logged, dashboard=dashboard)
         raise typer.Exit(130)  # after Ctrl-C
@@ -105,6 +106,7 @@ def probe(
     tickets: TicketsOption = 0,
 ) -> None:
     """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""
+    api.output.check_file("--out", target)
     chosen = api.join.single_device(device, "")
     asked = api.probe.Probing(
         names=tuple(names or ()), job=job, device=chosen, devices=devices, memory=memory, engine=engine
@@ -117,6 +119,6 @@ def probe(
         typer.echo(api.output.dump_fleet(fleet))
         notes().print(api.output.matrix_table(fleet))
         return
-    target.write_text(api.output.dump_fleet(fleet), encoding="utf-8")
+    api.output.write_file("--out", target, lambda path: path.write_text(api.output.dump_fleet(fleet), encoding="utf-8"))
     out().print(api.output.matrix_table(fleet))
     terminal.note(f"wrote {target}: --fleet {target} plans with it")

@@ -345,7 +345,8 @@ def check_simulation(job: FederatedJob) -> None:
 def client_data(job: FederatedJob) -> ClientData:
     """The population. UserError for data that cannot be read or shared out."""
     if job.data is None:
-        raise UserError("data: missing, expected the data to share out among clients")
+        sites = ": its sites have them, and `isthmus serve` trains there" if job.deployment is not None else ""
+        raise UserError(f"data: missing, expected the data to share out among clients{sites}")
     data = job.data if job.federated.evaluate_every else job.data.training_alone()
     if data.kind == FEMNIST:
         if job.partition is not None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from isthmus.atomic_write import atomic_path
 from isthmus.data.dataset import fingerprint_of
+from isthmus.documents import first_difference
 from isthmus.errors import Diverged, UserError, users_code
 from isthmus.federated.admission import (
     AdmissionRules,
@@ -394,7 +395,16 @@ class Commits:
         for field in self._identity.__struct_fields__:
             got, expected = getattr(saved, field), getattr(self._identity, field)
             if got != expected:
-                raise UserError(f"{path.parent.parent}: is of another job: {field} was {got!r}, is now {expected!r}")
+                what = first_difference(_document(got), _document(expected), field)
+                raise UserError(f"{path.parent.parent}: is of another job: {what}")
+
+
+def _document(value: object) -> object:
+    """The value, or the object of which it is the JSON text."""
+    try:
+        return parse_json(value, dict[str, object], "") if isinstance(value, str) else value
+    except UserError:
+        return value
 
 
 def _digest(run: str, round_: int, tensors: Mapping[str, Tensor]) -> str:

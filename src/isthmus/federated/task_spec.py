@@ -225,11 +225,6 @@ class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise UserError(f"{field}: this site allows {expected}, the coordinator asks for {got}")
 
 
-def is_site_file(path: Path) -> bool:
-    """Whether this is a site's file and no job."""
-    return {"job", "algorithm"} <= read_toml(path, "job file").keys()
-
-
 def load_site(path: Path) -> SiteConfig:
     """Read and check a site's file, its algorithm included. UserError names the file and the field."""
     tables = read_toml(path, "site file")

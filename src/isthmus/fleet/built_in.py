@@ -209,7 +209,7 @@ def resolve_fleet(name_or_path: str) -> Fleet:
     """The fleet of a path that ends in ".toml", else the built-in one of that name. Raises `UserError`."""
     if name_or_path.endswith(".toml"):
         return load_fleet(name_or_path)
-    try:
-        return built_in_fleet(name_or_path)
-    except UserError as error:
-        raise UserError(f"{error}; or the path of a file that ends in .toml") from None
+    if _RANDOM.fullmatch(name_or_path) is None and name_or_path not in built_in_names():
+        unknown = unknown_name("fleet", name_or_path, [*built_in_names(), RANDOM])
+        raise UserError(f"{unknown}; or the path of a file that ends in .toml")
+    return built_in_fleet(name_or_path)

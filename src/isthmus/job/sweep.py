@@ -73,7 +73,10 @@ class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_sweep(path: Path) -> SweepFile:
     """Read and check a sweep's file. UserError names the file, the field, what was got and what was expected."""
-    sweep = convert(read_toml(path, "sweep file"), SweepFile, str(path))
+    tables = read_toml(path, "sweep file")
+    if "model" in tables:
+        raise UserError(f"{path}: is a job: `isthmus train {path}` trains it; a sweep's file names it")
+    sweep = convert(tables, SweepFile, str(path))
     try:
         check_is_local("run_dir", sweep.run_dir)
         runs_of(sweep)

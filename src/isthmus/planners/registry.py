@@ -142,8 +142,10 @@ def abilities(name: str) -> tuple[str, ...] | None:
 
 
 def check_planner(name: str) -> None:
-    """UserError for a name that is neither known nor `package.module:function`, which is not imported yet."""
-    if ":" not in name and name not in planner_names():
+    """UserError for a name that is neither known nor one of a function, `package.module:function`, that is there."""
+    if ":" in name:
+        _planner(name)
+    elif name not in planner_names():
         raise unknown_name("planner", name, [*planner_names(), "package.module:function"])
 
 
@@ -268,8 +270,11 @@ def scheduled(problem: Problem, made: Plan) -> Plan:
 def _planner(name: str) -> Planner:
     if name in _OURS:
         return cast("Planner", import_object("planner", _OURS[name].function))
-    check_planner(name)
-    loaded = import_object("planner", name) if ":" in name else load_third_party(third_party(ENTRY_POINTS)[name])
+    if ":" in name:
+        loaded = import_object("planner", name)
+    else:
+        check_planner(name)
+        loaded = load_third_party(third_party(ENTRY_POINTS)[name])
     if not callable(loaded):
         raise UserError(f"planner {name!r}: got a {type(loaded).__name__}, expected a function")
     return cast(Planner, loaded)

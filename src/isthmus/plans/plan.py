@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, plain_types
 from isthmus.fleet import Fleet
 from isthmus.plans.collective import Collective
 from isthmus.plans.constraints import Constraints
@@ -340,6 +340,8 @@ def load_plan(path: Path) -> Plan:
         plan = read_json(path, Plan, f"plan file {path}")
     except FileNotFoundError:
         raise UserError(f"plan file {path}: not found") from None
+    except UserError as e:
+        raise UserError(f"{plain_types(str(e))}; `isthmus plan --json` prints a plan") from None
     if plan.version != PLAN_VERSION:
         raise UserError(f"plan file {path}: version: got {plan.version}, expected {PLAN_VERSION}")
     return plan
