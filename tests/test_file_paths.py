@@ -92,6 +92,13 @@ def test_a_job_elsewhere_names_its_fleet_and_its_data(elsewhere: Path, named: st
     assert job.data.options["files"] == "texts/*.txt", "devices of a fleet have a folder of their own"
 
 
+def test_options_of_clients_files_count_from_the_job_too() -> None:
+    options = {"path": "all/clients", "kind": "text", "options": {"tokenizer": "words/t.json", "sequence_length": 8}}
+    located = DataSpec(kind="clients", options=options).counted_from("/j").located
+    assert located["path"] == "/j/all/clients"
+    assert located["options"] == {"tokenizer": "/j/words/t.json", "sequence_length": 8}
+
+
 def test_in_its_own_folder_a_job_is_as_it_is_written(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(elsewhere)
     job = load_job(Path("job.toml"))

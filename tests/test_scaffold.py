@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.federated.job import load_federated_job
+from isthmus.federated.job import is_federated, load_federated_job
+from isthmus.federated.task_spec import load_site
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.scaffold import (
     FirstJob,
@@ -22,7 +24,7 @@ from isthmus.scaffold import (
     task_of,
     write_first_job,
 )
-from tests.runtime.commands import COMMAND
+from tests.runtime.commands import COMMAND, isthmus
 
 
 def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, first: FirstJob) -> None:
@@ -117,6 +119,27 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has model\.py already"):
         write_first_job(tmp_path, FirstJob(name="x"))
     assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+
+
+@pytest.mark.parametrize("name", example_names())
+def test_every_example_works_where_it_was_copied(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = isthmus("example", name, "new")
+    assert done.code == 0, done
+    monkeypatch.chdir("new")
+    copied = [Path(line).relative_to("new") for line in done.out.splitlines()]
+    for job in copied:
+        if job.suffix == ".toml" and not job.stem.endswith("-fleet"):
+            federated = is_federated(job)
+            more = ("--set", "federated.rounds=1") if federated else ()
+            done = isthmus("simulate" if federated else "plan", job, *more)
+            assert (done.code, done.out != "") == (0, True), done
+    for script in sorted(Path("python").glob("plan_*.py")):
+        subprocess.run([sys.executable, script.name], cwd="python", check=True, capture_output=True, timeout=300)
+    if name == "pipeline-client":
+        job = load_federated_job(Path(name, "fed.toml"))
+        assert job.deployment is not None
+        assert [load_site(Path(name, f"{site}.toml")).job for site in job.deployment.sites] == [job.name] * 2
 
 
 def test_every_example_is_copied_once(tmp_path: Path) -> None:

@@ -45,10 +45,13 @@ def test_a_federated_run_prints_its_rounds_on_standard_error(
     assert all(text in printed.err for text in ("round 2/2", f"run folder: {tmp_path / 'run'}"))
 
 
-def test_a_quiet_run_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_run_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
     assert train(tmp_path / "one", quiet=True).outcome == "done"
     assert federate(tmp_path / "two", quiet=True).outcome == "done"
     assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
 
 
 def test_quiet_is_true_or_false() -> None:

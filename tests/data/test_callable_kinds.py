@@ -52,6 +52,10 @@ def ragged(split: str) -> list[dict[str, object]]:
     return [{"x": [1, 2]}, {"x": [1, 2, 3]}, {"y": 1}, {"x": [0.5, 1.5]}]
 
 
+def columns(split: str, rows: int = 3) -> dict[str, object]:
+    return {"x": torch.arange(rows), "weight": [0.5] * rows}
+
+
 def pairs(split: str) -> list[tuple[int, int]]:
     return [(1, 2)]
 
@@ -105,6 +109,14 @@ def test_what_its_samples_draw_is_of_seed_epoch_and_sample() -> None:
     assert len({tuple(row) for row in (whole % 1).tolist()}) == 12
     assert data.fingerprint == again.fingerprint
     torch.set_rng_state(before[0]), random.setstate(before[1])
+
+
+def test_columns_are_a_data_set_as_in_python() -> None:
+    data = load_dataset(DataSpec(kind=f"{__name__}:columns"), "train")
+    assert len(data) == 3 and list(data.columns) == ["x", "weight"]
+    assert data.batch([2, 0], ["x"])["x"].tolist() == [2, 0]
+    with pytest.raises(UserError, match=r"columns': holds no samples"):
+        load_dataset(DataSpec(kind=f"{__name__}:columns", options={"rows": 0}), "train")
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,8 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
         JobQueue(fleet.state.folder).close()
         assert "waiting for bob to join" in isthmus("status", "--state", str(fleet.state.folder)).out
     assert fleet.service.current_status().awaited == ()
-    assert fleet.said[0] == "waiting for bob to join (0 here)"
-    assert re.fullmatch(r"waiting for bob to join \(0 here\), for \d+(\.\d+)? m?s", fleet.said[1])
+    assert fleet.said[0] == "waiting for bob to join (0 of 1 are here)"
+    assert re.fullmatch(r"waiting for bob to join \(0 of 1 are here\), for \d+(\.\d+)? m?s", fleet.said[1])
     fleet.state.roster.redeem(fleet.state.roster.invite(time.time())[0], {"1" * 32: "eve"}, time.time())
     fleet.state.roster.revoke("eve", time.time())
     said = "waiting for eve (it was revoked: a new key and a ticket bring it back) to join"

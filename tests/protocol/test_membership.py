@@ -404,12 +404,12 @@ def test_who_is_awaited_is_said_now_and_then() -> None:
     revoked = frozenset({"eve"})
     eve = "eve (it was revoked: a new key and a ticket bring it back)"
     machine.begin_wait(1, ("oslo", "tokyo", "eve"), every=True, revoked=revoked)
-    assert fleet.notes() == [f"waiting for tokyo, {eve} to join (1 here)"]
+    assert fleet.notes() == [f"waiting for tokyo, {eve} to join (1 of 3 are here)"]
     fleet.at(REMIND_S - 1).tick(revoked)
     assert fleet.took() == []
     assert machine.awaited == ("tokyo", eve) and machine.missing == {"tokyo", "eve"}
     fleet.at(REMIND_S).tick()
-    assert fleet.notes() == ["waiting for tokyo, eve to join (1 here), for 30 s"]
+    assert fleet.notes() == ["waiting for tokyo, eve to join (1 of 3 are here), for 30 s"]
     machine.stop_wait(1)
     assert fleet.took() == [] and machine.awaited == ()
     fleet.at(0.0).begin_wait(2, ("tokyo", "oslo"), every=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import html
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
@@ -98,6 +100,11 @@ class NotebookObserver(Observer):
             self._handle = self._display(shown, display_id=True)
         else:
             self._handle.update(shown)
+
+
+def warned(*, quiet: bool) -> contextlib.AbstractContextManager[object]:
+    """Within it Python's warnings are ignored if a call is to be quiet."""
+    return warnings.catch_warnings(action="ignore") if quiet else contextlib.nullcontext()
 
 
 def default_observer(*, quiet: object = False) -> Observer:

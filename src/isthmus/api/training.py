@@ -14,7 +14,7 @@ from isthmus.api.callbacks import ATTACHED, attached_to, given_callbacks
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import Given, Objects, check_arguments, kept_folder
 from isthmus.api.job_overrides import job_of
-from isthmus.api.notebook import default_observer
+from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
@@ -63,7 +63,7 @@ def train(
     observer, stop = observer or default_observer(quiet=given.get("quiet", False)), stop or Stop()
     where = None if run is None else Path(run)
     check_arguments(train, Given, given)
-    with contextlib.ExitStack() as files:
+    with warned(quiet=given.get("quiet", False)), contextlib.ExitStack() as files:
         choices = Choices(
             resume=resume,
             run=where,

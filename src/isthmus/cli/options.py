@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def local_path(text: str) -> Path:
-    """Return the path of an option that is written to; BadParameter, which names the option, for the address of a remote
-    store."""
+    """Return the path of an option that is written to. BadParameter, which names the option, for the address of a
+    remote store."""
     try:
         check_is_local("", text)
     except UserError as e:

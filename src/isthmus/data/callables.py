@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.data.arrays import ArrayDataset
 from isthmus.data.dataset import (
     Array,
     ColumnSpec,
@@ -44,7 +45,8 @@ def is_callable_name(kind: str) -> bool:
 
 
 def load_callable(kind: str, options: Mapping[str, object], split: Split) -> Dataset:
-    """Return what `callable(split=..., **options)` makes: a `Dataset`, or a map-style one of torch's, which is wrapped.
+    """Return what `callable(split=..., **options)` makes: a `Dataset`, a map-style one of torch's, which is wrapped, or
+    a mapping of columns.
 
     UserError for a callable that cannot be imported, refuses the options, or returns something else.
     """
@@ -59,6 +61,10 @@ def load_callable(kind: str, options: Mapping[str, object], split: Split) -> Dat
     check_arguments("data kind", kind, make, given)
     with users_code(f"data kind {kind!r}"):
         made: object = make(**given)
+    if isinstance(made, Mapping):
+        columns = cast("Mapping[object, object]", made)
+        arrays = {str(name): np.asarray(column) for name, column in columns.items()}
+        return ArrayDataset(arrays, f"data kind {kind!r}")
     missing = missing_members(made)
     if not missing:
         return cast(Dataset, made)

@@ -78,15 +78,20 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.kind not in _OURS:
             return self.options
         options = {**self.options, "heldout_path": self.heldout} if self.heldout else self.options
-        paths = {name: _located(value, self.folder) for name, value in options.items() if name in PATHS}
-        return {**options, **paths}
+        return _with_paths(options, self.folder)
 
 
-PATHS = ("path", "heldout_path", "files", "tokenizer")
-"""Options of our kinds that are paths, or lists of paths."""
+PATHS = ("path", "heldout_path", "files", "tokenizer", "options")
+"""Options of our kinds that are paths, or lists of paths; or a table with such options, as of `clients`."""
+
+
+def _with_paths(options: Mapping[str, object], folder: str) -> dict[str, object]:
+    return {name: _located(value, folder) if name in PATHS else value for name, value in options.items()}
 
 
 def _located(value: object, folder: str) -> object:
+    if isinstance(value, Mapping):
+        return _with_paths(cast("Mapping[str, object]", value), folder)
     if isinstance(value, list | tuple):
         return [_located(each, folder) for each in cast("Sequence[object]", value)]
     return beside(value, folder) if isinstance(value, str) else value

@@ -381,7 +381,8 @@ class FleetMembership:
         if not wait.every:
             return f"waiting for one of {names} to join"
         since = f", for {format_duration(waited_s)}" if waited_s >= REMIND_S else ""
-        return f"waiting for {names} to join ({len(wait.devices) - len(missing)} here){since}"
+        total = len(wait.devices)
+        return f"waiting for {names} to join ({total - len(missing)} of {total} are here){since}"
 
     def _shown(self, device: str) -> str:
         """A device that is missing. Of one that was revoked, waiting alone does not help."""
