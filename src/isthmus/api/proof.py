@@ -91,8 +91,6 @@ def as_proven(
     certificate = plan.certificate
     if certificate is None or not certificate.gap or certificate.objective != "step" or cut_short():
         return plan
-    if proving.seconds is None and plan.planner != "auto":
-        return plan  # a baseline's gap is its own distance from the best
     least = LeastBound(certificate.lower_bound, certificate.exact)
     found = raised(problem, least, counts, plan.predicted.step_s, proving)
     if found.faster and plan.planner == "auto":
