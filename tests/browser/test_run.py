@@ -11,13 +11,15 @@ from isthmus.dashboard.run_folder import WatchedRun
 from tests.browser.conftest import Page, Serve, limit_s
 from tests.dashboard.folders import recorded_run, slow_link
 
-LOST = 27
-"""The recorded run's moment at which home-1 is lost."""
+
+def _until_first(page: Page, kind: str) -> None:
+    """Until the moment is that of the first such event of the recorded run."""
+    page.until(f"page.at.moment === page.run.marks.find((mark) => mark.kind === '{kind}').moment")
 
 
 def _at_loss(page: Page) -> None:
     page.page.locator("#events button.lost").click()
-    page.until(f"page.at.moment === {LOST}")
+    _until_first(page, "lost")
 
 
 def test_a_finished_run(page: Page) -> None:
@@ -172,7 +174,7 @@ def test_the_timeline_moves_by_mouse(page: Page) -> None:
 def test_an_event_brings_its_moment(page: Page) -> None:
     shown = page.open("?run=a")
     shown.locator("#events button.planned").first.click()
-    page.until("page.at.moment === 8")
+    _until_first(page, "planned")
     assert shown.locator("#events .future").count() > 10
 
 
