@@ -1,4 +1,4 @@
-"""What the machines of federated rounds ask of their hosts."""
+"""The ports of the machines of federated rounds to their hosts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from isthmus.protocol.federated_phase import OpenPhase
 from isthmus.protocol.federated_scheduler import ClientScheduler
 
 Order = tuple[str, ExecutorOrder]
-"""What to send to which executor."""
+"""An executor's name and an order for it."""
 
 
 def grant_tasks(executor: str, tasks: tuple[ClientTask, ...], opened: OpenPhase, *, holds: bool) -> Order:
