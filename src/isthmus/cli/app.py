@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def usage_text(message: str) -> str:
-    """What typer says of arguments, in one line. A ticket among them is not shown."""
+    """Shorten a message of typer on arguments to one line. A ticket among them is not shown."""
     text = re.sub(r"isthmus1-[\w-]+", "isthmus1-...", " ".join(message.split()))
     for theirs, ours in (
         ("Input should be ", "expected "),
