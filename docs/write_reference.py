@@ -19,7 +19,6 @@ from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.secure_coordinator import SecureCoordinator
-from isthmus.protocol.worker_phases import WORKER
 from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tables_by_file
 
 DOCS = Path(__file__).parent
@@ -36,7 +35,6 @@ EXIT_CODES = {
 
 MACHINES = {
     "The coordinator": (COORDINATOR, "src/isthmus/protocol/phases.py", "one run"),
-    "The worker": (WORKER, "src/isthmus/protocol/worker_phases.py", "one stage on a device"),
 }
 """By heading: the table, its file, and the subject of the machine."""
 PROGRAMS = {
@@ -109,8 +107,9 @@ def machines_page() -> str:
         "what it wants done is a call of its port ([program.py](../src/isthmus/session/program.py)). Machines become "
         "programs one after another. The phases of a program are drawn in its file. The kernel takes a report in the "
         "phases of this table alone; in any other it raises `OutOfPhase`.",
-        "A policy that takes no reports of peers has no table: the member of a fleet "
-        "([membership.py](../src/isthmus/protocol/membership.py)), for one.",
+        "A policy that takes no reports of peers has no table: the worker of a stage "
+        "([worker.py](../src/isthmus/protocol/worker.py)) and the member of a fleet "
+        "([membership.py](../src/isthmus/protocol/membership.py)).",
     ]
     for heading, program in PROGRAMS.items():
         file = f"src/{program.__module__.replace('.', '/')}.py"

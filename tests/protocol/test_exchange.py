@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.programs.ports import Recorder
 
 from isthmus.errors import UserError
 from isthmus.plans import Collective
 from isthmus.plans.collective import CollectiveMessage, Round, rounds
-from isthmus.protocol.events import Merge, SendParts
-from isthmus.protocol.exchange import Exchange, GroupView
+from isthmus.protocol.exchange import Exchange, GroupView, PartsPort
 from isthmus.protocol.run_messages import PartsArrived
 
 
@@ -33,42 +34,54 @@ def collectives(draw: st.DrawFn) -> tuple[Collective, int]:
     return Collective(kind="hierarchical", islands=islands), members
 
 
-def summed(programs: Sequence[tuple[Round, ...]], buffers: list[np.ndarray], seed: int) -> int:
-    """Run all members' exchanges with messages in a random order; returns how many bytes were sent."""
-    draw = random.Random(seed)
-    machines = [Exchange([GroupView(group=4, rounds=program)]) for program in programs]
-    waiting: list[tuple[int, PartsArrived, np.ndarray]] = []
-    held: dict[tuple[int, int, int], np.ndarray] = {}
-    sent = 0
+class Members:
+    """Those of one group. Their messages arrive in a random order."""
 
-    def follow(me: int, steps: list[SendParts | Merge]) -> None:
-        nonlocal sent
-        for step in steps:
-            turn = programs[me][step.round]
-            if isinstance(step, SendParts):
-                (message,) = (m for m in turn.sends if m.other == step.target)
-                first, last = message.parts.span(len(buffers[me]))
-                event = PartsArrived(group=4, round=step.round, source=me, item=9)
-                waiting.append((step.target, event, buffers[me][first:last].copy()))
-                sent += last - first
-                continue
-            for message in turn.receives:
-                first, last = message.parts.span(len(buffers[me]))
-                arrived = held.pop((me, step.round, message.other))
-                buffers[me][first:last] = buffers[me][first:last] + arrived if turn.adds else arrived
+    def __init__(self, programs: Sequence[tuple[Round, ...]], buffers: list[np.ndarray], seed: int) -> None:
+        self.programs, self.buffers, self.draw = programs, buffers, random.Random(seed)
+        self.waiting: list[tuple[int, PartsArrived, np.ndarray]] = []
+        self.held: dict[tuple[int, int, int], np.ndarray] = {}
+        self.sent = 0
+        self.exchanges = [
+            Exchange([GroupView(group=4, rounds=program)], Member(self, me)) for me, program in enumerate(programs)
+        ]
 
-    starts = list(range(len(machines)))
-    draw.shuffle(starts)
-    while waiting or starts:
-        if starts and (not waiting or draw.random() < 0.3):
-            me = starts.pop()
-            follow(me, machines[me].start(9, [4]))
-        else:
-            target, event, parts = waiting.pop(draw.randrange(len(waiting)))
-            held[target, event.round, event.source] = parts
-            follow(target, machines[target].arrived(event))
-    assert not any(machine.busy for machine in machines) and not held
-    return sent
+    def summed(self) -> int:
+        """Run all exchanges; returns how many elements were sent."""
+        starts = list(range(len(self.exchanges)))
+        self.draw.shuffle(starts)
+        while self.waiting or starts:
+            if starts and (not self.waiting or self.draw.random() < 0.3):
+                self.exchanges[starts.pop()].start(9, [4])
+            else:
+                target, body, parts = self.waiting.pop(self.draw.randrange(len(self.waiting)))
+                self.held[target, body.round, body.source] = parts
+                self.exchanges[target].arrived(body)
+        assert not any(exchange.busy for exchange in self.exchanges) and not self.held
+        return self.sent
+
+
+class Member(NamedTuple):
+    """The port of one member."""
+
+    group: Members
+    me: int
+
+    def send_parts(self, group: int, turn: int, target: int, item: int) -> None:
+        members, buffer = self.group, self.group.buffers[self.me]
+        (message,) = (m for m in members.programs[self.me][turn].sends if m.other == target)
+        first, last = message.parts.span(len(buffer))
+        body = PartsArrived(group=group, round=turn, source=self.me, item=item)
+        members.waiting.append((target, body, buffer[first:last].copy()))
+        members.sent += last - first
+
+    def merge(self, group: int, turn: int, item: int) -> None:
+        assert (group, item) == (4, 9)
+        buffer, done = self.group.buffers[self.me], self.group.programs[self.me][turn]
+        for message in done.receives:
+            first, last = message.parts.span(len(buffer))
+            arrived = self.group.held.pop((self.me, turn, message.other))
+            buffer[first:last] = buffer[first:last] + arrived if done.adds else arrived
 
 
 @given(case=collectives(), elements=st.integers(0, 40), seed=st.integers(0, 1000))
@@ -76,7 +89,7 @@ def test_all_members_end_with_the_same_sum(case: tuple[Collective, int], element
     collective, members = case
     values = np.random.default_rng(seed).normal(size=(members, elements))
     buffers = [v.copy() for v in values]
-    sent = summed(rounds(collective, members), buffers, seed)
+    sent = Members(rounds(collective, members), buffers, seed).summed()
     for buffer in buffers:
         np.testing.assert_allclose(buffer, values.sum(axis=0), atol=1e-12)
         assert buffer.tobytes() == buffers[0].tobytes()
@@ -101,16 +114,16 @@ def test_islands_must_be_the_members():
 
 def test_what_comes_early_waits_for_its_item_and_round():
     turns = rounds(Collective(), 2)[0]
-    machine = Exchange([GroupView(group=0, rounds=turns)])
-    early = PartsArrived(group=0, round=0, source=1, item=1)
-    assert machine.arrived(early) == []
-    assert machine.start(0, [0]) == [SendParts(0, 0, 1, 0)]
-    assert machine.arrived(PartsArrived(group=0, round=1, source=1, item=0)) == []
-    assert machine.arrived(PartsArrived(group=0, round=0, source=1, item=0)) == [
-        Merge(0, 0, 0),
-        SendParts(0, 1, 1, 0),
-        Merge(0, 1, 0),
-    ]
-    assert not machine.busy
-    assert machine.start(1, [0]) == [SendParts(0, 0, 1, 1), Merge(0, 0, 1), SendParts(0, 1, 1, 1)]
-    assert machine.busy and turns[1].sends == (CollectiveMessage(1, turns[0].receives[0].parts),)
+    port = Recorder(PartsPort)
+    exchange = Exchange([GroupView(group=0, rounds=turns)], port.port)
+    exchange.arrived(PartsArrived(group=0, round=0, source=1, item=1))
+    assert port.took() == []
+    exchange.start(0, [0])
+    exchange.arrived(PartsArrived(group=0, round=1, source=1, item=0))
+    assert port.took() == [("send_parts", 0, 0, 1, 0)]
+    exchange.arrived(PartsArrived(group=0, round=0, source=1, item=0))
+    assert port.took() == [("merge", 0, 0, 0), ("send_parts", 0, 1, 1, 0), ("merge", 0, 1, 0)]
+    assert not exchange.busy
+    exchange.start(1, [0])
+    assert port.took() == [("send_parts", 0, 0, 1, 1), ("merge", 0, 0, 1), ("send_parts", 0, 1, 1, 1)]
+    assert exchange.busy and turns[1].sends == (CollectiveMessage(1, turns[0].receives[0].parts),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.programs.ports import Recorder
 
 from isthmus.protocol import Coordinator, Item, RunSpec, StageView, Worker
 from isthmus.protocol.coordinator_events import (
@@ -12,10 +13,10 @@ from isthmus.protocol.coordinator_events import (
     FinishRun,
     ItemDone,
 )
-from isthmus.protocol.events import Collected, Report, Send, Update, Updated
 from isthmus.protocol.finite import Divergence, NonFinite, earliest
 from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_messages import Arrived, DeviceReady, Halt, ItemReported, OpenItem
+from isthmus.protocol.run_messages import Arrived, DeviceReady, Halt, ItemReported
+from isthmus.protocol.worker import StagePort
 
 OUTPUT = NonFinite(where="output", stage=1, micro_batch=3, name="'x'", decides=True)
 
@@ -122,12 +123,15 @@ def test_all_stages_leave_out_the_same_updates(own: bool, theirs: bool, skips: b
         clips=True,
         skips=skips,
     )
-    worker = Worker(view)
-    worker.handle(OpenItem(item=Item(index=0, kind="train", step=0)))
-    assert worker.handle(Collected(item=0, finite=own)) == [Send("norms", 1, 0)]
-    update = worker.handle(Arrived(parcel="norms", source=1, item=0, finite=theirs))
-    assert update == [Update(0, skip=skips and not (own and theirs))]
-    assert worker.handle(Updated(item=0)) == [Report(0)]
-    worker.handle(OpenItem(item=Item(index=1, kind="train", step=1)))
-    worker.handle(Collected(item=1))
-    assert worker.handle(Arrived(parcel="norms", source=1, item=1)) == [Update(1)]
+    port = Recorder(StagePort)
+    worker = Worker(view, port.port)
+    worker.opened(Item(index=0, kind="train", step=0), 0)
+    worker.collected(0, finite=own)
+    assert port.took() == [("collect", 0), ("send", "norms", 1, 0, -1)]
+    worker.arrived(Arrived(parcel="norms", source=1, item=0, finite=theirs))
+    assert port.took() == [("update", 0, skips and not (own and theirs))]
+    worker.updated(0)
+    worker.opened(Item(index=1, kind="train", step=1), 0)
+    worker.collected(1)
+    worker.arrived(Arrived(parcel="norms", source=1, item=1))
+    assert port.took() == [("report", 0), ("collect", 1), ("send", "norms", 1, 1, -1), ("update", 1, False)]

@@ -310,6 +310,22 @@ def test_a_stage_at_work_lends_and_adds_what_it_is_told_or_names_the_coordinator
     lies.told()
 
 
+@pytest.mark.parametrize("step", [0, 2, 6, 1 << 48])
+def test_a_state_that_never_comes_is_refused(step: int) -> None:
+    """The donor waited for it as long as the run lasted."""
+    alone = given(1)
+    orders, _ = _at_work(alone)
+    lent = cast(SendState, orders[1].body)
+    wrong = msgspec.structs.replace(orders[1], body=msgspec.structs.replace(lent, step=step))
+    worker = _Worker("d0", alone)
+    worker._inbox.put(_assigned(alone.assignments["d0"]))
+    worker._inbox.put(alone.placed("d0"))
+    worker.hear(*landed(wrong, []))
+    with pytest.raises(PeerError, match=f"^coordinator: asked for the state after {step} steps, expected 3 to 5$"):
+        refused(worker.told(HALT))
+    assert worker.lent == []
+
+
 @pytest.mark.parametrize("rate_step", [5, 1 << 48])
 def test_the_rate_is_that_of_a_step_of_the_run(rate_step: int) -> None:
     """Of one of torch's schedulers it was looked for step by step."""

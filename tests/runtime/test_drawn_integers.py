@@ -23,7 +23,7 @@ from isthmus.protocol.adaptation import Adaptation
 from isthmus.protocol.arrivals import StageArrivals
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import BeginEpoch, DeviceJoined, FinishRun
-from isthmus.protocol.events import Report, WorkerEvent, WorkerInstruction
+from isthmus.protocol.device_session import DeviceSession, SessionOrder, SessionPort
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.recovery import Lineage
 from isthmus.protocol.run_events import Observation, RejectDevice, RunEvent, RunInstruction
@@ -31,15 +31,10 @@ from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     Arrived,
     DeviceReport,
-    FetchState,
-    Halt,
     OpenItem,
     PartsArrived,
-    Pause,
-    PlaceWeights,
-    RetireSnapshots,
 )
-from isthmus.protocol.worker import Worker
+from isthmus.protocol.worker import StagePort, Worker
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.links import Expected, StageLinks
@@ -54,6 +49,7 @@ from tests.faults import simulated
 from tests.faults.schedule import Fault, Schedule
 
 from ..drawn_integers import Lies, landed
+from ..programs.ports import Recorder
 from .test_coordinator_host import NotedScript
 
 pytestmark = pytest.mark.thorough
@@ -97,7 +93,7 @@ class _Links(StageLinks):
         parcels |= {("shared", s): {()} for s in view.parameter_owners}
         parcels |= {("shared_gradient", s): {()} for s in view.parameter_users}
         parcels |= {(kind, s): {()} for s in view.others for kind in ("count", "norms")}
-        self._run, self._epoch, self._stage = RUN, machine.epoch, view.stage
+        self._run, self._epoch = RUN, machine.epoch
         self._expected = Expected(parcels)
         self._snapshot_copies = SnapshotReceiver({}, lambda stage, step, taken: None)
         self._arrivals, self._checking = arrivals, cast(Any, _NoLock())
@@ -114,10 +110,31 @@ class _NoLock:
     def __exit__(self, *_: object) -> None: ...
 
 
+class LiedSession(DeviceSession[Any]):
+    """The session of a device: each order is also drawn anew."""
+
+    def ordered(self, order: SessionOrder) -> None:
+        def lie(message: AnyMessage) -> None:
+            landed(message)
+            session = copy.deepcopy(self, {id(self.port): Recorder(SessionPort)})
+            DeviceSession.ordered(session, cast(Any, message).body)
+            assert session.phase in ("idle", "connecting", "starting", "working", "over") and session.epoch >= 0
+            held = {(h.epoch, h.step) for h in self.memory.holdings()}
+            assert {(h.epoch, h.step) for h in session.memory.holdings()} <= held
+
+        cast(LiedWorker, self.port).run.lies_about(ToDevice(run=RUN, body=order), lie, "to devices")
+        super().ordered(order)
+
+
 class LiedWorker(SimulatedWorker):
     """A device's worker to which others lie."""
 
     arrivals: StageArrivals | None = None
+
+    def __init__(self, *figures: Any) -> None:
+        super().__init__(*figures)
+        self.session = LiedSession()
+        self.session.port = self
 
     @property
     def run(self) -> LiedTo:
@@ -140,29 +157,19 @@ class LiedWorker(SimulatedWorker):
             eval_micro_batches=spec.eval_micro_batches,
         )
 
-    def order(self, event: Any) -> None:
-        if isinstance(event, Pause | PlaceWeights | FetchState | RetireSnapshots | Halt):
+    def opened(self, opened: OpenItem) -> None:
+        if self._hears(opened.epoch):
+            self.run.lies_about(ToDevice(run=RUN, body=opened), self._lie_opened, "to devices", "coordinator")
+            cast(StageArrivals, self.arrivals).opened(opened.item)
+        super().opened(opened)
 
-            def lie(message: AnyMessage) -> None:
-                landed(message)
-                session = copy.deepcopy(self.session)
-                session.handle(cast(ToDevice, message).body)  # pyright: ignore[reportArgumentType]
-                assert session.phase in (*session.transitions.table, "over") and session.epoch >= 0
-                held = {(h.epoch, h.step) for h in self.session.memory.holdings()}
-                assert {(h.epoch, h.step) for h in session.memory.holdings()} <= held
+    def arrived(self, body: Arrived | PartsArrived) -> None:
+        if self._hears(body.epoch):
+            self._lie_arrived(body)
+        super().arrived(body)
 
-            self.run.lies_about(ToDevice(run=RUN, body=event), lie, "to devices")
-        super().order(event)
-
-    def handle(self, event: WorkerEvent) -> None:
-        machine, arrivals = self.machine, self.arrivals
-        if machine is not None and arrivals is not None and event.epoch == machine.epoch:
-            if isinstance(event, OpenItem):
-                self.run.lies_about(ToDevice(run=RUN, body=event), self._lie_opened, "to devices", "coordinator")
-                arrivals.opened(event.item)
-            elif isinstance(event, Arrived | PartsArrived):
-                self._arrived(event)
-        super().handle(event)
+    def _hears(self, epoch: int) -> bool:
+        return self.machine is not None and self.arrivals is not None and epoch == self.machine.epoch
 
     def _lie_opened(self, message: AnyMessage) -> None:
         landed(message)
@@ -171,9 +178,11 @@ class LiedWorker(SimulatedWorker):
         if opened.epoch == self.machine.epoch:
             copy.deepcopy(self.arrivals).opened(opened.item)  # pyright: ignore[reportOptionalMemberAccess]
             raise AssertionError(f"{opened} is none of the run's")
-        assert _copied(self.machine).handle(opened) == []
+        machine, port = _copied(self.machine)
+        machine.opened(opened.item, opened.epoch)
+        assert port.took() == []
 
-    def _arrived(self, right: Arrived | PartsArrived) -> None:
+    def _lie_arrived(self, right: Arrived | PartsArrived) -> None:
         assert self.arrivals is not None and self.epoch is not None
         tensors = [TENSOR] if isinstance(right, Arrived) and right.parcel in LINK_OF else []
         headers = tuple(header_of("x:0", tensor) for tensor in tensors)
@@ -196,24 +205,25 @@ class LiedWorker(SimulatedWorker):
         except PeerError as e:
             raise PeerError(f"{name}: {e}") from None  # as the channel does
         links._accept(right.source, cast(Any, channel), message, found)
-        machine = _copied(self.machine)
+        machine, _ = _copied(self.machine)
         while not links._inbox.empty():
             taken = cast(Any, links._inbox.get())
-            machine.handle(taken)
+            machine.arrived(taken)
             assert arrivals._first <= taken.item <= arrivals._reports + SPEC.lease_ahead
         own = machine.statistics()
-        assert own.phase in machine.transitions.table and own.item < arrivals._opens
+        assert own.phase != "over" and own.item < arrivals._opens
         assert max(own.forwards, own.backwards) <= SPEC.micro_batches
         assert all(key[2] < SPEC.micro_batches for key in machine._arrived)
 
-    def _carry_out(self, instruction: WorkerInstruction, machine: Worker) -> None:
-        if isinstance(instruction, Report) and self.arrivals is not None:
-            self.arrivals.reported(instruction.item)
-        super()._carry_out(instruction, machine)
+    def report(self, item: int) -> None:
+        if self.arrivals is not None:
+            self.arrivals.reported(item)
+        super().report(item)
 
 
-def _copied(machine: Worker) -> Worker:
-    return copy.deepcopy(machine, {id(machine.view): machine.view})
+def _copied(machine: Worker) -> tuple[Worker, Recorder]:
+    port = Recorder(StagePort)
+    return copy.deepcopy(machine, {id(machine.view): machine.view, id(machine.port): port}), port
 
 
 class LiedTo(RunSimulation):

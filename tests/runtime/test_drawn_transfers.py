@@ -20,8 +20,7 @@ from isthmus.errors import PeerError
 from isthmus.job import prepare
 from isthmus.protocol.arrivals import StageArrivals
 from isthmus.protocol.coordinator_events import BeginEpoch, ReceiveState
-from isthmus.protocol.events import SendParts
-from isthmus.protocol.exchange import Exchange
+from isthmus.protocol.exchange import Exchange, PartsPort
 from isthmus.protocol.run_messages import PartsArrived, SendState, StateReceived, TransferEnded
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.joiners import Joiners
@@ -45,6 +44,7 @@ from isthmus.training.optim import OptimizerConfig
 from isthmus.training.snapshot import Snapshot, joined, snapshot
 
 from ..drawn_integers import Lies, landed
+from ..programs.ports import Recorder
 from .jobs import DIGITS, fleet_of, job_of, random_cut
 from .test_coordinator_host import NotedScript
 from .test_drawn_assignments import Given, _Worker
@@ -125,7 +125,7 @@ def test_what_a_joining_device_is_told_of_the_state_that_will_come(monkeypatch: 
 
     def followed(message: AnyMessage) -> list[Any]:
         worker = _Worker("rome", nothing)
-        worker._session._epoch = EPOCH
+        worker._session.epoch = EPOCH
         worker._follow(cast(Any, SimpleNamespace(message=message, tensors=[])))
         for frame in sent:
             worker._follow(cast(Any, SimpleNamespace(message=frame[0], tensors=frame[1])))
@@ -148,7 +148,7 @@ class _Links(StageLinks):
     """Of one stage, without connections."""
 
     def __init__(self, told: Assignment, copies: SnapshotReceiver | None = None) -> None:
-        self._run, self._epoch, self._stage = told.run, told.epoch, told.stage
+        self._run, self._epoch = told.run, told.epoch
         self._expected = Expected(expected_parcels(told), expected_parts(told))
         self._snapshot_copies = copies or SnapshotReceiver({}, lambda stage, step, taken: None)
         self._arrivals = StageArrivals(
@@ -228,7 +228,8 @@ def test_sums_between_replicas() -> None:
     assigned = _assigned(("d0", "d1"), ("d2", "d3"))
     pair = [assigned[0], assigned[2]]
     links = {told.stage: _Links(told) for told in pair}
-    machines = {told.stage: Exchange(told.view.groups) for told in pair}
+    ports = {told.stage: Recorder(PartsPort) for told in pair}
+    exchanges = {told.stage: Exchange(told.view.groups, ports[told.stage].port) for told in pair}
     sizes = {told.stage: {share.group: share.elements for share in told.groups} for told in pair}
     share, groups = pair[0].share, [group.group for group in pair[0].view.groups]
     rounds = {(told.stage, g.group): g.rounds for told in pair for g in told.view.groups}
@@ -241,22 +242,23 @@ def test_sums_between_replicas() -> None:
             one._arrivals.opened(opened)
     lies, sums = Lies(4, 2 * sum(len(turn.sends) for turns in rounds.values() for turn in turns)), 0
     for item in range(2):
-        due = [(stage, said) for stage, machine in machines.items() for said in machine.start(item, groups)]
-        while due:
-            stage, said = due.pop(0)
-            if not isinstance(said, SendParts):
-                sums += 1
-                continue
-            (sends,) = (m for m in rounds[stage, said.group][said.round].sends if m.other == said.target)
-            stretch = torch.zeros(sends.parts.count(sizes[stage][said.group]))
-            body = PartsArrived(group=said.group, round=said.round, source=stage, item=item, epoch=EPOCH)
-            there = links[said.target]
-            message = ToPeer(run=RUN, body=body, tensors=(header_of("average", stretch),))
-            there.lied_to(lies, stage, message, [stretch])
-            assert there._inbox.get_nowait() == body
-            due += [(said.target, found) for found in machines[said.target].arrived(body)]
+        for exchange in exchanges.values():
+            exchange.start(item, groups)
+        while due := [(stage, asked) for stage, port in ports.items() for asked in port.took()]:
+            for stage, (what, group, turn, *rest) in cast(list[tuple[int, tuple[Any, ...]]], due):
+                if what == "merge":
+                    sums += 1
+                    continue
+                target, _ = rest
+                (sends,) = (m for m in rounds[stage, group][turn].sends if m.other == target)
+                stretch = torch.zeros(sends.parts.count(sizes[stage][group]))
+                body = PartsArrived(group=group, round=turn, source=stage, item=item, epoch=EPOCH)
+                message = ToPeer(run=RUN, body=body, tensors=(header_of("average", stretch),))
+                links[target].lied_to(lies, stage, message, [stretch])
+                assert links[target]._inbox.get_nowait() == body
+                exchanges[target].arrived(body)
     lies.told()
-    assert sums and not any(machine.busy for machine in machines.values())
+    assert sums and not any(exchange.busy for exchange in exchanges.values())
 
 
 def test_credits_of_a_neighbour() -> None:

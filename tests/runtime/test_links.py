@@ -13,8 +13,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
 from isthmus.plans import Packing
-from isthmus.protocol.events import Send
-from isthmus.protocol.run_messages import Arrived
+from isthmus.protocol.run_messages import Arrived, Parcel
 from isthmus.runtime.device.links import Expected, StageLinks
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -32,6 +31,10 @@ from .wire import assignment
 RUN = "secret"
 X = torch.arange(12.0).reshape(3, 4)
 EXPECTED = Expected({("forward", 0): frozenset({(("x:0", "float32", (3, 4), None),)})})
+
+
+def _parcel(parcel: Parcel) -> Arrived:
+    return Arrived(parcel=parcel, source=1, item=3, micro_batch=1)
 
 
 def _neighbour(stage: int, port: int, window_bytes: int = 1 << 20) -> Neighbour:
@@ -185,7 +188,7 @@ def test_what_is_packed_otherwise_than_planned_is_refused(packing: Packing) -> N
 
 def test_a_packed_parcel_is_sent_and_arrives_unpacked() -> None:
     ends = Ends(expected=Expected({("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})}))
-    ends.links.send(Send("backward", 0, 3, 1), {"x:0": X, "ids:0": X[0]}, packings={"x:0": PACKED})
+    ends.links.send(0, _parcel("backward"), {"x:0": X, "ids:0": X[0]}, packings={"x:0": PACKED})
     received = ends.other.receive(lambda message: None, idle_s=5)
     assert received is not None
     message, tensors = received
@@ -218,7 +221,7 @@ def test_only_parcels_that_somebody_expects_may_come_packed() -> None:
 
 def test_a_value_that_cannot_be_packed_ends_the_lane_by_name() -> None:
     ends = Ends()
-    ends.links.send(Send("backward", 0, 3, 1), {"block:0": X.double() * 1e300}, packings={"block:0": PACKED})
+    ends.links.send(0, _parcel("backward"), {"block:0": X.double() * 1e300}, packings={"block:0": PACKED})
     error = ends.inbox.get(timeout=60)
     assert isinstance(error, UserError) and "topk of 'block:0': got an element beyond float32" in str(error)
     ends.links.close()
@@ -226,7 +229,7 @@ def test_a_value_that_cannot_be_packed_ends_the_lane_by_name() -> None:
 
 def test_what_is_not_finite_is_sent_as_it_is() -> None:
     ends = Ends()
-    ends.links.send(Send("backward", 0, 3, 1), {"block:0": X / 0}, packings={"block:0": PACKED})
+    ends.links.send(0, _parcel("backward"), {"block:0": X / 0}, packings={"block:0": PACKED})
     received = ends.other.receive(idle_s=5)
     assert received is not None and [h.packing for h in received[0].tensors] == [None]
     assert torch.equal(received[1][0].nan_to_num(7), (X / 0).nan_to_num(7))
@@ -238,7 +241,7 @@ def test_a_mask_of_infinities_does_not_keep_others_from_being_packed() -> None:
     ends = Ends()
     mask = torch.where(X > 8, 0.0, -torch.inf)
     for packings, expected in (({"x:0": PACKED}, PACKED), ({"x:0": PACKED, "mask:0": PACKED}, PACKED)):
-        ends.links.send(Send("forward", 0, 3, 1), {"x:0": X, "mask:0": mask}, packings=packings)
+        ends.links.send(0, _parcel("forward"), {"x:0": X, "mask:0": mask}, packings=packings)
         received = ends.other.receive(lambda message: None, 5.0)
         assert received is not None
         assert [h.packing for h in received[0].tensors] == [expected, None]
@@ -260,7 +263,7 @@ def test_a_neighbour_that_leaves_is_noticed_and_our_own_leaving_is_not() -> None
 
 def test_what_is_sent_leaves_through_the_lane() -> None:
     ends = Ends()
-    ends.links.send(Send("backward", 0, 3, 1), {"x:0": X})
+    ends.links.send(0, _parcel("backward"), {"x:0": X})
     received = ends.other.receive(idle_s=5)
     assert received is not None
     message, (tensor,) = received

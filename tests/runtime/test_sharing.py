@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isthmus.plans.worker_ids import device_of, is_first, worker_id, worker_ids_of
 from isthmus.protocol.compute_lane import ComputeLane
-from isthmus.protocol.events import Work
+from isthmus.protocol.work import Work
 from isthmus.runtime.device.tasklets import ComputeTurns
 
 

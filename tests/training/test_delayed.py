@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import pytest
@@ -20,22 +20,8 @@ from isthmus.data import ColumnSpec
 from isthmus.graph import Ref, StageGraph
 from isthmus.models import build_model
 from isthmus.protocol import Item, StageView, Worker
-from isthmus.protocol.events import (
-    Collect,
-    Collected,
-    Compute,
-    Computed,
-    KeepSnapshot,
-    Leave,
-    Report,
-    Send,
-    SnapshotKept,
-    Update,
-    Updated,
-    WorkerEvent,
-    WorkerInstruction,
-)
-from isthmus.protocol.run_messages import Arrived, OpenItem
+from isthmus.protocol.run_messages import Arrived, Parcel
+from isthmus.protocol.work import Work
 from isthmus.training.delayed import DelayedEngine
 from isthmus.training.engine import EngineConfig
 from isthmus.training.learning_rate import LearningRate
@@ -75,11 +61,13 @@ class Interleaved:
     def __init__(self, pipeline: Pipeline, steps: Batches, draws: random.Random, first: int = 0) -> None:
         self.pipeline, self.steps, self.draws = pipeline, steps, draws
         count = len(pipeline.stages)
-        self.workers = [Worker(view_of(s, count, draws.randint(1, 2 * MICRO_BATCHES))) for s in pipeline.stages]
-        self.wires: dict[tuple[int, int], deque[tuple[Arrived | OpenItem, list[Tensor]]]] = {}
-        self.ended: list[deque[WorkerEvent]] = [deque() for _ in self.workers]
-        self.arrived: list[dict[tuple[str, int, int, int], list[Tensor]]] = [{} for _ in self.workers]
-        self.outgoing: dict[tuple[str, int, int, int, int], list[Tensor]] = {}
+        self.ports = [Port(self, stage) for stage in range(count)]
+        self.workers = [
+            Worker(view_of(s, count, draws.randint(1, 2 * MICRO_BATCHES)), port)
+            for s, port in zip(pipeline.stages, self.ports, strict=True)
+        ]
+        self.wires: dict[tuple[int, int], deque[tuple[Arrived | Item, list[Tensor]]]] = {}
+        self.ended: list[deque[Callable[[], None]]] = [deque() for _ in self.workers]
         self.norms = [torch.empty(0)] * count
         self.losses: list[float] = []
         self.overlapped = False
@@ -89,7 +77,7 @@ class Interleaved:
             self.items.append(Item(index=index, kind="train", step=step, micro_batches=MICRO_BATCHES))
             self.items.append(Item(index=index + 1, kind="keep", step=step + 1))
         for stage in range(count):
-            self.wires[-1, stage] = deque((OpenItem(item=item), []) for item in self.items)
+            self.wires[-1, stage] = deque((item, []) for item in self.items)
         self.states: dict[int, dict[str, Tensor]] = {}
 
     def run(self) -> None:
@@ -100,89 +88,108 @@ class Interleaved:
                 return
             kind, (source, stage) = self.draws.choice(ready)
             if kind == "end":
-                event: WorkerEvent = self.ended[stage].popleft()
+                self.ended[stage].popleft()()
+                continue
+            body, tensors = self.wires[source, stage].popleft()
+            if isinstance(body, Item):
+                self.workers[stage].opened(body, 0)
             else:
-                event, tensors = self.wires[source, stage].popleft()
-                if isinstance(event, Arrived):
-                    self.arrived[stage][event.parcel, source, event.item, event.micro_batch] = tensors
-            for instruction in self.workers[stage].handle(event):
-                self._carry_out(stage, instruction)
+                self.ports[stage].arrived[body.parcel, source, body.item, body.micro_batch] = tensors
+                self.workers[stage].arrived(body)
 
-    def _carry_out(self, stage: int, do: WorkerInstruction) -> None:
-        engine, graph, ended = self.pipeline.engines[stage], self.pipeline.stages[stage], self.ended[stage]
-        assert not isinstance(do, Leave)
-        step = self.items[do.item].step
-        match do:
-            case Compute(work="F"):
-                batch = copies([self.steps[step][do.micro_batch]])[0]
-                inputs = {Ref(self.pipeline.placeholders[c]): batch[c] for c in graph.columns}
-                for source in sorted({c.source for c in graph.receives}):
-                    given = self.arrived[stage].pop(("forward", source, do.item, do.micro_batch))
-                    inputs |= dict(zip([c.value for c in graph.received_from(source)], given, strict=True))
-                for owner in sorted(set(graph.shared_from.values())):
-                    names = [n for n, o in graph.shared_from.items() if o == owner]
-                    if (values := self.arrived[stage].pop(("shared", owner, do.item, -1), None)) is not None:
-                        engine.set_shared(dict(zip(names, values, strict=True)))
-                out = engine.forward(step, do.micro_batch, inputs)
-                for target in {c.target for c in graph.sends}:
-                    sent = [out[c.value] for c in graph.sent_to(target)]
-                    self.outgoing["forward", stage, target, do.item, do.micro_batch] = sent
-                ended.append(Computed(work="F", item=do.item, micro_batch=do.micro_batch))
-            case Compute():
-                came: list[dict[Ref, Tensor]] = []
-                for target in sorted({c.target for c in graph.sends if c.gradient}, reverse=True):
-                    given = self.arrived[stage].pop(("backward", target, do.item, do.micro_batch))
-                    due = [c.value for c in graph.sent_to(target) if c.gradient]
-                    came.append(dict(zip(due, given, strict=True)))
-                back = engine.backward(do.micro_batch, came)
-                for source in {c.source for c in graph.receives if c.gradient}:
-                    due = [c.value for c in graph.received_from(source) if c.gradient]
-                    self.outgoing["backward", stage, source, do.item, do.micro_batch] = [back[ref] for ref in due]
-                ended.append(Computed(work="B", item=do.item, micro_batch=do.micro_batch))
-            case Send():
-                self._send(stage, do)
-            case Collect():
-                for user in sorted({u for us in graph.shared_with.values() for u in us}, reverse=True):
-                    names = [n for n, users in graph.shared_with.items() if user in users]
-                    given = self.arrived[stage].pop(("shared_gradient", user, do.item, -1))
-                    engine.add_gradients(dict(zip(names, given, strict=True)))
-                self.norms[stage] = engine.collect(None)
-                ended.append(Collected(item=do.item))
-            case Update():
-                norms = [self.arrived[stage].pop(("norms", s, do.item, -1))[0] for s in self._others(stage)]
-                norms.insert(stage, self.norms[stage])
-                known: dict[str, Tensor] = {}
-                for owner, values in zip(self.pipeline.engines, norms, strict=True):
-                    known |= dict(zip(owner.owned, values, strict=True))
-                engine.update(step, torch.stack([known[n] for n in self.pipeline.captured.train.trainable]))
-                self.overlapped |= bool(engine.flights)
-                ended.append(Updated(item=do.item))
-            case KeepSnapshot():
-                self.states.setdefault(step, {}).update({n: t.clone() for n, t in engine.state().items()})
-                ended.append(SnapshotKept(item=do.item))
-            case Report() if self.items[do.item].kind == "train" and (loss := engine.take_loss()) is not None:
-                self.losses.append(loss[0] / loss[1])
-            case _:
-                pass
 
-    def _send(self, stage: int, do: Send) -> None:
-        engine, graph, step = self.pipeline.engines[stage], self.pipeline.stages[stage], self.items[do.item].step
-        match do.parcel:
+class Port:
+    """The port of one stage's worker."""
+
+    def __init__(self, run: Interleaved, stage: int) -> None:
+        self.run, self.stage = run, stage
+        self.engine, self.graph = run.pipeline.engines[stage], run.pipeline.stages[stage]
+        self.arrived: dict[tuple[str, int, int, int], list[Tensor]] = {}
+        self.outgoing: dict[tuple[str, int, int, int], list[Tensor]] = {}
+
+    def _ended(self, end: Callable[..., None], *figures: object) -> None:
+        self.run.ended[self.stage].append(partial(end, self.run.workers[self.stage], *figures))
+
+    def compute(self, work: Work, item: int, micro_batch: int) -> None:
+        (self._forward if work == "F" else self._backward)(item, micro_batch)
+        self._ended(Worker.computed, work, item, micro_batch)
+
+    def _forward(self, item: int, micro_batch: int) -> None:
+        engine, graph, step = self.engine, self.graph, self.run.items[item].step
+        batch = copies([self.run.steps[step][micro_batch]])[0]
+        inputs = {Ref(self.run.pipeline.placeholders[c]): batch[c] for c in graph.columns}
+        for source in sorted({c.source for c in graph.receives}):
+            given = self.arrived.pop(("forward", source, item, micro_batch))
+            inputs |= dict(zip([c.value for c in graph.received_from(source)], given, strict=True))
+        for owner in sorted(set(graph.shared_from.values())):
+            names = [n for n, o in graph.shared_from.items() if o == owner]
+            if (values := self.arrived.pop(("shared", owner, item, -1), None)) is not None:
+                engine.set_shared(dict(zip(names, values, strict=True)))
+        out = engine.forward(step, micro_batch, inputs)
+        for target in {c.target for c in graph.sends}:
+            self.outgoing["forward", target, item, micro_batch] = [out[c.value] for c in graph.sent_to(target)]
+
+    def _backward(self, item: int, micro_batch: int) -> None:
+        came: list[dict[Ref, Tensor]] = []
+        for target in sorted({c.target for c in self.graph.sends if c.gradient}, reverse=True):
+            given = self.arrived.pop(("backward", target, item, micro_batch))
+            due = [c.value for c in self.graph.sent_to(target) if c.gradient]
+            came.append(dict(zip(due, given, strict=True)))
+        back = self.engine.backward(micro_batch, came)
+        for source in {c.source for c in self.graph.receives if c.gradient}:
+            due = [c.value for c in self.graph.received_from(source) if c.gradient]
+            self.outgoing["backward", source, item, micro_batch] = [back[ref] for ref in due]
+
+    def send(self, parcel: Parcel, target: int, item: int, micro_batch: int = -1) -> None:
+        match parcel:
             case "forward" | "backward":
-                tensors = self.outgoing.pop((do.parcel, stage, do.target, do.item, do.micro_batch))
+                tensors = self.outgoing.pop((parcel, target, item, micro_batch))
             case "shared":
-                names = [n for n, users in graph.shared_with.items() if do.target in users]
-                tensors = [t.clone() for t in engine.shared_values(names, step).values()]
+                names = [n for n, users in self.graph.shared_with.items() if target in users]
+                tensors = [t.clone() for t in self.engine.shared_values(names, self.run.items[item].step).values()]
             case "shared_gradient":
-                names = [n for n, owner in graph.shared_from.items() if owner == do.target]
-                tensors = list(engine.take_shared_gradients(names).values())
+                names = [n for n, owner in self.graph.shared_from.items() if owner == target]
+                tensors = list(self.engine.take_shared_gradients(names).values())
             case _:
-                tensors = [self.norms[stage]]
-        arrived = Arrived(parcel=do.parcel, source=stage, item=do.item, micro_batch=do.micro_batch)
-        self.wires.setdefault((stage, do.target), deque()).append((arrived, tensors))
+                tensors = [self.run.norms[self.stage]]
+        body = Arrived(parcel=parcel, source=self.stage, item=item, micro_batch=micro_batch)
+        self.run.wires.setdefault((self.stage, target), deque()).append((body, tensors))
 
-    def _others(self, stage: int) -> list[int]:
-        return [s for s in range(len(self.workers)) if s != stage]
+    def collect(self, item: int) -> None:
+        for user in sorted({u for us in self.graph.shared_with.values() for u in us}, reverse=True):
+            names = [n for n, users in self.graph.shared_with.items() if user in users]
+            given = self.arrived.pop(("shared_gradient", user, item, -1))
+            self.engine.add_gradients(dict(zip(names, given, strict=True)))
+        self.run.norms[self.stage] = self.engine.collect(None)
+        self._ended(Worker.collected, item)
+
+    def update(self, item: int, *, skip: bool) -> None:
+        pipeline = self.run.pipeline
+        others = [s for s in range(len(pipeline.engines)) if s != self.stage]
+        norms = [self.arrived.pop(("norms", s, item, -1))[0] for s in others]
+        norms.insert(self.stage, self.run.norms[self.stage])
+        known: dict[str, Tensor] = {}
+        for owner, values in zip(pipeline.engines, norms, strict=True):
+            known |= dict(zip(owner.owned, values, strict=True))
+        self.engine.update(
+            self.run.items[item].step, torch.stack([known[n] for n in pipeline.captured.train.trainable])
+        )
+        self.run.overlapped |= bool(self.engine.flights)
+        self._ended(Worker.updated, item)
+
+    def keep(self, item: int) -> None:
+        kept = self.run.states.setdefault(self.run.items[item].step, {})
+        kept.update({n: t.clone() for n, t in self.engine.state().items()})
+        self._ended(Worker.kept, item)
+
+    def report(self, item: int) -> None:
+        if self.run.items[item].kind == "train" and (loss := self.engine.take_loss()) is not None:
+            self.run.losses.append(loss[0] / loss[1])
+
+    def _never(self, *_: object) -> None:
+        raise AssertionError("no sums, no checkpoint")
+
+    fill = take = send_parts = merge = save = _never
 
 
 def config_of(optimizers: tuple[OptimizerConfig, ...]) -> EngineConfig:

@@ -10,6 +10,9 @@ import msgspec
 
 from isthmus.wire_types import Count
 
+Work = Literal["F", "B", "W", "E"]
+"""A task on a micro-batch: forward, backward, the weight gradients where they are apart, an evaluation's forward."""
+
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
     """One unit of leased work. Every device does all items, in order.

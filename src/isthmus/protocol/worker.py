@@ -1,4 +1,4 @@
-"""The worker: what one stage does next. Events in, instructions out; no clock, socket, thread or tensor.
+"""The worker: what one stage does next. It knows no clock, socket, thread or tensor.
 
 The life of a training item on one stage, with what must have arrived before each step:
 
@@ -9,8 +9,15 @@ The life of a training item on one stage, with what must have arrived before eac
     their users' gradients, the loss count ─► (sum gradients with other replicas) ─► collect ─► send norms
     everyone's norms ─► update ─► (or average parameters with other replicas) ─► report ─► next item
 
-A sum with other replicas: fill the buffers ─► exchange (see `exchange`) ─► take the sums. With a delay the exchange
-goes on while the next items compute:
+Its phases:
+
+    step        idle ─► tasklets ─► gathering ─► (sum) ─► collecting ─► clipping ─► updating ─► (average) ─► idle
+    evaluation  idle ─► tasklets ─► idle
+    checkpoint  idle ─► settling ─► saving ─► idle
+    snapshot    idle ─► settling ─► keeping ─► idle
+
+A sum with other replicas, which is an average of parameters: filling ─► averaging (see `exchange`) ─► taking. With a
+delay the exchange goes on while the next items compute:
 
     step t:          update ─► take the sums begun in step t - delay ─► fill ─► report
     step t + delay:  update ─► take the sums begun in step t ─► ...
@@ -26,43 +33,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from isthmus.errors import InternalError
 from isthmus.plans import Averages
-from isthmus.protocol.events import (
-    Collect,
-    Collected,
-    Compute,
-    Computed,
-    Fill,
-    Filled,
-    KeepSnapshot,
-    Leave,
-    Report,
-    Save,
-    Saved,
-    Send,
-    SnapshotKept,
-    Take,
-    Taken,
-    Update,
-    Updated,
-    Work,
-    WorkerEvent,
-    WorkerInstruction,
-)
-from isthmus.protocol.exchange import Exchange, GroupView
+from isthmus.protocol.exchange import Exchange, GroupView, PartsPort
 from isthmus.protocol.feeding import Feeding
-from isthmus.protocol.machine import EpochMachine
-from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, Parcel, PartsArrived
-from isthmus.protocol.work import Item
-from isthmus.protocol.worker_phases import WORKER, Phase, WorkerStatistics
+from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
+from isthmus.protocol.work import Item, Work
+from isthmus.session.program import OVER, OutOfPhase, Policy
 from isthmus.wire_types import Count, Many, Place
 
-_OF_OTHERS = (OpenItem, Arrived, PartsArrived)
-"""Events that other machines cause. The rest are ends of this worker's own instructions."""
+_COMPUTING = ("tasklets", "gathering", "averaging", "clipping", "settling")
+"""Phases in which a tasklet may end: one of the next step in every phase that waits (`delayed`)."""
 _NOBODY: frozenset[int] = frozenset()
 
 
@@ -159,15 +144,54 @@ class _Tasklets:
         return (self.forwards if self.item.kind == "eval" else self.backwards) == len(self.own)
 
 
-class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
-    """The state machine of one stage. At most one of the instructions that an event leads to occupies the compute
-    lane."""
+class WorkerStatistics(msgspec.Struct, frozen=True):
+    phase: str
+    item: int
+    """The item in work, or the last one finished."""
+    forwards: int
+    backwards: int
+    stale: int
+    """Arrivals of another plan epoch, dropped."""
 
-    transitions = WORKER
 
-    def __init__(self, view: StageView, epoch: int = 0) -> None:
-        super().__init__(epoch)
-        self.view = view
+class StagePort(PartsPort, Protocol):
+    """A worker asks this of its host. The end of what occupies the compute lane is another call of the worker, later:
+    `computed`, `filled`, `taken`, `collected`, `updated`, `saved`, `kept`."""
+
+    def compute(self, work: Work, item: int, micro_batch: int) -> None:
+        """Run a tasklet."""
+
+    def send(self, parcel: Parcel, target: int, item: int, micro_batch: int = -1) -> None: ...
+
+    def fill(self, item: int, groups: tuple[int, ...]) -> None:
+        """Fill the buffers of these groups: with summed gradients, or with weighted parameters or deltas."""
+
+    def take(self, item: int, groups: tuple[int, ...]) -> None:
+        """Use the sums in the buffers of these groups."""
+
+    def collect(self, item: int) -> None:
+        """Scale the summed gradients, add those of shared parameters, compute norms."""
+
+    def update(self, item: int, *, skip: bool) -> None:
+        """Apply the optimizers (clipped, if norms were exchanged). `skip`: drop the gradients instead, which are not
+        finite on some stage of the replica."""
+
+    def save(self, item: int) -> None:
+        """Write this stage's part of a checkpoint."""
+
+    def keep(self, item: int) -> None:
+        """Copy this stage's state in memory: its part of a snapshot."""
+
+    def report(self, item: int) -> None:
+        """Tell the coordinator that the item is done here, with this stage's loss if it has one."""
+
+
+class Worker(Policy[StagePort]):
+    """The policy of one stage. A method makes at most one call that occupies the compute lane, as its last one."""
+
+    def __init__(self, view: StageView, port: StagePort, epoch: int = 0) -> None:
+        super().__init__("idle")
+        self.view, self.port, self.epoch = view, port, epoch
         self._leases: deque[Item] = deque()
         self._item: Item | None = None
         self._tasklets: dict[int, _Tasklets] = {}
@@ -177,7 +201,7 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
         self._not_finite: set[int] = set()
         """Items of which a stage said so."""
-        self._exchange = Exchange(view.groups)
+        self._exchange = Exchange(view.groups, port)
         self._awaited: tuple[int, ...] = ()
         """The groups whose sums are to be taken next."""
 
@@ -185,150 +209,116 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
         item = self._item.index if self._item else self._last
         own = self._tasklets.get(item)
         forwards, backwards = (own.forwards, own.backwards) if own is not None else (0, 0)
-        return WorkerStatistics(self._phase, item, forwards, backwards, self._stale)
+        return WorkerStatistics(self.phase, item, forwards, backwards, self.stale)
 
-    def _is_stale(self, event: WorkerEvent) -> bool:
-        """Ends of its own instructions are always of its own epoch."""
-        return event.epoch != self._epoch and isinstance(event, _OF_OTHERS)
+    # What others cause
 
-    def _take(self, event: WorkerEvent) -> list[WorkerInstruction]:
-        out: list[WorkerInstruction] = []
-        match event:
-            case OpenItem(item=item):
-                self._leases.append(item)
-            case Arrived(parcel=parcel, source=source, item=item, micro_batch=micro_batch):
-                self._arrived.setdefault((parcel, item, micro_batch), set()).add(source)
-                if not event.finite:
-                    self._not_finite.add(item)
-            case PartsArrived():
-                out += self._exchange.arrived(event)
-            case Computed(work=work, item=item, micro_batch=micro_batch):
-                self._computed(work, self._tasklets[item], micro_batch, out)
-            case Filled(item=item):
-                self._expect("idle" if self.view.delay else "averaging", item)
-                self._awaited = self._due()
-                out += self._exchange.start(item, self._awaited)
-                if self.view.delay:
-                    self._finish(item, out)
-            case Taken(item=item):
-                self._expect("idle", item)
-                self._taken(item, out)
-            case Collected(item=item, finite=finite):
-                self._expect("clipping", item)
-                if not finite:
-                    self._not_finite.add(item)
-                if self.view.agrees:
-                    out += [Send("norms", s, item) for s in self.view.others]
-            case Updated(item=item):
-                self._expect("idle", item)
-                self._updated(item, out)
-            case Saved(item=item):
-                self._expect("idle", item)
-                self._finish(item, out)
-            case SnapshotKept(item=item):
-                self._expect("idle", item)
-                self._finish(item, out)
-            case Halt():
-                self._phase = "halted"
-                return [Leave()]
-        if not self._busy:
-            self._advance(out)
-        return out
+    def opened(self, item: Item, epoch: int) -> None:
+        """The coordinator leases an item: of several replicas this one's part of it."""
+        if not self._is_late(epoch):
+            self._leases.append(item)
+            self._go_on()
 
-    def _expect(self, then: Phase, item: int) -> None:
-        if self._item is None or self._item.index != item:
-            raise InternalError(f"stage {self.view.stage}: an event of item {item} in phase {self._phase}")
-        self._busy = False
-        self._phase = then
+    def arrived(self, body: Arrived | PartsArrived) -> None:
+        if self._is_late(body.epoch):
+            return
+        if isinstance(body, PartsArrived):
+            self._exchange.arrived(body)
+        else:
+            self._arrived.setdefault((body.parcel, body.item, body.micro_batch), set()).add(body.source)
+            if not body.finite:
+                self._not_finite.add(body.item)
+        self._go_on()
 
-    def _computed(self, work: Work, own: _Tasklets, micro_batch: int, out: list[WorkerInstruction]) -> None:
-        item, view = own.item, self.view
+    def halt(self) -> None:
+        """The run is over for this stage."""
+        self.phase = OVER
+
+    # The ends of what occupied the compute lane
+
+    def computed(self, work: Work, item: int, micro_batch: int) -> None:
+        if self.over:
+            return
+        if self.phase not in _COMPUTING:
+            raise OutOfPhase(f"computed came in phase {self.phase!r}")
+        own = self._tasklets[item]
         self._busy = False
         if work == "F":
-            if view.trains:
-                own.waiting.append(micro_batch)
-            else:
-                own.backwards += 1
-            out += [Send("forward", s, item.index, micro_batch) for s in view.of(view.forward_to, item, micro_batch)]
-            self._counted(own, out)
+            self._forward_done(own, micro_batch)
         elif work == "W":
             own.backwards += 1
         elif work == "B":
-            if view.splits:
+            if self.view.splits:
                 own.weights.append(micro_batch)
             else:
                 own.backwards += 1
-            out += [Send("backward", s, item.index, micro_batch) for s in view.of(view.backward_to, item, micro_batch)]
+            self._send("backward", self.view.backward_to, own.item, micro_batch)
         else:
-            out += [Send("forward", s, item.index, micro_batch) for s in view.of(view.eval_to, item, micro_batch)]
+            self._send("forward", self.view.eval_to, own.item, micro_batch)
+        self._go_on()
 
-    def _counted(self, own: _Tasklets, out: list[WorkerInstruction]) -> None:
-        """Tell the count of the loss, once the last forward of a step is done here."""
-        if self.view.counts and self.view.has_loss and own.forwards == len(own.own):
-            out += [Send("count", s, own.item.index) for s in self.view.others]
+    def filled(self, item: int) -> None:
+        """The buffers of the item's groups hold what this worker adds to their sums."""
+        if self._ended("filling", item):
+            self._awaited = self._due()
+            if not self.view.delay:
+                self.phase = "averaging"
+            self._exchange.start(item, self._awaited)
+            if self.view.delay:
+                self._finish(item)
+            self._go_on()
 
-    def _updated(self, item: int, out: list[WorkerInstruction]) -> None:
-        if self.view.averages == "gradients":
-            self._finish(item, out)
-        elif self.view.delay and (begun := self._due(self.view.delay)):
-            self._phase, self._awaited = "averaging", begun
-        else:
-            self._exchange_or_finish(item, out)
-
-    def _exchange_or_finish(self, item: int, out: list[WorkerInstruction]) -> None:
-        if due := self._due():
-            self._start("filling", Fill(item, due), out)
-        else:
-            self._finish(item, out)
-
-    def _taken(self, item: int, out: list[WorkerInstruction]) -> None:
-        if self.view.averages == "gradients":
-            self._start("collecting", Collect(item), out)
-        elif self.view.delay:
-            self._exchange_or_finish(item, out)
-        else:
-            self._finish(item, out)
-
-    def _due(self, steps_ago: int = 0) -> tuple[int, ...]:
-        """Groups whose sums start in the item's step, or did so many steps ago: also before the run was resumed."""
-        assert self._item is not None, "sums belong to an item"
-        step = self._item.step - steps_ago
-        iteration = step % self.view.period
-        return tuple(g.group for g in self.view.groups if step >= 0 and iteration in g.iterations)
-
-    def _advance(self, out: list[WorkerInstruction]) -> None:
-        """Move on as far as what has arrived allows, until the compute lane has something to do."""
-        if self._phase == "idle" and self._leases:
-            self._begin(self._leases.popleft(), out)
-        if self._phase == "tasklets":
-            self._pick(out)
-        if self._phase == "gathering" and not self._busy and self._gathered():
-            due = self._due() if self.view.averages == "gradients" else ()
-            if due:
-                self._start("filling", Fill(self._index, due), out)
+    def taken(self, item: int) -> None:
+        """The sums are where the engine uses them."""
+        if self._ended("taking", item):
+            if self.view.averages == "gradients":
+                self._occupy("collecting")
+                self.port.collect(item)
+            elif self.view.delay:
+                self._exchange_or_finish(item)
             else:
-                self._start("collecting", Collect(self._index), out)
-        if self._phase == "averaging" and self._exchange.summed(self._awaited):
-            self._start("taking", Take(self._index, self._awaited), out)
-        if self._phase == "settling" and not self._exchange.busy:
-            self._settled(out)
-        if self._phase == "clipping" and (not self.view.agrees or self._has("norms", self._index, self.view.others)):
-            skip = self.view.skips and self._index in self._not_finite
-            self._start("updating", Update(self._index, skip), out)
-        if self.view.delayed and not self._busy:
-            self._work_ahead(out)
+                self._finish(item)
+            self._go_on()
 
-    def _settled(self, out: list[WorkerInstruction]) -> None:
-        assert self._item is not None, "only an item settles"
-        if self._item.kind == "save":
-            self._start("saving", Save(self._index), out)
-        else:
-            self._start("keeping", KeepSnapshot(self._index), out)
+    def collected(self, item: int, *, finite: bool = True) -> None:
+        """The item's gradients are final on this stage and their norms known. `finite`: they are, and the loss if this
+        stage has it."""
+        if self._ended("collecting", item):
+            self.phase = "clipping"
+            if not finite:
+                self._not_finite.add(item)
+            if self.view.agrees:
+                for other in self.view.others:
+                    self.port.send("norms", other, item)
+            self._go_on()
+
+    def updated(self, item: int) -> None:
+        if self._ended("updating", item):
+            if self.view.averages == "gradients":
+                self._finish(item)
+            elif self.view.delay and (begun := self._due(self.view.delay)):
+                self.phase, self._awaited = "averaging", begun
+            else:
+                self._exchange_or_finish(item)
+            self._go_on()
+
+    def saved(self, item: int) -> None:
+        if self._ended("saving", item):
+            self._finish(item)
+            self._go_on()
+
+    def kept(self, item: int) -> None:
+        """A copy of the stage's state is in memory."""
+        if self._ended("keeping", item):
+            self._finish(item)
+            self._go_on()
+
+    # What it may be asked
 
     @property
     def settled(self) -> bool:
         """Whether no item is in work here, and no sum on its way."""
-        return self._phase == "idle" and not self._exchange.busy
+        return self.phase == "idle" and not self._exchange.busy
 
     def is_recoverable(self, steps: int, *, buffers: bool = False) -> bool:
         """Whether the stage's state, `steps` steps old, is one that another plan may go on from.
@@ -342,68 +332,159 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
             return False
         return self.settled or not (averaged or (buffers and not self.view.delayed))
 
+    # What it does next
+
+    def _is_late(self, epoch: int) -> bool:
+        self.stale += epoch != self.epoch
+        return epoch != self.epoch or self.over
+
+    def _ended(self, phase: str, item: int) -> bool:
+        """The compute lane is free again, and the worker idle for now; False when it is over."""
+        if self.over:
+            return False
+        if self.phase != phase:
+            raise OutOfPhase(f"the end of {phase!r} came in phase {self.phase!r}")
+        if item != self._index:
+            raise InternalError(f"stage {self.view.stage}: the end of {phase!r} of item {item}, expected {self._index}")
+        self._busy, self.phase = False, "idle"
+        return True
+
+    def _forward_done(self, own: _Tasklets, micro_batch: int) -> None:
+        if self.view.trains:
+            own.waiting.append(micro_batch)
+        else:
+            own.backwards += 1
+        self._send("forward", self.view.forward_to, own.item, micro_batch)
+        self._counted(own)
+
+    def _send(self, parcel: Parcel, workers: tuple[int, ...], item: Item, micro_batch: int) -> None:
+        for target in self.view.of(workers, item, micro_batch):
+            self.port.send(parcel, target, item.index, micro_batch)
+
+    def _counted(self, own: _Tasklets) -> None:
+        """Send the count of the loss, once the last forward of a step is done here."""
+        if self.view.counts and self.view.has_loss and own.forwards == len(own.own):
+            for other in self.view.others:
+                self.port.send("count", other, own.item.index)
+
+    def _exchange_or_finish(self, item: int) -> None:
+        if due := self._due():
+            self._occupy("filling")
+            self.port.fill(item, due)
+        else:
+            self._finish(item)
+
+    def _due(self, steps_ago: int = 0) -> tuple[int, ...]:
+        """Groups whose sums start in the item's step, or did so many steps ago: also before the run was resumed."""
+        assert self._item is not None, "sums belong to an item"
+        step = self._item.step - steps_ago
+        iteration = step % self.view.period
+        return tuple(g.group for g in self.view.groups if step >= 0 and iteration in g.iterations)
+
+    def _go_on(self) -> None:
+        """Move on as far as what has arrived allows, until the compute lane has something to do."""
+        if self._busy:
+            return
+        if self.phase == "idle" and self._leases:
+            self._begin(self._leases.popleft())
+        if self.phase == "tasklets":
+            self._pick()
+        if self.phase == "gathering" and not self._busy and self._gathered():
+            self._sum_or_collect()
+        if self.phase == "averaging" and self._exchange.summed(self._awaited):
+            self._occupy("taking")
+            self.port.take(self._index, self._awaited)
+        if self.phase == "settling" and not self._exchange.busy:
+            self._settled()
+        if self.phase == "clipping" and (not self.view.agrees or self._has("norms", self._index, self.view.others)):
+            skip = self.view.skips and self._index in self._not_finite
+            self._occupy("updating")
+            self.port.update(self._index, skip=skip)
+        if self.view.delayed and not self._busy:
+            self._work_ahead()
+
+    def _sum_or_collect(self) -> None:
+        due = self._due() if self.view.averages == "gradients" else ()
+        if due:
+            self._occupy("filling")
+            self.port.fill(self._index, due)
+        else:
+            self._occupy("collecting")
+            self.port.collect(self._index)
+
+    def _settled(self) -> None:
+        assert self._item is not None, "only an item settles"
+        if self._item.kind == "save":
+            self._occupy("saving")
+            self.port.save(self._index)
+        else:
+            self._occupy("keeping")
+            self.port.keep(self._index)
+
     @property
     def _index(self) -> int:
         assert self._item is not None, "only a stage at work has an item"
         return self._item.index
 
-    def _begin(self, item: Item, out: list[WorkerInstruction]) -> None:
+    def _begin(self, item: Item) -> None:
         self._item = item
         if item.kind in ("save", "keep"):
-            self._phase = "settling"  # sums that are on the way are kept too, once they are complete
+            self.phase = "settling"  # sums that are on the way are kept too, once they are complete
             return
-        self._phase = "tasklets"
+        self.phase = "tasklets"
         if item.index not in self._tasklets:
-            self._open(item, out)
+            self._open(item)
 
-    def _open(self, item: Item, out: list[WorkerInstruction]) -> None:
+    def _open(self, item: Item) -> None:
         own = self._tasklets[item.index] = _Tasklets(item, self.view.own(item))
-        out += [Send("shared", s, item.index) for s in self.view.parameter_users]
+        for user in self.view.parameter_users:
+            self.port.send("shared", user, item.index)
         if item.kind == "train" and not own.own:
-            self._counted(own, out)
+            self._counted(own)
 
-    def _work_ahead(self, out: list[WorkerInstruction]) -> None:
+    def _work_ahead(self) -> None:
         """Do a tasklet of the next step, whose weights are those before this step's update. An evaluation in between is
         waited for: it is at the weights after it."""
         later = next((item for item in self._leases if item.kind not in ("save", "keep")), None)
         if self._item is None or later is None or later.kind == "eval" or self._item.kind == "eval":
             return
         if later.index not in self._tasklets:
-            self._open(later, out)
-        self._start_tasklet(self._tasklets[later.index], out)
+            self._open(later)
+        self._start_tasklet(self._tasklets[later.index])
 
-    def _start(self, phase: Phase, instruction: WorkerInstruction, out: list[WorkerInstruction]) -> None:
-        self._phase = phase
-        self._busy = True
-        out.append(instruction)
+    def _occupy(self, phase: str) -> None:
+        """The next call of the port occupies the compute lane."""
+        self.phase, self._busy = phase, True
 
-    def _pick(self, out: list[WorkerInstruction]) -> None:
+    def _pick(self) -> None:
         """Start the best ready tasklet, or leave the phase when there are none left."""
         own = self._tasklets[self._index]
         if not own.done:
-            self._start_tasklet(own, out)
+            self._start_tasklet(own)
         elif own.item.kind == "eval":
-            self._phase = "idle"
-            self._finish(own.item.index, out)
-            self._advance(out)
+            self.phase = "idle"
+            self._finish(own.item.index)
+            self._go_on()
         else:
-            self._phase = "gathering"
-            out += [Send("shared_gradient", s, own.item.index) for s in self.view.parameter_owners]
+            self.phase = "gathering"
+            for owner in self.view.parameter_owners:
+                self.port.send("shared_gradient", owner, own.item.index)
 
-    def _start_tasklet(self, own: _Tasklets, out: list[WorkerInstruction]) -> None:
+    def _start_tasklet(self, own: _Tasklets) -> None:
         """The best that is ready, if any is."""
+        item = own.item
         if (micro_batch := self._ready_backward(own)) is not None:
             own.waiting.remove(micro_batch)
             self._busy = True
-            out.append(Compute("B", own.item.index, micro_batch))
+            self.port.compute("B", item.index, micro_batch)
         elif self._forward_ready(own):
             micro_batch = own.own[own.forwards]
             own.forwards += 1
             self._busy = True
-            out.append(Compute("F" if own.item.kind == "train" else "E", own.item.index, micro_batch))
+            self.port.compute("F" if item.kind == "train" else "E", item.index, micro_batch)
         elif own.weights:
             self._busy = True
-            out.append(Compute("W", own.item.index, own.weights.popleft()))
+            self.port.compute("W", item.index, own.weights.popleft())
 
     def _ready_backward(self, own: _Tasklets) -> int | None:
         """The lowest micro-batch: they wait in the order of their forwards."""
@@ -435,10 +516,10 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
     def _has(self, parcel: Parcel, item: int, sources: tuple[int, ...], micro_batch: int = -1) -> bool:
         return not sources or self._arrived.get((parcel, item, micro_batch), _NOBODY).issuperset(sources)
 
-    def _finish(self, item: int, out: list[WorkerInstruction]) -> None:
+    def _finish(self, item: int) -> None:
         self._last = item
         self._item = None
         self._tasklets.pop(item, None)
         self._arrived = {key: sources for key, sources in self._arrived.items() if key[1] > item}
         self._not_finite = {other for other in self._not_finite if other > item}
-        out.append(Report(item))
+        self.port.report(item)

@@ -1,7 +1,7 @@
-"""A simulated device: its workers, and the compute lane that they share. The machines of a real one decide.
+"""A simulated device: its workers, and the compute lane that they share. The policies of a real one decide.
 
-A worker has a `DeviceSession`, and while it has a stage a `Worker`. What takes time, and what crosses a link, is for
-the surroundings to say.
+A worker has a `DeviceSession`, and while it has a stage a `Worker`: it is the port of both. What takes time, and what
+crosses a link, is for the surroundings to say.
 """
 
 from __future__ import annotations
@@ -13,42 +13,19 @@ from typing import Protocol
 
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.device_session import DeviceSession
-from isthmus.protocol.events import (
-    Collect,
-    Collected,
-    Compute,
-    Computed,
-    Fill,
-    Filled,
-    KeepSnapshot,
-    Leave,
-    Merge,
-    Report,
-    Save,
-    Saved,
-    Send,
-    SendParts,
-    SnapshotKept,
-    Take,
-    Taken,
-    Update,
-    Updated,
-    WorkerEvent,
-    WorkerInstruction,
-)
 from isthmus.protocol.run_messages import (
     Arrived,
     DeviceReady,
     DeviceReport,
-    Halt,
     Inventory,
     OpenItem,
+    Parcel,
     PartsArrived,
     SnapshotCopied,
 )
-from isthmus.protocol.work import Item
+from isthmus.protocol.work import Item, Work
 from isthmus.protocol.worker import Worker
-from isthmus.simulator.epoch import Epoch
+from isthmus.simulator.epoch import Costs, Epoch
 from isthmus.simulator.history import HistoryEntry, State, after, updated
 
 Act = Callable[[], None]
@@ -58,15 +35,18 @@ KEPT_ITEMS = 1000
 class Surroundings(Protocol):
     """How a worker reaches others, and how long things take."""
 
-    def occupy(self, worker: SimulatedWorker, name: str, seconds: float, done: WorkerEvent) -> None:
-        """Hold the compute lane of the worker's device, as soon as it is free, and then say that it is done."""
+    def occupy(
+        self, worker: SimulatedWorker, name: str, seconds: float, item: Item, done: Act, micro_batch: int = -1
+    ) -> None:
+        """Hold the compute lane of the worker's device, as soon as it is free; then it is done, unless the stage was
+        closed meanwhile."""
         ...
 
     def at_once(self, worker: SimulatedWorker, act: Act) -> None:
         """After whatever else happens at this moment."""
         ...
 
-    def transmit(self, worker: SimulatedWorker, send: Send | SendParts, item: Item, arrived: WorkerEvent) -> None: ...
+    def transmit(self, worker: SimulatedWorker, target: int, body: Arrived | PartsArrived, item: Item) -> None: ...
 
     def connect(self, worker: SimulatedWorker, connected: Act) -> None: ...
 
@@ -125,25 +105,21 @@ class SimulatedWorker:
     def assigned(self, epoch: Epoch) -> None:
         self.epoch, self.number = epoch, epoch.number[self.name]
 
-    def handle(self, event: WorkerEvent) -> None:
-        machine = self.machine
+    def opened(self, opened: OpenItem) -> None:
+        """The coordinator opens an item."""
+        machine, item = self.machine, opened.item
         if machine is None:
             return
-        if isinstance(event, OpenItem) and event.epoch == machine.epoch:
+        if opened.epoch == machine.epoch:
             assert self.epoch is not None, "a stage has an epoch"
-            self._first_samples[event.item.index] = event.item.first_sample
-            event = OpenItem(item=self.epoch.shares[self.number].part(event.item), epoch=event.epoch)
-            self._items[event.item.index] = event.item
-        for instruction in machine.handle(event):
-            self._carry_out(instruction, machine)
+            self._first_samples[item.index] = item.first_sample
+            item = self._items[item.index] = self.epoch.shares[self.number].part(item)
+        machine.opened(item, opened.epoch)
 
-    def item(self, index: int) -> Item:
-        return self._items[index]
-
-    def tell(self, machine: Worker, event: WorkerEvent) -> None:
-        """Unless the stage was closed meanwhile."""
-        if self.machine is machine:
-            self.handle(event)
+    def arrived(self, body: Arrived | PartsArrived) -> None:
+        """It comes from another stage."""
+        if self.machine is not None:
+            self.machine.arrived(body)
 
     # What the session asks
 
@@ -167,7 +143,7 @@ class SimulatedWorker:
 
     def leave(self) -> None:
         if self.machine is not None:
-            self.handle(Halt())
+            self.machine.halt()
         self._around.left(self)
 
     def close_stage(self) -> None:
@@ -182,71 +158,77 @@ class SimulatedWorker:
         assert self.epoch is not None, "a stage has an epoch"
         self.live = {**self.placed, **self.session.memory.values(step, own)}
         self.step, self._items, self._first_samples = step, {}, {}
-        self.machine = Worker(self.epoch.views[self.number], epoch)
+        self.machine = Worker(self.epoch.views[self.number], self, epoch)
         self.session.started(epoch)
 
-    # The worker's instructions
+    # What the stage's worker asks
 
-    def _carry_out(self, instruction: WorkerInstruction, machine: Worker) -> None:
-        around, epoch = self._around, self.epoch
-        assert epoch is not None, "a stage has an epoch"
-        match instruction:
-            case Compute(work=work, item=item, micro_batch=number):
-                done = Computed(work=work, item=item, micro_batch=number)
-                around.occupy(self, work, epoch.costs.tasklet_s(self.number, work), done)
-            case Send():
-                arrived = Arrived(
-                    parcel=instruction.parcel,
-                    source=self.number,
-                    item=instruction.item,
-                    micro_batch=instruction.micro_batch,
-                    epoch=machine.epoch,
-                )
-                around.transmit(self, instruction, self._items[instruction.item], arrived)
-            case SendParts(group=group, round=turn, item=item):
-                parts = PartsArrived(group=group, round=turn, source=self.number, item=item, epoch=machine.epoch)
-                around.transmit(self, instruction, self._items[item], parts)
-            case Merge():  # adding what has arrived is charged to nobody
-                pass
-            case Fill(item=item):
-                self._at_once(machine, Filled(item=item))
-            case Take(item=item):
-                self._at_once(machine, Taken(item=item))
-            case Collect(item=item):
-                self._at_once(machine, Collected(item=item))
-            case Update(item=item):
-                around.occupy(self, "update", epoch.costs.update_s(self.number), Updated(item=item))
-            case Save(item=item):
-                self._saved = dict(self.live)
-                around.occupy(self, "save", epoch.costs.save_s, Saved(item=item))
-            case KeepSnapshot(item=item):
-                self._keep(self._items[item].step, machine)
-                self._at_once(machine, SnapshotKept(item=item))
-            case Report(item=item):
-                saved, self._saved = self._saved, {}
-                self._items.pop(item - KEPT_ITEMS, None)  # a sum may still be sent some steps later
-                around.report(self, self._items[item], saved)
-            case Leave():
-                pass
+    def compute(self, work: Work, item: int, micro_batch: int) -> None:
+        machine, costs = self._at_work()
+        done = partial(machine.computed, work, item, micro_batch)
+        self._around.occupy(self, work, costs.tasklet_s(self.number, work), self._items[item], done, micro_batch)
 
-    def done(self, machine: Worker, event: WorkerEvent) -> None:
-        """The compute lane has done what it was at."""
-        if self.machine is not machine:
-            return
-        if isinstance(event, Updated):
-            item = self._items[event.item]
-            self.live = updated(self.live, self._first_samples.pop(event.item), machine.epoch)
-            self.step = item.step + 1
-            self._around.stepped(self)
-        self.handle(event)
+    def send(self, parcel: Parcel, target: int, item: int, micro_batch: int = -1) -> None:
+        epoch = self._at_work()[0].epoch
+        body = Arrived(parcel=parcel, source=self.number, item=item, micro_batch=micro_batch, epoch=epoch)
+        self._around.transmit(self, target, body, self._items[item])
+
+    def send_parts(self, group: int, turn: int, target: int, item: int) -> None:
+        epoch = self._at_work()[0].epoch
+        body = PartsArrived(group=group, round=turn, source=self.number, item=item, epoch=epoch)
+        self._around.transmit(self, target, body, self._items[item])
+
+    def merge(self, group: int, turn: int, item: int) -> None:
+        """It takes no time."""
+
+    def fill(self, item: int, groups: tuple[int, ...]) -> None:
+        self._at_once(Worker.filled, item)
+
+    def take(self, item: int, groups: tuple[int, ...]) -> None:
+        self._at_once(Worker.taken, item)
+
+    def collect(self, item: int) -> None:
+        self._at_once(Worker.collected, item)
+
+    def update(self, item: int, *, skip: bool) -> None:
+        machine, costs = self._at_work()
+        done = partial(self._updated, machine, self._items[item])
+        self._around.occupy(self, "update", costs.update_s(self.number), self._items[item], done)
+
+    def save(self, item: int) -> None:
+        machine, costs = self._at_work()
+        self._saved = dict(self.live)
+        self._around.occupy(self, "save", costs.save_s, self._items[item], partial(machine.saved, item))
+
+    def keep(self, item: int) -> None:
+        step, values = self._items[item].step, dict(self.live)
+        self.session.kept(self._at_work()[0].epoch, step, values)
+        self._around.kept(self, step, values)
+        self._at_once(Worker.kept, item)
+
+    def report(self, item: int) -> None:
+        saved, self._saved = self._saved, {}
+        self._items.pop(item - KEPT_ITEMS, None)  # a sum may still be sent some steps later
+        self._around.report(self, self._items[item], saved)
 
     def state_after(self, step: int, parts: frozenset[str]) -> State:
         return after(self.live, step, parts)
 
-    def _at_once(self, machine: Worker, event: WorkerEvent) -> None:
-        self._around.at_once(self, partial(self.tell, machine, event))
+    def _updated(self, machine: Worker, item: Item) -> None:
+        self.live = updated(self.live, self._first_samples.pop(item.index), machine.epoch)
+        self.step = item.step + 1
+        self._around.stepped(self)
+        machine.updated(item.index)
 
-    def _keep(self, step: int, machine: Worker) -> None:
-        values = dict(self.live)
-        self.session.kept(machine.epoch, step, values)
-        self._around.kept(self, step, values)
+    def _at_once(self, ended: Callable[[Worker, int], None], item: int) -> None:
+        machine, _ = self._at_work()
+
+        def end() -> None:
+            if self.machine is machine:  # else the stage was closed meanwhile
+                ended(machine, item)
+
+        self._around.at_once(self, end)
+
+    def _at_work(self) -> tuple[Worker, Costs]:
+        assert self.machine is not None and self.epoch is not None, "a stage at work has a worker and an epoch"
+        return self.machine, self.epoch.costs

@@ -11,11 +11,10 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
 from isthmus.plans.worker_ids import device_of
-from isthmus.protocol.events import Send, SendParts, Work
 from isthmus.protocol.recovery import StateLayout
-from isthmus.protocol.run_messages import Parcel
+from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
 from isthmus.protocol.views import plan_views
-from isthmus.protocol.work import RunSpec, Share, shares
+from isthmus.protocol.work import RunSpec, Share, Work, shares
 from isthmus.simulator.options import SimulationOptions
 
 COUNT_BYTES = 16
@@ -45,19 +44,19 @@ class Costs:
     def save_s(self) -> float:
         return self._options.save_s
 
-    def parcel_bytes(self, send: Send, source: int, kind: str = "train") -> int:
+    def parcel_bytes(self, body: Arrived, target: int, kind: str = "train") -> int:
         """Bytes of a parcel in an item of this kind: what the plan's compression leaves of them."""
-        if send.parcel == "count":
+        if body.parcel == "count":
             return COUNT_BYTES
-        if send.parcel == "norms":
+        if body.parcel == "norms":
             return NORMS_BYTES
-        if send.parcel == "forward" and kind == "eval" and self._eval_sizes is not None:
-            return self._eval_sizes[source, send.target]
-        return self._sizes[send.parcel, source, send.target]
+        if body.parcel == "forward" and kind == "eval" and self._eval_sizes is not None:
+            return self._eval_sizes[body.source, target]
+        return self._sizes[body.parcel, body.source, target]
 
-    def part_bytes(self, send: SendParts, source: int) -> int:
+    def part_bytes(self, body: PartsArrived, target: int) -> int:
         """Bytes of what a worker sends in a round of a sum."""
-        return self._parts[send.group, send.round, source, send.target]
+        return self._parts[body.group, body.round, body.source, target]
 
 
 def _tasklet_seconds(plan: Plan, fleet: Fleet, options: SimulationOptions) -> dict[tuple[int, Work], float]:

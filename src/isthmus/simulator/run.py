@@ -64,7 +64,7 @@ from isthmus.protocol.run_messages import (
     StateFetched,
 )
 from isthmus.protocol.work import Item, RunSpec
-from isthmus.protocol.worker_phases import WorkerStatistics
+from isthmus.protocol.worker import WorkerStatistics
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.epoch import Epoch
@@ -379,7 +379,7 @@ class RunSimulation:
             self._known, now_s = len(machine.recoveries), self.world.clock.now_s
             self._recovered.append((now_s - machine.recoveries[-1].seconds, now_s))
         for worker_id in machine.coordinator.devices:
-            self.connections.down(worker_id, lambda worker: worker.handle(opened))
+            self.connections.down(worker_id, lambda worker: worker.opened(opened))
 
     def _accept(self) -> None:
         assert self._at_hand is not None, "only a report at hand is accepted"

@@ -10,8 +10,7 @@ import msgspec
 
 from isthmus.fleet import Fleet
 from isthmus.plans.worker_ids import device_of
-from isthmus.protocol.events import Computed, Saved, Send, SendParts, Updated, WorkerEvent
-from isthmus.protocol.run_messages import DeviceFailed, DeviceReport
+from isthmus.protocol.run_messages import Arrived, DeviceFailed, DeviceReport, PartsArrived
 from isthmus.protocol.work import Item
 from isthmus.simulator.clock import Jitter, VirtualClock
 from isthmus.simulator.device import Act, SimulatedDevice, SimulatedWorker
@@ -22,7 +21,6 @@ from isthmus.trace import Span
 
 SPARE_SHARE = 0.5
 """The share of a link that copies of snapshots take."""
-_TAKING_TIME = (Computed, Updated, Saved)
 
 
 class Coordination(Protocol):
@@ -80,11 +78,11 @@ class World:
     def at_once(self, worker: SimulatedWorker, act: Act) -> None:
         self.later(0.0, ("compute", worker.number), partial(self.on, worker.device, act))
 
-    def occupy(self, worker: SimulatedWorker, name: str, seconds: float, done: WorkerEvent) -> None:
+    def occupy(
+        self, worker: SimulatedWorker, name: str, seconds: float, item: Item, done: Act, micro_batch: int = -1
+    ) -> None:
         machine, lane = worker.machine, worker.device.lane
-        assert machine is not None, "a stage at work has a machine"
-        assert isinstance(done, _TAKING_TIME), "these take time"
-        item, slow = worker.item(done.item), self._slow.get(worker.device.name, 1.0)
+        slow = self._slow.get(worker.device.name, 1.0)
 
         def begin() -> None:
             if worker.machine is not machine:  # it was closed while this waited
@@ -94,7 +92,6 @@ class World:
             self.later(seconds * slow * self._factor(), ("compute", worker.number), end)
 
         def release(start_s: float) -> None:
-            micro_batch = done.micro_batch if isinstance(done, Computed) else -1
             if worker.machine is machine:
                 self.spans.append(
                     Span(
@@ -107,7 +104,7 @@ class World:
                         micro_batch=micro_batch,
                     )
                 )
-                worker.done(machine, done)
+                done()
             lane.release()
 
         lane.take(name, worker.number, begin)
@@ -149,25 +146,25 @@ class World:
 
     # Links
 
-    def transmit(self, worker: SimulatedWorker, send: Send | SendParts, item: Item, arrived: WorkerEvent) -> None:
+    def transmit(self, worker: SimulatedWorker, target: int, body: Arrived | PartsArrived, item: Item) -> None:
         epoch = worker.epoch
         assert epoch is not None, "who sends has a stage"
-        if isinstance(send, Send):
-            size_bytes = epoch.costs.parcel_bytes(send, worker.number, item.kind)
-            name, micro_batch = send.parcel, send.micro_batch
+        if isinstance(body, Arrived):
+            size_bytes = epoch.costs.parcel_bytes(body, target, item.kind)
+            name, micro_batch = body.parcel, body.micro_batch
         else:
-            size_bytes, name, micro_batch = epoch.costs.part_bytes(send, worker.number), "average", -1
-        receiver, source, target = epoch.worker_ids[send.target], worker.device.name, epoch.devices[send.target]
-        lane = ("link", worker.number, send.target)
+            size_bytes, name, micro_batch = epoch.costs.part_bytes(body, target), "average", -1
+        receiver, source, there = epoch.worker_ids[target], worker.device.name, epoch.devices[target]
+        lane = ("link", worker.number, target)
         handover_s, now_s = self._options.overheads.handover_s, self.clock.now_s
-        if source == target:  # it never leaves the device
-            self.clock.at(now_s + handover_s, lane, partial(self._deliver, receiver, target, arrived))
+        if source == there:  # it never leaves the device
+            self.clock.at(now_s + handover_s, lane, partial(self._deliver, receiver, there, body))
             return
-        until_s = self._cut_until_s(source, target)
+        until_s = self._cut_until_s(source, there)
         if until_s - now_s > self._options.recovery.timeout_s:
             return  # nobody waits for so long
         sent_bytes = size_bytes + self._options.header_bytes
-        times = self._network.send(max(now_s, until_s) + handover_s, source, target, sent_bytes)
+        times = self._network.send(max(now_s, until_s) + handover_s, source, there, sent_bytes)
         sent = Span(
             device=source,
             track="send",
@@ -177,14 +174,14 @@ class World:
             step=item.step,
             micro_batch=micro_batch,
             size_bytes=size_bytes,
-            other=target,
+            other=there,
             wire_bytes=sent_bytes,
         )
-        arrive = partial(self._arrive, worker.device, sent, times, receiver, arrived)
+        arrive = partial(self._arrive, worker.device, sent, times, receiver, body)
         self.clock.at(times.arrived_s + handover_s, lane, arrive)
 
     def _arrive(
-        self, source: SimulatedDevice, sent: Span, times: Transmission, receiver: str, arrived: WorkerEvent
+        self, source: SimulatedDevice, sent: Span, times: Transmission, receiver: str, body: Arrived | PartsArrived
     ) -> None:
         if source.died_s < times.sent_s:
             return
@@ -195,16 +192,16 @@ class World:
         self.spans.append(
             msgspec.structs.replace(sent, device=sent.other, track="receive", other=sent.device, **window)
         )
-        self._deliver(receiver, sent.other, arrived)
+        self._deliver(receiver, sent.other, body)
 
-    def _deliver(self, worker_id: str, device: str, event: WorkerEvent) -> None:
+    def _deliver(self, worker_id: str, device: str, body: Arrived | PartsArrived) -> None:
         there = self.devices.get(device)
         if there is None or (worker := there.workers.get(worker_id)) is None:
             return
         if there.waiting is None:
-            worker.handle(event)
+            worker.arrived(body)
         else:
-            self.on(there, partial(worker.handle, event))
+            self.on(there, partial(worker.arrived, body))
 
     def kept(self, worker: SimulatedWorker, step: int, values: State) -> None:
         """A snapshot is in memory: its copy travels in the spare time of a link."""

@@ -17,7 +17,6 @@ from isthmus.accelerators.copies import CopyLabel, Fill
 from isthmus.errors import PeerError
 from isthmus.plans import Packing
 from isthmus.protocol.arrivals import StageArrivals
-from isthmus.protocol.events import Send, SendParts
 from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
 from isthmus.protocol.work import Item
 from isthmus.runtime.device.copy_streams import CopyStreams, Encode, LinkCopyStreams
@@ -81,7 +80,6 @@ class StageLinks:
         self._inbox = inbox
         self._spans = spans
         self._snapshot_copies = snapshot_copies or SnapshotReceiver({}, lambda stage, step, taken: None)
-        self._stage = assignment.view.stage
         self._tensors: dict[Key, _Here] = {}
         self._numbers: dict[Key, float] = {}
         self._closed = False
@@ -151,34 +149,21 @@ class StageLinks:
 
     def send(
         self,
-        what: Send,
+        target: int,
+        body: Arrived,
         tensors: Mapping[str, Tensor],
-        number: float = 0.0,
         packings: Mapping[str, Packing] = {},
         samples: Sequence[int] = (),
         *,
-        finite: bool = True,
         scale: float = 1.0,
     ) -> None:
         """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device.
 
         `packings` says by name which tensors are packed on the way, and how. `samples` are those of a micro-batch of
         gradients, which are contiguous where packing with feedback remembers by sample, and by the `scale` of the loss.
-        `finite` goes with norms.
         """
-        feedback = self._feedback.setdefault(what.target, SampleFeedback())
-
-        body = Arrived(
-            parcel=what.parcel,
-            source=self._stage,
-            item=what.item,
-            micro_batch=what.micro_batch,
-            number=number,
-            finite=finite,
-            epoch=self._epoch,
-        )
-
-        self._fingerprints.sent(body, what.target, tensors)
+        feedback = self._feedback.setdefault(target, SampleFeedback())
+        self._fingerprints.sent(body, target, tensors)
 
         def message(packed: Mapping[str, Packing]) -> ToPeer:
             headers = tuple(header_of(name, t, packed.get(name)) for name, t in tensors.items())
@@ -190,7 +175,7 @@ class StageLinks:
             with_feedback = partial(feedback.encode, samples=samples, scale=scale)
             return found, _encoded(found.tensors, list(tensors.values()), with_feedback)
 
-        self._put(what.target, message({}), list(tensors.values()), encode, packs=bool(packings))
+        self._put(target, message({}), list(tensors.values()), encode, packs=bool(packings))
 
     def _put(
         self,
@@ -209,11 +194,10 @@ class StageLinks:
             packer = partial(_packed, encode)
         self._lanes[target].put(message, tensors, packer)
 
-    def send_parts(self, what: SendParts, stretch: Tensor) -> None:
+    def send_parts(self, target: int, body: PartsArrived, stretch: Tensor) -> None:
         """Hand a stretch of a sum's buffer to the link's send lane."""
-        body = PartsArrived(group=what.group, round=what.round, source=self._stage, item=what.item, epoch=self._epoch)
         message = ToPeer(run=self._run, body=body, tensors=(header_of(AVERAGE, stretch),))
-        self._put(what.target, message, [stretch], lambda: (message, [in_a_row(stretch)]))
+        self._put(target, message, [stretch], lambda: (message, [in_a_row(stretch)]))
 
     def snapshot_copy(self, target: int, message: SnapshotMessage | SnapshotPart, tensors: Sequence[Tensor]) -> None:
         """Hand a stretch of a snapshot to the link's send lane, behind all else."""

@@ -1,10 +1,12 @@
-"""The worker's driver: carries out a `Worker` machine's instructions with a real engine, links and clock."""
+"""The host of a `Worker` in a real run: its port, with an engine, links and a clock."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,34 +14,11 @@ from torch import Tensor
 from isthmus.accelerators.accelerator import DeviceClock
 from isthmus.accelerators.copies import to_device
 from isthmus.data import Dataset
-from isthmus.errors import InternalError, StepError
+from isthmus.errors import PeerError, StepError
 from isthmus.graph import Ref
 from isthmus.plans import Packing
-from isthmus.protocol.events import (
-    Collect,
-    Collected,
-    Compute,
-    Computed,
-    Fill,
-    Filled,
-    KeepSnapshot,
-    Leave,
-    Merge,
-    Report,
-    Save,
-    Saved,
-    Send,
-    SendParts,
-    SnapshotKept,
-    Take,
-    Taken,
-    Update,
-    Updated,
-    WorkerEvent,
-    WorkerInstruction,
-)
 from isthmus.protocol.run_messages import Arrived, ItemReported, OpenItem, Parcel, PartsArrived, WeightsRead
-from isthmus.protocol.work import Item
+from isthmus.protocol.work import Item, Work
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.coordinator_link import CoordinatorMessage
 from isthmus.runtime.device.copy_streams import CopyStreams
@@ -64,7 +43,7 @@ from isthmus.training.split_backward import SplitEngine
 from isthmus.training.sums import add_in_order
 
 Chore = Callable[[], None]
-"""Work that another lane leaves to be done between two instructions."""
+"""Work that another lane leaves to be done between two calls of the worker."""
 
 
 class StageRunner:
@@ -89,7 +68,7 @@ class StageRunner:
         self.links: StageLinks
         self._inbox = inbox
         self._report = report
-        self._machine = Worker(assignment.view, assignment.epoch)
+        self._worker = Worker(assignment.view, self, assignment.epoch)
         self._finite = watch_of(assignment, engine)
         accelerator = engine.accelerator
         clock = DeviceClock(accelerator) if accelerator.asynchronous and assignment.trace else None
@@ -106,8 +85,8 @@ class StageRunner:
         self._snapshot_copy: SnapshotSender | None = None
         self._donor: StateDonor | None = None
         self._transfer_ended: Chore = lambda: None
-        self._done: deque[WorkerEvent] = deque()
-        """Ends of instructions that the machine has not heard of yet."""
+        self._done: deque[Chore] = deque()
+        """Ends of what occupied the compute lane, of which the worker has not heard yet."""
         self._items: dict[int, Item] = {}
         self._exchanges = StageExchanges(engine, assignment.train, assignment.engine.steps, self._read)
         self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
@@ -147,6 +126,9 @@ class StageRunner:
         if donor is not None and not self.assignment.discloses:
             ended()
             return
+        done, most = self._steps, self.assignment.engine.steps
+        if donor is not None and not done <= donor.step <= most:
+            raise PeerError(f"coordinator: asked for the state after {donor.step} steps, expected {done} to {most}")
         self._donor, self._transfer_ended = donor, ended
         if donor is not None and donor.step == self._steps:
             donor.begin(self._whole_state())
@@ -186,7 +168,7 @@ class StageRunner:
         moment. Snapshots that are still being copied are handed on first."""
         self._snapshots.hand_on(wait=True)
         buffers = any(op.mutates for op in self.assignment.train.ops)
-        if not self._machine.is_recoverable(self._steps, buffers=buffers):
+        if not self._worker.is_recoverable(self._steps, buffers=buffers):
             return None
         return self._steps, self._snapshots.here(self._whole_state())
 
@@ -202,35 +184,21 @@ class StageRunner:
         went wrong in any lane."""
         tune_process()
         try:
-            while not isinstance(event := self._next(), CoordinatorMessage):
-                for instruction in self._machine.handle(event):
-                    self._follow(instruction)
-            return event
+            while not isinstance(found := self._next(), CoordinatorMessage):
+                if isinstance(found, OpenItem):
+                    self._opened(found)
+                elif isinstance(found, Arrived | PartsArrived):
+                    self._worker.arrived(found)
+                else:
+                    found()
+            return found
         finally:
             self._turns.give()
 
-    def _follow(self, instruction: WorkerInstruction) -> None:
-        if not isinstance(instruction, Compute | Send):  # they take long, or wait for what another stage computes
-            self._turns.give()
-        try:
-            if not isinstance(instruction, Leave):
-                self._exchanges.begin(instruction.item)
-            result = self._carry_out(instruction)
-        except StepError as e:
-            raise self._placed(e, instruction) from e
-        if result is not None:
-            self._done.append(result)
-        self._snapshots.hand_on()
-
-    def _placed(self, error: StepError, instruction: WorkerInstruction) -> StepError:
-        assert not isinstance(instruction, Leave), "to stop computes nothing"
-        micro_batch = instruction.micro_batch if isinstance(instruction, Compute) else -1
-        return self._batches.placed(error, self._items[instruction.item], micro_batch)
-
-    def _next(self) -> WorkerEvent | CoordinatorMessage:
+    def _next(self) -> OpenItem | Arrived | PartsArrived | CoordinatorMessage | Chore:
         """The next event. Arrivals go before the end of a tasklet, so that the next choice sees all of them."""
         while True:
-            if not self._done:  # the machine has heard of all that was computed
+            if not self._done:  # the worker has heard of all that was computed
                 self._turns.give()
             try:
                 # No timeout here: when the coordinator stays away, its receiving thread puts an error into the inbox.
@@ -244,97 +212,84 @@ class StageRunner:
                 continue
             if isinstance(found, OpenedExchange):
                 found = self._exchanges.opened(found)
-            if isinstance(found, OpenItem) and found.epoch == self.assignment.epoch:
-                found = OpenItem(item=self.links.opened(found.item), epoch=found.epoch)
-                self._items[found.item.index] = found.item
             if isinstance(found, OpenItem | Arrived | PartsArrived | CoordinatorMessage):
                 return found
 
-    def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:
-        match instruction:
-            case Compute(work=work, item=item, micro_batch=micro_batch):
-                {"B": self._backward, "W": self._weights}.get(work, self._forward)(instruction)
-                return Computed(work=work, item=item, micro_batch=micro_batch)
-            case Send():
-                self._send(instruction)
-            case SendParts():
-                self._send_parts(instruction)
-            case Merge():
-                self._merge(instruction)
-            case Fill(item=item, groups=groups):
-                self._fill(item, groups)
-                return Filled(item=item)
-            case Take(item=item, groups=groups):
-                self._take(groups)
-                return Taken(item=item)
-            case Collect(item=item):
-                return Collected(item=item, finite=self._collect(item))
-            case Update(item=item, skip=skip):
-                self._update(item, skip=skip)
-                return Updated(item=item)
-            case Save(item=item):
-                state, wanted = self._whole_state(), self.assignment.saves
-                self._state = self.copied({k: v for k, v in state.items() if wanted is None or k in wanted})
-                self.fingerprints.state(item, self._state)
-                self._finite.saved(state)
-                return Saved(item=item)
-            case KeepSnapshot(item=item):
-                self._snapshots.keep(self._steps, self._whole_state())
-                return SnapshotKept(item=item)
-            case Report(item=item):
-                self._finish(item)
-            case Leave():
-                raise InternalError("the stage stopped without a request to stop")
-        return None
+    def _opened(self, opened: OpenItem) -> None:
+        item = opened.item
+        if opened.epoch == self.assignment.epoch:
+            item = self._items[item.index] = self.links.opened(item)
+        self._worker.opened(item, opened.epoch)
 
-    def _forward(self, work: Compute) -> None:
-        training = work.work == "F"
-        item = self._items[work.item]
-        number = item.first_micro_batch + work.micro_batch
+    # What the worker asks
+
+    @contextlib.contextmanager
+    def _call(self, item: int, micro_batch: int = -1, *, short: bool = False) -> Generator[None]:
+        """Inside of it the worker's call is carried out. A call that is not `short` takes long, or waits for what
+        another stage computes."""
+        if not short:
+            self._turns.give()
+        try:
+            self._exchanges.begin(item)
+            yield
+        except StepError as e:
+            raise self._batches.placed(e, self._items[item], micro_batch) from e
+        self._snapshots.hand_on()
+
+    def compute(self, work: Work, item: int, micro_batch: int) -> None:
+        with self._call(item, micro_batch, short=True):
+            {"B": self._backward, "W": self._weights}.get(work, self._forward)(work, item, micro_batch)
+            self._done.append(partial(self._worker.computed, work, item, micro_batch))
+
+    def _forward(self, work: Work, index: int, micro_batch: int) -> None:
+        training = work == "F"
+        item = self._items[index]
+        number = item.first_micro_batch + micro_batch
         stage = self.assignment.train if training else self.assignment.evaluation
-        self._take_shared(work.item)
-        inputs = self._batches.columns(stage, item, work.micro_batch)
+        self._take_shared(index)
+        inputs = self._batches.columns(stage, item, micro_batch)
         view = self.assignment.view
-        for source in view.of(view.forward_from if training else view.eval_from, item, work.micro_batch):
-            tensors = self.links.take("forward", source, work.item, work.micro_batch)
+        for source in view.of(view.forward_from if training else view.eval_from, item, micro_batch):
+            tensors = self.links.take("forward", source, index, micro_batch)
             inputs |= {c.value: t for c, t in zip(stage.received_from(source), tensors, strict=True)}
-        if training and work.micro_batch == view.own(item)[0]:
+        if training and micro_batch == view.own(item)[0]:
             self.links.reshape(item.step)
-        with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
+        with self._tasklets.micro_batch(work, index, micro_batch, self._least_s(work, item)):
             out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
             covered = self._private.forward(number, out, training=training) if self._private is not None else {}
             if training:
                 self._finite.forward(number, inputs, out | covered, clipped={ref: out[ref] for ref in covered})
-        for target in view.of(view.forward_to if training else view.eval_to, item, work.micro_batch):
+        for target in view.of(view.forward_to if training else view.eval_to, item, micro_batch):
             leaves = out if self._private is None or not self._private.covers(target) else out | covered
             sent = {label(c.value): leaves[c.value] for c in stage.sent_to(target)}
-            self._outgoing["forward", target, work.micro_batch] = sent
+            self._outgoing["forward", target, micro_batch] = sent
 
-    def _backward(self, work: Compute) -> None:
+    def _backward(self, work: Work, index: int, micro_batch: int) -> None:
         stage = self.assignment.train
-        view, item = self.assignment.view, self._items[work.item]
+        view, item = self.assignment.view, self._items[index]
         came: dict[int, dict[Ref, Tensor]] = {}
-        for target in sorted(view.of(view.backward_from, item, work.micro_batch), reverse=True):
+        for target in sorted(view.of(view.backward_from, item, micro_batch), reverse=True):
             due = [c.value for c in stage.sent_to(target) if c.gradient]
-            tensors = self.links.take("backward", target, work.item, work.micro_batch)
+            tensors = self.links.take("backward", target, index, micro_batch)
             came[target] = dict(zip(due, tensors, strict=True))
-        number = item.first_micro_batch + work.micro_batch
-        with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
+        number = item.first_micro_batch + micro_batch
+        with self._tasklets.micro_batch(work, index, micro_batch, self._least_s(work, item)):
             arrived = list(came.values()) if self._private is None else self._private.backward(number, came)
             gradients = self.engine.backward(number, arrived)
             self._finite.backward(number, gradients)
-        for source in view.of(view.backward_to, item, work.micro_batch):
+        for source in view.of(view.backward_to, item, micro_batch):
             due = [c.value for c in stage.received_from(source) if c.gradient]
-            self._outgoing["backward", source, work.micro_batch] = {label(r): gradients[r] for r in due}
+            self._outgoing["backward", source, micro_batch] = {label(r): gradients[r] for r in due}
 
-    def _weights(self, work: Compute) -> None:
-        with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
+    def _weights(self, work: Work, index: int, micro_batch: int) -> None:
+        item = self._items[index]
+        with self._tasklets.micro_batch(work, index, micro_batch, self._least_s(work, item)):
             if isinstance(self.engine, SplitEngine):  # others compute both in the backward
-                self.engine.weight_gradients(self._items[work.item].first_micro_batch + work.micro_batch)
+                self.engine.weight_gradients(item.first_micro_batch + micro_batch)
 
-    def _least_s(self, work: Compute) -> float | None:
+    def _least_s(self, work: Work, item: Item) -> float | None:
         """Emulation: a tasklet lasts at least its FLOPs on the emulated device."""
-        return (found := self.assignment.emulation) and found.least_s(work.work, self._items[work.item].step)
+        return (found := self.assignment.emulation) and found.least_s(work, item.step)
 
     def _take_shared(self, item: int) -> None:
         not_owned = self.assignment.train.shared_from
@@ -344,39 +299,47 @@ class StageRunner:
             names = [n for n, o in not_owned.items() if o == owner]
             self.engine.set_shared(dict(zip(names, self.links.take("shared", owner, item), strict=True)))
 
-    def _send(self, send: Send) -> None:
+    def send(self, parcel: Parcel, target: int, item: int, micro_batch: int = -1) -> None:
+        with self._call(item, short=True):
+            self._send(parcel, target, self._items[item], micro_batch)
+
+    def _send(self, parcel: Parcel, target: int, item: Item, micro_batch: int) -> None:
         stage = self.assignment.train
         number, finite = 0.0, True
         tensors: dict[str, Tensor] = {}
         packings: dict[str, Packing] = {}
         samples: list[int] = []
-        match send.parcel:
+        match parcel:
             case "forward" | "backward":
-                tensors = self._outgoing.pop((send.parcel, send.target, send.micro_batch))
-                if self._items[send.item].kind == "train":
-                    packings = self._packings[send.parcel, send.target]
+                tensors = self._outgoing.pop((parcel, target, micro_batch))
+                if item.kind == "train":
+                    packings = self._packings[parcel, target]
                 if any(packing.feedback for packing in packings.values()):
                     tensors = {name: t.contiguous() for name, t in tensors.items()}  # sample after sample
-                    samples = self._batches.samples(self._items[send.item], send.micro_batch)
+                    samples = self._batches.samples(item, micro_batch)
             case "shared":
-                item = self._items[send.item]
                 tensors = self.engine.shared_values(
-                    [n for n, users in stage.shared_with.items() if send.target in users],
+                    [n for n, users in stage.shared_with.items() if target in users],
                     item.step if item.kind == "train" else None,
                 )
             case "shared_gradient":
-                tensors = self.engine.take_shared_gradients(
-                    [n for n, o in stage.shared_from.items() if o == send.target]
-                )
+                tensors = self.engine.take_shared_gradients([n for n, o in stage.shared_from.items() if o == target])
             case "count":
-                number = self.engine.count(self._items[send.item].step)
+                number = self.engine.count(item.step)
             case "norms":
                 assert self._norms is not None, "norms are sent after collect"
                 tensors, finite = {"norms": self._norms}, self._all_finite
-        scale = self.engine.loss_scale
-        self.links.send(
-            send, tensors, number, packings, samples, finite=finite, scale=scale.value if scale is not None else 1.0
+        body = Arrived(
+            parcel=parcel,
+            source=self.assignment.view.stage,
+            item=item.index,
+            micro_batch=micro_batch,
+            number=number,
+            finite=finite,
+            epoch=self.assignment.epoch,
         )
+        scale = self.engine.loss_scale
+        self.links.send(target, body, tensors, packings, samples, scale=scale.value if scale is not None else 1.0)
 
     def _gather(self, item: int) -> None:
         """Complete this replica's sums: set the count of its loss, and add the gradients from users of tied weights."""
@@ -392,70 +355,101 @@ class StageRunner:
             arrived = self.links.take("shared_gradient", user, item)
             self.engine.add_gradients(dict(zip(names, arrived, strict=True)))
 
-    def _fill(self, item: int, groups: Sequence[int]) -> None:
-        with self._tasklets.tasklet("fill", item):
-            if self.assignment.view.averages == "gradients":
-                self._gather(item)
-            for group in groups:
-                self._buffers[group].fill(self._count or 0.0)
-                self.fingerprints.summand(item, group, self._buffers[group].flat)
+    def fill(self, item: int, groups: tuple[int, ...]) -> None:
+        with self._call(item):
+            with self._tasklets.tasklet("fill", item):
+                if self.assignment.view.averages == "gradients":
+                    self._gather(item)
+                for group in groups:
+                    self._buffers[group].fill(self._count or 0.0)
+                    self.fingerprints.summand(item, group, self._buffers[group].flat)
+            self._done.append(partial(self._worker.filled, item))
 
-    def _send_parts(self, send: SendParts) -> None:
-        flat = self._buffers[send.group].flat
-        (message,) = (m for m in self._rounds[send.group][send.round].sends if m.other == send.target)
-        self.links.send_parts(send, flat[slice(*message.parts.span(flat.numel()))])
+    def send_parts(self, group: int, turn: int, target: int, item: int) -> None:
+        with self._call(item):
+            flat, assignment = self._buffers[group].flat, self.assignment
+            (message,) = (m for m in self._rounds[group][turn].sends if m.other == target)
+            body = PartsArrived(
+                group=group, round=turn, source=assignment.view.stage, item=item, epoch=assignment.epoch
+            )
+            self.links.send_parts(target, body, flat[slice(*message.parts.span(flat.numel()))])
 
-    def _merge(self, merge: Merge) -> None:
-        flat, turn = self._buffers[merge.group].flat, self._rounds[merge.group][merge.round]
-        self.links.hold()
-        arrived: dict[int, Tensor] = {}
-        for message in sorted(turn.receives, key=lambda m: m.other):
-            first, last = message.parts.span(flat.numel())
-            found = self.links.take_parts(merge.group, merge.round, message.other, merge.item)
-            if not turn.adds:
-                flat[first:last] = found
-            elif self.assignment.view.feeding is None:
-                flat[first:last] += found
-            else:
-                arrived[message.other] = found
-        if arrived:
-            first, last = turn.receives[0].parts.span(flat.numel())  # what arrives in a round is of one stretch
-            add_in_order(flat[first:last], self.assignment.view.stage, arrived)
+    def merge(self, group: int, turn: int, item: int) -> None:
+        with self._call(item):
+            flat, merged = self._buffers[group].flat, self._rounds[group][turn]
+            self.links.hold()
+            arrived: dict[int, Tensor] = {}
+            for message in sorted(merged.receives, key=lambda m: m.other):
+                first, last = message.parts.span(flat.numel())
+                found = self.links.take_parts(group, turn, message.other, item)
+                if not merged.adds:
+                    flat[first:last] = found
+                elif self.assignment.view.feeding is None:
+                    flat[first:last] += found
+                else:
+                    arrived[message.other] = found
+            if arrived:
+                first, last = merged.receives[0].parts.span(flat.numel())  # what arrives in a round is of one stretch
+                add_in_order(flat[first:last], self.assignment.view.stage, arrived)
 
-    def _take(self, groups: Sequence[int]) -> None:
-        self._hold()
-        counts = [self._buffers[group].take() for group in groups]
+    def take(self, item: int, groups: tuple[int, ...]) -> None:
+        with self._call(item):
+            self._hold()
+            counts = [self._buffers[group].take() for group in groups]
+            view = self.assignment.view
+            if view.counts and view.averages == "gradients" and view.feeding is None:  # copies know the whole count
+                self._count = counts[0]
+            self._done.append(partial(self._worker.taken, item))
+
+    def collect(self, item: int) -> None:
         view = self.assignment.view
-        if view.counts and view.averages == "gradients" and view.feeding is None:  # copies know the whole count
-            self._count = counts[0]
+        with self._call(item):
+            with self._tasklets.tasklet("collect", item):
+                if not (view.groups and view.averages == "gradients"):
+                    self._gather(item)
+                self._norms = self.engine.collect(self._count)
+                if self.fingerprints.on:
+                    self.fingerprints.totals(item, self.engine.owned, self._norms, self._count)
+                    self.fingerprints.gradients(item, self.engine.gradients())
+                self._all_finite = self._finite.collected(self._norms)
+            self._done.append(partial(self._worker.collected, item, finite=self._all_finite))
 
-    def _collect(self, item: int) -> bool:
-        """Whether loss and gradients are finite here."""
-        view = self.assignment.view
-        with self._tasklets.tasklet("collect", item):
-            if not (view.groups and view.averages == "gradients"):
-                self._gather(item)
-            self._norms = self.engine.collect(self._count)
-            if self.fingerprints.on:
-                self.fingerprints.totals(item, self.engine.owned, self._norms, self._count)
-                self.fingerprints.gradients(item, self.engine.gradients())
-            self._all_finite = self._finite.collected(self._norms)
-        return self._all_finite
+    def update(self, item: int, *, skip: bool) -> None:
+        with self._call(item):
+            with self._tasklets.tasklet("update", item):
+                self._update(item, skip=skip)
+            self._done.append(partial(self._worker.updated, item))
 
     def _update(self, item: int, *, skip: bool) -> None:
-        with self._tasklets.tasklet("update", item):
-            norms = self._agreed_norms(item) if self.assignment.view.agrees else None
-            given = self.engine.gradients() if self._donor is not None and not skip else {}
-            self._hold()
-            rate_step = self._exchanges.end(step := self._items[item].step)
-            if skip:
-                self.engine.skip_update()
-            else:
-                if self.assignment.engine.clip_norm > 0:  # in place, by norms of all stages
-                    self.fingerprints.before_changes()
-                self.engine.update(rate_step, norms)
-            self._steps = step + 1
-            self._send_state(given)
+        norms = self._agreed_norms(item) if self.assignment.view.agrees else None
+        given = self.engine.gradients() if self._donor is not None and not skip else {}
+        self._hold()
+        rate_step = self._exchanges.end(step := self._items[item].step)
+        if skip:
+            self.engine.skip_update()
+        else:
+            if self.assignment.engine.clip_norm > 0:  # in place, by norms of all stages
+                self.fingerprints.before_changes()
+            self.engine.update(rate_step, norms)
+        self._steps = step + 1
+        self._send_state(given)
+
+    def save(self, item: int) -> None:
+        with self._call(item):
+            state, wanted = self._whole_state(), self.assignment.saves
+            self._state = self.copied({k: v for k, v in state.items() if wanted is None or k in wanted})
+            self.fingerprints.state(item, self._state)
+            self._finite.saved(state)
+            self._done.append(partial(self._worker.saved, item))
+
+    def keep(self, item: int) -> None:
+        with self._call(item):
+            self._snapshots.keep(self._steps, self._whole_state())
+            self._done.append(partial(self._worker.kept, item))
+
+    def report(self, item: int) -> None:
+        with self._call(item):
+            self._finish(item)
 
     def _read(self, item: int, weights: Mapping[str, Tensor]) -> None:
         self._report(WeightsRead(item=item, epoch=self.assignment.epoch), self.copied(weights))

@@ -12,8 +12,7 @@ from isthmus.fleet import Link
 from isthmus.graph import StageGraph
 from isthmus.plans import OuterOptimizer, Packing
 from isthmus.protocol import StageView
-from isthmus.protocol.events import Work
-from isthmus.protocol.work import Share
+from isthmus.protocol.work import Share, Work
 from isthmus.training.engine import EngineConfig
 from isthmus.training.local_privacy import Released
 from isthmus.wire_types import (
