@@ -81,7 +81,7 @@ MADE = "docs/state-machines.md"
 """Made from names of phases and events."""
 QUESTION = "the question in plan documents, which earlier versions wrote"
 PROSE = [
-    Word("tasklets?", "task", {"src/isthmus/protocol/worker.py": "a phase's name"}),
+    Word("tasklets?", "task"),
     Word("makespans?", "longest executor, longest device"),
     Word(
         "closed forms?",
