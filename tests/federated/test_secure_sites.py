@@ -156,7 +156,7 @@ def test_the_sum_is_the_plain_one_whenever_a_site_is_killed(
 
         return sent
 
-    monkeypatch.setattr(SecureSiteExecutor, "_report", killed(SecureSiteExecutor._report, first=True))
+    monkeypatch.setattr(SecureSiteExecutor, "send", killed(SecureSiteExecutor.send, first=True))
     monkeypatch.setattr(SecureSiteExecutor, "_put_sums", killed(SecureSiteExecutor._put_sums, first=False))
     job_file, said = served(tmp_path, "fedavg", monkeypatch, rounds=3)
     history = lines(tmp_path / "run")
