@@ -48,7 +48,7 @@ FROM_CHECKOUT = ("sync.md", "tutorials/extend.md")
 """These say that their commands are typed in a checkout."""
 FEWER_STEPS = r"""
 isthmus() {
-    command isthmus "$@"
+    command isthmus "$@" || return
     case $1 in init | example)
         find . -name '*.toml' -exec sed -i -E 's/^steps = ([2-9][0-9]|[0-9]{3,})$/steps = 6/' {} + ;;
     esac
