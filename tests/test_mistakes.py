@@ -146,6 +146,8 @@ train fed.toml --set participation.clients=30         | participation.clients: g
 train fed.toml --set partition.scheme=dirichlt        | unknown partition.scheme 'dirichlt'
 train fed.toml --set partition.clients=100000         | partition.clients: got 100000, expected at most the 1438 samples
 train fed.toml --set execution.planner=certifid       | unknown execution.planner 'certifid'
+train net.toml --set 'metrics=["accuracy"]'            | model (it takes x, labels), given evaluation columns pixel
+train net.toml --set data.options.holdout=0 --set federated.evaluate_clients=2 | given client 0's columns pixel
 train fed.toml --set 'metrics=["acc"]'                | unknown metric 'acc': did you mean 'accuracy'?
 train deploy.toml                                     | data: missing, expected the data to share out among clients: it
 train job.toml --resume --run nothing                 | run folder nothing: not found, or not a run (no job.json)
@@ -156,6 +158,7 @@ train job.toml --run runs/small                       | --run runs/small: holds 
 train job.toml --run notes.txt                        | --run notes.txt: exists and is not an empty directory
 train job.toml --resume --steps 6 --set model.options.width=32 + | model.options.width was 16, is now 32
 train job.toml --resume --steps 6 --set data.options.max_bytes=50000 + | resume: data: device 'laptop-0' has other
+train fed.toml --resume --set local.epochs=3           | is of another job: local.epochs was 1, is now 3
 train fed.toml --resume --set model.options.width=8   | is of another job: model.options.width was 4, is now 8
 train job.toml --plan nothing.json                    | plan file nothing.json: not found
 train job.toml --plan twice.json +                    | plan file twice.json: plan: got devices
@@ -304,6 +307,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     job.write_text(job.read_text().replace(f'run_dir = "{path}/runs"', ""))
     for name, text in (
         ("fed.toml", FEDERATED),
+        ("net.toml", FEDERATED.replace('"mlp"\noptions', '"tests.test_mistakes:Net"\n# options')),
         ("sweep.toml", SWEEP),
         ("sweep-key.toml", SWEEP.replace("steps", "stepz")),
         ("sweep-job.toml", SWEEP.replace("job.toml", "nothing.toml")),

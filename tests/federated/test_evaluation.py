@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from isthmus.errors import UserError
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.resident import Resident
 from isthmus.graph.metrics import Metrics
@@ -53,3 +54,9 @@ def test_accuracy_is_of_labels_that_are_classes(
     evaluator.check()
     found = evaluator.evaluate(resident.vector()).metrics["accuracy"]
     assert found == (None if accuracy is None else pytest.approx(accuracy))
+
+
+def test_a_model_that_does_not_take_the_columns_is_the_users_to_mend() -> None:
+    evaluator = Evaluator(Resident(Says(moves=False)), {"pixel": TOKENS}, metrics=Metrics(["accuracy"]))
+    with pytest.raises(UserError, match=r"model \(it takes .*\), given evaluation columns pixel: TypeError: "):
+        evaluator.check()

@@ -133,7 +133,7 @@ class ClientTrainer:
         model = self.resident.vector(out=self._workspace.take())
         columns = self._cast(self._data.load(client))
         few = {name: column[: self._work.local.batch_size] for name, column in columns.items()}
-        with users_code(self.resident.given(client, few)):
+        with users_code(self.resident.given(f"client {client}'s", few)):
             # No vector of a gradient is made: it may never be needed.
             self.resident.descend(model, few, 0.0, out=model)
         changed = self._changes({})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device
+from isthmus.errors import users_code
 from isthmus.federated.resident import Resident
 from isthmus.graph.metrics import NO_METRICS, Metrics
 from isthmus.graph.outputs import evaluate, loss_and_count
@@ -133,18 +134,18 @@ class Evaluator:
         )
 
     def check(self) -> None:
-        """UserError where the model's outputs or the samples lack what a metric needs. On one thread: the caller may be
-        forked after it."""
+        """UserError where the model does not take the samples, or they or its outputs lack what a metric needs. On one
+        thread: the caller may be forked after it."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         module = self._resident.module.eval()
         try:
-            columns = self._test
+            columns, whose = self._test, "evaluation"
             if columns is None and self._load is not None and self._clients:
-                columns = self._load(self._clients[0])
+                columns, whose = self._load(self._clients[0]), f"client {self._clients[0]}'s"
             if columns is not None:
                 batch = {name: self._typed(column[:2]) for name, column in columns.items()}
-                with torch.no_grad():
+                with torch.no_grad(), users_code(self._resident.given(whose, batch)):
                     loss_and_count(module, batch, uneven=True, metrics=self.metrics)
         finally:
             torch.set_num_threads(threads)

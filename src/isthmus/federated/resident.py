@@ -79,10 +79,10 @@ class Resident:
         before = vector.shape[:-1]
         return [part.view((*before, *shape)) for part, shape in zip(parts, self._shapes, strict=True)]
 
-    def given(self, client: int, columns: Batch) -> str:
+    def given(self, whose: str, columns: Batch) -> str:
         """In words, for what goes wrong then: whose data the module is given, and what it takes."""
         takes = [p.name for p in inspect.signature(self.module.forward).parameters.values() if p.kind in _BY_NAME]
-        return f"model (it takes {', '.join(takes)}), given client {client}'s columns {', '.join(columns)}"
+        return f"model (it takes {', '.join(takes)}), given {whose} columns {', '.join(columns)}"
 
     @property
     def names(self) -> Sequence[str]:

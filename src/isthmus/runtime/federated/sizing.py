@@ -148,7 +148,7 @@ def _one_batch(job: FederatedJob, data: ClientData, accelerator: Accelerator) ->
     few = {name: column[: job.local.batch_size] for name, column in data.load(client).items()}
     cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
     columns = all_to_device(accelerator, cast)
-    with users_code(resident.given(client, few)):
+    with users_code(resident.given(f"client {client}'s", few)):
         weights = resident.vector()
         resident.descend(weights, columns, 0.0, out=weights)
     return resident, columns
