@@ -25,7 +25,7 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 python_page = importlib.import_module("python_reference").python_page
 EXIT_CODES = {
-    0: "done",
+    0: "done, or stopped by a callback",
     1: "failed",
     2: "bad input, or refused by the coordinator",
     3: "the fleet cannot hold the model",

@@ -29,6 +29,8 @@ CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
 """A pipeline's folder of checkpoints, and in each checkpoint the file that makes it complete."""
 ROUNDS = "rounds"
 """A federated run's folder of committed rounds."""
+STOPPED = "stopped.txt"
+"""The callback that ended the run, and its reason."""
 
 Found = TypeVar("Found")
 Line = TypeVar("Line", bound=msgspec.Struct)
@@ -42,6 +44,20 @@ def as_json(value: object) -> bytes:
 def write_json(path: Path, value: object) -> None:
     """Replace the document, whole. OSError when it cannot be written."""
     atomic_write(path, as_json(value))
+
+
+def keep_stop(run: Path, reason: str) -> None:
+    """Keep the reason of a callback that ended the run; an empty one is forgotten, as the run goes on."""
+    if reason:
+        atomic_write(run / STOPPED, (reason + "\n").encode())
+    else:
+        (run / STOPPED).unlink(missing_ok=True)
+
+
+def stop_reason(run: Path) -> str:
+    """Return the callback that ended the run, and its reason; empty for any other end."""
+    path = run / STOPPED
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
 
 
 def read_json(path: Path, kind: type[Found], remedy: str = "") -> Found | None:

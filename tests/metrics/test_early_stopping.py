@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from torch.nn import functional as F
 
 import isthmus
+from isthmus.api.run_entries import run_entries
 from isthmus.errors import UserError
+from isthmus.runtime.processes.signals import Stop
 from tests.metrics.plain import Classifier, samples
 
 
@@ -25,7 +28,7 @@ def stopped_at(values: list[float], **options: object) -> int | None:
             kind="pipeline",
             steps=9,
             metrics=("accuracy",),
-            stop=lambda: stops.append(number),
+            stop=lambda _: stops.append(number),
         )
     )
     number = 0
@@ -62,12 +65,14 @@ def never_better(outputs: object, batch: object) -> torch.Tensor:
     return outputs.mean() * 0
 
 
-def error(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    assert isinstance(outputs, torch.Tensor)
-    return (outputs.argmax(-1) != batch["target"]).float().mean()
+calls = itertools.count(1)
 
 
-error.lower_is_better = True  # pyright: ignore[reportFunctionMemberAccess]
+def falling(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.tensor(1 / next(calls))
+
+
+falling.lower_is_better = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def test_a_function_says_itself_whether_low_values_are_good(tmp_path: Path) -> None:
@@ -84,14 +89,14 @@ def test_a_function_says_itself_whether_low_values_are_good(tmp_path: Path) -> N
             clients=[samples(64)],
             test=samples(64, 7),
             rounds=6,
-            metrics=[error],
-            callbacks=[isthmus.EarlyStopping("error", after=2, least=0.001, **more)],
+            metrics=[falling],
+            callbacks=[isthmus.EarlyStopping("falling", after=2, **more)],
             run=tmp_path / name,
-            overrides={"execution.executors": 1, "local.learning_rate": 0.5, "local.batch_size": 8},
+            overrides={"execution.executors": 1},
         )
         for name, more in (("said", {}), ("otherwise", {"lower_is_better": False}))
     }
-    assert runs["said"].outcome == "done" and runs["otherwise"].outcome == "interrupted"
+    assert runs["said"].outcome == "done" and runs["otherwise"].outcome == "stopped"
 
 
 def test_a_pipeline_stops_with_a_checkpoint(tmp_path: Path) -> None:
@@ -106,7 +111,9 @@ def test_a_pipeline_stops_with_a_checkpoint(tmp_path: Path) -> None:
         run=tmp_path / "run",
         overrides={"training.eval_every": 1},
     )
-    assert run.outcome == "interrupted" and run.checkpoint is not None and len(run.losses) < 400
+    assert run.outcome == isthmus.Run(run.path).outcome == "stopped"
+    assert run.reason == "EarlyStopping: never_better was not better than 0 for 2 evaluations (best at step 1)"
+    assert run.checkpoint is not None and len(run.losses) < 400
 
 
 def test_a_federated_run_stops(tmp_path: Path) -> None:
@@ -120,7 +127,76 @@ def test_a_federated_run_stops(tmp_path: Path) -> None:
         run=tmp_path / "run",
         overrides={"execution.executors": 1, "federated.evaluate_clients": 2},
     )
-    assert result.outcome == "interrupted" and len(result.rounds) < 400
+    assert result.outcome == isthmus.FederatedResult(result.path).outcome == "stopped" and len(result.rounds) < 400
+    assert result.reason == "EarlyStopping: never_better was not better than 0 for 2 evaluations (best in round 1)"
+
+
+class Asked(isthmus.Callback):
+    """Ends the run after its second step, and keeps how it ended."""
+
+    def start(self, started: isthmus.RunStarted) -> None:
+        self.stop = started.stop
+
+    def step(self, done: isthmus.StepDone) -> None:
+        if done.step == 2:
+            self.stop("enough")
+
+    def end(self, ended: isthmus.RunEnded) -> None:
+        self.ended = ended
+
+
+def test_replicas_that_never_wait_stop(tmp_path: Path) -> None:
+    notes, asked = Lines(), Asked()
+    run = isthmus.train(
+        model=Classifier(),
+        loss=F.cross_entropy,
+        data=samples(64),
+        steps=400,
+        callbacks=[asked],
+        run=tmp_path / "run",
+        observer=notes,
+        overrides={"sync.mode": "decoupled", "training.batch_size": 8},
+    )
+    assert (run.outcome, run.reason) == ("stopped", "Asked: enough") and len(run.losses) < 400
+    assert (asked.ended.outcome, asked.ended.reason) == ("stopped", "Asked: enough")
+    assert notes.lines[-1] == "stopped by Asked: enough"
+    assert run_entries(run.path)[-1].text == "stopped"
+
+
+class Lines(isthmus.Observer):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_run_that_goes_on_was_not_stopped(tmp_path: Path) -> None:
+    asked, notes = Asked(), Lines()
+    run = isthmus.train(
+        model=Classifier(),
+        loss=F.cross_entropy,
+        data=samples(64),
+        steps=400,
+        callbacks=[asked],
+        run=tmp_path / "run",
+        observer=notes,
+    )
+    assert (asked.ended.outcome, asked.ended.reason) == ("stopped", "Asked: enough")
+    assert notes.lines[-1] == "stopped by Asked: enough" and run_entries(run.path)[-1].text == "stopped"
+    again = run.resume(steps=len(run.losses) + 1)
+    assert (again.outcome, again.reason) == ("done", "") and isthmus.Run(run.path).reason == ""
+
+
+def test_a_stop_that_is_not_a_callback_s_interrupts() -> None:
+    stop = Stop()
+    stop.request()
+    stop.request("too late")
+    assert stop.reason == ""
+    other = Stop()
+    other.request("first")
+    other.request()
+    assert other.reason == "first"
 
 
 def test_a_metric_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -133,5 +209,6 @@ def test_a_metric_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
             run=tmp_path / "run",
             overrides={"execution.executors": 1},
         )
+    assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="after: got 0"):
         isthmus.EarlyStopping(after=0)

@@ -131,7 +131,11 @@ def test_a_federated_run_has_them_too_and_a_callback_may_end_it(executors: int, 
         observer=Notes(),
     )
     kinds = [kind for kind in recording.kinds() if kind != "RunFault"]
-    assert result.outcome == "interrupted" and kinds[0] == "RunStarted" and kinds[-1] == "RunEnded"
+    assert (
+        (result.outcome, result.reason) == ("stopped", "Stopping")
+        and kinds[0] == "RunStarted"
+        and kinds[-1] == "RunEnded"
+    )
     rounds = [event for event in recording.said if isinstance(event, isthmus.StepDone)]
     assert [event.round for event in rounds] == [line.record for line in result.rounds]
     assert [event.step for event in rounds] == list(range(1, len(rounds) + 1)) and 2 <= len(rounds) < 10_000

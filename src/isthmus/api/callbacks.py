@@ -8,7 +8,7 @@ from typing import TypedDict, TypeVar, cast
 
 import msgspec
 
-from isthmus.callbacks import Callback, Callbacks, RunStarted, build_callback, check_callback
+from isthmus.callbacks import Callback, Callbacks, EarlyStopping, RunStarted, build_callback, check_callback
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.graph.metrics import MetricFunction, Metrics, give_metric
@@ -34,17 +34,22 @@ class Attached(TypedDict, total=False):
 ATTACHED = frozenset(Attached.__annotations__)
 
 
-def callbacks_of(job: Job | FederatedJob, given: Sequence[Callback], note: Callable[[str], None]) -> Callbacks:
+def callbacks_of(
+    job: Job | FederatedJob, run: Path, given: Sequence[Callback], note: Callable[[str], None]
+) -> Callbacks:
     """All of a run; trackers come last. `note` gets a line for each tracker that fails. UserError for one that cannot
-    be had."""
+    be had, before anything is written."""
     named = [(type(one).__name__, check_callback("callbacks", one)) for one in given]
     named += [(config.name, build_callback(config)) for config in job.callback]
+    for _, one in named:
+        if isinstance(one, EarlyStopping):
+            one.check(run_started(job, run, 0, lambda _: None))
     if job.track.names:
         named.append(("track", TrackerCallback(job.track, note)))
     return Callbacks(named)
 
 
-def run_started(job: Job | FederatedJob, run: Path, first_step: int, stop: Callable[[], None]) -> RunStarted:
+def run_started(job: Job | FederatedJob, run: Path, first_step: int, stop: Callable[[str], None]) -> RunStarted:
     """Return the event for callbacks at the start of a run in this folder, without its plan and its pictures."""
     metrics = Metrics(job.metrics)
     return RunStarted(

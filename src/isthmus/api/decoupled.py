@@ -20,8 +20,9 @@ from isthmus.api.observer import Observer
 from isthmus.api.replica_models import fragment_bytes, plan_again, replica_models
 from isthmus.api.run import Run, draw_metrics
 from isthmus.api.run_log import RunLog
-from isthmus.api.run_session import RunChoices, RunSession, run_session
+from isthmus.api.run_session import RunChoices, RunSession, ending, run_session
 from isthmus.callbacks import Evaluated, RunEnded, StepDone
+from isthmus.callbacks.events import Ended
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, load_dataset
 from isthmus.errors import Diverged, PeerError, UserError
@@ -31,7 +32,7 @@ from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.boundary_table import codecs_of
-from isthmus.run_files import JOB, write_json
+from isthmus.run_files import JOB, stop_reason, write_json
 from isthmus.runtime.coordinator.backend import Backend
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
 from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas, check_joined
@@ -61,7 +62,7 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop,
         outcome = running.here() if backend is None else running.joined(backend)
         if outcome.finish.outcome == "lost":
             raise PeerError(outcome.finish.reason)
-        return Run(session.folder.path, outcome=outcome.finish.outcome)
+        return Run(session.folder.path, outcome=running.ended(outcome))
 
 
 def check_on_fleet(job: Job) -> None:
@@ -95,6 +96,10 @@ class _Running(NamedTuple):
                 return run.run(emulated_s, watch, self.stop, prepared.job.micro_batches)
 
             return self._watched(run, prepared, plans, act, emulated_s)
+
+    def ended(self, outcome: DecoupledOutcome) -> Ended:
+        """Return the outcome for people: `stopped` where a callback asked for it."""
+        return ending(self.session.folder, outcome.finish.outcome, self.stop)
 
     def joined(self, backend: Backend) -> DecoupledOutcome:
         """Run on devices of a fleet, as soon as one of them is there."""
@@ -135,7 +140,7 @@ class _Running(NamedTuple):
         observer.replicas_began(f"{job.model.name} on {self.fleet.name}, {len(plans)} replicas")
         try:
             outcome = act(watch.merger)
-            watch.end(outcome, emulated_s)
+            watch.end(outcome, self.ended(outcome), emulated_s)
         finally:
             observer.ended()
         return outcome
@@ -268,7 +273,7 @@ class _Watch:
         self._observer.evaluated(step, loss, metrics)
         self._callbacks.evaluation(Evaluated(step=step, loss=loss, metrics=metrics))
 
-    def end(self, outcome: DecoupledOutcome, emulated_s: Mapping[str, float]) -> None:
+    def end(self, outcome: DecoupledOutcome, ended: Ended, emulated_s: Mapping[str, float]) -> None:
         """Save the merged model, and say what it took."""
         training, step = self._job.training, self._at(outcome.samples)
         if self._heldout is not None and step:
@@ -298,11 +303,12 @@ class _Watch:
         if not finite:
             self._log.ended("lost", NOT_FINITE)
             raise Diverged(NOT_FINITE)
-        self._log.ended(outcome.finish.outcome, outcome.finish.reason)
-        if outcome.finish.outcome != "lost":
-            ended = "interrupted" if outcome.finish.outcome == "interrupted" else "done"
+        reason = stop_reason(self._folder.path)
+        self._log.ended(ended, reason or outcome.finish.reason)
+        if reason:
+            self._observer.note(f"stopped by {reason}")
+        if ended != "lost":
             draw_metrics(self._folder)
             drawn = self._folder.metrics_picture
-            self._callbacks.end(
-                RunEnded(run=self._folder.path, outcome=ended, pictures={"metrics": drawn} if drawn.is_file() else {})
-            )
+            pictures = {"metrics": drawn} if drawn.is_file() else {}
+            self._callbacks.end(RunEnded(run=self._folder.path, outcome=ended, reason=reason, pictures=pictures))

@@ -19,7 +19,7 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.server import Commits
 from isthmus.models.registry import WithLoss
 from isthmus.report.federated_trace import trace_of
-from isthmus.run_files import ROUND_LINES, ROUNDS
+from isthmus.run_files import ROUND_LINES, ROUNDS, stop_reason
 from isthmus.trace import write_perfetto
 
 PICTURES = {"metrics": "metrics.png", "round": "round.png", "paces": "paces.png"}
@@ -73,9 +73,15 @@ class FederatedResult:
 
     @property
     def outcome(self) -> str:
-        """`done`, or `interrupted` where rounds are left to do."""
+        """`done`; `stopped` where a callback ended it, or `interrupted`, where rounds are left to do."""
         done = max((line.record.round + 1 for line in self.rounds), default=0)
-        return self._outcome or ("done" if done >= self.job.federated.rounds else "interrupted")
+        left = "stopped" if self.reason else "interrupted"
+        return self._outcome or ("done" if done >= self.job.federated.rounds else left)
+
+    @property
+    def reason(self) -> str:
+        """The callback that stopped the run, and why; empty for any other outcome."""
+        return stop_reason(self.path)
 
     def __repr__(self) -> str:
         return f"FederatedResult({str(self.path)!r})"

@@ -11,7 +11,7 @@ from typing import Protocol
 from isthmus.api.federated_result import PICTURES, FederatedResult
 from isthmus.api.federated_watch import FederatedWatch
 from isthmus.api.observer import Observer
-from isthmus.api.run_session import RunChoices, run_session
+from isthmus.api.run_session import RunChoices, ending, run_session
 from isthmus.api.stored_run import RoundUploads
 from isthmus.callbacks import RunEnded
 from isthmus.errors import UserError
@@ -96,9 +96,16 @@ def _in_folder(job: FederatedJob, choices: RunChoices, begin: Begin, observer: O
     with run_session(job, choices, observer) as session:
         folder, callbacks = session.folder.path, session.callbacks
         watch = FederatedWatch(job, RoundUploads(session.uploads, folder), observer, callbacks, stop)
-        result = _watched(job, choices, folder, lambda path: begin(path, watch), observer)
-        outcome = "interrupted" if result.outcome == "interrupted" else "done"
-        callbacks.end(RunEnded(run=folder, outcome=outcome, pictures=result.pictures))
+        run, finish = _watched(job, choices, folder, lambda path: begin(path, watch), observer)
+        if finish is None:
+            return FederatedResult(folder, "done")
+        _draw(run.history.lines(), folder)
+        outcome = ending(session.folder, finish.outcome, stop)
+        result = FederatedResult(folder, outcome)
+        observer.rounds_reported(result)
+        if line := choices.last_line(session.folder, outcome):
+            observer.note(line)
+        callbacks.end(RunEnded(run=folder, outcome=outcome, reason=result.reason, pictures=result.pictures))
         return result
 
 
@@ -108,7 +115,7 @@ def _watched(
     folder: Path,
     begin: Callable[[Path], tuple[RoundRunner, Act]],
     observer: Observer,
-) -> FederatedResult:
+) -> tuple[RoundRunner, FinishRounds | None]:
     observer.rounds_began(job.federated.rounds)
     try:
         run, act = begin(folder)
@@ -116,19 +123,13 @@ def _watched(
             observer.note(
                 f"nothing left to do: {folder} has {run.first_round} rounds, the job asks for {job.federated.rounds}"
             )
-            return FederatedResult(folder, "done")
+            return run, None
         if choices.resume:
             observer.note(f"resuming {folder} after {run.first_round} rounds")
         observer.note(f"run folder: {folder}")
-        finish = act()
+        return run, act()
     finally:
         observer.ended()
-    _draw(run.history.lines(), folder)
-    result = FederatedResult(folder, "interrupted" if finish.outcome == "interrupted" else "done")
-    observer.rounds_reported(result)
-    if finish.outcome == "interrupted":
-        observer.note(f"interrupted: {choices.going_on(folder)}")
-    return result
 
 
 def _draw(lines: list[RoundLine], folder: Path) -> None:

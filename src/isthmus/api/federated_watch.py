@@ -8,6 +8,7 @@ from isthmus.api.stored_run import RoundUploads
 from isthmus.callbacks import Callbacks, Evaluated, RunFault, StepDone
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
+from isthmus.run_files import keep_stop
 from isthmus.runtime.processes.signals import Stop
 
 
@@ -29,6 +30,7 @@ class FederatedWatch:
     def began(self, first_round: int) -> None:
         """The folder is the run's."""
         self._done = first_round
+        keep_stop(self._folder, "")
         self._callbacks.start(run_started(self._job, self._folder, first_round, self._stop.request))
 
     def noted(self, text: str) -> None:

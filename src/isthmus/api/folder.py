@@ -14,6 +14,7 @@ runs/NAME/
   events.jsonl                                    what happened, with times: who watches the run reads it
   spans.jsonl                                     the trace so far, while the run works
   plan.png  timeline.png  loss.png  metrics.png  summary.json
+  stopped.txt                                     of a run that a callback ended: which one, and why
   given/                                          of Python objects: the samples as arrays, and the fleet
   logs/DEVICE.log                                 what each device's process wrote to standard error
   agents.log  probed.toml                         of `isthmus up`: what agents printed, and the fleet as it was measured
@@ -46,7 +47,7 @@ from isthmus.job import Job
 from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
 from isthmus.reading import read_json
-from isthmus.run_files import CHECKPOINTS, JOB, LOSSES, ROUND_LINES, write_json
+from isthmus.run_files import CHECKPOINTS, JOB, LOSSES, ROUND_LINES, keep_stop, write_json
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
@@ -186,6 +187,7 @@ class RunFolder:
             write_json(self.path / FLEET, fleet)
             write_json(self.path / PLAN, plan)
             self.forget_losses(start_step, note)
+            keep_stop(self.path, "")
             write_json(self.path / JOB, job)
         except OSError as e:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None

@@ -18,10 +18,11 @@ from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
-from isthmus.api.run_session import RunChoices, RunSession, run_session
+from isthmus.api.run_session import RunChoices, RunSession, ending, run_session
 from isthmus.api.search import searched
 from isthmus.api.watch import Watch
 from isthmus.callbacks import RunEnded
+from isthmus.callbacks.events import Ended
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.documents import first_difference
 from isthmus.errors import UserError
@@ -33,6 +34,7 @@ from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
 from isthmus.report.fleet_tables import fitted_text
+from isthmus.run_files import stop_reason
 from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
@@ -88,10 +90,10 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
             observer.note(f"resuming {folder.path} {where}")
         planned = _planned(job, choices, folder, start, observer, stop)
         outcome = _carry_out(planned, start, session, observer, stop)
-        run = _explained(planned, outcome, session, observer)
+        run = _explained(planned, outcome, ending(folder, outcome.outcome, stop), session, observer)
         check_outcome(outcome)
-        if outcome.outcome == "interrupted":
-            observer.note(f"interrupted: {choices.going_on(folder.path)}")
+        if line := choices.last_line(folder, run.outcome):
+            observer.note(line)
         return run
 
 
@@ -227,7 +229,7 @@ def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: 
             outcome = run_plan(prepared, plan, fleet, folder.path, options, watcher)
     finally:
         observer.ended()
-    watch.log.ended(outcome.outcome, _reason(outcome))
+    watch.log.ended(ending(folder, outcome.outcome, stop), _reason(outcome, folder.path))
     if start.record is not None:
         draw_plan(plan, fleet, folder.plan_picture)
     return outcome
@@ -247,14 +249,14 @@ def _begin_folder(planned: _Planned, start: _Start, folder: RunFolder, observer:
     draw_plan(plan, fleet, folder.plan_picture)
 
 
-def _explained(planned: _Planned, outcome: Outcome, session: RunSession, observer: Observer) -> Run:
+def _explained(planned: _Planned, outcome: Outcome, ended: Ended, session: RunSession, observer: Observer) -> Run:
     """Traces, pictures, summary and measured speeds, in the folder."""
     folder, fleet = session.folder, planned.fleet
     predicted = predict_periods(planned.prepared, outcome.periods)
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=planned.plan.period)
     folder.write_traces(predicted, measured, outcome.periods)
     _report(folder, planned.prepared, (predicted, measured), outcome)
-    run = Run(folder.path, outcome.outcome)
+    run = Run(folder.path, ended)
     observer.reported(run)
     fitted = fit_fleet(fleet, outcome.periods, measured.spans)
     if fitted is not None:
@@ -262,15 +264,14 @@ def _explained(planned: _Planned, outcome: Outcome, session: RunSession, observe
         observer.note(f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
     for text in late_warnings(outcome.late_s, outcome.elapsed_s):
         observer.note(text)
-    session.callbacks.end(
-        RunEnded(run=folder.path, outcome=outcome.outcome, reason=_reason(outcome), pictures=run.pictures)
-    )
+    reason = _reason(outcome, folder.path)
+    session.callbacks.end(RunEnded(run=folder.path, outcome=ended, reason=reason, pictures=run.pictures))
     return run
 
 
-def _reason(outcome: Outcome) -> str:
-    """Why it did not end well."""
-    return "" if outcome.outcome in ("done", "interrupted") else outcome.reason
+def _reason(outcome: Outcome, run: Path) -> str:
+    """Why it did not come to its end."""
+    return stop_reason(run) if outcome.outcome in ("done", "interrupted") else outcome.reason
 
 
 def _left_in_its_middle(folder: RunFolder, choices: Choices) -> RecoveryRecord | None:

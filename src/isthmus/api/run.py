@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from torch import nn
 
@@ -25,12 +24,11 @@ from isthmus.models.registry import own_names
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary
+from isthmus.run_files import stop_reason
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, newest_checkpoint, read_manifest
 from isthmus.units import format_metrics
-
-Outcome = Literal["done", "interrupted"]
 
 
 class Run:
@@ -129,11 +127,18 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """`done`, or `interrupted` where steps are left to do."""
+        """`done`; `stopped` where a callback ended it, or `interrupted`, where steps are left to do."""
         if self._outcome is not None:
             return self._outcome
         found = self.checkpoint
-        return "done" if found is not None and read_manifest(found).step >= self.job.training.steps else "interrupted"
+        if found is not None and read_manifest(found).step >= self.job.training.steps:
+            return "done"
+        return "stopped" if self.reason else "interrupted"
+
+    @property
+    def reason(self) -> str:
+        """The callback that stopped the run, and why; empty for any other outcome."""
+        return stop_reason(self.path)
 
     def resume(
         self,

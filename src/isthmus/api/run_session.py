@@ -16,9 +16,12 @@ from isthmus.api.observer import Observer
 from isthmus.api.page import page_beside
 from isthmus.api.stored_run import Uploads, chosen_folder, uploaded
 from isthmus.callbacks import Callback, Callbacks
+from isthmus.callbacks.events import Ended
 from isthmus.errors import Interrupted
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
+from isthmus.run_files import keep_stop, stop_reason
+from isthmus.runtime.processes.signals import Stop
 
 LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
@@ -41,11 +44,27 @@ class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
         """How the run in this folder goes on, for a person."""
         return f"run folder {folder}; to go on: {self.again.replace('{run}', shlex.quote(str(folder)))}"
 
+    def last_line(self, folder: RunFolder, outcome: str) -> str:
+        """How the run ended, for a person; empty where it is done."""
+        lines = {
+            "stopped": f"stopped by {stop_reason(folder.path)}",
+            "interrupted": f"interrupted: {self.going_on(folder.path)}",
+        }
+        return lines.get(outcome, "")
+
 
 class RunSession(NamedTuple):
     folder: RunFolder
     callbacks: Callbacks
     uploads: Uploads
+
+
+def ending(folder: RunFolder, outcome: Ended, stop: Stop) -> Ended:
+    """`stopped` in place of `interrupted` where a callback asked for the end: the folder keeps its reason."""
+    if outcome != "interrupted" or not stop.reason:
+        return outcome
+    keep_stop(folder.path, stop.reason)
+    return "stopped"
 
 
 def folder_of(job: Job | FederatedJob, choices: RunChoices, note: Callable[[str], None]) -> RunFolder:
@@ -65,7 +84,7 @@ def run_session(job: Job | FederatedJob, choices: RunChoices, observer: Observer
     page = page_beside(folder.path if choices.dashboard else None, observer.note)
     with folder.claimed(LEAVING_S if federated and choices.resume else 0.0), page:
         try:
-            callbacks = callbacks_of(job, choices.callbacks, observer.note)
+            callbacks = callbacks_of(job, folder.path, choices.callbacks, observer.note)
             with (
                 callbacks.session(folder.path),
                 uploaded(job.store, folder, observer.note, resume=choices.resume) as uploads,

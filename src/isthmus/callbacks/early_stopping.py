@@ -20,10 +20,10 @@ class EarlyStopping(Callback):
     >>> from isthmus.callbacks import Evaluated, RunStarted
     >>> from pathlib import Path
     >>> stopping = EarlyStopping(after=2)
-    >>> stopping.start(RunStarted(run=Path("runs/a"), kind="pipeline", steps=9, stop=lambda: print("the run stops")))
+    >>> stopping.start(RunStarted(run=Path("runs/a"), kind="pipeline", steps=9, stop=print))
     >>> for step, loss in enumerate((0.7, 0.5, 0.5, 0.6)):
     ...     stopping.evaluation(Evaluated(step=step, loss=loss))
-    the run stops
+    loss was not better than 0.5 for 2 evaluations (best at step 1)
     """
 
     def __init__(
@@ -41,19 +41,26 @@ class EarlyStopping(Callback):
         self._lower_is_better = lower_is_better
         self._sign = 1.0
         self._best: float | None = None
+        self._best_at = ""
         self._worse = 0
-        self._stop: Callable[[], None] = lambda: None
+        self._at = "at step"
+        self._stop: Callable[..., None] = lambda _: None
 
-    def start(self, started: RunStarted) -> None:
+    def check(self, started: RunStarted) -> None:
         """UserError for a metric that the job does not have, and for a job that evaluates nothing."""
         known = ("loss", *started.metrics)
         if self._metric not in known:
             raise UserError(f"EarlyStopping: metric: got {self._metric!r}, expected one of {', '.join(known)}")
-        given = self._lower_is_better
-        self._sign = -1.0 if (self._metric in started.lower_is_better if given is None else given) else 1.0
         for table, key in (("training", "eval_every"), ("federated", "evaluate_every")):
             if cast("dict[str, object]", started.settings.get(table, {})).get(key) == 0:
                 raise UserError(f"EarlyStopping: nothing is evaluated, expected {table}.{key} above 0")
+
+    def start(self, started: RunStarted) -> None:
+        """UserError as of `check`."""
+        self.check(started)
+        given = self._lower_is_better
+        self._sign = -1.0 if (self._metric in started.lower_is_better if given is None else given) else 1.0
+        self._at = "at step" if started.kind == "pipeline" else "in round"
         self._stop, self._best, self._worse = started.stop, None, 0
 
     def evaluation(self, evaluated: Evaluated) -> None:
@@ -63,8 +70,15 @@ class EarlyStopping(Callback):
         if value is None:
             return
         if math.isfinite(value) and (self._best is None or self._sign * (value - self._best) > self._least):
-            self._best, self._worse = value, 0
+            self._best, self._best_at, self._worse = value, f"{self._at} {evaluated.step}", 0
             return
         self._worse += 1
         if self._worse == self._after:
-            self._stop()
+            self._stop(self._reason())
+
+    def _reason(self) -> str:
+        count = f"{self._after} evaluation{'s' if self._after > 1 else ''}"
+        if self._best is None:
+            return f"{self._metric} was not finite for {count}"
+        least = f" by more than {self._least:g}" if self._least else ""
+        return f"{self._metric} was not better than {self._best:.4g}{least} for {count} (best {self._best_at})"

@@ -11,8 +11,10 @@ import msgspec
 from isthmus.plans import Plan
 from isthmus.protocol.federated_events import RoundRecord
 
+Ended = Literal["done", "stopped", "interrupted", "lost", "diverged", "failed"]
 
-def _nothing() -> None: ...
+
+def _nothing(reason: str = "", /) -> None: ...
 
 
 class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +41,9 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     """None in a federated run."""
     pictures: Mapping[str, Path] = {}
     """PNG files that are there, by name: `plan`."""
-    stop: Callable[[], None] = _nothing
-    """Ends the run with a checkpoint, as Ctrl-C does. May be called later too, from any thread."""
+    stop: Callable[..., None] = _nothing
+    """Ends the run with a checkpoint; the outcome is `stopped`. One argument is the reason, in words. May be called
+    later too, from any thread."""
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,9 +137,10 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
 
     run: Path
     """The run's folder."""
-    outcome: Literal["done", "interrupted", "lost", "diverged", "failed"]
-    """As the exit code: interrupted 130, lost 4, diverged and failed 1 or 2."""
+    outcome: Ended
+    """As the exit code: done and stopped 0, interrupted 130, lost 4, diverged and failed 1 or 2. `stopped`: a callback
+    asked for it."""
     reason: str = ""
-    """Empty where it went well."""
+    """Empty where it went well; of `stopped`, the callback and its reason."""
     pictures: Mapping[str, Path] = {}
     """PNG files that are there, by name, as `timeline`, `loss`, `metrics`."""

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -72,7 +73,9 @@ class Callbacks:
 
     def start(self, started: RunStarted) -> None:
         self._started = True
-        self._each("start", started)
+        for name, one in self._named:
+            stop = partial(_stop, started.stop, name.rpartition(":")[2])
+            self._call(name, one, "start", msgspec.structs.replace(started, stop=stop))
 
     def step(self, done: StepDone) -> None:
         self._each("step", done)
@@ -111,6 +114,10 @@ class Callbacks:
         # stdout is data, and a callback may print
         with self._calling, _blamed(f"callback {name!r}: {method}"), contextlib.redirect_stdout(sys.stderr):
             getattr(one, method)(event)
+
+
+def _stop(stop: Callable[[str], None], name: str, reason: str = "") -> None:
+    stop(f"{name}: {reason}" if reason else name)
 
 
 def outcome_of(error: BaseException) -> Literal["interrupted", "lost", "diverged", "failed"]:

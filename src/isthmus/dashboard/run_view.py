@@ -34,7 +34,7 @@ def state_of(run: WatchedRun) -> str:
         return "done" if run.rounds and run.rounds[-1].record.round + 1 >= _steps(run) else "stopped"
     entries = run.entries
     if entries and entries[-1].kind == "ended":
-        return entries[-1].text if entries[-1].text in ("done", "interrupted") else "failed"
+        return entries[-1].text if entries[-1].text in ("done", "stopped", "interrupted") else "failed"
     return "done" if run.summary is not None else "stopped"
 
 

@@ -14,7 +14,7 @@ often, and nothing that it has learned is lost.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Literal, Protocol
 
 from isthmus.errors import PeerError
 from isthmus.protocol.deadlines import STARTING
@@ -121,7 +121,7 @@ class Merger(Policy[MergerPort]):
         """Contributions that are not merged yet, by fragment and replica."""
         self.late = 0
         """Contributions that came after their merge had ended."""
-        self._outcome = "done"
+        self._outcome: Literal["done", "interrupted"] = "done"
 
     @property
     def connected(self) -> list[str]:

@@ -5,6 +5,8 @@ A merge has a number, from 1 on. A fragment's version is the number of the merge
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from isthmus.protocol.run_messages import Halt
@@ -141,6 +143,5 @@ class MergeChanges(msgspec.Struct, frozen=True, kw_only=True):
 class FinishMerges(msgspec.Struct, frozen=True):
     """The run is over."""
 
-    outcome: str
-    """`done`, `interrupted` or `lost`."""
+    outcome: Literal["done", "interrupted", "lost"]
     reason: str = ""

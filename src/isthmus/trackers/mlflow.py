@@ -23,7 +23,7 @@ FLUSH_S = 1.0
 """Between two transactions: one for each step would take milliseconds of it."""
 MOST_METRICS = 1000
 """That a server takes at once."""
-STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
+STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED"}
 
 
 class MlflowOptions(msgspec.Struct, frozen=True, kw_only=True):

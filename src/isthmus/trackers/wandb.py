@@ -71,4 +71,4 @@ class WandbTracker:
 
     def end(self, outcome: str) -> None:
         self._run.summary["outcome"] = outcome
-        self._run.finish(exit_code=0 if outcome in ("done", "interrupted") else 1)
+        self._run.finish(exit_code=0 if outcome in ("done", "stopped", "interrupted") else 1)

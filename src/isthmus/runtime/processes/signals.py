@@ -29,6 +29,8 @@ class Stop:
     """
 
     def __init__(self) -> None:
+        self.reason = ""
+        """Empty where the first request gave none, as Ctrl-C does."""
         self._requested = False  # no Event: a signal handler may come while this thread holds its lock
         self._listeners: list[Callable[[], None]] = []
 
@@ -37,9 +39,10 @@ class Stop:
         """True once `request` was called."""
         return self._requested
 
-    def request(self) -> None:
+    def request(self, reason: str = "") -> None:
         """End the run with a checkpoint. From any thread; a second call changes nothing."""
-        self._requested = True
+        if not self._requested:
+            self.reason, self._requested = reason, True
         for listener in list(self._listeners):
             listener()
 
