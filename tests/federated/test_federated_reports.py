@@ -57,7 +57,18 @@ def test_figures_of_a_round() -> None:
 
 def test_the_live_table_shows_what_was_asked_for() -> None:
     text = shown(line(0), terminal=True)
-    for expected in ("round 1 of 20", "3/4", "1.2500", "50.0%", "10.0%", "33%", "75% 38%", "2.93 KiB", "all"):
+    for expected in (
+        "round 1 of 20",
+        "3/4",
+        "1.2500",
+        "50.0%",
+        "10.0%",
+        "33%",
+        "75% 38%",
+        "2.93 KiB",
+        "all",
+        "round 1: 1 refused (client 4: got nan)",
+    ):
         assert expected in text, text
 
 
@@ -84,7 +95,7 @@ def test_plain_lines_come_now_and_then() -> None:
     assert "\x1b" not in text
     assert 5 <= len(lines) <= 12
     assert lines[0].startswith("round 1/20, 3 of 4 clients")
-    assert "1 refused" in lines[0]
+    assert "1 refused (client 4: got nan)" in lines[0]
     assert lines[-1].startswith("round 20/20")
 
 

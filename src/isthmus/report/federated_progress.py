@@ -15,6 +15,7 @@ from rich.text import Text
 
 from isthmus.federated.history import RoundLine
 from isthmus.protocol.federated_messages import LinearFit
+from isthmus.protocol.federated_reports import refusal_texts
 from isthmus.protocol.federated_rules import Why
 from isthmus.report.progress import still_live
 from isthmus.report.tables import new_table, titled
@@ -106,13 +107,18 @@ def _sentence(line: RoundLine, rounds: int) -> str:
             parts += [f"clients' own {name} {format_metric(name, f.mean)}" for name, f in e.clients.items()]
     parts.append(format_duration(line.seconds))
     if line.record.refused:
-        parts.append(f"{len(line.record.refused)} refused")
+        parts.append(_refused(line))
     if line.record.stale:
         parts.append(f"{len(line.record.stale)} late")
     if line.record.missing:
         parts.append(f"{len(line.record.missing)} missing")
     ended = _ENDED[line.record.closed_by]
     return ", ".join([*parts, f"{ended} ({line.rules})"] if ended else parts)
+
+
+def _refused(line: RoundLine) -> str:
+    """The number of refused updates, and the reason of the first."""
+    return f"{len(line.record.refused)} refused ({refusal_texts(line.record.refused)[0]:.100})"
 
 
 def _clients(line: RoundLine) -> str:
@@ -131,7 +137,9 @@ def _table(lines: Sequence[RoundLine] | deque[RoundLine], rounds: int, width: in
     for line in lines:
         cells = _cells(line, executors, metrics)
         table.add_row(*(cells[place] for place in shown))
-    return titled(f"federated run, round {lines[-1].record.round + 1} of {rounds}", table)
+    refusals = [f"round {line.record.round + 1}: {_refused(line)}" for line in lines if line.record.refused]
+    title = f"federated run, round {lines[-1].record.round + 1} of {rounds}"
+    return titled(title, table, sanitize("".join(refusals[-1:])))
 
 
 def _cells(line: RoundLine, executors: Sequence[str], metrics: Sequence[str]) -> tuple[RenderableType, ...]:
