@@ -252,7 +252,7 @@ def test_too_few_for_too_long_ends_the_run() -> None:
     sites.join("b")
     assert sites.tick(59.0) == []
     finish = finish_of(sites.tick(60.0))
-    assert (finish.outcome, finish.reason) == ("lost", "round 1: 1 executors were here for 60 s, expected 2")
+    assert (finish.outcome, finish.reason) == ("lost", "round 1: 1 site was here for 60 s, expected 2")
 
 
 def test_after_a_restart_the_least_number_is_enough() -> None:

@@ -132,7 +132,7 @@ def test_every_executor_killed_ends_the_run_with_one_line(tmp_path: Path) -> Non
     for pid in children(process.pid):
         os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=60)
-    refused(Done(process.returncode, out, err), 4, "was lost", "SIGKILL")
+    refused(Done(process.returncode, out, err), 4, "was lost", "SIGKILL", "; to go on: isthmus train ")
     assert err.count("was lost") == 2, "once for each"
 
 

@@ -14,7 +14,7 @@ from isthmus.api.observer import Observer
 from isthmus.api.run_session import RunChoices, ending, run_session
 from isthmus.api.stored_run import RoundUploads
 from isthmus.callbacks import RunEnded
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
 from isthmus.protocol.federated_events import FinishRounds
@@ -127,7 +127,10 @@ def _watched(
         if choices.resume:
             observer.note(f"resuming {folder} after {run.first_round} rounds")
         observer.note(f"run folder: {folder}")
-        return run, act()
+        try:
+            return run, act()
+        except PeerError as e:
+            raise PeerError(f"{e}; {choices.going_on(folder)}") from e
     finally:
         observer.ended()
 

@@ -250,7 +250,8 @@ class FederatedCoordinator(Policy[CoordinatorPort]):
                     return
             elif here < self.rules.minimum:
                 if self.now_s - self._since_s >= self.rules.deadline_s:
-                    waited = f"{here} executors were here for {self.rules.deadline_s:g} s"
+                    sites = "1 site was" if here == 1 else f"{here} sites were"
+                    waited = f"{sites} here for {self.rules.deadline_s:g} s"
                     self._end("lost", f"round {self._next.round + 1}: {waited}, expected {self.rules.minimum}")
                 return
             elif self.now_s - self._since_s < gathering.wait_s:

@@ -83,7 +83,7 @@ class SiteUpdateReceiver:
             if most is not None and report.samples != most:
                 raise PeerError(f"joined with {report.samples} samples, expected {most}: aggregation.most_samples")
             self._samples[executor] = report.samples
-            self._note(f"site {executor} takes part with {report.samples} samples")
+            self._note(f"site {executor} takes part with {'' if most is None else 'at most '}{report.samples} samples")
         elif executor not in self._samples:
             raise PeerError(f"sent {type(report).__name__} before it had joined")
         elif isinstance(report, TasksReturned):
