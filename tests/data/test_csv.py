@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,9 @@ from isthmus.data.clients import ClientFolders, GroupedClients, divided
 from isthmus.data.dataset import rows_of_split
 from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError
+from isthmus.federated.evaluators import test_data as held_out_data
+from isthmus.federated.job import FederatedConfig, FederatedJob, client_data
+from isthmus.models import ModelSpec
 
 ROWS = """x1,x2,kind,age,ward
 1,2.5,cat,30,10
@@ -121,6 +125,39 @@ def population_again(folder: Path) -> DataSpec:
 def test_all_clients_together_are_a_data_set(tmp_path: Path) -> None:
     data = load_dataset(population(tmp_path), "train")
     assert len(data) == 20 and data.batch([2, 19], ["x"])["x"].tolist() == [10, 45]
+
+
+def test_held_out_samples_of_clients_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+    spec = population(tmp_path)
+    (tmp_path / "test.csv").write_text("x,labels\n7,1\n8,0\n")
+    spec = msgspec.structs.replace(spec, options={"path": spec.options["path"]}, heldout=str(tmp_path / "test.csv"))
+    assert load_dataset(spec, "heldout").batch([0, 1], ["x"])["x"].tolist() == [7, 8]
+    assert len(load_dataset(spec, "train")) == 20 and divided(spec, None, 0).sizes.sum() == 20
+    assert len(load_dataset(spec.training_alone(), "train")) == 20
+    disk = msgspec.structs.replace(spec, options={**spec.options, "kind": "digits"})
+    with pytest.raises(UserError, match=r"data\.heldout: got .* with kind 'digits', expected one of"):
+        load_dataset(disk, "heldout")
+
+
+def test_held_out_samples_need_not_say_whose_they_are(tmp_path: Path) -> None:
+    (tmp_path / "all.csv").write_text("x,y,who\n1,0,3\n2,1,4\n3,0,3\n")
+    (tmp_path / "test.csv").write_text("x,y\n7,1\n8,0\n")
+    columns = {"features": "x", "labels": "y", "who": "who"}
+    job = FederatedJob(
+        name="natural",
+        model=ModelSpec(name="mlp"),
+        data=DataSpec(
+            kind="csv",
+            options={"path": str(tmp_path / "all.csv"), "columns": columns},
+            heldout=str(tmp_path / "test.csv"),
+        ),
+        partition=PartitionSpec(scheme="natural", column="who"),
+        federated=FederatedConfig(),
+    )
+    data = client_data(job)
+    assert data.sizes.tolist() == [2, 1]
+    found = held_out_data(job, data)
+    assert found is not None and list(found) == list(data.columns) and found["features"].tolist() == [7, 8]
 
 
 def test_several_clients_are_one_where_a_site_holds_them(tmp_path: Path) -> None:

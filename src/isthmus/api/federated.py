@@ -148,7 +148,7 @@ def _job(
     heldout = ""
     if (test := given.get("test")) is not None:
         held = columns_of(test, built, "heldout", targets=loss is not None)
-        write_arrays({**held, CLIENT: np.zeros(len(next(iter(held.values()))), np.int64)}, folder / "test.npz")
+        write_arrays(held, folder / "test.npz")
         heldout = str((folder / "test.npz").absolute())
     source = model if loss is None else WithLoss(built, loss, inputs_of(found[0]), TARGET)
     name = algorithm if isinstance(algorithm, str) else give_algorithm(_checked_algorithm(algorithm))

@@ -24,6 +24,8 @@ class ClientsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The kind of each client's data."""
     options: dict[str, object] = {}
     """That kind's, but where its samples are. Classes of images are to be named: a client may have only some."""
+    heldout_path: str | None = None
+    """Held-out samples of all clients together, of that kind; then all samples of the clients train."""
 
 
 class ClientFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +55,11 @@ def client_files(options: ClientsOptions) -> list[ClientFile]:
     names = [_name(one) for one in found]
     if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
         raise UserError(f"{KIND} option 'path': {options.path} holds {twice!r} twice, expected one per client")
+    shared = dict(options.options)
+    if options.heldout_path is not None:
+        shared["heldout_path"] = _place(Path(options.heldout_path).expanduser(), options.kind)
     return [
-        ClientFile(name=_name(one), kind=options.kind, options={**options.options, key: _place(one, options.kind)})
+        ClientFile(name=_name(one), kind=options.kind, options={**shared, key: _place(one, options.kind)})
         for one in found
     ]
 

@@ -64,7 +64,8 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """As it is used where nothing is evaluated: all samples train, unless options say which do not."""
         options, said = self.options, self.options.keys() & {"holdout", "heldout_path"}
         if self.kind == CLIENTS:
-            own = DataSpec(kind=str(options.get("kind", "csv")), options=dict(options.get("options") or {}))  # pyright: ignore
+            inner: Any = options.get("options") or {}
+            own = DataSpec(kind=str(options.get("kind", CSV)), options=dict(inner), heldout=self.heldout)
             options = {**options, "options": own.training_alone().options}
         elif (
             self.kind in _OURS and "holdout" in _OURS[self.kind][0].__struct_fields__ and not said and not self.heldout
@@ -103,8 +104,10 @@ def load_client(file: ClientFile, split: Split) -> Dataset:
 
 
 def _load_clients(options: ClientsOptions, split: Split) -> Dataset:
-    """The samples of all of them, one client after another."""
-    return JoinedDataset([load_client(file, split) for file in client_files(options)])
+    """The samples of all of them, one client after another. Held-out samples may be in a path of their own."""
+    files = client_files(options)
+    shared = split == "heldout" and options.heldout_path is not None
+    return JoinedDataset([load_client(file, split) for file in (files[:1] if shared else files)])
 
 
 _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, Split], Dataset]]] = {
@@ -175,9 +178,10 @@ def load_dataset(spec: DataSpec, split: Split) -> Dataset:
 def _check_heldout(spec: DataSpec) -> None:
     """UserError for a kind whose held-out samples have no path of their own."""
     takes = [kind for kind, (options, _) in _OURS.items() if "heldout_path" in options.__struct_fields__]
-    if spec.kind not in takes:
+    kind = spec.options.get("kind", CSV) if spec.kind == CLIENTS else spec.kind
+    if kind not in takes:
         raise UserError(
-            f"data.heldout: got {spec.heldout!r} with kind {spec.kind!r}, expected one of {', '.join(takes)}: others "
+            f"data.heldout: got {spec.heldout!r} with kind {kind!r}, expected one of {', '.join(takes)}: others "
             "have data.options.holdout, or an argument `split`"
         )
     if "heldout_path" in spec.options:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import cast
+
 import msgspec
 import numpy as np
 from torch import Tensor
 
-from isthmus.data import load_dataset
+from isthmus.data import DataSpec, load_dataset
 from isthmus.data.clients import ClientData
 from isthmus.data.dataset import NothingHeldOut, evaluation_rows
 from isthmus.data.femnist import FemnistShaped
@@ -27,10 +30,19 @@ def test_data(job: FederatedJob, data: ClientData | None) -> dict[str, Tensor] |
     if isinstance(data, FemnistShaped):
         return data.held_out(most)
     try:
-        held = load_dataset(job.data, "heldout")
+        held = load_dataset(_without(job.data, job.owner_column), "heldout")
     except NothingHeldOut:
         return None
     return held.batch(evaluation_rows(held, most), [c for c in held.columns if c != job.owner_column])
+
+
+def _without(spec: DataSpec, column: str) -> DataSpec:
+    """Return the data without the column that says whose a sample is: held-out samples are nobody's."""
+    columns = spec.options.get("columns")
+    if not isinstance(columns, Mapping):
+        return spec
+    wanted = {name: theirs for name, theirs in cast("Mapping[str, object]", columns).items() if name != column}
+    return msgspec.structs.replace(spec, options={**spec.options, "columns": wanted})
 
 
 def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) -> Evaluator | None:
