@@ -149,7 +149,8 @@ train fed.toml --set execution.planner=certifid       | unknown execution.planne
 train net.toml --set 'metrics=["accuracy"]'            | model (it takes x, labels), given evaluation columns pixel
 train net.toml --set data.options.holdout=0 --set federated.evaluate_clients=2 | given client 0's columns pixel
 train fed.toml --set 'metrics=["acc"]'                | unknown metric 'acc': did you mean 'accuracy'?
-train deploy.toml                                     | data: missing, expected the data to share out among clients: it
+train deploy.toml                                     | this job has sites: `isthmus serve JOB` trains there
+train deploy.toml --set data.kind=digits               | among clients: this job has sites: `isthmus serve JOB`
 train job.toml --resume --run nothing                 | run folder nothing: not found, or not a run (no job.json)
 train job.toml --resume --run runs                    | run folder runs: not found, or not a run (no job.json)
 train job.toml --resume --run runs/few                | run folder runs/few: holds a federated job
@@ -206,6 +207,7 @@ serve --fleet laptop --port 0                         | --fleet: got it without 
 serve job.toml --timeout soon --state state           | --timeout: got 'soon', expected a duration
 serve job.toml --fleet laptpo --state state           | unknown fleet 'laptpo': did you mean 'laptop'?
 serve job.toml --port {port} --state state            | cannot listen on 127.0.0.1:{port}: Address already in use
+serve deploy.toml --port {port} --state state         | cannot listen on 127.0.0.1:{port}: Address already in use
 serve fed.toml --state state                          | deployment: missing, expected the table with the sites
 serve --state notes.txt                               | notes.txt: cannot be made: File exists
 submit job.toml --state nothing                       | no fleet was served from it: start `isthmus serve`

@@ -78,13 +78,11 @@ def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: O
             began=lambda: watch.began(run.first_round),
             watch=watch.round_done,
         )
-        sites = ", ".join(run.deployment.sites)
-        observer.note(
-            f"{job.federated.algorithm} over sites {sites}; a round ends with {run.machine.rules.description}"
-        )
 
         def act() -> FinishRounds:
+            sites, ends = ", ".join(run.deployment.sites), run.machine.rules.description
             with serving(observer.note) as service:
+                observer.note(f"{job.federated.algorithm} over sites {sites}; a round ends with {ends}")
                 return run.run(service, watch.noted, stop)
 
         return run, act
@@ -124,9 +122,6 @@ def _watched(
                 f"nothing left to do: {folder} has {run.first_round} rounds, the job asks for {job.federated.rounds}"
             )
             return run, None
-        if choices.resume:
-            observer.note(f"resuming {folder} after {run.first_round} rounds")
-        observer.note(f"run folder: {folder}")
         try:
             return run, act()
         except PeerError as e:

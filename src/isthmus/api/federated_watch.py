@@ -30,6 +30,9 @@ class FederatedWatch:
     def began(self, first_round: int) -> None:
         """The folder is the run's."""
         self._done = first_round
+        if first_round:
+            self._observer.note(f"resuming {self._folder} after {first_round} rounds")
+        self._observer.note(f"run folder: {self._folder}")
         keep_stop(self._folder, "")
         self._callbacks.start(run_started(self._job, self._folder, first_round, self._stop.request))
 

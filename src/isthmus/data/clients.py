@@ -144,11 +144,10 @@ def divided(spec: DataSpec, parts: PartitionSpec | None, seed: int) -> ClientDat
     by_files = parts is None or parts.scheme == "files"
     if by_files and spec.kind == CLIENTS:
         data: ClientData = ClientFolders(read_options(CLIENTS, spec.located, ClientsOptions))
-    elif parts is None:
-        raise UserError("partition: missing, expected how the data is shared out among clients")
     elif by_files and spec.kind == "text":
         data = TextClients(read_options("text", spec.located, TextOptions))
     else:
+        assert parts is not None, "other data are shared out"
         data = share_out(load_dataset(spec, "train"), parts, seed)
     held = parts is not None and parts.scheme in ("natural", "files") and parts.clients
     return GroupedClients(data, held) if held else data

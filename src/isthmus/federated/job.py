@@ -21,6 +21,7 @@ from isthmus.accelerators import AUTO, Accelerator, open_accelerator
 from isthmus.callbacks import CallbackConfig, find_callback
 from isthmus.data import DataSpec
 from isthmus.data.availability import Availability, read_availability
+from isthmus.data.client_files import KIND as CLIENTS
 from isthmus.data.clients import ClientData, divided
 from isthmus.data.description import refuse_description
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
@@ -344,8 +345,8 @@ def check_simulation(job: FederatedJob) -> None:
 
 def client_data(job: FederatedJob) -> ClientData:
     """The population. UserError for data that cannot be read or shared out."""
+    sites = "" if job.deployment is None else ": this job has sites: `isthmus serve JOB` trains there"
     if job.data is None:
-        sites = ": its sites have them, and `isthmus serve` trains there" if job.deployment is not None else ""
         raise UserError(f"data: missing, expected the data to share out among clients{sites}")
     data = job.data if job.federated.evaluate_every else job.data.training_alone()
     if data.kind == FEMNIST:
@@ -354,6 +355,8 @@ def client_data(job: FederatedJob) -> ClientData:
         return FemnistShaped(read_options(FEMNIST, data.located, FemnistOptions))
     if data.kind == LEAF and job.partition is None:
         return LeafClients(read_options(LEAF, data.located, LeafOptions))
+    if job.partition is None and data.kind != CLIENTS:
+        raise UserError(f"partition: missing, expected how the data is shared out among clients{sites}")
     return divided(data, job.partition, job.federated.seed)
 
 
