@@ -311,6 +311,11 @@ def test_privacy_without_its_library_is_said_before_anything_runs(
     assert not (tmp_path / "run").exists()
 
 
+def test_epsilon_as_a_key_says_what_it_follows_from(tmp_path: Path) -> None:
+    job = edited(write_job(tmp_path, ("a", "b", "c")), ("[execution]", "[privacy]\nclip = 1\nepsilon = 3\n[execution]"))
+    refused(isthmus("train", job), 2, "'privacy.epsilon'", "noise_multiplier", "--dry-run")
+
+
 def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
@@ -321,6 +326,9 @@ def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkey
     monkeypatch.setattr("isthmus.federated.accounting.guarantee", promised)
     job = edited(write_job(tmp_path, ("a", "b", "c")), PRIVATE)
     models = []
+    shown = isthmus("train", job, "--dry-run")
+    assert "privacy: epsilon 3.5 at delta 1e-05 after 4 rounds, for all data of each client" in shown.out
+    asked.clear()
     for name in ("one", "two"):
         done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / name)
         assert done.code == 0, done.err

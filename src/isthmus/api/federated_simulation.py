@@ -35,6 +35,8 @@ from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
 from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.pipeline import check_descends
+from isthmus.federated.privacy import Guarantee
+from isthmus.federated.promise import promised
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
 from isthmus.protocol.federated_participation import Participation
@@ -94,6 +96,9 @@ class SimulatedRounds(NamedTuple):
     pipelines: tuple[SimulatedPipeline, ...] = ()
     """Pipelines of sites that are fleets."""
 
+    privacy: Guarantee | None = None
+    """Of a run of all rounds; None without privacy."""
+
     @property
     def exit_code(self) -> int:
         """That a real run would end with."""
@@ -106,6 +111,7 @@ class SimulatedRounds(NamedTuple):
             f"{format_duration(one.round_s)} a round"
             for one in self.pipelines
         ]
+        found += [] if self.privacy is None else [f"privacy: {self.privacy}"]
         return found + (self.timeline.lines() if self.timeline is not None else [])
 
     def summary(self) -> dict[str, object]:
@@ -124,6 +130,8 @@ class SimulatedRounds(NamedTuple):
         }
         if self.timeline is not None:
             found |= self.timeline.summary()
+        if self.privacy is not None:
+            found["privacy"] = msgspec.to_builtins(self.privacy)
         if self.pipelines:
             found["pipelines"] = msgspec.to_builtins(self.pipelines)
         return found | ({"fleet": self.fleet, "devices": msgspec.to_builtins(self.devices)} if self.fleet else {})
@@ -142,6 +150,12 @@ def simulate_rounds(
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
     check_simulation(job)
     data = client_data(job)
+    return _simulated(job, data, faults, counted)._replace(privacy=promised(job, len(data.sizes)))
+
+
+def _simulated(
+    job: FederatedJob, data: ClientData, faults: Sequence[Fault], counted: ClientCosts | None
+) -> SimulatedRounds:
     if job.deployment is not None:
         _check_sites(job.deployment, len(data.sizes))
         deployment = job.deployment

@@ -108,7 +108,8 @@ class Guarantee(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         drawn = "" if self.sampling_probability is None else f", drawn with probability {self.sampling_probability:.3g}"
         twice = f"; {self.unsampled} of them count twice" if self.unsampled else ""
-        return f"epsilon {self.epsilon:.3g} at delta {self.delta:g} after {self.rounds} rounds{drawn}{twice}"
+        spent = f"epsilon {self.epsilon:.3g} at delta {self.delta:g} after {self.rounds} rounds"
+        return f"{spent}, for all data of each client{drawn}{twice}"
 
 
 def guarantee(privacy: Privacy, rounds: int, passes: int, probability: float | None, unsampled: int = 0) -> Guarantee:
