@@ -31,6 +31,8 @@ ROUNDS = "rounds"
 """A federated run's folder of committed rounds."""
 STOPPED = "stopped.txt"
 """The callback that ended the run, and its reason."""
+CLIENT_NAMES = "clients.json"
+"""The names of a federated run's clients, in the order of their numbers, where the data name them."""
 
 Found = TypeVar("Found")
 Line = TypeVar("Line", bound=msgspec.Struct)

@@ -111,6 +111,7 @@ def test_each_file_or_folder_is_a_client(tmp_path: Path) -> None:
     data = divided(population(tmp_path), None, 0)
     assert isinstance(data, ClientFolders)
     assert data.sizes.tolist() == [2, 3, 4 + 5, 6]
+    assert list(data.names) == ["alice", "bob", "carol", "dan"]
     assert data.load(2)["x"].tolist() == [20, 21, 22, 23, 30, 31, 32, 33, 34]
     assert data.load_many([3, 0])["x"].tolist() == [40, 41, 42, 43, 44, 45, 0, 1]
     before = data.fingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import isthmus
+from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.federated.evaluation import Evaluation, client_figures
 from tests.metrics.plain import Classifier, confidence, measured, samples, top_two
@@ -130,3 +132,33 @@ def test_figures_of_any_size_can_be_read_again(values: list[float]) -> None:
     written = Evaluation(loss=None, clients=found)
     assert msgspec.json.decode(msgspec.json.encode(written), type=Evaluation) == written
     assert found["perplexity"].worst_decile == max(values)
+
+
+def test_names_of_clients_are_in_the_run_s_folder(tmp_path: Path) -> None:
+    given = {"c00": samples(20), "c01": samples(20, 1)}
+    overrides = {"execution.executors": 1, "federated.evaluate_clients": 2}
+    named = isthmus.federate(
+        model=Classifier(), loss=F.cross_entropy, clients=given, rounds=1, run=tmp_path / "a", overrides=overrides
+    )
+    assert named.client_names == list(given) and named.evaluation is not None
+    assert list(named.evaluation.clients["loss"].each) == ["0", "1"]
+    spec = write_clients(tmp_path / "clients", given)
+    job = msgspec.structs.replace(named.job, data=spec, partition=None, model=named.job.model)
+    assert isthmus.federate(job, run=tmp_path / "b", overrides=overrides).client_names == list(given)
+    without = isthmus.federate(
+        model=Classifier(),
+        loss=F.cross_entropy,
+        clients=list(given.values()),
+        rounds=1,
+        run=tmp_path / "c",
+        overrides=overrides,
+    )
+    assert without.client_names == []
+
+
+def write_clients(folder: Path, given: dict[str, dict[str, torch.Tensor]]) -> DataSpec:
+    folder.mkdir()
+    for name, columns in given.items():
+        arrays: dict[str, Any] = {key: column.numpy() for key, column in columns.items()}
+        np.savez(folder / f"{name}.npz", **arrays)
+    return DataSpec(kind="clients", options={"path": str(folder), "kind": "npz", "options": {"holdout": 0}})

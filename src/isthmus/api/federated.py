@@ -28,6 +28,7 @@ from isthmus.federated.job import FederatedConfig, FederatedJob, check, load_fed
 from isthmus.models import ModelSpec
 from isthmus.models.registry import WithLoss, give_model
 from isthmus.overrides import overridden_struct
+from isthmus.run_files import CLIENT_NAMES, write_json
 from isthmus.runtime.processes.signals import Stop
 
 CLIENT = "client"
@@ -144,6 +145,8 @@ def _job(
     if not found:
         raise UserError("clients: got none, expected at least one")
     write_arrays(_joined_clients(found), folder / "clients.npz")
+    if isinstance(clients, Mapping):
+        write_json(folder.parent / CLIENT_NAMES, list(map(str, clients)))
     options: dict[str, object] = {"path": str((folder / "clients.npz").absolute()), "holdout": 0.0}
     heldout = ""
     if (test := given.get("test")) is not None:

@@ -19,7 +19,7 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.server import Commits
 from isthmus.models.registry import WithLoss
 from isthmus.report.federated_trace import trace_of
-from isthmus.run_files import ROUND_LINES, ROUNDS, stop_reason
+from isthmus.run_files import CLIENT_NAMES, ROUND_LINES, ROUNDS, read_json, stop_reason
 from isthmus.trace import write_perfetto
 
 PICTURES = {"metrics": "metrics.png", "round": "round.png", "paces": "paces.png"}
@@ -54,6 +54,11 @@ class FederatedResult:
     def rounds(self) -> list[RoundLine]:
         """The outcome of each committed round: who took part, seconds, bytes, evaluation."""
         return RoundHistory.of(self.path).lines()
+
+    @property
+    def client_names(self) -> list[str]:
+        """The names of clients by number, as of files or of a mapping; empty where the data do not name them."""
+        return read_json(self.path / CLIENT_NAMES, list[str]) or []
 
     @property
     def evaluation(self) -> Evaluation | None:

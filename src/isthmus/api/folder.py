@@ -47,7 +47,7 @@ from isthmus.job import Job
 from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
 from isthmus.reading import read_json
-from isthmus.run_files import CHECKPOINTS, JOB, LOSSES, ROUND_LINES, keep_stop, write_json
+from isthmus.run_files import CHECKPOINTS, CLIENT_NAMES, JOB, LOSSES, ROUND_LINES, keep_stop, write_json
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
@@ -57,7 +57,7 @@ MEASURED, PREDICTED, PERIODS = "trace.jsonl", "predicted.jsonl", "plans.json"
 FITTED = "fitted.json"
 GIVEN = "given"
 AGENTS_LOG, COORDINATOR, PROBED = "agents.log", "coordinator", "probed.toml"
-BESIDE = frozenset({GIVEN, AGENTS_LOG, COORDINATOR, PROBED})
+BESIDE = frozenset({GIVEN, CLIENT_NAMES, AGENTS_LOG, COORDINATOR, PROBED})
 """Files that may be in a folder before a run begins there."""
 
 

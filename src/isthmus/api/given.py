@@ -25,6 +25,7 @@ from isthmus.models import ModelSpec
 from isthmus.models.registry import GIVEN as GIVEN_MODEL
 from isthmus.models.registry import WithLoss, give_model
 from isthmus.overrides import overridden_struct
+from isthmus.run_files import CLIENT_NAMES
 
 TARGET = "target"
 """Column of what a loss is given beside the model's output."""
@@ -209,5 +210,6 @@ def kept_folder(
     finally:
         if not folder.begun:
             shutil.rmtree(folder.path / GIVEN, ignore_errors=True)
+            (folder.path / CLIENT_NAMES).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not empty, or not made
                 folder.path.rmdir()

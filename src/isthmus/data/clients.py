@@ -67,6 +67,16 @@ class Owned(Protocol):
         ...
 
 
+@runtime_checkable
+class Named(Protocol):
+    """Client data whose clients have names, as those of files."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """(clients,) in the order of their numbers."""
+        ...
+
+
 class PartitionedData:
     """A data set shared out among clients."""
 
@@ -203,6 +213,10 @@ class TextClients:
                 f"expected at least sequence_length + 1 = {options.sequence_length + 1}"
             )
 
+    @property
+    def names(self) -> Sequence[str]:
+        return self._names
+
     def _length(self, path: Path) -> int:
         if self._options.tokenizer != BYTES:
             return len(self._tokens(path))
@@ -273,6 +287,7 @@ class ClientFolders:
             prints.append(dataset.fingerprint)
         self._columns = joined_columns(parts)
         self._sizes = np.array(sizes, dtype=np.int64)
+        self.names: Sequence[str] = list(parts)
         self._fingerprint = fingerprint_of({"kind": "clients", "clients": list(parts), "data": prints}, [])
         self._drawn = (0, 0)
 

@@ -216,6 +216,10 @@ class LeafClients:
         return self._all.columns()
 
     @property
+    def names(self) -> Sequence[str]:
+        return [self._all.writers[number].name for number in self._numbers]
+
+    @property
     def sizes(self) -> NDArray[np.int64]:
         return np.array([self._all.writers[number].samples for number in self._numbers], dtype=np.int64)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isthmus.data.clients import ClientData
+from isthmus.data.clients import ClientData, Named
 from isthmus.federated.admission import first_state
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.cohorts import Cohorts
@@ -42,6 +42,7 @@ from isthmus.federated.update_checks import check_updates
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.run_files import CLIENT_NAMES, write_json
 from isthmus.runtime.federated.emulation import pacers
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
@@ -159,6 +160,8 @@ class FederatedRun:
     def begin(self, note: Callable[[str], None] = lambda _: None) -> None:
         """The folder is this run's from now on."""
         self.store.begin(note)
+        if isinstance(self.data, Named):
+            write_json(self.folder / CLIENT_NAMES, self.data.names)
 
     def run(self, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None) -> FinishRounds:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left, Diverged
