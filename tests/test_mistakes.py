@@ -143,6 +143,8 @@ train fed.toml --scheme our                           | unknown scheme 'our': di
 train fed.toml --set federated.rounds=0               | federated.rounds: expected 'integer' >= 1, got 0
 train fed.toml --set federated.algorithm=fedavgg      | unknown algorithm 'fedavgg': did you mean 'fedavg'?
 train fed.toml --set participation.clients=30         | participation.clients: got 30, expected at most the 10 clients
+train fed.toml --set participation.fraction=0.5        | participation: got both of clients and fraction, expected one
+train fed.toml --set local.epochs=null                 | local.epochs: expected 'integer', got 'null'
 train fed.toml --set partition.scheme=dirichlt        | unknown partition.scheme 'dirichlt'
 train fed.toml --set partition.clients=100000         | partition.clients: got 100000, expected at most the 1438 samples
 train fed.toml --set execution.planner=certifid       | unknown execution.planner 'certifid'

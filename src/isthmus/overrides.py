@@ -20,11 +20,11 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 def read_overrides(
     texts: Sequence[str], option: str = "--set", example: str = "training.steps=50"
 ) -> dict[str, object]:
-    """Read texts `KEY=VALUE`, with values as in TOML; what is no value there is text. UserError for one that is no such
-    pair.
+    """Read texts `KEY=VALUE`, with values as in TOML, or null for none; what is no value there is text. UserError for
+    one that is no such pair.
 
-    >>> read_overrides(["training.steps=50", "fleet=laptop", "plan.micro_batches=[2, 4]"])
-    {'training.steps': 50, 'fleet': 'laptop', 'plan.micro_batches': [2, 4]}
+    >>> read_overrides(["training.steps=50", "fleet=laptop", "plan.micro_batches=[2, 4]", "plan.max_price=null"])
+    {'training.steps': 50, 'fleet': 'laptop', 'plan.micro_batches': [2, 4], 'plan.max_price': None}
     """
     found: dict[str, object] = {}
     for text in texts:
@@ -34,7 +34,7 @@ def read_overrides(
         try:
             found[key.strip()] = tomllib.loads(f"value = {value}")["value"]
         except (ValueError, RecursionError):  # wider than TOMLDecodeError: integers of 5,000 digits, deep nesting
-            found[key.strip()] = value.strip()
+            found[key.strip()] = None if value.strip() == "null" else value.strip()
     return found
 
 

@@ -6,12 +6,16 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 from safetensors.torch import load_file
 
+from isthmus.api.federated import federated_job_of
 from isthmus.federated.history import RoundHistory
+from isthmus.federated.job import ALL
 from isthmus.federated.server import STATES
 from isthmus.federated.state_files import PAGE_BYTES
+from isthmus.overrides import read_overrides
 from tests.runtime.commands import Done, edited, isthmus, refused, start, wait_until
 
 JOB = """
@@ -258,7 +262,7 @@ def test_bytes_and_trips_are_those_of_the_complexity_table(
         ([("executors = 2", "executors = 2\nslow_down = [1.0]")], ["execution.slow_down: got 1, expected 2"]),
         (
             [("clients = 6", "clients = 6\nfraction = 0.5")],
-            ["got both of clients and fraction, expected one of them: leave one out, or set participation.fraction"],
+            ["got both of clients and fraction, expected one of them: leave one out, or set one to null"],
         ),
         ([("features = 64", "features = 63")], ["'features'"]),
     ],
@@ -269,6 +273,17 @@ def test_bad_input_is_refused_in_one_line(
     (tmp_path / "bad_algorithms.py").write_text(BAD)
     monkeypatch.syspath_prepend(str(tmp_path))
     refused(isthmus("train", write(tmp_path, *changes), "--run", tmp_path / "run"), 2, *words)
+
+
+def test_clients_or_their_share_take_the_place_of_the_other(tmp_path: Path) -> None:
+    unset = read_overrides(["participation.clients=null", "participation.fraction=0.5"])
+    job = federated_job_of(write(tmp_path), unset)
+    assert (job.participation.clients, job.participation.fraction) == (None, 0.5)
+    bare = msgspec.structs.replace(job, participation=ALL)
+    counted = federated_job_of(bare, {"participation.clients": 4}).participation
+    assert (counted.clients, counted.fraction) == (4, None), "nobody gave the default's share"
+    shared = federated_job_of(bare, {"participation.minimum": 2}).participation
+    assert (shared.clients, shared.fraction, shared.minimum) == (None, 1.0, 2)
 
 
 def test_updates_that_are_not_finite_are_refused_and_the_round_goes_on(

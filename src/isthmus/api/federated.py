@@ -24,7 +24,7 @@ from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError
 from isthmus.federated.algorithms.algorithm import Algorithm
 from isthmus.federated.algorithms.registry import give_algorithm
-from isthmus.federated.job import FederatedConfig, FederatedJob, check, load_federated_job
+from isthmus.federated.job import ALL, FederatedConfig, FederatedJob, check, load_federated_job
 from isthmus.models import ModelSpec
 from isthmus.models.registry import WithLoss, give_model
 from isthmus.overrides import overridden_struct
@@ -118,6 +118,8 @@ def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, obj
         return load_federated_job(Path(job), overrides)
     if not isinstance(job, FederatedJob):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"job: got {job!r:.80}, expected a FederatedJob or a job file")
+    if job.participation == ALL and "participation.clients" in overrides:
+        overrides = {"participation.fraction": None, **overrides}  # nobody gave the default's
     made = overridden_struct(job, overrides, "job")
     check(made)
     return made

@@ -60,6 +60,8 @@ from isthmus.wire_types import Seed
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 FEMNIST = "femnist"
+ALL = Participation(fraction=1.0)
+"""Every client takes part in each round."""
 OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "deployment"}
 """Tables that a pipeline's job has not: a file with one of them and no [federated] is refused with this reason."""
 
@@ -111,7 +113,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How the data are shared out among simulated clients."""
     local: LocalConfig = LocalConfig()
     """How a client trains."""
-    participation: Participation = Participation(fraction=1.0)
+    participation: Participation = ALL
     """Which clients take part in a round, and when a round closes."""
     admission: AdmissionRules = AdmissionRules()
     """Conditions under which an update is accepted."""

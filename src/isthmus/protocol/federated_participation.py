@@ -62,7 +62,7 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Clients per round. UserError for more than there are, and for none or both of the ways to say it."""
         if (self.clients is None) == (self.fraction is None):
             got = "none" if self.clients is None else "both"
-            instead = "" if self.clients is None else ": leave one out, or set participation.fraction to None"
+            instead = "" if self.clients is None else ": leave one out, or set one to null (in Python None)"
             raise UserError(f"participation: got {got} of clients and fraction, expected one of them{instead}")
         if self.clients is None:
             return max(1, round(exact(self.fraction or 0) * population))
