@@ -48,7 +48,7 @@ def summing(folder: Path) -> SumsReceiver:
     return SumsReceiver(Run("fedavg", {}, folder).server)
 
 
-def of_sites(folder: Path) -> SiteUpdateReceiver:
+def of_sites(folder: Path, note: Callable[[str], None] = lambda _: None) -> SiteUpdateReceiver:
     def task_spec(client: int) -> TaskSpec:
         spec = AlgorithmSpec()
         model, aggregation = ModelSpec(name="mlp"), Aggregation(most_samples=10)
@@ -69,7 +69,7 @@ def of_sites(folder: Path) -> SiteUpdateReceiver:
         task_spec,
         AdmissionRules(),
         "r",
-        lambda _: None,
+        note,
         rounds_late=lambda site, phase: None,
     )
 
@@ -127,13 +127,15 @@ def test_a_process_has_no_samples_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_a_site_reports_on_its_own_client_only(report: SumsSent, words: str, tmp_path: Path) -> None:
-    receiver = of_sites(tmp_path)
+    notes: list[str] = []
+    receiver = of_sites(tmp_path, notes.append)
     with pytest.raises(PeerError, match="sent ExecutorDrained before it had joined"):
         receiver.on_report("oslo", ExecutorDrained(phase=PHASE), None, {})
     joined = ExecutorJoined(samples=10)
     with pytest.raises(PeerError, match=r"joined with 11 samples, expected 10: aggregation\.most_samples"):
         receiver.on_report("oslo", ExecutorJoined(samples=11), None, {})
     assert receiver.on_report("oslo", joined, None, {}) is joined
+    assert notes == ["site oslo takes part with at most 10 samples"], "its own number stays with it"
     update = SumsSent(phase=PHASE, timed=(OWN,))
     assert receiver.on_report("oslo", update, SiteValues(), {"delta": torch.zeros(1)}) is update
     with pytest.raises(PeerError, match=words):
