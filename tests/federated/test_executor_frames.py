@@ -21,6 +21,7 @@ from isthmus.protocol.federated_messages import (
     ClientTime,
     ExecutorDrained,
     ExecutorJoined,
+    ExecutorReport,
     PhaseClosed,
     PhaseId,
     RefusedUpdate,
@@ -126,7 +127,7 @@ def test_a_process_has_no_samples_of_its_own(tmp_path: Path) -> None:
         (SumsSent(phase=PHASE, timed=(OWN,), refused=(RefusedUpdate(4, "bad"),)), "not of client 4"),
     ],
 )
-def test_a_site_reports_on_its_own_client_only(report: SumsSent, words: str, tmp_path: Path) -> None:
+def test_a_site_reports_on_its_own_client_only(report: ExecutorReport, words: str, tmp_path: Path) -> None:
     notes: list[str] = []
     receiver = of_sites(tmp_path, notes.append)
     with pytest.raises(PeerError, match="sent ExecutorDrained before it had joined"):
