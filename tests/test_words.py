@@ -6,9 +6,11 @@ in code are not looked at.
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -158,3 +160,20 @@ def test_a_private_word_stands_nowhere(word: Word) -> None:
                 allowed[place] += 1
     assert not found, f"say {word.say}:\n" + "\n".join(found)
     assert all(allowed.values()), f"allowed for nothing: {allowed}"
+
+
+def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Docstrings, and strings after attributes, each with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def test_no_docstring_begins_with_a_word_that_stands_for_its_subject() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for line, text in documented(ast.parse(path.read_text(encoding="utf-8")))
+        if re.match(r"(Of|What|By)\b", text)
+    ]
+    assert not found, "a sentence with a subject, or a phrase with its noun first:\n" + "\n".join(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -36,3 +37,16 @@ def test_every_page_of_a_planner_is_linked_and_in_the_menu() -> None:
     for page in sorted(path.name for path in (DOCS / "planners").glob("*.md")):
         assert f"(planners/{page})" in listed
         assert f"- planners/{page}\n" in menu
+
+
+OURS = {"dev", "docs", "browser"}
+"""Extras of those who change Isthmus."""
+
+
+def test_the_table_of_extras_names_each() -> None:
+    page = (DOCS / "start/install.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {name for row in rows for name in re.findall(r"`([^`]+)`", row)} == {
+        *project["optional-dependencies"]
+    } - OURS
