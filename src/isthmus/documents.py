@@ -94,7 +94,7 @@ def _inside(value: object) -> Iterable[object]:
 HINTS = {
     "privacy.epsilon": "; epsilon follows from noise_multiplier and rounds: `isthmus train JOB --dry-run` shows it"
 }
-"""What else is said of an unknown key."""
+"""Additions to the error about an unknown key."""
 
 
 def convert(tables: Mapping[str, object], struct: type[Document], source: str) -> Document:

@@ -97,7 +97,7 @@ class SimulatedRounds(NamedTuple):
     """Pipelines of sites that are fleets."""
 
     privacy: Guarantee | None = None
-    """Of a run of all rounds; None without privacy."""
+    """The guarantee of a run of all rounds; None without privacy."""
 
     @property
     def exit_code(self) -> int:
