@@ -252,5 +252,5 @@ def test_a_merged_model_that_is_not_finite_is_saved_as_such_and_ends_the_run_as_
     sizes = dict.fromkeys(("sent_bytes", "received_bytes", "plain_bytes", "whole_bytes"), 1)
     outcome = DecoupledOutcome(finish=FinishMerges("done"), samples=16, merges=1, late=0, seconds=1.0, **sizes)
     with pytest.raises(Diverged, match="not finite") if spoilt else contextlib.nullcontext():
-        watch.end(outcome, {})
+        watch.end(outcome, "done", {})
     assert read_manifest(latest_checkpoint(folder.checkpoints)).finite is not spoilt
