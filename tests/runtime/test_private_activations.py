@@ -66,11 +66,11 @@ def protected(prepared: Prepared, plan: Plan, holders: Sequence[str] = ("d0",)) 
 
 def test_training_goes_through_the_clip(tmp_path: Path) -> None:
     """With next to no noise, the run is that of a module that clips its hidden values itself."""
-    noise = msgspec.structs.replace(PUBLIC, noise_multiplier=1e-12, weights="trained")
+    noise = msgspec.structs.replace(PUBLIC, clip=1.0, noise_multiplier=1e-12, weights="trained")
     prepared = prepare(net_job(noise, steps=3))
     _, outcome = run(prepared, [after(prepared, "relu")], tmp_path)
     assert outcome.outcome == "done"
-    clipping = job_of(NET, {"clip": 1.5}, DIGITS, steps=3)
+    clipping = job_of(NET, {"clip": 1.0}, DIGITS, steps=3)
     module, _ = plain_run(clipping, prepare(clipping))
     free, _ = plain_run(job := job_of(NET, {}, DIGITS, steps=3), prepare(job))
     found = final_weights(tmp_path)
