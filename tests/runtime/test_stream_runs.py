@@ -87,7 +87,7 @@ def test_resumed_in_the_middle_of_an_epoch_it_sees_the_same_batches(tmp_path: Pa
 def test_stages_without_data_get_the_layout_too(tmp_path: Path) -> None:
     spec = DataSpec(kind="stream", options={"path": write_parquet(tmp_path), "text": "text", "sequence_length": 16})
     job = job_of("gpt", GPT, spec)
-    prepared, data = prepare(job), load_dataset(spec, "train")
+    prepared, data = prepare(job), load_dataset(job.used_data, "train")
     assert prepared.samples.layout == sample_order(data, 0).layout is not None
 
 
