@@ -91,14 +91,9 @@ def _inside(value: object) -> Iterable[object]:
     return cast("list[object]", value) if isinstance(value, list) else ()
 
 
-HINTS = {
-    "privacy.epsilon": "; epsilon follows from noise_multiplier and rounds: `isthmus train JOB --dry-run` shows it"
-}
-"""Additions to the error about an unknown key."""
-
-
 def convert(tables: Mapping[str, object], struct: type[Document], source: str) -> Document:
-    """The tables as a struct. Raises UserError naming the field, with the nearest valid key for an unknown one."""
+    """The tables as a struct. Raises UserError naming the field, with the nearest valid key for an unknown one, and
+    what the struct's `HINTS` add to it."""
     _check_names(tables, struct, source, "")  # first, because msgspec's message would not offer the nearest name
     try:
         return msgspec.convert(tables, struct)
@@ -147,8 +142,8 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
         dot = f"{path}." if path else ""
         for key, inner in typing.cast("Mapping[str, object]", value).items():
             if key not in fields:
-                hint = HINTS.get(f"{dot}{key}", "")
-                raise UserError(f"{source}: {unknown_name('key', key, fields, prefix=dot)}{hint}")
+                hints: Mapping[str, str] = getattr(struct, "HINTS", {})
+                raise UserError(f"{source}: {unknown_name('key', key, fields, prefix=dot)}{hints.get(key, '')}")
             if isinstance(inner, int | float) and not isinstance(inner, bool) and _is_quantity(defaults[key]):
                 unit = str(defaults[key]).partition(" ")[2]
                 hint = f'expected a text with a unit, as "{inner} {unit}"'

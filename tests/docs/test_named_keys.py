@@ -27,7 +27,6 @@ NO_KEYS = {
     "sync.step": "of what isthmus.sync.attach returns",
     "plan.predicted_step_s": "what trackers call a run's setting",
     "plan.devices": "what trackers call a run's setting",
-    "privacy.epsilon": "a key that people look for: the error says what to set instead",
 }
 NO_OPTIONS = {
     "--debug": "read before all others",

@@ -59,10 +59,10 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop,
         raise UserError("--resume: got a job with sync.mode 'decoupled', expected a new run: replicas are not saved")
     with run_session(job, choices, observer) as session:
         running = _Running(job, fleet, session, observer, stop)
-        outcome = running.here() if backend is None else running.joined(backend)
-        if outcome.finish.outcome == "lost":
+        outcome, ended = running.here() if backend is None else running.joined(backend)
+        if ended == "lost":
             raise PeerError(outcome.finish.reason)
-        return Run(session.folder.path, outcome=running.ended(outcome))
+        return Run(session.folder.path, outcome=ended)
 
 
 def check_on_fleet(job: Job) -> None:
@@ -80,7 +80,7 @@ class _Running(NamedTuple):
     observer: Observer
     stop: Stop
 
-    def here(self) -> DecoupledOutcome:
+    def here(self) -> tuple[DecoupledOutcome, Ended]:
         """Run on processes of this machine."""
         path = self.session.folder.path
         with DecoupledRun(self.job, self.fleet, path, plan_again) as run:  # forks, so it comes first
@@ -97,11 +97,7 @@ class _Running(NamedTuple):
 
             return self._watched(run, prepared, plans, act, emulated_s)
 
-    def ended(self, outcome: DecoupledOutcome) -> Ended:
-        """Return the outcome for people: `stopped` where a callback asked for it."""
-        return ending(self.session.folder, outcome.finish.outcome, self.stop)
-
-    def joined(self, backend: Backend) -> DecoupledOutcome:
+    def joined(self, backend: Backend) -> tuple[DecoupledOutcome, Ended]:
         """Run on devices of a fleet, as soon as one of them is there."""
         job, note = self.job, self.observer.note
         holders = DataHolders(
@@ -124,7 +120,7 @@ class _Running(NamedTuple):
         plans: Mapping[str, Plan],
         act: Callable[[MergerWatch], DecoupledOutcome],
         emulated_s: Mapping[str, float] = {},
-    ) -> DecoupledOutcome:
+    ) -> tuple[DecoupledOutcome, Ended]:
         job, observer = prepared.job, self.observer
         watch = _Watch(job, run, self.session, observer)
         watch.start(self.fleet, self.stop)
@@ -140,10 +136,11 @@ class _Running(NamedTuple):
         observer.replicas_began(f"{job.model.name} on {self.fleet.name}, {len(plans)} replicas")
         try:
             outcome = act(watch.merger)
-            watch.end(outcome, self.ended(outcome), emulated_s)
+            ended = ending(self.session.folder, outcome.finish.outcome, self.stop)
+            watch.end(outcome, ended, emulated_s)
         finally:
             observer.ended()
-        return outcome
+        return outcome, ended
 
 
 def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:

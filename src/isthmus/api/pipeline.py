@@ -89,8 +89,8 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
             where = "from the start: nothing was saved yet" if start.checkpoint is None else f"after step {start.step}"
             observer.note(f"resuming {folder.path} {where}")
         planned = _planned(job, choices, folder, start, observer, stop)
-        outcome = _carry_out(planned, start, session, observer, stop)
-        run = _explained(planned, outcome, ending(folder, outcome.outcome, stop), session, observer)
+        outcome, ended = _carry_out(planned, start, session, observer, stop)
+        run = _explained(planned, outcome, ended, session, observer)
         check_outcome(outcome)
         if line := choices.last_line(folder, run.outcome):
             observer.note(line)
@@ -186,7 +186,9 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, obser
     return _Planned(prepared, plan, fleet, believed, holders, backend)
 
 
-def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: Observer, stop: Stop) -> Outcome:
+def _carry_out(
+    planned: _Planned, start: _Start, session: RunSession, observer: Observer, stop: Stop
+) -> tuple[Outcome, Ended]:
     prepared, plan, fleet = planned.prepared, planned.plan, planned.fleet
     folder, callbacks, uploads = session
     watch = Watch(prepared, plan, folder, observer, callbacks, uploads)
@@ -229,10 +231,11 @@ def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: 
             outcome = run_plan(prepared, plan, fleet, folder.path, options, watcher)
     finally:
         observer.ended()
-    watch.log.ended(ending(folder, outcome.outcome, stop), _reason(outcome, folder.path))
+    ended = ending(folder, outcome.outcome, stop)
+    watch.log.ended(ended, _reason(outcome, folder.path))
     if start.record is not None:
         draw_plan(plan, fleet, folder.plan_picture)
-    return outcome
+    return outcome, ended
 
 
 def _begin_folder(planned: _Planned, start: _Start, folder: RunFolder, observer: Observer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,10 @@ GRID = 1e-4
 class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How updates are clipped and covered."""
 
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "epsilon": "; epsilon follows from noise_multiplier and rounds: `isthmus train JOB --dry-run` shows it"
+    }
+    """Additions to the error about a key that is not there."""
     clip: Above
     """The norm that no update exceeds, all its values together."""
     noise_multiplier: Above

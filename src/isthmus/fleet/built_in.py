@@ -187,8 +187,12 @@ def built_in_fleet(name: str) -> Fleet:
     if name in _DRAWN:
         return _DRAWN[name]()
     if name not in built_in_names():
-        raise unknown_name("fleet", name, [*built_in_names(), RANDOM])
+        raise _unknown(name)
     return parse_fleet((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
+
+
+def _unknown(name: str) -> UserError:
+    return unknown_name("fleet", name, [*built_in_names(), RANDOM])
 
 
 @cache
@@ -210,6 +214,5 @@ def resolve_fleet(name_or_path: str) -> Fleet:
     if name_or_path.endswith(".toml"):
         return load_fleet(name_or_path)
     if _RANDOM.fullmatch(name_or_path) is None and name_or_path not in built_in_names():
-        unknown = unknown_name("fleet", name_or_path, [*built_in_names(), RANDOM])
-        raise UserError(f"{unknown}; or the path of a file that ends in .toml")
+        raise UserError(f"{_unknown(name_or_path)}; or the path of a file that ends in .toml")
     return built_in_fleet(name_or_path)

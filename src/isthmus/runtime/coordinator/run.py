@@ -81,9 +81,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     emulate: bool = True
     resume_from: Path | None = None
+    """A checkpoint to go on from."""
     eval_due: bool = False
     """The evaluation of that checkpoint's step was interrupted."""
-    """A checkpoint to go on from."""
     weights: Mapping[str, Tensor] | None = None
     """To begin with: every variable, by the module's own names. None: the module's first ones."""
     record: RecoveryRecord | None = None
