@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import msgspec
 import pytest
@@ -251,10 +252,18 @@ def test_rows_have_the_mean_and_deviation_of_what_is_done() -> None:
     assert rows[1].metrics["loss"].deviation is None
 
 
-def test_memory_of_this_process_is_counted() -> None:
-    own, held = family_bytes(os.getpid()), bytearray(os.urandom(64 << 20))
-    assert family_bytes(os.getpid()) - own > 48 << 20
-    assert len(held) and available_bytes()
+def test_memory_of_a_process_is_counted() -> None:
+    code = "import os; print(flush=True); input(); held = os.urandom(64 << 20); print(len(held), flush=True); input()"
+    with Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, text=True) as child:
+        assert child.stdin and child.stdout
+        child.stdout.readline()
+        before = family_bytes(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert family_bytes(child.pid) - before > 48 << 20
+        child.kill()
+    assert available_bytes()
     assert family_bytes(2**22 + 1) == 0
 
 

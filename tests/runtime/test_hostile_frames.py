@@ -73,7 +73,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "not a map": (raw_frame([1, 2]), "Expected `object`, got `array`"),
     "no tag": (raw_frame({"run": "r"}), "missing required field `type`"),
     "unknown tag": (raw_frame({"type": "Bad\nnews", "run": "r"}), "Invalid value 'Bad news'"),
-    "not UTF-8": (raw_frame(b"\x82\xa4type\xa9Heartbeat\xa3run\xa2\xff\xff"), "header is not a known message: 'utf-8'"),
+    "not UTF-8": (raw_frame(b"\x82\xa4type\xa9Heartbeat\xa3run\xa2\xff\xff"), "is not a known message: .*(?i:utf-8)"),
     "missing field": (raw_frame({"type": "Credit", "run": "r"}), "missing required field `size_bytes`"),
     "unknown field": (raw_frame(CREDIT | {"extra": 1}), "unknown field `extra`"),
     "wrong type": (raw_frame(CREDIT | {"size_bytes": "many"}), "Expected `int`, got `str`"),
