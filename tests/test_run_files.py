@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.run_files import LinesFile, newest_whole, read_json, write_json
+from isthmus.run_files import LinesFile, keep_job, newest_whole, read_json, write_json
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -31,6 +31,20 @@ def test_a_document_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     with mock.patch.object(Path, "write_bytes", side_effect=full), pytest.raises(OSError, match="No space left"):
         write_json(path, Point(2))
     assert read_json(path, Point) == Point(1) and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_resumed_run_changes_is_said(tmp_path: Path) -> None:
+    noted: list[str] = []
+    keep_job(tmp_path, {"name": "a", "local": {"rate": 0.1, "epochs": 1}}, noted.append)
+    keep_job(tmp_path, {"name": "a", "local": {"rate": 0.1, "epochs": 1}}, noted.append)
+    assert noted == []
+    keep_job(tmp_path, {"name": "a", "local": {"rate": 0.2, "decay": "cosine"}}, noted.append)
+    changed = [
+        "local.rate was 0.1, is now 0.2",
+        "local.epochs was 1, is now not set",
+        "local.decay was not set, is now 'cosine'",
+    ]
+    assert noted == [f"resumed with another job: {text}" for text in changed]
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xff", b'{"step": "x"}', b"[]", b'{"step": 1'])

@@ -9,7 +9,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -123,14 +123,23 @@ def _at(tables: object, path: str) -> object:
     return found
 
 
-def first_difference(before: object, now: object, key: str) -> str:
-    """The first key at which two documents differ, as "model.options.width was 16, is now 32"."""
+def differences(before: object, now: object, key: str = "") -> Iterator[str]:
+    """Each key at which two documents differ, as "model.options.width was 16, is now 32"."""
     if isinstance(before, dict) and isinstance(now, dict):
         was, becomes = cast("dict[str, object]", before), cast("dict[str, object]", now)
         for name in {**was, **becomes}:
-            if was.get(name) != becomes.get(name):
-                return first_difference(was.get(name), becomes.get(name), f"{key}.{name}")
-    return f"{key} was {before!r}, is now {now!r}"
+            yield from differences(was.get(name), becomes.get(name), f"{key}.{name}".lstrip("."))
+    elif before != now:
+        yield f"{key} was {_shown(before)}, is now {_shown(now)}"
+
+
+def first_difference(before: object, now: object, key: str) -> str:
+    """The first of `differences`, where there is one."""
+    return next(differences(before, now, key))
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def _check_names(value: object, expected: object, source: str, path: str) -> None:

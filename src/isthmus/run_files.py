@@ -14,7 +14,7 @@ import msgspec
 
 from isthmus import reading
 from isthmus.atomic_write import atomic_write
-from isthmus.documents import read_lines
+from isthmus.documents import differences, read_lines
 from isthmus.errors import UserError
 
 JOB = "job.json"
@@ -46,6 +46,19 @@ def as_json(value: object) -> bytes:
 def write_json(path: Path, value: object) -> None:
     """Replace the document, whole. OSError when it cannot be written."""
     atomic_write(path, as_json(value))
+
+
+def keep_job(run: Path, job: object, note: Callable[[str], None]) -> None:
+    """Replace the job that the run keeps; `note` gets each key that differs. OSError when it cannot be written."""
+    written = as_json(job)
+    try:
+        before = read_json(run / JOB, dict[str, object])
+    except UserError:
+        before = None  # an older version's
+    atomic_write(run / JOB, written)
+    if before is not None:
+        for text in differences(before, msgspec.json.decode(written)):
+            note(f"resumed with another job: {text}")
 
 
 def keep_stop(run: Path, reason: str) -> None:

@@ -254,6 +254,7 @@ def test_another_fleet_takes_over(whole: Done, tmp_path: Path) -> None:
         "3",
     )
     assert done.code == 0, done.err
+    assert f"resumed with another job: training.steps was {STEPS}, is now 14" in done.err
     before, after = _saved("whole"), _saved(str(tmp_path / "run"))
     assert before.keys() == after.keys()
     counted = "optimizer.table.weight.step"  # steps that were not left out

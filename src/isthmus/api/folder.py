@@ -47,7 +47,7 @@ from isthmus.job import Job
 from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
 from isthmus.reading import read_json
-from isthmus.run_files import CHECKPOINTS, CLIENT_NAMES, JOB, LOSSES, ROUND_LINES, keep_stop, write_json
+from isthmus.run_files import CHECKPOINTS, CLIENT_NAMES, JOB, LOSSES, ROUND_LINES, keep_job, keep_stop, write_json
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
@@ -188,7 +188,7 @@ class RunFolder:
             write_json(self.path / PLAN, plan)
             self.forget_losses(start_step, note)
             keep_stop(self.path, "")
-            write_json(self.path / JOB, job)
+            keep_job(self.path, job, note)
         except OSError as e:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
 

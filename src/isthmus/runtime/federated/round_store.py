@@ -26,7 +26,7 @@ from isthmus.federated.server import Commits, RunIdentity, Server
 from isthmus.graph.metrics import Metrics
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.run_files import JOB, ROUNDS, write_json
+from isthmus.run_files import ROUNDS, keep_job, write_json
 from isthmus.runtime.federated.host import RoundMeasure
 
 
@@ -97,7 +97,7 @@ class RoundStore:
         promised = self.promised
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / JOB, self._job)
+            keep_job(self.folder, self._job, note)
             if promised is not None:
                 write_json(self.folder / SPENT, promised)
                 note(f"privacy: {promised}")
