@@ -47,7 +47,8 @@ def pytest_run(
         cwd=folder,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, ALONE: "1", **environment},
+        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, ALONE: "1"}
+        | environment,
     )
 
 
