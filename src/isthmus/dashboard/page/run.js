@@ -135,8 +135,8 @@ function figureOfRounds(run, name) {
   const each = [...new Set(run.rounds.flatMap((r) => Object.keys(r.evaluation.clients?.[name]?.each ?? {})))];
   const sites = each.length > MOST_SITES ? [] : each;
   const found = [
-    [["high", "soft"], clients((c) => c.mean + c.deviation)],
-    [["low", "soft"], clients((c) => c.mean - c.deviation)],
+    [["", "soft"], clients((c) => c.mean + c.deviation)],
+    [["", "soft"], clients((c) => c.mean - c.deviation)],
     [["mean of clients", "green"], clients((c) => c.mean)],
     [["worst tenth", "red", [6, 4]], clients((c) => c.worst_decile)],
     [["held out", "orange"], column((e) => name === "loss" ? e.loss : e.metrics?.[name])],
@@ -144,8 +144,8 @@ function figureOfRounds(run, name) {
       [/^\d+$/.test(site) ? `client ${site}` : site, SITES[n % SITES.length], n < SITES.length ? [2, 3] : [8, 3]],
       clients((c) => c.each?.[site])]),
   ].filter(([, values]) => values.some((x) => x != null));
-  const bands = found[0]?.[0][0] === "high" ? [{ series: [1, 2], fill: `${colour("green")}22` }] : [];
-  const note = bands.length ? "clients on their own data; high, low: one deviation off" : "";
+  const bands = found[0]?.[0][0] === "" ? [{ series: [1, 2], fill: `${colour("green")}22` }] : [];
+  const note = bands.length ? "clients on their own data; shaded: their mean, one deviation up and down" : "";
   return [name, found.map(([series]) => series), [run.rounds.map((r) => r.round), ...found.map(([, x]) => x)], bands, note];
 }
 export function drawRounds(run, at) {
