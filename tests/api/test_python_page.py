@@ -1,4 +1,4 @@
-"""The snippets of docs/python.md run, one after another, and that of the README."""
+"""The snippets of docs/python.md run, one after another, and those of docs/parity.md and the README."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def test_every_snippet_runs(
     assert said[0].startswith("done ") and said[1] == "24"
     assert said[-2].startswith("1 ") and said[-1].startswith("2 ")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["linear", "sequential", "sequential-2"]
+
+
+def test_a_plain_loop_over_a_runs_batches_has_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/parity.md shows it."""
+    monkeypatch.chdir(tmp_path)
+    names = run_snippets("docs/parity.md")
+    run = names["run"]
+    assert isinstance(run, isthmus.Run) and len(run.plan.used) == 2 and run.plan.micro_batches > 1
+    assert names["losses"] == [point.loss for point in run.losses]
 
 
 def test_the_snippet_of_the_readme_runs(
