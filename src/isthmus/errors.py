@@ -18,9 +18,11 @@ import contextlib
 import difflib
 import os
 import re
+import sys
 import sysconfig
 import traceback
 import typing
+import warnings
 from collections.abc import Generator, Iterable
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "RankLost",
     "StepError",
     "UserError",
+    "Warned",
+    "warn",
 ]
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -159,3 +163,15 @@ _TYPES = {
 def plain_types(message: str) -> str:
     """A message of msgspec with its types as files' users call them: "expected 'text | table', got 'list'"."""
     return re.sub(r"(?<=['`| ])(str|int|float|bool|array|object)(?=['`| ])", lambda found: _TYPES[found[0]], message)
+
+
+class Warned(UserWarning):
+    """A warning of this package: the command line prints its text alone."""
+
+
+def warn(text: str) -> None:
+    """Warn, and name the caller's own line: the innermost outside this package and what is installed."""
+    frame, level = sys._getframe(1), 2  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, Warned, stacklevel=level)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
@@ -31,7 +32,7 @@ from isthmus.cli import (
     serve_commands,
     site_commands,
 )
-from isthmus.errors import InternalError, IsthmusError, UserError
+from isthmus.errors import InternalError, IsthmusError, UserError, Warned
 from isthmus.sanitize import error_line
 
 
@@ -100,9 +101,21 @@ def _named(command: CommandInfo) -> CommandInfo:
     return CommandInfo(_name(command), callback=lambda: None, help=command.help or command.callback.__doc__)
 
 
+_show = warnings.showwarning
+
+
+def _shown(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    """A warning of ours in a line; others as Python does."""
+    if issubclass(category, Warned):
+        sys.stderr.write(f"warning: {message}\n")
+    else:
+        _show(message, category, filename, lineno, *rest)
+
+
 def main() -> None:
     """Run the command line; one line on stderr and an exit code for every error that is ours to explain."""
     debug = "--debug" in sys.argv
+    warnings.showwarning = _shown
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     atexit.register(gc.freeze)  # to look for cycles among half a million objects as the interpreter ends takes 0.5 s
     try:

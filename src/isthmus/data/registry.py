@@ -32,7 +32,7 @@ from isthmus.wire_types import Name, Table, Text
 ENTRY_POINTS = "isthmus.datasets"
 
 
-class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which data to use: a `kind` of `dataset_kinds()`, or `package.module:callable`, and JSON `options` that the
     kind's options struct or the callable takes. Naming a callable runs it: a device checks somebody else's spec against
     what its owner allows before it loads anything."""

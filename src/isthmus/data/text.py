@@ -6,7 +6,6 @@ import glob
 import hashlib
 import os
 import sysconfig
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -31,7 +30,7 @@ from isthmus.data.dataset import (
 )
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer, no_text, tokens_of
 from isthmus.data.within import open_file
-from isthmus.errors import UserError
+from isthmus.errors import UserError, warn
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +170,7 @@ def check_text(text: bytes, path: Path, tokenizer: str) -> None:
                 f"text option 'files': {path}: {what}, expected text in UTF-8, or tokenizer 'bytes'"
             ) from None
     if found is not None:
-        warnings.warn(f"text option 'files': {path} begins as {found} does, and is taken as it is", stacklevel=2)
+        warn(f"text option 'files': {path} begins as {found} does, and is taken as it is")
 
 
 def _of_split(files: Mapping[str, Path], holdout: float, split: Split) -> dict[str, Path]:

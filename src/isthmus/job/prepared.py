@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -18,7 +17,7 @@ from isthmus.cost import ParameterState, Problem, parameter_state
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.data.dataset import any_left_out, may_be_left_out
 from isthmus.data.description import DataDescription, describe, joined_descriptions, read_description
-from isthmus.errors import UserError
+from isthmus.errors import UserError, warn
 from isthmus.extensions import import_object
 from isthmus.fleet import Device, Fleet, Links
 from isthmus.graph import Flow
@@ -230,14 +229,13 @@ def _cut_for_own_mean(job: Job, least: int, field: str) -> Job:
     count = job.micro_batches
     if job.training.micro_batches is None and not job.plan.feeders:  # those take turns with micro-batches
         if count > least:
-            warnings.warn(
+            warn(
                 "the model's loss is a mean of its own, which may be another with each number of micro-batches: by "
-                f"default that is {least} here, not {count}. For more return (loss_sum, count), or set {field}",
-                stacklevel=4,
+                f"default that is {least} here, not {count}. For more return (loss_sum, count), or set {field}"
             )
         return job.cut_into(least)
     if count > least:
-        warnings.warn(own_mean(count, "plan.micro_batches" if job.plan.micro_batches else field), stacklevel=4)
+        warn(own_mean(count, "plan.micro_batches" if job.plan.micro_batches else field))
     return job
 
 

@@ -11,7 +11,6 @@ import inspect
 import re
 import shutil
 import sys
-import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isthmus.documents import follow_umask
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import UserError, unknown_name, warn
 from isthmus.extensions import import_extra
 from isthmus.graph.label_means import is_hugging_face
 from isthmus.option_docs import OptionDoc, toml_text, type_text
@@ -226,10 +225,7 @@ def _warn_of_new_weights(chosen: PretrainedOptions, names: Sequence[str]) -> Non
     """A new head is as it should be; anything else is a model that is not the one that was saved."""
     if names:
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        warnings.warn(
-            f"hf option 'path': {chosen.path} as {chosen.task} has no {shown} ({len(names)} such): drawn at random",
-            stacklevel=2,
-        )
+        warn(f"hf option 'path': {chosen.path} as {chosen.task} has no {shown} ({len(names)} such): drawn at random")
 
 
 def save_hugging_face(module: nn.Module, directory: Path, tokenizer_dir: Path | None = None) -> None:

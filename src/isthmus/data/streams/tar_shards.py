@@ -20,7 +20,6 @@ import io
 import posixpath
 import re
 import tarfile
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Annotated, BinaryIO, cast
@@ -35,7 +34,7 @@ from isthmus.data.images.decoding import ENDINGS as IMAGES
 from isthmus.data.npy import read_npy
 from isthmus.data.streams.files import KIND, StreamFile, readable
 from isthmus.data.streams.shards import HEAD_BYTES, Form, Shard, kept
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import UserError, unknown_name, warn
 
 BLOCK_SAMPLES = 256
 BLOCK_BYTES = 8 << 20
@@ -172,7 +171,7 @@ class TarShards:
         if members.dropped_count:
             some = ", ".join(members.dropped) + (", ..." if members.dropped_count > len(members.dropped) else "")
             what = f"{members.dropped_count} members are part of no sample and are left out: {some}"
-            warnings.warn(f"{KIND} {found.url}: {what}", stacklevel=2)
+            warn(f"{KIND} {found.url}: {what}")
         if self._listed is None:
             return members
         samples = int(_of(members.ends)[-1]) if members.ends else 0

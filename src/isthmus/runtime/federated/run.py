@@ -8,7 +8,6 @@ import secrets
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData, Named
+from isthmus.errors import warn
 from isthmus.federated.admission import first_state
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.cohorts import Cohorts
@@ -124,10 +124,10 @@ class FederatedRun:
         self.folder = folder
         self.data: ClientData = client_data(job)
         if job.execution.clients_per_vmap != 1 and not job.local.is_plain:
-            warnings.warn(ONE_BY_ONE, stacklevel=2)
+            warn(ONE_BY_ONE)
         self.job = job = sized(job, self.data, folder if resume else None)
         if text := own_mean_of(lambda: build(job), self.data.columns, job.local):
-            warnings.warn(text, stacklevel=2)
+            warn(text)
         self._began, self._watch = began, watch
         self.moved_bytes = 0
         """Bytes of clients' states that moved from node to node of a Ray cluster; known at the end."""

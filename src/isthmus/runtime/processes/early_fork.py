@@ -6,6 +6,7 @@ fit, device processes come from a fork server with an interpreter of its own.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import select
@@ -50,6 +51,11 @@ class EarlyForkServer(ForkServer):
         if self.gone or not self.all_ended:
             super().end()
 
+    def close(self) -> None:
+        """As the end of this process would."""
+        if self.owner == os.getpid():
+            self._line.close()
+
 
 class _Copy:
     def __init__(self, pid: int) -> None:
@@ -76,6 +82,7 @@ def fork_early(
     none = _standing is None or _standing.owner != os.getpid()
     if able and none and threading.active_count() == 1 + waiting:
         _standing = EarlyForkServer(_Like(tuple(command), dict(environment), module))
+        atexit.register(_standing.close)
 
 
 def standing_for(command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES) -> ForkServer | None:

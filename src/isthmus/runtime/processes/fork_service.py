@@ -26,10 +26,9 @@ def serve_forks(live: Callable[[SpawnRequest], None], title: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle(title)
-    line = socket.socket(fileno=0)
     gc.freeze()  # collecting in a copy would write to every page
     numbers: dict[int, int] = {}
-    with selectors.DefaultSelector() as waiting, contextlib.suppress(OSError):
+    with socket.socket(fileno=0) as line, selectors.DefaultSelector() as waiting, contextlib.suppress(OSError):
         waiting.register(line, selectors.EVENT_READ)
         while True:
             for key, _ in waiting.select():
