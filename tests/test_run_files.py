@@ -47,6 +47,19 @@ def test_what_a_resumed_run_changes_is_said(tmp_path: Path) -> None:
     assert noted == [f"resumed with another job: {text}" for text in changed]
 
 
+def test_of_a_list_the_entry_that_changed_is_said(tmp_path: Path) -> None:
+    noted: list[str] = []
+    adam = {"name": "adamw", "lr": 0.1, "betas": [0.9, 0.99]}
+    keep_job(tmp_path, {"optimizer": [{"name": "sgd"}, adam]}, noted.append)
+    keep_job(tmp_path, {"optimizer": [{"name": "sgd"}, adam | {"lr": 0.2, "betas": [0.9, 0.95]}]}, noted.append)
+    keep_job(tmp_path, {"optimizer": [{"name": "sgd"}]}, noted.append)
+    assert noted[:2] == [
+        "resumed with another job: optimizer.1.lr was 0.1, is now 0.2",
+        "resumed with another job: optimizer.1.betas.1 was 0.99, is now 0.95",
+    ]
+    assert noted[2].startswith("resumed with another job: optimizer was [{") and len(noted) == 3
+
+
 @pytest.mark.parametrize("damaged", [b"", b"\xff", b'{"step": "x"}', b"[]", b'{"step": 1'])
 def test_a_damaged_document_is_refused_with_its_path_and_the_remedy(tmp_path: Path, damaged: bytes) -> None:
     (tmp_path / "job.json").write_bytes(damaged)

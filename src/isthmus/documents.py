@@ -129,6 +129,10 @@ def differences(before: object, now: object, key: str = "") -> Iterator[str]:
         was, becomes = cast("dict[str, object]", before), cast("dict[str, object]", now)
         for name in {**was, **becomes}:
             yield from differences(was.get(name), becomes.get(name), f"{key}.{name}".lstrip("."))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = zip(cast("list[object]", before), cast("list[object]", now), strict=True)
+        for number, (was_one, is_one) in enumerate(pairs):
+            yield from differences(was_one, is_one, f"{key}.{number}")
     elif before != now:
         yield f"{key} was {_shown(before)}, is now {_shown(now)}"
 

@@ -101,5 +101,5 @@ def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
     increase = increase_of(replicas)
     if not math.isfinite(increase):
         return words
-    steps = f", so {more_steps(increase) - 1:.1%} more steps to a loss" if increase else ""
+    steps = f": {more_steps(increase):.3g} times as many steps to reach a loss" if increase else ""
     return f"{words}; expected loss {increase:+.2%}{steps}, as measured on {MEASURED_ON}"

@@ -306,6 +306,19 @@ def test_an_optimizer_that_a_scheduler_has_is_refused(
             read_optimizer(held, model)  # pyright: ignore[reportArgumentType]
 
 
+def test_an_error_in_the_loss_names_no_line_of_ours(tmp_path: Path) -> None:
+    data = {"input": torch.zeros(8, 2), "target": torch.zeros(8)}
+    with pytest.raises(UserError, match=r"^model: in module 'loss': class and token ids must be int64") as found:
+        isthmus.train(model=nn.Linear(2, 3), loss=nn.functional.cross_entropy, data=data, run=tmp_path / "run", batch=8)
+    assert ".py" not in str(found.value)
+
+
+def test_a_target_without_a_loss_says_to_give_one(tmp_path: Path) -> None:
+    data = {"input": torch.zeros(8, 2), "target": torch.zeros(8, 3)}
+    with pytest.raises(UserError, match=r"does not take \['target'\]: with a column 'target' give `loss=`"):
+        isthmus.train(model=nn.Linear(2, 3), data=data, run=tmp_path / "run", batch=8)
+
+
 def test_an_optimizer_is_new_and_has_no_hooks() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())

@@ -15,6 +15,7 @@ from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
+from isthmus.plans import Constraints, question_in_words
 from isthmus.report import (
     ComparedPlan,
     Comparison,
@@ -207,6 +208,16 @@ def test_comparison_ranks_by_the_simulated_step_and_says_who_refused() -> None:
     assert "none made no plan: stage 0 does not fit: 7 B short" in text
     line = next(line for line in text.splitlines() if line.startswith("soon"))
     assert " ".join(line.split()) == "soon 900 ms 1 s 0.25 500 ms 80.00% 100 ms - - 4 in 2"
+
+
+def test_a_comparison_says_once_that_a_plan_reaches_the_bound() -> None:
+    asked = question_in_words(Constraints(), [4], priced=False, period=1, recompute=True)
+    rows = [msgspec.structs.replace(row(name, s), question=asked) for name, s in (("best", 1.0), ("far", 2.0))]
+    words = "A plan reaches it."
+    assert words not in told(compared_table(Comparison(model="m", fleet="f", batch=2, rows=ranked(rows))))
+    rows[0] = msgspec.structs.replace(rows[0], exact=True)
+    text = told(compared_table(Comparison(model="m", fleet="f", batch=2, rows=ranked(rows))))
+    assert " ".join(text.split()).count(words) == 1 and "by the formula" in text
 
 
 def test_headroom_is_that_of_the_fullest_device() -> None:

@@ -47,6 +47,15 @@ def test_timeline_of_four_devices(predicted: Trace, measured: Trace, tmp_path: P
     assert share(image, EVALUATION) == 0
 
 
+def test_notes_stand_below_the_timeline(predicted: Trace, measured: Trace, tmp_path: Path) -> None:
+    draw_timeline(predicted, measured, tmp_path / "plain.png")
+    draw_timeline(predicted, measured, tmp_path / "noted.png", notes=["too slow to emulate oslo", "and rome"])
+    plain, noted = pixels(tmp_path / "plain.png"), pixels(tmp_path / "noted.png")
+    assert noted.shape[0] == pytest.approx(plain.shape[0] + 2 * 0.18 * 200, abs=2)
+    foot = noted[plain.shape[0] - 10 :]
+    assert (foot.sum(axis=-1) < 300).mean() > 0.001, "they are written there"
+
+
 def test_both_panels_start_at_the_same_place(predicted: Trace, measured: Trace, tmp_path: Path) -> None:
     draw_timeline(predicted, measured, tmp_path / "timeline.png")
     image = pixels(tmp_path / "timeline.png")

@@ -212,6 +212,23 @@ def test_the_overview_says_what_a_newcomer_needs(plan: Plan, fleet: Fleet) -> No
     assert "device oslo-2." in render(plan_overview(plan, fleet), 60)
 
 
+def test_averaging_that_takes_most_of_a_step_is_what_limits_it(plan: Plan, fleet: Fleet) -> None:
+    said = plan.predicted
+    for sync_s, words in (
+        (1.0, "What limits it: device oslo-2."),
+        (2.0, "What limits it: averaging the replicas, 2 s."),
+    ):
+        averaged = msgspec.structs.replace(said, step_s=said.step_s + sync_s, sync_s=sync_s)
+        assert words in render(plan_overview(msgspec.structs.replace(plan, predicted=averaged), fleet), 200)
+
+
+def test_a_table_says_what_this_computer_was_too_slow_for(predicted: Trace, measured: Trace, plan: Plan) -> None:
+    found = comparison_summary(predicted, measured, plan)
+    slow = "warning: this computer is too slow to emulate oslo-2"
+    assert slow not in render(comparison_table(found), 200)
+    assert slow in render(comparison_table(msgspec.structs.replace(found, too_slow=(slow,))), 200)
+
+
 def test_a_proof_in_words() -> None:
     asked = question_in_words(Constraints(), [4], priced=False, period=1, recompute=True)
     certificate = Certificate(lower_bound=1.0, gap=0.026, question=asked)

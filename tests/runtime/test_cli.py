@@ -393,6 +393,8 @@ def test_export_gives_hugging_face_the_same_model(trained: Trained, tmp_path: Pa
 def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
     simulated = json.loads(isthmus("simulate", trained.job, "--json", "--plan", trained.run / "plan.json").out)
     assert simulated["step_s"] > 0
+    said = isthmus("simulate", trained.job, "--plan", trained.run / "plan.json").out
+    assert "simulated step " in said and "by FusionLLM's Eq. 3 " in said
     traced = json.loads(isthmus("trace", trained.run, "--json").out)
     assert json.loads(Path(traced["perfetto"]).read_text())["traceEvents"]
     assert "three-sites" in json.loads(isthmus("fleets", "--json").out)

@@ -104,6 +104,17 @@ ONCE_A_STEP = [
 ]
 
 
+def test_a_plan_of_one_replica_says_that_it_averages_nothing() -> None:
+    job = job_of("gpt", GPT, TEXT)
+    words = "sync.mode 'local' averages nothing: this plan has one replica"
+    for mode, said in (("every-step", ()), ("local", (words,))):
+        prepared = prepare(msgspec.structs.replace(job, sync=SyncPolicy(mode=mode)))
+        made = planned(prepared, [((0.5,), 4)])
+        problem = prepared.problem(fleet_of(2))
+        again = scheduled(problem, scheduled(problem, made))
+        assert again.notes == (*made.notes, *said)
+
+
 @pytest.mark.parametrize("policy", ONCE_A_STEP, ids=lambda policy: policy.mode)
 def test_parameters_averaged_in_every_step_equal_gradients_summed(policy: SyncPolicy, tmp_path: Path) -> None:
     """With plain SGD, averages of parameters after one step are the parameters after a step on the mean gradient."""

@@ -286,10 +286,10 @@ class _Watch:
         self._log.saved(step)
         self._observer.saved(step, saved)
         changes_bytes = outcome.received_bytes + outcome.sent_bytes
-        self._noted(
-            f"{outcome.samples} samples in {format_duration(outcome.seconds)}; {outcome.merges} merges, "
-            f"{outcome.late} contributions too late"
-        )
+        more = outcome.samples - training.steps * training.batch_size
+        over = f", {more:,} more than asked: in steps that were under way at the end" if more > 0 else ""
+        self._noted(f"{outcome.samples:,} samples in {format_duration(outcome.seconds)}{over}")
+        self._noted(f"{outcome.merges} merges; {outcome.late} contributions came too late, and counted in a later one")
         self._noted(
             f"changes: {format_size(outcome.received_bytes)} received, {format_size(outcome.sent_bytes)} sent, "
             f"{outcome.plain_bytes / max(1, changes_bytes):.1f} times fewer than as float32; "

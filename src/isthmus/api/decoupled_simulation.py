@@ -81,10 +81,11 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
             *([self.note] if self.note else []),
             *found,
             *after,
-            f"steps: {steps}; {len(run.merges)} merges, {run.late} contributions too late for theirs",
-            f"{run.finish.outcome} after {format_duration(run.seconds)}: {100 * self.goodput:.1f} % of what the "
-            f"devices could do undisturbed, which computed {100 * run.used:.1f} % of the time that they were there. "
-            f"{run.finish.reason}".rstrip(" ."),
+            f"steps: {steps}",
+            f"{len(run.merges)} merges; {run.late} contributions came too late, and counted in a later one",
+            f"devices computed {100 * run.used:.1f} % of the time that they were there",
+            f"{run.useful_samples:,.0f} samples merged, {100 * self.goodput:.1f} % of what is possible without faults",
+            f"{run.finish.outcome} after {format_duration(run.seconds)}. {run.finish.reason}".rstrip(" ."),
         ]
 
     def summary(self) -> dict[str, object]:

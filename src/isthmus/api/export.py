@@ -36,6 +36,7 @@ from isthmus.models import (
     widened,
 )
 from isthmus.models.registry import own_names
+from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary, run_summary
 from isthmus.trace import write_perfetto
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_manifest, read_weights
@@ -68,6 +69,9 @@ def write_trace(run: Path) -> Traced:
     summary = run_summary(predicted, measured, folder.periods())
     if summary is None:
         raise UserError(f"run folder {run}: no training step was finished")
+    if folder.summary.is_file():
+        kept = read_json(folder.summary, ComparisonSummary)
+        summary = msgspec.structs.replace(summary, too_slow=kept.too_slow)
     return Traced(folder.perfetto, summary, [])
 
 

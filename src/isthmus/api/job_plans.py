@@ -97,16 +97,13 @@ class Simulated(NamedTuple):
 
     def lines(self) -> list[str]:
         """In words: a step's time, and how much of it each device computes."""
-        step_s, predicted = steady_step_s(self.trace), self.plan.predicted
-        times = ", ".join(
-            f"{name} {format_duration(seconds)}"
-            for name, seconds in (
-                ("simulated step", step_s),
-                ("formula", predicted.step_s),
-                ("Eq. 3", predicted.eq3_step_s),
-            )
-        )
-        return [times, *(f"  {device}: computing {share:.0%}" for device, share in busy_share(self.trace).items())]
+        predicted = self.plan.predicted
+        return [
+            f"simulated step {format_duration(steady_step_s(self.trace))}",
+            f"by the formula {format_duration(predicted.step_s)}: planners minimise it, and bounds are of it",
+            f"by FusionLLM's Eq. 3 {format_duration(predicted.eq3_step_s)}: with the latency of every micro-batch",
+            *(f"  {device}: computing {share:.0%}" for device, share in busy_share(self.trace).items()),
+        ]
 
     def draw(self, path: Path) -> None:
         """UserError: the picture is of faults."""

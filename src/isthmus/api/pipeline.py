@@ -265,8 +265,6 @@ def _explained(planned: _Planned, outcome: Outcome, ended: Ended, session: RunSe
     if fitted is not None:
         folder.keep_fitted(fitted)
         observer.note(f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
-    for text in late_warnings(outcome.late_s, outcome.elapsed_s):
-        observer.note(text)
     reason = _reason(outcome, folder.path)
     session.callbacks.end(RunEnded(run=folder.path, outcome=ended, reason=reason, pictures=run.pictures))
     return run
@@ -360,6 +358,8 @@ def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], 
     draw_metrics(folder)
     summary, last = run_summary(predicted, measured, periods), last_period(measured, periods)
     if summary is not None and last is not None:
-        summary = msgspec.structs.replace(summary, memory=memory_use(periods[-1].plan, outcome.peaks))
-        draw_timeline(during(predicted, periods, last), during(measured, periods, last), folder.timeline)
+        slow = tuple(late_warnings(outcome.late_s, outcome.elapsed_s))
+        summary = msgspec.structs.replace(summary, memory=memory_use(periods[-1].plan, outcome.peaks), too_slow=slow)
+        spans = during(predicted, periods, last), during(measured, periods, last)
+        draw_timeline(*spans, folder.timeline, notes=slow)
         folder.summary.write_bytes(summary.as_json())

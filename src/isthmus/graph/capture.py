@@ -34,6 +34,7 @@ from isthmus.graph.outputs import split_outputs
 from isthmus.graph.sizes import NotAffine
 from isthmus.graph.tidy import mark_training
 
+LOSS = ": with a column 'target' give `loss=` too, or a forward that takes it and returns the loss"
 EXAMPLE_BATCH = 4
 """Any size above 1 will do: torch specialises the sizes 0 and 1."""
 
@@ -272,7 +273,7 @@ def check_columns(module: nn.Module, columns: Collection[str]) -> None:
         parts = [f"it needs {missing}" if missing else "", f"it does not take {unexpected}" if unexpected else ""]
         raise UserError(
             f"model: forward({', '.join(keyword)}) does not fit the data's columns {list(columns)}: "
-            f"{' and '.join(p for p in parts if p)}"
+            f"{' and '.join(p for p in parts if p)}{LOSS if 'target' in unexpected else ''}"
         )
 
 

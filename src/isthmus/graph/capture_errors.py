@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from isthmus.errors import UserError
 
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+PACKAGE = Path(__file__).parents[1]
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(PACKAGE / "models" / "registry.py"), "<")
 LOUD = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace")
 WITHOUT_DATA = "compute with torch.where or a mask instead of `if`, `while`, .item(), .tolist() or x[mask]"
 ASSIGNED = "assigned during export"
@@ -40,7 +41,7 @@ class ModulePath:
 
     def __enter__(self) -> ModulePath:
         for name, module in self._module.named_modules():
-            label = name or type(self._module).__name__
+            label = name or _title(self._module)
             self._hooks.append(module.register_forward_pre_hook(lambda *_, label=label: self._stack.append(label)))
             self._hooks.append(module.register_forward_hook(lambda *_: self._leave()))
         return self
@@ -55,7 +56,11 @@ class ModulePath:
 
     @property
     def current(self) -> str:
-        return self._stack[-1] if self._stack else type(self._module).__name__
+        return self._stack[-1] if self._stack else _title(self._module)
+
+
+def _title(module: nn.Module) -> str:
+    return str(getattr(module, "title", type(module).__name__))
 
 
 @contextlib.contextmanager

@@ -183,6 +183,9 @@ def give_model(model: nn.Module | Callable[[], nn.Module]) -> str:
 class WithLoss(nn.Module):
     """A model and a loss behind one forward, which takes columns."""
 
+    title = "loss"
+    """Its name in errors: what the model raises is said of the model's own modules."""
+
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[str, ...], target: str) -> None:
         super().__init__()
         self.model = model

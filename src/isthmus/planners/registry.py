@@ -260,7 +260,10 @@ def _noted(made: Plan, notes: tuple[str, ...]) -> Plan:
 
 def scheduled(problem: Problem, made: Plan) -> Plan:
     """The plan with what its replicas sum put in the steps where it costs least, if the policy leaves a choice."""
-    if problem.sync.mode not in _SCHEDULED or len(made.replicas) < 2:
+    if len(made.replicas) < 2 and problem.sync.mode != "every-step":
+        words = f"sync.mode {problem.sync.mode!r} averages nothing: this plan has one replica"
+        return made if words in made.notes else _noted(made, (words,))
+    if problem.sync.mode not in _SCHEDULED:
         return made
     dream_plans = dream_replicas(problem, made, _SCHEDULED[problem.sync.mode])
     proven = stated(problem, made.certificate)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Objective, Plan
-from isthmus.report.tables import new_table, titled
+from isthmus.report.tables import asked, new_table, titled
 from isthmus.units import format_duration, format_size
 
 
@@ -124,7 +124,9 @@ def _bounds(comparison: Comparison) -> Iterator[str]:
             yield f"[1] of {who}: no bound"
             continue
         priced = "; per 1,000 steps" if comparison.objective == "cost" else ""
-        yield f"[1] of {who}: on {question}{priced}; gap = what this plan has by the formula / bound - 1"
+        exact = any(row.exact for row in comparison.rows if row.question == question)
+        reached = "A plan reaches it. " if exact else ""
+        yield f"[1] of {who}: {asked(question)}, by the formula{priced}. {reached}gap: how far a plan is above it"
 
 
 def _cells(row: ComparedPlan) -> tuple[str, ...]:
@@ -146,8 +148,7 @@ def _cells(row: ComparedPlan) -> tuple[str, ...]:
 
 def _bound(row: ComparedPlan) -> str:
     bound = row.lower_bound_per_1000_steps
-    text = _duration(row.lower_bound_s) if bound is None else f"{bound:.4g}"
-    return f"{text}\nreached" if row.exact else text
+    return _duration(row.lower_bound_s) if bound is None else f"{bound:.4g}"
 
 
 def _duration(seconds: float | None) -> str:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
-from isthmus.plans import ANY_PLAN, Plan
+from isthmus.plans import ANY_PLAN, Plan, Prediction
 from isthmus.report.summary import PlanSummary, StageSummary, plan_summary
 from isthmus.report.tables import new_table, noted, proof_text, stage_number, titled
 from isthmus.units import format_duration, format_size
@@ -66,11 +66,17 @@ class _Overview:
         )
 
 
+def _limit(predicted: Prediction) -> str:
+    """The averaging of replicas where it takes most of the step, else what sets the period of the slowest."""
+    longest = predicted.sync_s > predicted.step_s / 2
+    return f"averaging the replicas, {format_duration(predicted.sync_s)}" if longest else predicted.bottleneck
+
+
 def _lines(plan: PlanSummary) -> list[str]:
     lines = [
         "compute and sends: of one micro-batch",
         f"One step should take {format_duration(plan.predicted.step_s)}: {plan.samples_per_s:.4g} samples/s. "
-        f"What limits it: {plan.predicted.bottleneck}.",
+        f"What limits it: {_limit(plan.predicted)}.",
     ]
     if plan.price_per_1000_steps:
         lines.append(f"Price of 1,000 steps: {plan.price_per_1000_steps:.4g}.")

@@ -40,6 +40,8 @@ def draw_faults(
     module.draw_faults(done_s, faults, stopped_s, path, seconds=seconds)
 
 
-def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: int = 2) -> None:
+def draw_timeline(
+    predicted: Trace | None, measured: Trace, path: Path, steps: int = 2, notes: Sequence[str] = ()
+) -> None:
     """`timeline.draw_timeline`: typical steps of `measured`, below the same of `predicted` if there is one."""
-    importlib.import_module("isthmus.report.timeline").draw_timeline(predicted, measured, path, steps)
+    importlib.import_module("isthmus.report.timeline").draw_timeline(predicted, measured, path, steps, notes)

@@ -158,6 +158,8 @@ class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The plans of a run, in order."""
     memory: tuple[DeviceMemoryUse, ...] = ()
     """Memory of a run's stages under the last of its plans, as far as their devices reported it."""
+    too_slow: tuple[str, ...] = ()
+    """For each emulated device for which this computer was too slow, how much time was lost."""
 
     def as_json(self) -> bytes:
         """One line of JSON."""

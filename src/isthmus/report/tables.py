@@ -188,7 +188,7 @@ def _step_table(summary: ComparisonSummary) -> RenderableType:
     for name, seconds, error in rows:
         table.add_row(Text(name), Text(_seconds(seconds)), Text(f"{error:+.1%}"))
     caption = "median of the steps after the first; error = (predicted - measured) / measured"
-    return titled(title, table, caption)
+    return titled(title, table, "\n".join([caption, *summary.too_slow]))
 
 
 def _device_table(summary: ComparisonSummary) -> RenderableType:
@@ -238,8 +238,13 @@ def bound_text(certificate: Certificate) -> str:
 def certificate_text(certificate: Certificate) -> str:
     """With the question in full."""
     known = "at best" if certificate.exact else "at least"
-    bound = f"{known} {bound_text(certificate)} is {certificate.question}"
+    bound = f"{known} {bound_text(certificate)} is {asked(certificate.question)}"
     return f"gap {certificate.gap:.2%} to a lower bound by the formula: {bound}"
+
+
+def asked(question: str) -> str:
+    """A bound's question without its end, which names the formula as earlier versions did."""
+    return question.rpartition(", by the ")[0] or question
 
 
 def proof_text(certificate: Certificate) -> str:

@@ -12,7 +12,7 @@ Both panels share one axis, whose zero is the start of the first step drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -93,8 +93,11 @@ class _TimelineShape(NamedTuple):
         return self.width - self.left - self.right
 
 
-def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: int = 2) -> None:
-    """Write a PNG of `steps` typical consecutive steps of `measured`, below the same of `predicted` if there is one.
+def draw_timeline(
+    predicted: Trace | None, measured: Trace, path: Path, steps: int = 2, notes: Sequence[str] = ()
+) -> None:
+    """Write a PNG of `steps` typical consecutive steps of `measured`, below the same of `predicted` if there is one,
+    and `notes` at the foot.
 
     A shorter trace is drawn as far as it goes. UserError when `steps` is below 1 or a trace holds no complete step.
     """
@@ -104,6 +107,7 @@ def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: i
     windows = [_window(trace, steps) for trace in traces]
     devices = _devices(traces)
     shape = _shape(devices, windows, steps)
+    shape = shape._replace(bottom=shape.bottom + 0.18 * len(notes))
     height = shape.top + shape.bottom + len(windows) * len(devices) * shape.row + (len(windows) - 1) * shape.between
     figure = Figure(figsize=(shape.width, height), dpi=_DPI)
     FigureCanvasAgg(figure)
@@ -118,6 +122,9 @@ def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: i
         _draw_panel(axes, window, devices, end_s, shape, number_size)
         _draw_axis(axes, window is windows[-1], end_s)
     _draw_heading(figure, predicted, measured, shape, height, windows)
+    for line, text in enumerate(reversed(notes)):
+        place = _MARGIN / 72 / shape.width, (0.06 + 0.18 * line) / height
+        figure.text(*place, text, ha="left", va="bottom", fontsize=8, color=_INK)
     figure.savefig(path, format="png", metadata={"Software": "isthmus"})
 
 
