@@ -32,11 +32,11 @@ __all__ = [
     "InternalError",
     "Interrupted",
     "IsthmusError",
+    "IsthmusWarning",
     "PeerError",
     "RankLost",
     "StepError",
     "UserError",
-    "Warned",
     "warn",
 ]
 
@@ -165,7 +165,7 @@ def plain_types(message: str) -> str:
     return re.sub(r"(?<=['`| ])(str|int|float|bool|array|object)(?=['`| ])", lambda found: _TYPES[found[0]], message)
 
 
-class Warned(UserWarning):
+class IsthmusWarning(UserWarning):
     """A warning of this package: the command line prints its text alone."""
 
 
@@ -174,4 +174,4 @@ def warn(text: str) -> None:
     frame, level = sys._getframe(1), 2  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, Warned, stacklevel=level)
+    warnings.warn(text, IsthmusWarning, stacklevel=level)

@@ -81,6 +81,9 @@ def test_a_job_leaves_the_merged_model_and_a_record_that_gives_its_bits(job: Job
     lines = shown.getvalue().splitlines()
     assert any(line.startswith("step 40/40, loss ") and line.endswith(" samples/s") for line in lines)
     assert f"step 40: held-out loss {run.heldout[-1].loss:.4f}" in lines
+    (end,) = (line for line in lines if " samples in " in line and line[0].isdigit())
+    more = int(end.split()[0].replace(",", "")) - 40 * job.training.batch_size
+    assert more == 0 or end.endswith(f", {more:,} more than asked: replicas train on until the last merge")
     assert [point.step >= at for point, at in zip(run.heldout, (20, 40), strict=True)] == [True, True]
     module = build_model(job.model)
     assert run.load(module) == 40
@@ -167,6 +170,8 @@ def test_a_job_is_simulated_with_its_faults(job: Job) -> None:
     assert found.summary()["timeline"] == [{"time_s": late_s, "text": text} for text in happened]
     assert "after the end of the run, so without effect: a-0: computing takes 2 times as long" in found.lines()
     assert set(found.steps) == {"a-0", "b-0"}
+    merged = f"{found.run.useful_samples:,.0f} samples merged, {100 * found.goodput:.1f} %"
+    assert f"{merged} of what is possible without faults" in found.lines()
     gone = simulate_decoupled(job, [Fault(kind="lost", device=name, time_s=late_s) for name in ("a-0", "b-0")])
     assert gone.exit_code == 4
 

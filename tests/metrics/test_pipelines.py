@@ -214,6 +214,9 @@ def test_a_rest_is_evaluated_unless_the_loss_weighs_samples_unlike(loss: object,
     overrides = {"training.eval_every": 2, "training.micro_batches": 4}
     prepared = prepare(Objects(given).job(tmp_path / "given", overrides))  # pyright: ignore[reportArgumentType]
     assert (prepared.eval_micro_batches, prepared.eval_rest) == (13, rest)
+    assert [note.partition(":")[0] for note in prepared.eval_notes] == (
+        [] if rest else ["evaluations leave out 1 of 53 held-out samples"]
+    )
 
 
 def reads(outputs: object, batch: object) -> float:

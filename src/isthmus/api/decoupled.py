@@ -287,7 +287,7 @@ class _Watch:
         self._observer.saved(step, saved)
         changes_bytes = outcome.received_bytes + outcome.sent_bytes
         more = outcome.samples - training.steps * training.batch_size
-        over = f", {more:,} more than asked: in steps that were under way at the end" if more > 0 else ""
+        over = f", {more:,} more than asked: replicas train on until the last merge" if more > 0 else ""
         self._noted(f"{outcome.samples:,} samples in {format_duration(outcome.seconds)}{over}")
         self._noted(f"{outcome.merges} merges; {outcome.late} contributions came too late, and counted in a later one")
         self._noted(

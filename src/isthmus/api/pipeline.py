@@ -179,7 +179,7 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, obser
         plan = searched(observer, stop, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
     observer.planned(plan, planned_on, prepared.captured.train)
-    for line in protection_text(prepared, plan, planned_on):
+    for line in (*protection_text(prepared, plan, planned_on), *prepared.eval_notes):
         observer.note(line)
     observer.note(f"run folder: {folder.path}")
     holders.ask(readers(plan, prepared.captured, evaluates=job.evaluates))

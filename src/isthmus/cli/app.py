@@ -32,7 +32,7 @@ from isthmus.cli import (
     serve_commands,
     site_commands,
 )
-from isthmus.errors import InternalError, IsthmusError, UserError, Warned
+from isthmus.errors import InternalError, IsthmusError, IsthmusWarning, UserError
 from isthmus.sanitize import error_line
 
 
@@ -106,7 +106,7 @@ _show = warnings.showwarning
 
 def _shown(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
     """A warning of ours in a line; others as Python does."""
-    if issubclass(category, Warned):
+    if issubclass(category, IsthmusWarning):
         sys.stderr.write(f"warning: {message}\n")
     else:
         _show(message, category, filename, lineno, *rest)

@@ -75,6 +75,16 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         return rest if is_even(self.captured.train, uneven=any_left_out(self.samples.columns)) else 0
 
     @property
+    def eval_notes(self) -> list[str]:
+        """A line where an evaluation leaves held-out samples out."""
+        asked = min(self.job.training.eval_samples, self.samples.heldout)
+        left_out = asked - self.eval_micro_batches * self.job.micro_batch_size - self.eval_rest
+        if not self.job.evaluates or left_out <= 0:
+            return []
+        why = f"they fill no micro-batch of {self.job.micro_batch_size}, and the mean over fewer may be another"
+        return [f"evaluations leave out {left_out} of {asked} held-out samples: {why}"]
+
+    @property
     def schemas(self) -> dict[str, str]:
         """Schemas of the operators of both graphs."""
         return self.captured.eval.schemas | self.captured.train.schemas

@@ -45,7 +45,8 @@ class _Overview:
                 table.add_section()
             cells = self._cells(stage, stage_number(number, summary), sizes=wide)
             table.add_row(*(cell for name, cell in zip(COLUMNS, cells, strict=True) if name not in left_out))
-        counts = f"{summary.micro_batches} micro-batches of {summary.micro_batch_size}"
+        many = "" if summary.micro_batches == 1 else "es"
+        counts = f"{summary.micro_batches} micro-batch{many} of {summary.micro_batch_size}"
         yield titled(f"{self._title}: {counts}", table, "\n".join(_lines(summary)))
 
     def _cells(self, stage: StageSummary, number: str, *, sizes: bool) -> tuple[Text, ...]:
