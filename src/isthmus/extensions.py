@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import TypeVar
@@ -120,6 +123,31 @@ def import_object(owner: str, name: str) -> object:
             raise UserError(f"{owner} {name!r}: {module_name} has no {attribute!r}")
         found = getattr(found, part)
     return found
+
+
+@contextlib.contextmanager
+def modules_of(folders: Sequence[str]) -> Generator[None]:
+    """Meanwhile Python looks for modules in these folders first. What was imported from them, or from the current
+    folder, is forgotten afterwards: the next job may have other modules of the same names, or has changed these."""
+    before, path = set(sys.modules), list(sys.path)
+    own = [os.path.join(os.path.abspath(folder), "") for folder in (*folders, os.getcwd())]
+    sys.path[:0] = folders
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            if _lies_in(own, name):
+                del sys.modules[name]
+
+
+def _lies_in(folders: Sequence[str], name: str) -> bool:
+    """Whether a module is the user's own of one of these folders: neither ours nor installed, as an environment in such
+    a folder has them."""
+    file = getattr(sys.modules[name], "__file__", None) or ""
+    installed = file.startswith((sys.prefix, sys.base_prefix)) or "site-packages" in file
+    return name.partition(".")[0] != "isthmus" and not installed and file.startswith(tuple(folders))
 
 
 def read_options(owner: str, options: Mapping[str, object], struct: type[Options]) -> Options:

@@ -5,6 +5,7 @@ But for `runtime.transport.simultaneous_open`, which for seconds listens at a po
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import secrets
 import socket
@@ -20,7 +21,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=128, family=family)
     except (OSError, UnicodeError, OverflowError) as e:
         reason = str(e.strerror if isinstance(e, OSError) and e.strerror else e).partition(" (while ")[0]
-        raise UserError(f"cannot listen on {shown_address(host, port)}: {reason}") from None
+        taken = isinstance(e, OSError) and e.errno == errno.EADDRINUSE
+        remedy = ": another program has this port; --port chooses another, 0 any that is free" if taken else ""
+        raise UserError(f"cannot listen on {shown_address(host, port)}: {reason}{remedy}") from None
 
 
 def shown_address(host: str, port: int) -> str:

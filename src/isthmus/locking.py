@@ -34,6 +34,21 @@ def hold(path: Path, taken: str) -> None:
     _HELD.append(claim)
 
 
+def is_held(path: Path) -> bool:
+    """Whether a process, this one too, has the file by `hold`."""
+    if not path.exists():
+        return False
+    fcntl = importlib.import_module("fcntl")
+    if any(Path(claim.name).absolute() == path.absolute() for claim in _HELD):
+        return True  # to open and close it would give it up
+    with _opened(path) as claim:
+        try:
+            fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return True
+    return False
+
+
 _HELD: list[BinaryIO] = []
 """A file that is closed is no longer locked."""
 

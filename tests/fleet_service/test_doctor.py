@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from isthmus.runtime.identity import Authority, Identity
 from isthmus.runtime.identity.files import write_private
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service import doctor
-from isthmus.runtime.service.agent import Membership, join_fleet
+from isthmus.runtime.service.agent import JOINED, Membership, join_fleet
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.runtime.service.machine import Finding, examine_machine
 
@@ -165,6 +166,23 @@ def test_nothing_is_wrong(fleet: Fleet, tmp_path: Path) -> None:
     join_fleet(ticket, {"desk": tmp_path / "desk"}, 5.0)  # it was not used up
     findings = examine_device(tmp_path / "desk")
     assert [f.hop for f in findings if f.good] == ["state", "clock", "name", "port", "TLS", "membership"]
+
+
+def test_a_device_that_is_connected_is_left_alone(fleet: Fleet, tmp_path: Path) -> None:
+    """The coordinator keeps a device's newest connection: a question under its name would close that of `join`."""
+    join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)
+    holds = "import sys; from pathlib import Path; from isthmus.locking import hold; hold(Path(sys.argv[1]), 'taken')"
+    claim = tmp_path / "desk" / JOINED
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{holds}; print('held', flush=True); input()", claim], stdin=-1, stdout=-1
+    ) as join:
+        assert join.stdin is not None and join.stdout is not None and join.stdout.readline() == b"held\n"
+        findings = examine_device(tmp_path / "desk")
+        join.stdin.write(b"\n")
+    assert findings[-1].good and "`isthmus join` runs" in findings[-1].detail
+    assert "desk is here" not in fleet.said
+    examine_device(tmp_path / "desk")
+    assert "desk is here" in fleet.said, "it has ended"
 
 
 def test_tickets(fleet: Fleet) -> None:

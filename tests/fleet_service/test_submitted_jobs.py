@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from isthmus.api.pipeline import Choices
 from isthmus.api.run_session import RunChoices
 from isthmus.api.terminal import logged
 from isthmus.errors import UserError
+from isthmus.extensions import import_object
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord
@@ -108,6 +110,30 @@ def test_one_after_another_and_a_failure_stops_nobody(fleet: Fleet, tmp_path: Pa
     listed = json.loads(isthmus("jobs", "--state", fleet.state.folder, "--json").out)
     assert [(job["number"], job["state"]) for job in listed] == [(1, "done"), (2, "failed"), (3, "queued")]
     assert Path(listed[0]["folder"]).parent == tmp_path / "first" / "runs"
+
+
+def test_a_job_finds_the_modules_beside_its_file_and_no_other_jobs(fleet: Fleet, tmp_path: Path) -> None:
+    """`isthmus init` writes model.py there; the coordinator and `submit` are started elsewhere."""
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "beside_a_job.py").write_text(f"name = {name!r}")
+        job = edited(write_job(tmp_path / name), ('"small"', f'"{name}"'))
+        assert isthmus("submit", job, "--state", fleet.state.folder).code == 0
+    (tmp_path / "third" / "beside_a_job.py").write_text("name = 'changed since'")
+    found: list[object] = []
+
+    def carry(job: Job, choices: Choices, observer: Observer, stop: Stop) -> int:
+        found.append(import_object("model", "beside_a_job:name"))
+        if job.name == "third":
+            _ctrl_c()
+            time.sleep(10)
+        return 0
+
+    path = list(sys.path)
+    _served(fleet, JobQueue(fleet.state.folder), carry)
+    assert found == ["first", "second", "changed since"]
+    assert sys.path == path
+    assert "beside_a_job" not in sys.modules
 
 
 def test_ctrl_c_is_not_lost_on_a_job_that_fails_meanwhile(fleet: Fleet, tmp_path: Path) -> None:

@@ -212,6 +212,13 @@ def test_the_overview_says_what_a_newcomer_needs(plan: Plan, fleet: Fleet) -> No
     assert "device oslo-2." in render(plan_overview(plan, fleet), 60)
 
 
+def test_the_overview_says_that_there_are_replicas(fleet: Fleet, plan: Plan) -> None:
+    half = msgspec.structs.replace(plan, micro_batches=2 * plan.micro_batches, replicas=plan.replicas * 2)
+    words = "2 replicas of the whole model divide the batch; 1.0 is stage 0 of replica 1."
+    assert words in render(plan_overview(half, fleet))
+    assert "replica" not in render(plan_overview(plan, fleet))
+
+
 def test_averaging_that_takes_most_of_a_step_is_what_limits_it(plan: Plan, fleet: Fleet) -> None:
     said = plan.predicted
     for sync_s, words in (

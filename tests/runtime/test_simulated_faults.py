@@ -132,6 +132,8 @@ def test_a_newcomer_takes_part_and_a_device_leaves(tmp_path: Path) -> None:
     assert found.plan.used == ("d0", "d1")
     assert found.run.periods[-1].plan.used == ("d1", "d2")
     assert found.redone == 0, "nobody was lost"
+    notes = [text for _, text in found.timeline()]
+    assert "d0 was asked to leave" in notes, "that is why the plan is changed"
 
 
 def test_devices_that_cannot_leave_stay_and_it_is_told(tmp_path: Path) -> None:

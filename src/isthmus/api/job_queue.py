@@ -22,6 +22,7 @@ from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run_session import RunChoices
 from isthmus.data.allowed import refuse_paths
 from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.extensions import modules_of
 from isthmus.federated.job import FederatedJob, check_deployment
 from isthmus.job import Job, fleet_of
 from isthmus.models import model_names
@@ -41,7 +42,7 @@ class Handed(NamedTuple):
     """Whether a coordinator is there."""
 
 
-def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
+def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | None = None) -> Handed:
     """Hand it in. Its runs are written to the current folder. UserError for what could not be run anyway."""
     if isinstance(job, FederatedJob):
         check_deployment(job)
@@ -53,7 +54,7 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
         refuse_paths(job.data)
     with opened(state) as (queue, folder):
         kind = "federated" if isinstance(job, FederatedJob) else "pipeline"
-        number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd())
+        number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd(), file)
         waiting = [j for j in queue.jobs() if j.state in ("queued", "running") and j.number != number]
         current_status = read_status(folder)
         return Handed(number, len(waiting), served=current_status is not None and current_status.fresh)
@@ -145,7 +146,7 @@ def _opened(state_folder: Path, job: Submitted, logged: Logged) -> Generator[Obs
 @contextlib.contextmanager
 def _where_submitted(job: Submitted) -> Generator[None]:
     """UserError where that folder is gone, or is not for this process to see."""
-    with contextlib.ExitStack() as there:
+    with modules_of([job.modules, job.directory]), contextlib.ExitStack() as there:
         try:
             there.enter_context(contextlib.chdir(job.directory))
         except OSError as e:

@@ -29,7 +29,7 @@ from isthmus.runtime.identity import Identity, Ticket, decode_ticket, read_ticke
 from isthmus.runtime.processes.children import end_with_input
 from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
 from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
-from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
+from isthmus.runtime.service.agent import JOINED, Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.service.device_group import run_group
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.runtime.service.hardware import hardware_of
@@ -313,7 +313,7 @@ def _hold(folders: Iterable[Path]) -> None:
     """UserError where another process has joined with one of them: each would throw the other out."""
     for folder in folders:
         hold(
-            folder / "joined.claim",
+            folder / JOINED,
             f"state folder {folder}: another process has joined with it: end it first, or choose another with --state",
         )
 

@@ -73,7 +73,7 @@ def submit(job_file: JobFile, asked: JobOptions, state: StateOption = None) -> N
     Paths in it count from the job file; its runs are written to this folder.
     """
     job = asked.any_job(job_file)
-    handed = api.job_queue.submit_job(job, state)
+    handed = api.job_queue.submit_job(job, state, job_file)
     typer.echo(handed.number)
     place = f"{handed.before} before it" if handed.before else "nothing before it"
     log(f"job {handed.number} ({job.name}) is queued, {place}")

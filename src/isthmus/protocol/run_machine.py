@@ -269,6 +269,11 @@ class RunMachine:
         members = self.coordinator.members
         return frozenset(map(device_of, members.leaving(members.here)))
 
+    def _asked_to_leave(self) -> str:
+        """A cause of a change of plan; empty where nobody was."""
+        leaving = sorted(self._leaving_devices())
+        return f"{', '.join(leaving)} {'was' if len(leaving) == 1 else 'were'} asked to leave" if leaving else ""
+
     def _note_leaving(self, asked: frozenset[str], reason: str) -> None:
         """After a plan could not be made: those that were asked to leave are not in it, and may have to stay."""
         for device in sorted(asked - self._leaving_devices()):
@@ -317,10 +322,10 @@ class RunMachine:
                     self._adaptation.began(self.coordinator.layout.number, step, now_s)
                 return
             case Order(body=Pause()):
-                self._interruptions.begin(self._verdict, now_s)
+                self._interruptions.begin(self._verdict or self._asked_to_leave(), now_s)
             case MakePlan(waits=waits):
                 if waits:
-                    self._interruptions.begin(self._verdict, now_s)
+                    self._interruptions.begin(self._verdict or self._asked_to_leave(), now_s)
                 believed = self._adaptation.believed if self._adaptation is not None else None
                 instruction = msgspec.structs.replace(instruction, believed=believed)
             case OpenItem(item=item):

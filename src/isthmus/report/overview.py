@@ -74,8 +74,14 @@ def _limit(predicted: Prediction) -> str:
 
 
 def _lines(plan: PlanSummary) -> list[str]:
+    replicas = 1 + plan.stages[-1].replica
     lines = [
         "compute and sends: of one micro-batch",
+        *(
+            [f"{replicas} replicas of the whole model divide the batch; 1.0 is stage 0 of replica 1."]
+            if replicas > 1
+            else []
+        ),
         f"One step should take {format_duration(plan.predicted.step_s)}: {plan.samples_per_s:.4g} samples/s. "
         f"What limits it: {_limit(plan.predicted)}.",
     ]

@@ -175,6 +175,9 @@ def unchanged(before: Digests, now: Digests) -> bool:
             if any(found.get(split) == digest for found in before.values()):
                 same = True
             elif split in before.get(device, {}):
-                what = f"has other {NAMED[split]} samples than those that the run began with"
+                what = (
+                    f"has other {NAMED[split]} samples than those that the run began with; or its key is another as it "
+                    "joined anew, or as `isthmus train` goes on with a run of joined devices: then nobody can compare"
+                )
                 raise UserError(f"resume: data: device {device!r} {what}")
     return same

@@ -53,6 +53,8 @@ RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 REMIND_S = 600.0
 """How often to say the same again: a coordinator may be away for days."""
 TICK_S = 0.5
+JOINED = "joined.claim"
+"""`isthmus join` holds this file of its state folder."""
 _MEMBERSHIP = "membership.json"
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from isthmus.errors import IsthmusError, PeerError
 from isthmus.listening import shown_address
+from isthmus.locking import is_held
 from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.messages.fleet import DevicePresent, Rejected
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
-from isthmus.runtime.service.agent import Membership, membership_in
+from isthmus.runtime.service.agent import JOINED, Membership, membership_in
 from isthmus.runtime.service.enrollment import fetch_authority
 from isthmus.runtime.service.machine import Finding
 from isthmus.runtime.transport.channel import SocketChannel, connected
@@ -70,7 +71,12 @@ def _device(folder: Path) -> Iterator[Finding]:
     channel = SocketChannel(secured, "coordinator", TIMEOUT_S)
     try:
         yield Finding("TLS", True, "both sides are of the same fleet")
-        yield _welcome(channel)
+        if is_held(folder / JOINED):
+            yield Finding(
+                "membership", True, "`isthmus join` runs with this folder: it prints whether it is in the fleet"
+            )
+        else:
+            yield _welcome(channel)
     finally:
         channel.close()
 
@@ -137,8 +143,8 @@ def _tls_trouble(error: Exception) -> _Trouble:
 
 
 def _welcome(channel: SocketChannel) -> Finding:
-    """Return whether the coordinator takes this device. A device at work is not disturbed: the newest connection
-    counts, and the device comes back by itself."""
+    """Return whether the coordinator takes this device. Not for one that is connected: the newest connection counts, so
+    this one would close that of `isthmus join`."""
     try:
         channel.send(DevicePresent(run="", versions=versions_here()))
         while (received := channel.receive(idle_s=TIMEOUT_S)) is not None and isinstance(received[0], Heartbeat):

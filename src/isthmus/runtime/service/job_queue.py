@@ -34,10 +34,12 @@ CREATE TABLE IF NOT EXISTS jobs (
     directory TEXT NOT NULL, state TEXT NOT NULL, folder TEXT NOT NULL DEFAULT '', detail TEXT NOT NULL DEFAULT '',
     submitted_s REAL NOT NULL, began_s REAL, ended_s REAL, wanted_s REAL NOT NULL, stop INTEGER NOT NULL DEFAULT 0
 );
+CREATE TABLE IF NOT EXISTS job_files (number INTEGER PRIMARY KEY, folder TEXT NOT NULL);
 """
 _STOP, _STOP_AND_RESUME = 1, 2
 """The request to a job that runs: to end; to end and be queued again."""
-_COLUMNS = "number, name, kind, document, directory, state, folder, detail, submitted_s, began_s, ended_s"
+_COLUMNS = """number, name, kind, document, directory, state, folder, detail, submitted_s, began_s, ended_s,
+    COALESCE((SELECT job_files.folder FROM job_files WHERE job_files.number = jobs.number), directory)"""
 
 
 class Submitted(msgspec.Struct, frozen=True):
@@ -58,6 +60,8 @@ class Submitted(msgspec.Struct, frozen=True):
     submitted_s: float
     began_s: float | None
     ended_s: float | None
+    modules: str = "."
+    """Where the job's own Python modules are."""
 
 
 class JobQueue:
@@ -71,8 +75,8 @@ class JobQueue:
     def close(self) -> None:
         self._database.close()
 
-    def submit(self, name: str, kind: Kind, document: bytes, directory: Path) -> int:
-        """Returns the job's number."""
+    def submit(self, name: str, kind: Kind, document: bytes, directory: Path, file: Path | None = None) -> int:
+        """Returns the job's number. Its own modules are beside its `file`."""
         now_s = time.time()
         with self._database.changing() as database:
             cursor = database.execute(
@@ -80,7 +84,12 @@ class JobQueue:
                 "VALUES (?, ?, ?, ?, 'queued', ?, ?)",
                 (name, kind, document, str(directory), now_s, now_s),
             )
-            return int(cursor.lastrowid or 0)
+            number = int(cursor.lastrowid or 0)
+            database.execute(
+                "INSERT OR REPLACE INTO job_files VALUES (?, ?)",
+                (number, str((file or directory / "file").absolute().parent)),
+            )
+            return number
 
     def jobs(self) -> list[Submitted]:
         """All that were ever handed in, the oldest first."""
