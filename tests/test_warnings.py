@@ -46,6 +46,13 @@ def test_the_command_line_prints_the_text_alone() -> None:
     assert first == "warning: ours" and second == "<string>:12: UserWarning: another"
 
 
+def test_a_file_that_a_process_holds_as_long_as_it_lives_is_no_leak(tmp_path: Path) -> None:
+    held = "import sys; from pathlib import Path; from isthmus.locking import hold; hold(Path(sys.argv[1]), 'taken')"
+    command = [sys.executable, "-W", "always", "-c", held, str(tmp_path / "claim")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 def test_a_command_that_made_its_fork_server_early_ends_without_a_warning() -> None:
     done = subprocess.run([sys.executable, "-W", "always", "-c", EARLY], capture_output=True, text=True, check=True)
     assert "ResourceWarning" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 from collections.abc import Generator
@@ -30,8 +31,10 @@ def hold(path: Path, taken: str) -> None:
     try:
         fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
+        claim.close()
         raise UserError(taken) from None
     _HELD.append(claim)
+    atexit.register(claim.close)
 
 
 def is_held(path: Path) -> bool:

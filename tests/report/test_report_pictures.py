@@ -52,6 +52,8 @@ def test_notes_stand_below_the_timeline(predicted: Trace, measured: Trace, tmp_p
     draw_timeline(predicted, measured, tmp_path / "noted.png", notes=["too slow to emulate oslo", "and rome"])
     plain, noted = pixels(tmp_path / "plain.png"), pixels(tmp_path / "noted.png")
     assert noted.shape[0] == pytest.approx(plain.shape[0] + 2 * 0.18 * 200, abs=2)
+    draw_timeline(predicted, measured, tmp_path / "many.png", notes=[f"too slow to emulate {k}" for k in range(99)])
+    assert pixels(tmp_path / "many.png").shape[0] == pytest.approx(plain.shape[0] + 4 * 0.18 * 200, abs=2)
     foot = noted[plain.shape[0] - 10 :]
     assert (foot.sum(axis=-1) < 300).mean() > 0.001, "they are written there"
 

@@ -53,6 +53,7 @@ _DPI = 200
 _MARGIN = 8.0  # points between the figure's edge and its text
 _GAP = 8.0  # points between two texts of one line
 _BOLD = 1.15  # how much wider a text is in bold, at most
+_NOTES = 3  # at most, and how many more there are
 _INK, _FAINT, _GROUND = "#222222", "#666666", "#F1F1F1"
 
 
@@ -107,6 +108,8 @@ def draw_timeline(
     windows = [_window(trace, steps) for trace in traces]
     devices = _devices(traces)
     shape = _shape(devices, windows, steps)
+    if len(notes) > _NOTES + 1:
+        notes = [*notes[:_NOTES], f"... and {len(notes) - _NOTES} more"]
     shape = shape._replace(bottom=shape.bottom + 0.18 * len(notes))
     height = shape.top + shape.bottom + len(windows) * len(devices) * shape.row + (len(windows) - 1) * shape.between
     figure = Figure(figsize=(shape.width, height), dpi=_DPI)
