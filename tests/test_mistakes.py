@@ -161,6 +161,7 @@ train job.toml --run runs/small                       | --run runs/small: holds 
 train job.toml --run notes.txt                        | --run notes.txt: exists and is not an empty directory
 train job.toml --resume --steps 6 --set model.options.width=32 + | model.options.width was 16, is now 32
 train job.toml --resume --steps 6 --set data.options.max_bytes=50000 + | resume: data: device 'laptop-0' has other
+train fed.toml --set local.lr=3                        | unknown key 'local.lr': did you mean 'local.learning_rate'?
 train fed.toml --resume --set local.epochs=3           | is of another job: local.epochs was 1, is now 3
 train fed.toml --resume --set model.options.width=8   | is of another job: model.options.width was 4, is now 8
 train job.toml --plan nothing.json                    | plan file nothing.json: not found

@@ -93,7 +93,7 @@ def _inside(value: object) -> Iterable[object]:
 
 def convert(tables: Mapping[str, object], struct: type[Document], source: str) -> Document:
     """The tables as a struct. Raises UserError naming the field, with the nearest valid key for an unknown one, and
-    what the struct's `HINTS` add to it."""
+    what the struct's `HINTS` say in its place."""
     _check_names(tables, struct, source, "")  # first, because msgspec's message would not offer the nearest name
     try:
         return msgspec.convert(tables, struct)
@@ -156,7 +156,8 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
         for key, inner in typing.cast("Mapping[str, object]", value).items():
             if key not in fields:
                 hints: Mapping[str, str] = getattr(struct, "HINTS", {})
-                raise UserError(f"{source}: {unknown_name('key', key, fields, prefix=dot)}{hints.get(key, '')}")
+                unknown = f"unknown key {dot + key!r}{hints[key]}" if key in hints else ""
+                raise UserError(f"{source}: {unknown or unknown_name('key', key, fields, prefix=dot)}")
             if isinstance(inner, int | float) and not isinstance(inner, bool) and _is_quantity(defaults[key]):
                 unit = str(defaults[key]).partition(" ")[2]
                 hint = f'expected a text with a unit, as "{inner} {unit}"'

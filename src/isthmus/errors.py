@@ -114,6 +114,7 @@ def unknown_name(kind: str, got: str, valid: Iterable[str], prefix: str = "") ->
     """
     names = sorted(set(valid))
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    near = near or [name for name in names if "".join(part[:1] for part in name.split("_")) == got]  # lr
     known = f"expected one of: {', '.join(prefix + n for n in names)}" if names else "expected none"
     hint = f"did you mean {prefix + near[0]!r}?" if near else known
     return UserError(f"unknown {kind} {prefix + got!r}: {hint}")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from isthmus.data import DataSpec, load_dataset
-from isthmus.data.clients import ClientFolders, GroupedClients, divided
-from isthmus.data.dataset import rows_of_split
+from isthmus.data.clients import ClientFolders, GroupedClients, PartitionedData, divided
+from isthmus.data.dataset import ColumnSpec, rows_of_split
+from isthmus.data.joined_dataset import joined_columns
 from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError
 from isthmus.federated.evaluators import test_data as held_out_data
@@ -172,11 +173,13 @@ def test_several_clients_are_one_where_a_site_holds_them(tmp_path: Path) -> None
 
 
 def test_a_column_of_numbers_or_texts_says_whose_a_row_is(file: Path) -> None:
-    """Numbers in their order, not in that of their texts."""
-    for column, expected in (("ward", [[31], [30, 32]]), ("kind", [[30, 32], [31]])):
+    """Numbers in their order, not in that of their texts. Its values are the clients' names."""
+    given = (("ward", [[31], [30, 32]], ["9", "10"]), ("kind", [[30, 32], [31]], ["cat", "dog"]))
+    for column, expected, names in given:
         data = divided(table(file), PartitionSpec(scheme="natural", column=column), 0)
         assert column not in data.columns
         assert [data.load(client)["age"].tolist() for client in range(2)] == expected
+        assert isinstance(data, PartitionedData) and data.names == names
 
 
 @pytest.mark.parametrize(
@@ -197,6 +200,10 @@ def test_clients_that_cannot_be_read_are_refused(change: dict[str, object], word
 def test_a_client_with_other_columns_or_twice_is_named(tmp_path: Path) -> None:
     spec = population(tmp_path)
     (tmp_path / "clients" / "bob.csv").write_text("x,label\n1,1\n")
+    wide = ColumnSpec(dtype="float32", shape=(5,), limit=3)
+    shorter = {"alice": {"x": wide}, "bob": {"x": ColumnSpec(dtype="float32", shape=(4,))}}
+    with pytest.raises(UserError, match=r"data: column 'x': bob has float32 \[4\], alice has float32 \[5\], below 3$"):
+        joined_columns(shorter)
     with pytest.raises(UserError, match="bob has columns x, label, alice has x, labels"):
         divided(spec, None, 0)
     (tmp_path / "clients" / "alice").mkdir()

@@ -77,7 +77,9 @@ def test_an_owner_reads_all_that_an_answer_holds_for() -> None:
         assert words in text, text
     plain = described(msgspec.structs.replace(ASKED, aggregation=Aggregation(), privacy=None))
     assert "this site's update" in plain
-    assert "no promise" in plain
+    assert "no promise" in plain and "accuracy" not in plain
+    reports = msgspec.structs.replace(ASKED, aggregation=Aggregation(), privacy=None)
+    assert "how many there are, loss, accuracy\n" in described(reports, ("loss", "accuracy"))
 
 
 def test_an_answer_holds_for_the_same_request_alone() -> None:
@@ -91,7 +93,8 @@ def test_the_owners_word_is_written_down_and_counts_last(tmp_path: Path) -> None
     with pytest.raises(UserError, match="nothing waits for an answer"):
         api.site.answer(tmp_path, yes=True)
     site_log.note("asked", "clinics", "run", described(ASKED), request="first")
-    assert isthmus("site", "yes", "--state", tmp_path).code == 0
+    said = isthmus("site", "yes", "--state", tmp_path)
+    assert said.code == 0 and "answered yes: the run of clinics" in said.err
     assert site_log.answer("first") is True
     site_log.note("asked", "clinics", "run", described(ASKED), request="second")
     assert site_log.answer("second") is None

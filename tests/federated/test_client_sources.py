@@ -24,7 +24,7 @@ from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.overrides import overridden
 from isthmus.scaffold import check_count
-from tests.federated.sites import model, write_job
+from tests.federated.sites import model, samples, write_job
 from tests.runtime.commands import edited, isthmus, refused
 
 
@@ -299,6 +299,17 @@ def test_a_number_of_thousands_of_digits_is_no_number_of_anything() -> None:
         address_of(f"host:{many}", 1)
 
 
+def test_a_batch_that_is_larger_than_every_client_is_said(tmp_path: Path) -> None:
+    job = write_job(tmp_path, ("a", "b"))
+    largest = max(len(samples(client)["labels"]) for client in range(2))
+    for batch in (largest, largest + 1):
+        done = isthmus(
+            "train", job, "--rounds", "1", "--run", tmp_path / f"{batch}", "--set", f"local.batch_size={batch}"
+        )
+        said = f"local.batch_size: got {batch}, and no client has more than {largest} samples"
+        assert done.code == 0 and (said in done.err) == (batch > largest), done.err
+
+
 PRIVATE = ("[execution]", "[privacy]\nclip = 0.5\nnoise_multiplier = 1.0\n[execution]")
 
 
@@ -313,7 +324,9 @@ def test_privacy_without_its_library_is_said_before_anything_runs(
 
 def test_epsilon_as_a_key_says_what_it_follows_from(tmp_path: Path) -> None:
     job = edited(write_job(tmp_path, ("a", "b", "c")), ("[execution]", "[privacy]\nclip = 1\nepsilon = 3\n[execution]"))
-    refused(isthmus("train", job), 2, "'privacy.epsilon'", "noise_multiplier", "--dry-run")
+    refused(isthmus("train", job), 2, "'privacy.epsilon': epsilon follows from privacy.noise_multiplier", "--dry-run")
+    elsewhere = "'federated.epsilon': epsilon follows from privacy.noise_multiplier"
+    refused(isthmus("train", write_job(tmp_path, ("a",)), "--set", "federated.epsilon=3"), 2, elsewhere)
 
 
 def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +346,7 @@ def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkey
         done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / name)
         assert done.code == 0, done.err
         assert "privacy: epsilon 3.5 at delta 1e-05 after 4 rounds" in done.err
+        assert "privacy: epsilon 3.5 at delta 1e-05 after 4 rounds" in done.out
         assert msgspec.json.decode((tmp_path / name / "privacy.json").read_bytes())["epsilon"] == 3.5
         models.append(model(tmp_path / name))
     assert not torch.equal(*models)

@@ -11,7 +11,10 @@ import torch
 
 from isthmus.errors import UserError
 from isthmus.federated import Commits, RunIdentity
+from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.privacy import Privacy
+from isthmus.federated.robust import Aggregation
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime
 
@@ -54,6 +57,17 @@ def test_the_folder_of_another_job_is_refused(field: str, tmp_path: Path) -> Non
     other = msgspec.structs.replace(IDENTITY, **{field: 99 if field in ("seed", "clients") else "other"})
     with pytest.raises(UserError, match=f"is of another job: {field} was"):
         Commits(tmp_path, other).newest()
+
+
+def test_another_combination_is_named_by_its_key(tmp_path: Path) -> None:
+    def identity(noise: float) -> RunIdentity:
+        privacy = Privacy(clip=1.0, noise_multiplier=noise)
+        combining = msgspec.json.encode((Aggregation(), privacy, AdmissionRules())).decode()
+        return msgspec.structs.replace(IDENTITY, combining=combining)
+
+    Commits(tmp_path, identity(0.8)).save(0, {"model": torch.ones(3)}, None)
+    with pytest.raises(UserError, match=r"another job: privacy\.noise_multiplier was 0\.8, is now 0\.4$"):
+        Commits(tmp_path, identity(0.4)).newest()
 
 
 def test_a_history_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated import ClientTrainer
 from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.in_process import InProcess
@@ -84,7 +84,8 @@ def test_rounds_of_sites_are_those_of_honest_parties(algorithm: str, secure: boo
 
 @pytest.mark.parametrize("name", ["model", "buffers/other"])
 def test_a_model_in_another_form_is_the_coordinators_fault(name: str, tmp_path: Path) -> None:
-    """Its frame may be right in itself. No client is trained, and the site's process goes on."""
+    """Its frame may be right in itself. No client is trained, and the site's process goes on: its model was right
+    before. A first model in another form is this site's own, which leaves."""
     run = Rounds(tmp_path, "fedavg", 1, secure=False)
     run.run()
     site: Any = run.sites["a"]
@@ -94,6 +95,9 @@ def test_a_model_in_another_form_is_the_coordinators_fault(name: str, tmp_path: 
     opened = ToExecutor(run=RUN, body=PhaseOpened(opening=opening, tasks=(ClientTask(0, 3),)), tensors=headers_of(sent))
     expected = "float64 [53]" if name == "model" else "none"
     with pytest.raises(PeerError, match=re.escape(f"coordinator: sent '{name}' as float32 [7], expected {expected}")):
+        site._take(opened, [*sent.values()])
+    site._own._same_model, site._latest = False, None
+    with pytest.raises(UserError, match=r"expected .*: this site's code makes another model$"):
         site._take(opened, [*sent.values()])
 
 

@@ -10,10 +10,11 @@ from rich.console import Console
 
 from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
+from isthmus.federated.privacy import Guarantee
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
 from isthmus.report.federated_pictures import draw_evaluations, draw_round_timeline, draw_throughput
-from isthmus.report.federated_progress import FederatedProgress, rounds_table
+from isthmus.report.federated_progress import FederatedProgress, last_figures, rounds_table
 
 EACH = {str(client): 0.5 for client in range(5)}
 CLIENTS = {"accuracy": ClientFigures(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2, each=EACH)}
@@ -53,6 +54,33 @@ def test_figures_of_a_round() -> None:
     error = one.time_error()
     assert error is not None
     assert abs(error - 1 / 3) < 1e-9  # predicted 1, 2 and 3 s, taken 1, 2 and 1.5 s
+
+
+def test_figures_of_a_round_whose_line_is_not_printed_come_with_the_next_line() -> None:
+    """A line is due after five seconds, and after ten rounds; round 2 was evaluated between two of them."""
+    console = Console(file=io.StringIO(), width=180, force_terminal=False)
+    with FederatedProgress(console, rounds=100, clock=iter((0.0, 1.0, 10.0, 20.0)).__next__) as progress:
+        for one in (line(0, accuracy=None), line(1), line(2, accuracy=None), line(3, accuracy=None)):
+            progress.round(one)
+    assert isinstance(console.file, io.StringIO)
+    first, second, third = console.file.getvalue().splitlines()
+    assert "loss" not in first + third
+    assert second.startswith("round 3/100") and second.endswith("; after round 2: loss 1.2500, accuracy 50.0%")
+
+
+def test_the_end_says_whose_figures_they_are_and_what_was_spent() -> None:
+    spent = Guarantee(epsilon=3.0, delta=1e-5, rounds=8, sampling_probability=None)
+    mean = "mean accuracy 50.0%, worst tenth 10.0%"
+    assert last_figures([line(0), line(1, accuracy=None)], spent, of_sites=False) == [
+        "held-out loss 1.2500, accuracy 50.0% after 2 rounds",
+        f"clients' own data: {mean}, deviation 20.0%",
+        f"privacy: {spent}; 2 rounds are done",
+    ]
+    assert last_figures([line(7)], spent, of_sites=True)[1:] == [
+        f"sites' own data, before round 8: {mean}, deviation 20.0%",
+        "  " + ", ".join(f"{name} {value:.1%}" for name, value in CLIENTS["accuracy"].each.items()),
+        f"privacy: {spent}",
+    ]
 
 
 def test_the_live_table_shows_what_was_asked_for() -> None:

@@ -211,7 +211,7 @@ def test_the_secret_is_not_told_to_another_fleet(fleet: Fleet, tmp_path: Path) -
         moved = msgspec.structs.replace(ticket, addresses=(("127.0.0.1", false.service.port),))
         right = fleet.state.authority.der()
         with mock.patch.object(Authority, "der", lambda _: right):
-            assert "its certificate is refused" in _refused(fleet, moved, tmp_path / "desk")
+            assert "its certificate is refused: another fleet's: " in _refused(fleet, moved, tmp_path / "desk")
         assert false.said == []
     join_fleet(ticket, {"desk": tmp_path / "desk"}, 5.0)  # it was not used
 

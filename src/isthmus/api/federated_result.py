@@ -11,10 +11,12 @@ from torch import nn
 from isthmus.api.folder import RunFolder
 from isthmus.documents import numbered
 from isthmus.errors import UserError
+from isthmus.federated.accounting import written_guarantee
 from isthmus.federated.buffers import buffers_of
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, build
+from isthmus.federated.privacy import Guarantee
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Commits
 from isthmus.models.registry import WithLoss
@@ -64,6 +66,11 @@ class FederatedResult:
     def evaluation(self) -> Evaluation | None:
         """The newest: loss and metrics on held-out samples, and of clients; None where nothing was evaluated."""
         return next((line.evaluation for line in reversed(self.rounds) if line.evaluation is not None), None)
+
+    @property
+    def privacy(self) -> Guarantee | None:
+        """Epsilon and delta after all rounds of the job; None without [privacy]."""
+        return written_guarantee(self.path)
 
     @property
     def model(self) -> nn.Module:

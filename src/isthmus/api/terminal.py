@@ -20,8 +20,9 @@ from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Plan
 from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
-from isthmus.report.federated_progress import FederatedProgress, rounds_table
-from isthmus.units import format_metric, format_metrics
+from isthmus.report.federated_progress import FederatedProgress, last_figures, rounds_table
+from isthmus.sanitize import sanitize
+from isthmus.units import format_metrics
 
 
 def logged(file: TextIO) -> Terminal:
@@ -93,24 +94,19 @@ class Terminal(Observer):
             self._rounds.round(line)
 
     def rounds_reported(self, result: FederatedResult) -> None:
-        lines, last = result.rounds, result.evaluation
+        lines = result.rounds
         if not lines:
             return
         if self._json:
-            self.document = {"run": str(result.path), "rounds": len(lines), "evaluation": msgspec.to_builtins(last)}
+            self.document = {
+                "run": str(result.path),
+                "rounds": len(lines),
+                "evaluation": msgspec.to_builtins(result.evaluation),
+            }
             return
         self._out.print(rounds_table(lines))
-        if last is not None:
-            if last.loss is not None:
-                done = f"after {lines[-1].record.round + 1} rounds"
-                self._out.print(Text(f"held-out loss {last.loss:.4f}{format_metrics(last.metrics)} {done}"))
-            for name, figures in last.clients.items():
-                mean, worst, deviation = (
-                    format_metric(name, value) for value in (figures.mean, figures.worst_decile, figures.deviation)
-                )
-                self._out.print(
-                    Text(f"clients' own data: mean {name} {mean}, worst tenth {worst}, deviation {deviation}")
-                )
+        for text in last_figures(lines, result.privacy, of_sites=result.job.deployment is not None):
+            self._out.print(Text(sanitize(text)))
         self._out.print(Text(f"run folder: {result.path}"))
 
     def reported(self, run: Run) -> None:

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import typer
 
 from isthmus import api
-from isthmus.cli.console import show
+from isthmus.cli.console import log, show
 from isthmus.cli.options import DeviceStateOption, JsonOption
+from isthmus.sanitize import sanitize
 
 app = typer.Typer()
 
@@ -26,3 +27,4 @@ def site(
         return
     asked = api.site.answer(state, yes=what == "yes")
     show([asked], lambda: api.site.table([asked]), json=json)
+    log(f"answered {what}: the run of {sanitize(asked.job)}")

@@ -62,26 +62,27 @@ class Redrawn(Protocol):
 class Owned(Protocol):
     """A data set that says whose its samples are."""
 
-    def owners(self, column: str) -> NDArray[np.int64]:
-        """(samples,) the clients, from 0, by a column's values. UserError for a column that does not say."""
+    def owners(self, column: str) -> NDArray[np.generic]:
+        """(samples,) a column's values, texts or whole numbers: whose each sample is. UserError for another column."""
         ...
 
 
 @runtime_checkable
 class Named(Protocol):
-    """Client data whose clients have names, as those of files."""
+    """Client data whose clients may have names, as those of files."""
 
     @property
     def names(self) -> Sequence[str]:
-        """(clients,) in the order of their numbers."""
+        """(clients,) in the order of their numbers; empty where they have none."""
         ...
 
 
 class PartitionedData:
     """A data set shared out among clients."""
 
-    def __init__(self, dataset: Dataset, parts: Partition, without: str = "") -> None:
-        """`without` is the column that said whose a sample is."""
+    def __init__(self, dataset: Dataset, parts: Partition, without: str = "", names: Sequence[str] = ()) -> None:
+        """`without` is the column that said whose a sample is, and `names` are its values."""
+        self.names = names
         self._dataset = dataset
         self._parts = parts
         self._columns = tuple(name for name in dataset.columns if name != without)
@@ -168,8 +169,12 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
     any more."""
     refuse_stream(dataset)
     natural = spec.scheme == "natural"
+    names: list[str] = []
     if natural and isinstance(dataset, Owned):
-        looked_at: dict[str, NDArray[np.generic]] = {spec.column: dataset.owners(spec.column)}
+        values, owner = np.unique(dataset.owners(spec.column), return_inverse=True)
+        if values.tolist() != list(range(len(values))):
+            names = [str(value) for value in values.tolist()]
+        looked_at: dict[str, NDArray[np.generic]] = {spec.column: owner}
     else:
         needed = {"natural": spec.column, "dirichlet": spec.label, "shards": spec.label}.get(spec.scheme)
         if needed is not None and needed not in dataset.columns:
@@ -179,7 +184,7 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
         whole = dataset.batch(np.arange(len(dataset)), wanted)
         looked_at = {name: column.numpy() for name, column in whole.items()}
     parts = partition(spec, len(dataset), looked_at, seed)
-    return PartitionedData(dataset, parts, without=spec.column if natural else "")
+    return PartitionedData(dataset, parts, without=spec.column if natural else "", names=names)
 
 
 def refuse_stream(dataset: Dataset) -> None:

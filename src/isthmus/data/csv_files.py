@@ -142,13 +142,12 @@ class CsvDataset:
     def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
         return self._arrays.batch(indices, columns)
 
-    def owners(self, column: str) -> NDArray[np.int64]:
-        """(rows,) the clients, numbered in the order of the column's values: numbers, where all are whole, or texts."""
+    def owners(self, column: str) -> NDArray[np.generic]:
+        """(rows,) the column's values: numbers, where all are whole, or texts."""
         if column not in self._table:
             raise unknown_name(f"column of {self._source}", column, self._table)
         values = self._table[column]
-        found = np.array([int(text) for text in values] if _are_whole(values) else values)
-        return np.unique(found, return_inverse=True)[1].astype(np.int64)
+        return np.array([int(text) for text in values] if _are_whole(values) else values)
 
 
 def load_csv(options: CsvOptions, split: Split) -> CsvDataset:

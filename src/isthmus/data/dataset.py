@@ -36,6 +36,10 @@ class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shape: Shape = ()
     limit: Amount | None = None
 
+    def __str__(self) -> str:
+        below = "" if self.limit is None else f", below {self.limit}"
+        return f"{self.dtype} {list(self.shape)}{below}"
+
     def fits(self, other: ColumnSpec) -> bool:
         """Whether one column can hold the values of both: ids and classes may have other limits."""
         alike = (self.dtype, self.shape) == (other.dtype, other.shape)

@@ -119,17 +119,15 @@ class DiskDataset:
             raise UserError(f"{self._named(theirs)}: rows differ in shape: {got} as the first row has")
         return array if array.flags.writeable else array.copy()
 
-    def owners(self, column: str) -> NDArray[np.int64]:
-        """(rows,) the clients, numbered in the order of the column's values, which are texts or whole numbers."""
+    def owners(self, column: str) -> NDArray[np.generic]:
+        """(rows,) the column's values, which are texts or whole numbers."""
         if column not in self._table.column_names:
             raise unknown_name(f"column of {self._source}", column, self._table.column_names)
         check_nulls(self._arrow_rows(column, self._rows), self._named(column), self._rows)
         values = np.asarray(self._table.select_columns([column])[self._rows][column])
         if values.ndim != 1 or values.dtype.kind not in "iuUSO":
             raise UserError(f"partition: column {column!r}: got {values.dtype}, expected texts or whole numbers")
-        return np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)[1].astype(
-            np.int64
-        )
+        return values.astype(str) if values.dtype.kind == "O" else values
 
 
 def load_disk(options: DiskOptions, split: Split) -> DiskDataset:

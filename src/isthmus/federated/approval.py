@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -42,12 +43,11 @@ def allowed_devices(rules: Approval) -> dict[str, str]:
     return {name: device for name, _, device in pairs if device}
 
 
-def described(task_spec: TaskSpec) -> str:
-    """Describe the coordinator's request on a few lines."""
+def described(task_spec: TaskSpec, figures: Sequence[str] = ()) -> str:
+    """Describe the coordinator's request on a few lines. `figures` are those that the site sends of its data."""
     local, aggregation, privacy = task_spec.local, task_spec.aggregation, task_spec.privacy
-    samples = (
-        "how many samples it has" if aggregation.most_samples is None else f"a bound of {aggregation.most_samples}"
-    )
+    most = aggregation.most_samples
+    samples = "how many there are" if most is None else f"a bound of {most}"
     lines = [
         f"job: {task_spec.job}, {task_spec.rounds} rounds",
         f"algorithm: {task_spec.algorithm.name} {_options(task_spec.algorithm.options)}".rstrip(),
@@ -56,7 +56,7 @@ def described(task_spec: TaskSpec) -> str:
         f"sites: {', '.join(task_spec.sites)}",
         "the coordinator sees: "
         + ("the sum of all updates" if aggregation.secure else "this site's update")
-        + f", and of its samples {samples}",
+        + ", ".join([f", and of its samples {samples}", *figures]),
     ]
     if privacy is None:
         lines.append("privacy: no noise, no promise")

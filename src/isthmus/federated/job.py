@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
@@ -69,6 +69,7 @@ OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggrega
 class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The algorithm, and how long. Zero turns an `every` off."""
 
+    HINTS: ClassVar[Mapping[str, str]] = Privacy.HINTS
     algorithm: str = "fedavg"
     """One of `isthmus algorithms`, or `package.module:Class` of your own."""
     options: dict[str, object] = {}

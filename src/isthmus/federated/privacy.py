@@ -30,9 +30,8 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How updates are clipped and covered."""
 
     HINTS: ClassVar[Mapping[str, str]] = {
-        "epsilon": "; epsilon follows from noise_multiplier and rounds: `isthmus train JOB --dry-run` shows it"
+        "epsilon": ": epsilon follows from privacy.noise_multiplier and rounds: `isthmus train JOB --dry-run` shows it"
     }
-    """Additions to the error about a key that is not there."""
     clip: Above
     """The norm that no update exceeds, all its values together."""
     noise_multiplier: Above

@@ -395,16 +395,17 @@ class Commits:
         for field in self._identity.__struct_fields__:
             got, expected = getattr(saved, field), getattr(self._identity, field)
             if got != expected:
-                what = first_difference(_document(got), _document(expected), field)
+                what = first_difference(_document(got), _document(expected), "" if field == "combining" else field)
                 raise UserError(f"{path.parent.parent}: is of another job: {what}")
 
 
 def _document(value: object) -> object:
     """The value, or the object of which it is the JSON text."""
     try:
-        return parse_json(value, dict[str, object], "") if isinstance(value, str) else value
+        found = parse_json(value, object, "") if isinstance(value, str) and value[:1] in ("{", "[") else value
     except UserError:
         return value
+    return dict(zip(("aggregation", "privacy", "admission"), found, strict=False)) if isinstance(found, list) else found
 
 
 def _digest(run: str, round_: int, tensors: Mapping[str, Tensor]) -> str:

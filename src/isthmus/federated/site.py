@@ -158,6 +158,7 @@ class Site(ClientTrainer):
     trained: Mapping[str, Tensor] = {}
     """Its values before they were clipped."""
     _durable_round = -1
+    _same_model = False  # as the coordinator's: from then on another one is the coordinator's fault
     evaluator: Evaluator | None = None
     """On this site's own data."""
     figures: Mapping[str, float] = {}
@@ -194,10 +195,14 @@ class Site(ClientTrainer):
         self._pipeline = pipeline
 
     def check_broadcast(self, broadcast: Mapping[str, Tensor]) -> None:
-        """PeerError for a model, or a buffer of it, in another form than it has here."""
+        """UserError for a first model of another form than here: no connection mends it. PeerError for a later one."""
         for name, value in broadcast.items():
             if (name == "model" or is_buffer(name)) and Form.of(value) != (expected := self._forms.get(name)):
-                raise PeerError(f"coordinator: sent {name!r} as {Form.of(value)}, expected {expected or 'none'}")
+                what = f"coordinator: sent {name!r} as {Form.of(value)}, expected {expected or 'none'}"
+                raise (
+                    PeerError(what) if self._same_model else UserError(f"{what}: this site's code makes another model")
+                )
+        self._same_model = True
 
     @property
     def passes(self) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.history import RoundLine
+from isthmus.federated.privacy import Guarantee
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_reports import refusal_texts
 from isthmus.protocol.federated_rules import Why
@@ -21,7 +22,7 @@ from isthmus.report.progress import still_live
 from isthmus.report.tables import new_table, titled
 from isthmus.sanitize import sanitize
 from isthmus.simulator.federated import SimulatedRound
-from isthmus.units import format_duration, format_metric, format_size
+from isthmus.units import format_duration, format_metric, format_metrics, format_size
 
 COLUMNS = (
     "round",
@@ -58,6 +59,8 @@ class FederatedProgress:
         self._recent: deque[RoundLine] = deque(maxlen=SHOWN_ROUNDS)
         self._live = still_live(console)
         self._logged_s, self._logged_round = float("-inf"), 0
+        self._unseen: RoundLine | None = None
+        """The newest evaluated round, where its line was not printed."""
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -79,9 +82,12 @@ class FederatedProgress:
                 self._live.update(_table(self._recent, self._rounds, self._console.width), refresh=True)
             return
         due = now_s - self._logged_s >= PLAIN_EVERY_S or done - self._logged_round >= PLAIN_SHARE * self._rounds
+        self._unseen = line if line.evaluation is not None else self._unseen
         if due or done == self._rounds:
             self._logged_s, self._logged_round = now_s, done
-            self.note(_sentence(line, self._rounds))
+            before = "" if self._unseen in (None, line) else f"; after {_evaluated(self._unseen)}"
+            self.note(_sentence(line, self._rounds) + before)
+            self._unseen = None
 
     def note(self, text: str) -> None:
         """Say something now."""
@@ -98,13 +104,7 @@ _ENDED: Mapping[Why, str] = {
 
 
 def _sentence(line: RoundLine, rounds: int) -> str:
-    e = line.evaluation
-    parts = [f"round {line.record.round + 1}/{rounds}", _clients(line)]
-    if e is not None:
-        parts += [f"loss {e.loss:.4f}"] if e.loss is not None else []
-        parts += [f"{name} {format_metric(name, value)}" for name, value in e.metrics.items() if value is not None]
-        if e.loss is None:
-            parts += [f"clients' own {name} {format_metric(name, f.mean)}" for name, f in e.clients.items()]
+    parts = [f"round {line.record.round + 1}/{rounds}", _clients(line), *_figures(line)]
     parts.append(format_duration(line.seconds))
     if line.record.refused:
         parts.append(_refused(line))
@@ -114,6 +114,45 @@ def _sentence(line: RoundLine, rounds: int) -> str:
         parts.append(f"{len(line.record.missing)} missing")
     ended = _ENDED[line.record.closed_by]
     return ", ".join([*parts, f"{ended} ({line.rules})"] if ended else parts)
+
+
+def _evaluated(line: RoundLine) -> str:
+    return f"round {line.record.round + 1}: {', '.join(_figures(line))}"
+
+
+def _figures(line: RoundLine) -> list[str]:
+    """Those of the round's evaluation: on held-out samples, or else of clients."""
+    e = line.evaluation
+    if e is None:
+        return []
+    if e.loss is None:
+        return [f"clients' own {name} {format_metric(name, f.mean)}" for name, f in e.clients.items()]
+    known = {name: value for name, value in e.metrics.items() if value is not None}
+    return [f"loss {e.loss:.4f}", *(f"{name} {format_metric(name, value)}" for name, value in known.items())]
+
+
+def last_figures(lines: Sequence[RoundLine], spent: Guarantee | None, *, of_sites: bool) -> list[str]:
+    """Return the lines for the end of a run: the newest evaluation, and the promise of a private one. Sites evaluate
+    the model that they receive."""
+    done = lines[-1].record.round + 1
+    left = "" if spent is None or done == spent.rounds else f"; {done} rounds are done"
+    promised = [] if spent is None else [f"privacy: {spent}{left}"]
+    return [*_evaluation_lines(lines, of_sites=of_sites), *promised]
+
+
+def _evaluation_lines(lines: Sequence[RoundLine], *, of_sites: bool) -> list[str]:
+    done = next((line for line in reversed(lines) if line.evaluation is not None), None)
+    if done is None or (e := done.evaluation) is None:
+        return []
+    done_rounds = f"after {lines[-1].record.round + 1} rounds"
+    found = [] if e.loss is None else [f"held-out loss {e.loss:.4f}{format_metrics(e.metrics)} {done_rounds}"]
+    whose = f"sites' own data, before round {done.record.round + 1}" if of_sites else "clients' own data"
+    for name, f in e.clients.items():
+        mean, worst, deviation = (format_metric(name, value) for value in (f.mean, f.worst_decile, f.deviation))
+        found.append(f"{whose}: mean {name} {mean}, worst tenth {worst}, deviation {deviation}")
+        if of_sites and len(f.each) <= MOST_EXECUTORS:
+            found.append("  " + ", ".join(f"{site} {format_metric(name, value)}" for site, value in f.each.items()))
+    return found
 
 
 def _refused(line: RoundLine) -> str:

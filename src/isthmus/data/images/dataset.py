@@ -140,8 +140,8 @@ class ImageDataset:
     def _named(self, sample: int) -> str:
         return f"{self._kind} {self._images.name(sample)} (sample {sample})"
 
-    def owners(self, column: str) -> NDArray[np.int64]:
-        """(samples,) the clients, where the images come with columns that say whose they are. UserError otherwise."""
+    def owners(self, column: str) -> NDArray[np.generic]:
+        """(samples,) a column's values, where the images come with columns that say whose they are; or UserError."""
         owners = getattr(self._images, "owners", None)
         if owners is None:
             raise UserError(f"partition: data of kind {self._kind!r} has no column {column!r}, only a label")

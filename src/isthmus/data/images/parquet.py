@@ -73,14 +73,13 @@ class ParquetImages:
     def contents(self) -> Iterable[Array]:
         return [self._table.digests(), self._rows]
 
-    def owners(self, column: str) -> NDArray[np.int64]:
-        """(samples,) the clients, numbered in the order of a column's values. UserError for one that is not there."""
+    def owners(self, column: str) -> NDArray[np.generic]:
+        """(samples,) a column's values. UserError for one that is not there."""
         values = _without_dictionary(self._table.column(column))
         kinds = import_extra("pyarrow.types")
         if not (kinds.is_integer(values.type) or _is_text(values.type)) or values.null_count:
             raise UserError(f"partition: column {column!r}: got {values.type}, expected texts or whole numbers")
-        of_rows = np.asarray(values.to_pylist())[self._rows]
-        return np.unique(of_rows, return_inverse=True)[1].astype(np.int64)
+        return np.asarray(values.to_pylist())[self._rows]
 
 
 def load_image_parquet(options: ImageParquetOptions, split: Split) -> ImageDataset:

@@ -160,8 +160,12 @@ class FederatedRun:
     def begin(self, note: Callable[[str], None] = lambda _: None) -> None:
         """The folder is this run's from now on."""
         self.store.begin(note)
-        if isinstance(self.data, Named):
+        if isinstance(self.data, Named) and self.data.names:
             write_json(self.folder / CLIENT_NAMES, self.data.names)
+        batch, largest = self.job.local.batch_size, int(self.data.sizes.max())
+        if batch > largest:
+            what = f"no client has more than {largest} samples: each makes one step per epoch, with all of its own"
+            note(f"local.batch_size: got {batch}, and {what}")
 
     def run(self, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None) -> FinishRounds:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left, Diverged

@@ -191,19 +191,21 @@ class SiteRunner:
         self._config.check(task_spec)
         request, rules = digest_of(task_spec), self._config.approval
         note = partial(self._site_log.note, job=task_spec.job, run=task_spec.run)
+        metrics, plain = self._config.metrics, task_spec.privacy is None and not task_spec.aggregation.secure
+        text = described(task_spec, ("loss", *Metrics(metrics).names) if metrics and plain else ())
         if (broken := refusal(rules, task_spec)) is not None:
             note("refused", text=f"by rule: {broken}")
             raise UserError(broken)
         answer = self._site_log.answer(request)
         if answer is None and not rules.ask:  # rules may change: an answer by rule holds for this process alone
             if request not in self._ruled:
-                note("asked", text=described(task_spec))
+                note("asked", text=text)
                 note("allowed", text="by rule")
                 self._ruled.add(request)
             return True
         if answer is None:
-            note("asked", text=described(task_spec), request=request)
-            self._log(f"a coordinator asks for:\n{described(task_spec)}")
+            note("asked", text=text, request=request)
+            self._log(f"a coordinator asks for:\n{text}")
             self._log(f"answer with `isthmus site yes --state {self._folder}`, or no")
         while (answer := self._site_log.answer(request)) is None:
             if work.over.wait(ANSWER_S):

@@ -22,6 +22,9 @@ HANDSHAKE_RECORD = b"\x16\x03"
 RECORD_HEADER_BYTES = 5
 """Kind, version, length (u16)."""
 
+_UNKNOWN_AUTHORITY = (18, 19, 20, 21)
+"""OpenSSL's numbers for a certificate that no authority known here has signed."""
+
 
 class Connection(Protocol):
     """The operations of a connected stream that a channel needs: a socket has them all."""
@@ -270,7 +273,8 @@ def _shake_hands(
         session = context.wrap_socket(connection, server_side=server_side)
     except ssl.SSLCertVerificationError as e:
         connection.close()
-        raise PeerError(f"its certificate is refused: {e.verify_message}") from None
+        another = "another fleet's: " if e.verify_code in _UNKNOWN_AUTHORITY else ""
+        raise PeerError(f"its certificate is refused: {another}{e.verify_message}") from None
     except OSError as e:
         connection.close()
         gone = isinstance(e, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError)
