@@ -98,11 +98,8 @@ class Terminal(Observer):
         if not lines:
             return
         if self._json:
-            self.document = {
-                "run": str(result.path),
-                "rounds": len(lines),
-                "evaluation": msgspec.to_builtins(result.evaluation),
-            }
+            found, spent = msgspec.to_builtins((result.evaluation, result.privacy))
+            self.document = {"run": str(result.path), "rounds": len(lines), "evaluation": found, "privacy": spent}
             return
         self._out.print(rounds_table(lines))
         for text in last_figures(lines, result.privacy, of_sites=result.job.deployment is not None):
