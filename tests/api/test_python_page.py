@@ -31,10 +31,13 @@ def test_every_snippet_runs(
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["linear", "sequential", "sequential-2"]
 
 
-def test_a_plain_loop_over_a_runs_batches_has_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/parity.md shows it."""
+def test_a_plain_loop_over_a_runs_batches_has_its_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/parity.md shows it, in float32 and in bf16."""
     monkeypatch.chdir(tmp_path)
     names = run_snippets("docs/parity.md")
+    assert capsys.readouterr().out.splitlines()[-2:] == ["True", "True"]
     run = names["run"]
     assert isinstance(run, isthmus.Run) and len(run.plan.used) == 2 and run.plan.micro_batches > 1
     assert names["losses"] == [point.loss for point in run.losses]
