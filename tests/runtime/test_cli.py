@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from transformers import GPT2LMHeadModel
 from isthmus.api.consoles import Notes
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import plan_for
+from isthmus.cli.app import commands
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import load_dataset
 from isthmus.data.dataset import evaluation_rows
@@ -439,3 +441,12 @@ def test_notes_that_nobody_reads_end_nothing() -> None:
         notes.print(f"step {number}")
     with pytest.raises(BrokenPipeError):  # what the first left in the file's buffer
         file.close()
+
+
+def test_the_help_lists_all_commands_under_headings() -> None:
+    text = isthmus("--help").out
+    listed = dict(re.findall(r"^  ([a-z][a-z-]+) {2,}(\S.*)$", text, re.MULTILINE))
+    assert listed.keys() == commands().keys()
+    assert "..." not in text, "no sentence is cut"
+    headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert headings[0] == "Options" and "A fleet, on the coordinator's machine" in headings

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 from typer.models import CommandInfo
 
 from isthmus import __version__
@@ -50,8 +51,25 @@ def _options(
     pass
 
 
+class _Grouped(TyperGroup):
+    """The help under headings, each command with the first part of its sentence, which is never cut."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for group, heading in GROUPS.items():
+            for command in group.app.registered_commands:
+                if (listed := self.commands.get(_name(command))) is not None:
+                    sentence = re.split(r"[;:.](?:\s|$)", " ".join((listed.help or "").split()))[0]
+                    rows.setdefault(heading, []).append((_name(command), f"{sentence}."))
+        widest = max((len(name) for found in rows.values() for name, _ in found), default=0)
+        for heading, found in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(widest), text) for name, text in found])
+
+
 def _app_of(registered: Sequence[CommandInfo]) -> typer.Typer:
     made = typer.Typer(
+        cls=_Grouped,
         help="Train one model on machines that are far apart, unequal, and joined by slow links.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -63,21 +81,21 @@ def _app_of(registered: Sequence[CommandInfo]) -> typer.Typer:
     return made
 
 
-GROUPS = (
-    first_files,
-    job_commands,
-    lists,
-    run_commands,
-    generation_commands,
-    dashboard_commands,
-    serve_commands,
-    cluster_commands,
-    fleet_commands,
-    device_commands,
-    site_commands,
-    doctor_commands,
-)
-"""In the order of the help."""
+GROUPS = {
+    first_files: "Begin",
+    job_commands: "Plan and train on this machine",
+    lists: "What there is",
+    run_commands: "Runs",
+    generation_commands: "Runs",
+    dashboard_commands: "Runs",
+    serve_commands: "A fleet, on the coordinator's machine",
+    cluster_commands: "A fleet, on the coordinator's machine",
+    fleet_commands: "A fleet, on the coordinator's machine",
+    device_commands: "A fleet, on a device's machine",
+    site_commands: "A fleet, on a device's machine",
+    doctor_commands: "A fleet, on a device's machine",
+}
+"""Each module's heading in the help, in its order."""
 NEEDING_POSIX = (generation_commands, serve_commands, cluster_commands, fleet_commands, device_commands)
 app = _app_of([command for group in GROUPS for command in group.app.registered_commands])
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])

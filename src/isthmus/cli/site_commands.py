@@ -20,7 +20,7 @@ def site(
     state: DeviceStateOption = None,
     json: JsonOption = False,
 ) -> None:
-    """For a site's owner: show what was asked and what left the site, or say yes or no to a coordinator."""
+    """Show a site's owner what was asked and what left the site, or say yes or no to a coordinator."""
     if what == "log":
         found = api.site.log(state)
         show(found, lambda: api.site.table(found), json=json)
