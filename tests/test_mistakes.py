@@ -179,6 +179,7 @@ sweep sweep.toml --run runs/small                     | --run runs/small: exists
 sweep sweep-key.toml                                  | unknown key 'training.stepz': did you mean 'training.steps'?
 sweep sweep-job.toml                                  | job: got 'nothing.toml', expected a job file
 describe gpd                                          | unknown name 'gpd': did you mean 'gpt'?
+describe sites                                        | unknown name 'sites': did you mean 'site'?
 trace nothing                                         | run folder nothing: not found, or not a run (no job.json)
 trace unread                                          | run folder unread: job.json: cannot be read: Input data was
 trace half                                            | trace half/trace.jsonl: not a trace: line

@@ -18,7 +18,9 @@ from isthmus.dashboard.sources import FolderSource
 from isthmus.dashboard.spans import LightSpan, SpanTable
 from isthmus.dashboard.timeline import Timelines
 from isthmus.errors import UserError
+from isthmus.run_files import CLIENT_NAMES, ROUND_LINES
 from isthmus.trace import Span
+from tests.dashboard.folders import federated_run
 
 
 def _devices(shown: dict[str, Any]) -> dict[str, str]:
@@ -51,6 +53,21 @@ def test_stages_have_the_modules_that_tables_have(recorded: Path) -> None:
     named: Any = state_at(WatchedRun(recorded))
     assert named["stages"][0]["first_op"] == "blocks.0.norm"
     assert named["stages"][0]["last_op"] == bare["stages"][0]["last_op"]
+
+
+def test_clients_have_their_names_where_the_run_knows_them(tmp_path: Path) -> None:
+    folder = federated_run(tmp_path / "rounds")
+    lines = [json.loads(line) for line in (folder / ROUND_LINES).read_text().splitlines()]
+    for line in lines:
+        line["evaluation"]["clients"] = {"accuracy": {"mean": 0.5, "each": {"0": 0.25, "1": 0.75, "site": 0.5}}}
+    (folder / ROUND_LINES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for names, expected in ((None, ["0", "1", "site"]), (["alice", "bob"], ["alice", "bob", "site"])):
+        if names is not None:
+            (folder / CLIENT_NAMES).write_text(json.dumps(names))
+        shown: Any = overview(WatchedRun(folder))
+        assert list(shown["rounds"][0]["evaluation"]["clients"]["accuracy"]["each"]) == expected
+        now: Any = state_at(WatchedRun(folder))
+        assert list(now["round"]["evaluation"]["clients"]["accuracy"]["each"]) == expected
 
 
 def test_a_run_at_once(recorded: Path) -> None:

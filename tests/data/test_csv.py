@@ -180,6 +180,8 @@ def test_a_column_of_numbers_or_texts_says_whose_a_row_is(file: Path) -> None:
         assert column not in data.columns
         assert [data.load(client)["age"].tolist() for client in range(2)] == expected
         assert isinstance(data, PartitionedData) and data.names == names
+    with pytest.raises(UserError, match=r"^partition\.column: unknown column of csv .*: did you mean 'ward'"):
+        divided(table(file), PartitionSpec(scheme="natural", column="wards"), 0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -29,19 +29,25 @@ MOST_SITES = 10
 """Clients or sites that have a line of their own."""
 
 
-def _evaluation(line: RoundShown) -> Mapping[str, object]:
-    """Return the figures for a browser, without those of each client where there are many."""
+def _evaluation(line: RoundShown, names: Sequence[str]) -> Mapping[str, object]:
+    """Return the figures for a browser, without those of each client where there are many. Clients have their names
+    where the run knows them."""
+    named = {str(number): name for number, name in enumerate(names)}
     found = dict(line.evaluation or {})
     if isinstance(clients := found.get("clients"), dict):
-        figures = [(name, of) for name, of in clients.items() if isinstance(of, dict)]
-        found["clients"] = {
-            name: of if len(of.get("each") or ()) <= MOST_SITES else {key: of[key] for key in of if key != "each"}
-            for name, of in figures
-        }
+        found["clients"] = {name: _named(of, named) for name, of in clients.items() if isinstance(of, dict)}
     return found
 
 
-def round_row(line: RoundShown) -> dict[str, object]:
+def _named(figures: Mapping[str, object], names: Mapping[str, str]) -> Mapping[str, object]:
+    shown, each = {key: value for key, value in figures.items() if key != "each"}, figures.get("each")
+    if isinstance(each, dict) and len(each) <= MOST_SITES:
+        shown["each"] = {names.get(who, who): value for who, value in each.items()}
+    return shown
+
+
+def round_row(line: RoundShown, names: Sequence[str] = ()) -> dict[str, object]:
+    """Return a round for a browser. `names` are those of clients, in the order of their numbers."""
     record = line.record
     return {
         "round": record.round + 1,
@@ -54,7 +60,7 @@ def round_row(line: RoundShown) -> dict[str, object]:
         "late": len(record.stale),
         "closed_by": record.closed_by,
         "bytes": line.sent_bytes + line.received_bytes,
-        "evaluation": _evaluation(line),
+        "evaluation": _evaluation(line, names),
     }
 
 

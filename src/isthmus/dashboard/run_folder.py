@@ -18,7 +18,7 @@ from isthmus.fleet import Fleet
 from isthmus.plans import Plan
 from isthmus.reading import open_file, parse_json, read_json
 from isthmus.report.summary import ComparisonSummary
-from isthmus.run_files import JOB, LOSSES, ROUND_LINES
+from isthmus.run_files import CLIENT_NAMES, JOB, LOSSES, ROUND_LINES
 
 Item = TypeVar("Item")
 Document = TypeVar("Document")
@@ -93,6 +93,11 @@ class WatchedRun:
         self._rounds = GrowingFile(path / ROUND_LINES, RoundShown)
         self._documents: dict[str, tuple[tuple[int, int], object]] = {}
         self._spans: dict[str, tuple[GrowingFile[LightSpan], SpanTable]] = {}
+
+    @property
+    def client_names(self) -> list[str]:
+        """Those of a federated run's clients, in the order of their numbers; empty where the data do not name them."""
+        return self.document(CLIENT_NAMES, list[str]) or []
 
     @property
     def entries(self) -> list[RunEntry]:

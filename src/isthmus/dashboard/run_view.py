@@ -102,7 +102,7 @@ def overview(run: WatchedRun) -> Shown:
         "unit": steps[-1].unit if steps else "",
         "marks": [_mark(n, e, entries[0].at_s) for n, e in marks],
         "comparison": run.summary,
-        "rounds": [round_row(line) for line in _thinned(run.rounds)],
+        "rounds": [round_row(line, run.client_names) for line in _thinned(run.rounds)],
         "privacy": run.document(PRIVACY, Shown),
         "unread": run.unread,
     }
@@ -151,7 +151,7 @@ def state_at(run: WatchedRun, moment: int | None = None) -> Shown:
     count = len(run.rounds) if run.federated else len(entries)
     last = count - 1 if moment is None else min(moment, count - 1)
     if run.federated:
-        return {"moment": last, "step": last + 1, "round": round_row(run.rounds[last])}
+        return {"moment": last, "step": last + 1, "round": round_row(run.rounds[last], run.client_names)}
     now, fleet = Moment(entries[: last + 1]), run.fleet
     shown: Shown = {"moment": last, "step": now.step, "last": now.last, "heldout": now.heldout.loss}
     shown["metrics"] = now.heldout.metrics

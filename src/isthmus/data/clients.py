@@ -171,7 +171,11 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
     natural = spec.scheme == "natural"
     names: list[str] = []
     if natural and isinstance(dataset, Owned):
-        values, owner = np.unique(dataset.owners(spec.column), return_inverse=True)
+        try:
+            owners = dataset.owners(spec.column)
+        except UserError as e:
+            raise UserError(f"partition.column: {str(e).removeprefix('partition: ')}") from None
+        values, owner = np.unique(owners, return_inverse=True)
         if values.tolist() != list(range(len(values))):
             names = [str(value) for value in values.tolist()]
         looked_at: dict[str, NDArray[np.generic]] = {spec.column: owner}

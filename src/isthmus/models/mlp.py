@@ -30,7 +30,7 @@ class MLPConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class MLP(nn.Module):
-    """A fully connected classifier with ReLU that returns its own loss."""
+    """A fully connected classifier with ReLU, of `pixel_values` and `labels`, that returns its own loss."""
 
     def __init__(self, config: MLPConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class CNNConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CNN(nn.Module):
-    """A convolutional classifier of images of any size that returns its own loss."""
+    """A convolutional classifier of images of any size, of `pixel_values` and `labels`, that returns its own loss."""
 
     def __init__(self, config: CNNConfig) -> None:
         super().__init__()

@@ -90,15 +90,18 @@ def summaries(kind: str) -> dict[str, str]:
 
 
 def described(name: str) -> list[Described]:
-    """All that files can mean by a name: models, data sets, algorithms, `package.module:callable`, and tables of files.
+    """All that files can mean by a name: models, data sets, algorithms, `package.module:callable`, tables of files, and
+    files themselves, as `site`, by the keys at their top.
 
     Raises UserError where it means nothing, or what it means cannot be read.
     """
     found = [
-        Described(kind="table", name=table.heading, where=file, summary=table.summary, options=table.options)
+        Described(
+            kind="table", name=table.heading or "at the top", where=file, summary=table.summary, options=table.options
+        )
         for file, tables in tables_by_file().items()
         for table in tables
-        if table.heading.strip("[]") == name
+        if (table.heading.strip("[]") or file.lower()) == name
     ]
     for kind, (where, names, describe) in KINDS.items():
         # a callable is shown by its arguments, whatever it is for
@@ -106,9 +109,9 @@ def described(name: str) -> list[Described]:
             summary, options = describe(name)
             found.append(Described(kind=kind, name=name, where=where, summary=summary, options=options))
     if not found:
-        headings = {table.heading.strip("[]") for tables in tables_by_file().values() for table in tables}
+        headings = {t.heading.strip("[]") or file.lower() for file, tables in tables_by_file().items() for t in tables}
         known = {one for _, names, _ in KINDS.values() for one in names()}
-        raise unknown_name("name", name, known | headings - {""})
+        raise unknown_name("name", name, known | headings)
     return found
 
 
