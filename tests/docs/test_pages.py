@@ -46,15 +46,6 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re
 END = "END-OF-A-BLOCK"
 FROM_CHECKOUT = ("sync.md", "tutorials/extend.md")
 """These say that their commands are typed in a checkout."""
-FEWER_STEPS = r"""
-isthmus() {
-    command isthmus "$@" || return
-    case $1 in init | example)
-        find . -name '*.toml' -exec sed -i -E 's/^steps = ([2-9][0-9]|[0-9]{3,})$/steps = 6/' {} + ;;
-    esac
-}
-"""
-"""A function in place of the command: short of this, the command itself."""
 COMPLETE = "_ISTHMUS_COMPLETE=complete_bash COMP_CWORD=1 COMP_WORDS='isthmus si' isthmus"
 COMMANDS = [
     (
@@ -69,7 +60,7 @@ COMMANDS = [
 
 
 def script_of(text: str) -> str:
-    lines = ["set -e" + FEWER_STEPS]
+    lines = ["set -e"]
     for language, title, body in BLOCK.findall(text):
         if title:
             lines.append(f"cat > {title} <<'{END}'\n{body}{END}")
@@ -120,8 +111,20 @@ def test_a_command_needs_no_checkout(command: str, words: list[str], machine: di
     assert all(word in printed for word in words), printed
 
 
+def test_nothing_that_was_typed_outlives_its_shell(machine: dict[str, str], tmp_path: Path) -> None:
+    """`kill` ends the command itself, as for a reader; what a page leaves in the background is ended after it."""
+    script = """
+    isthmus dashboard . --port 0 > log 2>&1 &
+    until grep -q http log; do sleep 0.1; done
+    echo $!; readlink /proc/$!/exe
+    """
+    number, program = type_in(script, tmp_path, machine).split()
+    assert "python" in program
+    assert not Path(f"/proc/{number}/exe").exists()
+
+
 def test_the_blocks_of_a_page_in_their_order() -> None:
     blocks = ("bash\ncd x", 'toml title="a.toml"\nb = 1', "python\nprint(1)", "text\nno")
     page = "# A\n" + "words\n".join(f"```{block}\n```\n" for block in blocks)
-    expected = f"set -e{FEWER_STEPS}\ncd x\n\ncat > a.toml <<'{END}'\nb = 1\n{END}\npython - <<'{END}'\nprint(1)\n{END}"
+    expected = f"set -e\ncd x\n\ncat > a.toml <<'{END}'\nb = 1\n{END}\npython - <<'{END}'\nprint(1)\n{END}"
     assert script_of(page) == expected
