@@ -46,6 +46,7 @@ def test_a_document() -> None:
             "f: unknown key 'source': expected one of: free, from, maybe, name, part, parts, wait",
         ),
         ('name = "a"\npart.siz = 1', "f: unknown key 'part.siz': did you mean 'part.size'?"),
+        ('part.name = "a"', "f: unknown key 'part.name': 'name' belongs to the top of the file, not to 'part'"),
         ('name = "a"\nmaybe.siz = 1', "f: unknown key 'maybe.siz': did you mean 'maybe.size'?"),
         ('name = "a"\nparts = [{}, {siz = 1}]', "f: unknown key 'parts[1].siz': did you mean 'parts[1].size'?"),
         ('name = "a"\npart.size = 0', "f: part.size: expected 'integer' >= 1, got 0"),

@@ -9,7 +9,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -94,7 +94,8 @@ def _inside(value: object) -> Iterable[object]:
 def convert(tables: Mapping[str, object], struct: type[Document], source: str) -> Document:
     """The tables as a struct. Raises UserError naming the field, with the nearest valid key for an unknown one, and
     what the struct's `HINTS` say in its place."""
-    _check_names(tables, struct, source, "")  # first, because msgspec's message would not offer the nearest name
+    top = {field.encode_name for field in msgspec.structs.fields(struct)}
+    _check_names(tables, struct, source, "", top)  # first, because msgspec's message would not offer the nearest name
     try:
         return msgspec.convert(tables, struct)
     except msgspec.ValidationError as e:
@@ -146,8 +147,8 @@ def _shown(value: object) -> str:
     return "not set" if value is None else repr(value)
 
 
-def _check_names(value: object, expected: object, source: str, path: str) -> None:
-    """Keys of tables, and texts of which a few are valid."""
+def _check_names(value: object, expected: object, source: str, path: str, top: Collection[str]) -> None:
+    """Keys of tables, and texts of which a few are valid. `top`: keys of the whole document."""
     struct = _struct_of(expected)
     if struct is not None and isinstance(value, Mapping):
         fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
@@ -156,17 +157,18 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
         for key, inner in typing.cast("Mapping[str, object]", value).items():
             if key not in fields:
                 hints: Mapping[str, str] = getattr(struct, "HINTS", {})
-                unknown = f"unknown key {dot + key!r}{hints[key]}" if key in hints else ""
+                hint = f": {key!r} belongs to the top of the file, not to {path!r}" if key in top else ""
+                unknown = f"unknown key {dot + key!r}{hints.get(key, hint)}" if key in hints or hint else ""
                 raise UserError(f"{source}: {unknown or unknown_name('key', key, fields, prefix=dot)}")
             if isinstance(inner, int | float) and not isinstance(inner, bool) and _is_quantity(defaults[key]):
                 unit = str(defaults[key]).partition(" ")[2]
                 hint = f'expected a text with a unit, as "{inner} {unit}"'
                 raise UserError(f"{source}: {dot}{key}: got {inner}, {hint}")
-            _check_names(inner, fields[key], source, f"{dot}{key}")
+            _check_names(inner, fields[key], source, f"{dot}{key}", top)
     elif isinstance(value, list):
         item = _item_of(expected)
         for number, inner in enumerate(typing.cast("list[object]", value)):
-            _check_names(inner, item, source, f"{path}[{number}]")
+            _check_names(inner, item, source, f"{path}[{number}]", top)
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{source}: {path}: got {value}, expected a finite number")
     try:

@@ -56,12 +56,10 @@ def serve_submitted(serving: Serving, observer: Observer, logged: Logged, *, das
     with (
         serving_fleet(msgspec.structs.replace(serving, state=folder), observer.note) as service,
         page_beside(folder if dashboard else None, observer.note, fleet=True),
+        contextlib.closing(JobQueue(folder)) as queue,
     ):
-        queue = JobQueue(folder)
-        try:
-            run_queue(service, queue, folder, observer.note, logged)
-        finally:
-            queue.close()
+        observer.note("waiting for devices (`isthmus join`) and for jobs (`isthmus submit JOB.toml`)")
+        run_queue(service, queue, folder, observer.note, logged)
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,7 +98,7 @@ def rendered(job: Job, asked: UpChoices) -> str:
     handed nothing to show."""
     launcher = open_launcher(asked.engine, asked.options)
     if not isinstance(launcher, Renders):
-        raise UserError(f"--dry-run: --on {asked.engine} is handed no file that could be shown")
+        raise UserError(f"--dry-run: --on {asked.engine} is handed no file; slurm, kubernetes and skypilot are")
     fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
     specs = agent_specs(agent_names(asked, fleet, None), asked, fleet, here=False)
     return launcher.render(specs, Path(job.run_dir).absolute())

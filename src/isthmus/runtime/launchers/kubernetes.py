@@ -67,7 +67,9 @@ class KubernetesLauncher:
 
     def _check_image(self) -> None:
         if not self._options.image:
-            raise UserError(f"{OWNER}: option image: got none, expected a container image with Isthmus")
+            raise UserError(
+                f"{OWNER}: option image: got none, expected a container image with Isthmus: --on-option image=IMAGE"
+            )
 
     def nodes(self) -> int | None:
         return None
