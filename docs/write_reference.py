@@ -6,7 +6,7 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from typing import Any
 from isthmus.cli.app import commands
 from isthmus.option_docs import OptionDoc
 from isthmus.programs.tokens import Tokens
+from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.machine import Transitions
-from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.secure_coordinator import SecureCoordinator
 from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tables_by_file
 
@@ -33,18 +32,13 @@ EXIT_CODES = {
     130: "interrupted, after saving",
 }
 
-MACHINES = {
-    "The coordinator": (COORDINATOR, "src/isthmus/protocol/phases.py", "one run"),
-}
-"""By heading: the table, its file, and the subject of the machine."""
 PROGRAMS = {
+    "The coordinator": Coordinator,
     "A service that generates text": Tokens,
     "The merger of decoupled replicas": Merger,
     "The coordinator of federated rounds": FederatedCoordinator,
     "Secure aggregation, the coordinator": SecureCoordinator,
 }
-SHARED = 4
-"""A set of at least so many phases is drawn once, after a diamond, if several events lead to it."""
 
 
 def pages() -> dict[str, str]:
@@ -83,102 +77,32 @@ def _lines(path: str) -> Mapping[str, int]:
 def machines_page() -> str:
     parts = [
         "# State machines",
-        "This page is made from the tables of the machines (`make reference`).",
-        "A state machine decides the next action. It takes one event and returns a list of instructions. It knows no "
-        "clock, socket, thread or tensor. The host executes the instructions and reports their results as new events. "
-        "The runtime and the simulator are hosts of the same machines.",
-        "Each machine of this page has one table: phase x event -> the phases that may follow. `RunMachine` combines "
-        "the coordinator, the failure detector and the adaptation, and has no phases of its own. The kernel "
-        "([machine.py](../src/isthmus/protocol/machine.py)) checks every event against the table. All tables have "
-        "the same rule:",
-        "| event | result |\n|---|---|\n"
-        "| late (`_is_stale`): of another plan epoch or of another phase of a round | the machine drops and counts "
-        "the event (the sender gets an answer if it waits for one) |\n"
-        "| not in the table for the phase | the machine raises `OutOfPhase`; the machine does not change |\n"
-        "| after the last phase | the machine drops the event |\n"
-        "| in the table, but the next phase is not | the machine raises `InternalError`: the machine has a bug |",
-    ]
-    for heading, (transitions, file, subject) in MACHINES.items():
-        parts += [f"## {heading}", f"One machine controls {subject}. Its table is in [{Path(file).name}](../{file})."]
-        parts += _machine(transitions)
-    parts += [
-        "## Programs",
-        "A program is a machine without events and instructions: what happens is a call of one of its methods, and "
-        "what it wants done is a call of its port ([program.py](../src/isthmus/session/program.py)). Machines become "
-        "programs one after another. The phases of a program are drawn in its file. The kernel takes a report in the "
-        "phases of this table alone; in any other it raises `OutOfPhase`.",
-        "A policy that takes no reports of peers has no table: the worker of a stage "
-        "([worker.py](../src/isthmus/protocol/worker.py)) and the member of a fleet "
-        "([membership.py](../src/isthmus/protocol/membership.py)).",
+        "This page is made from the machines (`make reference`).",
+        "A state machine decides the next action. What happens is a call of one of its methods, and what it wants "
+        "done is a call of its port. It knows no clock, socket, thread or tensor. A host implements the port. The "
+        "runtime and the simulator are hosts of the same machines.",
+        "Reports of peers cross the wire as messages. All machines have the same rule for them "
+        "([program.py](../src/isthmus/session/program.py)):",
+        "| report | result |\n|---|---|\n"
+        "| late: of another plan epoch or of another phase of a round | the machine drops and counts the report (the "
+        "sender gets an answer if it waits for one) |\n"
+        "| in a phase that its row does not have | the machine raises `OutOfPhase` and does not change; the host "
+        "expels the sender |\n"
+        "| after the last phase | the machine drops the report |",
+        "The phases of a machine are drawn in its file. A machine that takes no reports of peers has no table here: "
+        "the worker of a stage ([worker.py](../src/isthmus/protocol/worker.py)) and the member of a fleet "
+        "([membership.py](../src/isthmus/protocol/membership.py)). `RunMachine` combines the coordinator, the failure "
+        "detector and the adaptation, and has no phases of its own.",
     ]
     for heading, program in PROGRAMS.items():
         file = f"src/{program.__module__.replace('.', '/')}.py"
         rows = [f"| `{kind.__name__}` | {', '.join(taken.phases)} |" for kind, taken in program.reports.items()]
         parts += [
-            f"### {heading}",
+            f"## {heading}",
             f"`{program.__name__}`, in [{Path(file).name}](../{file}).",
             "\n".join(["| report | phases |", "|---|---|", *rows]),
         ]
     return "\n\n".join(parts) + "\n"
-
-
-def _machine(transitions: Transitions) -> Iterator[str]:
-    rows = {
-        phase: {event.__name__: frozenset(then.split()) for event, then in row.items()}
-        for phase, row in transitions.table.items()
-    }
-    events = list(dict.fromkeys(event for row in rows.values() for event in row))
-    everywhere = [e for e in events if all(row.get(e, frozenset()) - {phase} for phase, row in rows.items())]
-    for event in everywhere:
-        after = frozenset[str]().union(*(row[event] for row in rows.values()))
-        names = ", ".join(f"`{phase}`" for phase in [*rows, transitions.over] if phase in after)
-        yield f"The drawing leaves out `{event}`: it may change every phase. Phases after it: {names}."
-    drawn = {phase: {e: then for e, then in row.items() if e not in everywhere} for phase, row in rows.items()}
-    shared = _shared(drawn)
-    if shared:
-        yield "The diamond is no phase. It stands for the set of phases at the ends of its arrows."
-    yield "\n".join(["```mermaid", "stateDiagram-v2", *_drawing(transitions, drawn, shared), "```"])
-    yield (
-        "The table has a row per event and a column per phase. A cell has the phases that may follow. "
-        "`=` means that the phase stays; an empty cell, that the event is out of phase."
-    )
-    yield "\n".join(
-        [
-            "| event | " + " | ".join(rows) + " |",
-            "|---" * (len(rows) + 1) + "|",
-            *(
-                f"| `{e}` | " + " | ".join(_cell(p, row.get(e, frozenset())) for p, row in rows.items()) + " |"
-                for e in events
-            ),
-        ]
-    )
-
-
-def _cell(phase: str, then: Set[str]) -> str:
-    return ", ".join((["="] if phase in then else []) + sorted(then - {phase}))
-
-
-def _shared(rows: Mapping[str, Mapping[str, Set[str]]]) -> Set[str]:
-    """The set of phases that saves most edges if it gets a diamond; empty where there is none."""
-    sets = [then for row in rows.values() for then in row.values() if len(then) >= SHARED]
-    return max(sets, key=lambda one: (sum(one <= other for other in sets) * len(one), sorted(one)), default=frozenset())
-
-
-def _drawing(transitions: Transitions, rows: Mapping[str, Mapping[str, Set[str]]], shared: Set[str]) -> Iterator[str]:
-    """Edges between different phases, with their events."""
-    edges: dict[tuple[str, str], list[str]] = {}
-    for phase, row in rows.items():
-        for event, then in row.items():
-            through = bool(shared) and shared <= then
-            targets = {*(then - shared - {phase}), "choice"} if through else then - {phase}
-            for target in sorted(targets):
-                edges.setdefault((phase, target), []).append(event)
-    if shared:
-        yield "    state choice <<choice>>"
-    yield f"    [*] --> {transitions.first}"
-    yield from (f"    {phase} --> {target}: {', '.join(names)}" for (phase, target), names in edges.items())
-    yield from (f"    choice --> {target}" for target in sorted(shared))
-    yield f"    {transitions.over} --> [*]"
 
 
 def files_page() -> str:

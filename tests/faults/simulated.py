@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -21,20 +22,13 @@ from isthmus.plans import Plan
 from isthmus.plans.plan import StageMemory
 from isthmus.protocol import StateLayout
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.coordinator_events import (
-    BeginEpoch,
-    Disconnect,
-    FinishRun,
-    FleetChanged,
-    MakePlan,
-    ReleaseDevice,
-    RestartRun,
-)
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import RunEvent, RunInstruction
-from isthmus.protocol.run_messages import RetireSnapshots, StateReceived
+from isthmus.protocol.coordinator import Coordinator
+from isthmus.protocol.run_machine import RunMachine
+from isthmus.protocol.run_messages import DeviceReport, StateReceived
+from isthmus.protocol.run_ports import FinishRun, PlanRequest
 from isthmus.simulator import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.run import RunSimulation
+from tests.programs.ports import Watched
 from tests.simulator.plans import make_fleet, make_plan
 
 from .schedule import Fault as Drawn
@@ -67,12 +61,12 @@ class Plans:
     def eval_edges(self, plan: Plan) -> None:
         return None
 
-    def make(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
-        if not wanted.devices or self._draw.random() < 0.02:
+    def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
+        if not request.devices or self._draw.random() < 0.02:
             raise UserError("none fits")
-        most = min(len(wanted.devices), self._schedule.layers)
+        most = min(len(request.devices), self._schedule.layers)
         count = most if self._draw.random() < 0.7 else self._draw.randint(1, most)
-        layout, plan = self._made(sorted(self._draw.sample(wanted.devices, count)))
+        layout, plan = self._made(sorted(self._draw.sample(request.devices, count)))
         return layout, PlanFigures(plan=plan, step_s=1000.0 if self._draw.random() < 0.7 else 0.0)
 
     def _made(self, devices: Sequence[str]) -> tuple[StateLayout, Plan]:
@@ -97,6 +91,26 @@ def _plan(devices: Sequence[str], micro_batches: int) -> Plan:
         for stage, device in zip(replica.stages, devices, strict=True)
     )
     return msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(replica, stages=stages),))
+
+
+class FollowedRun(RunSimulation):
+    """It tells what the machine asks, and what it hears."""
+
+    follow: Callable[..., None] | None = None
+
+    def _made(self, coordinator: Coordinator) -> RunMachine:
+        machine = super()._made(coordinator)
+        machine.port = Watched(self, self._asked).port
+        return machine
+
+    def _asked(self, *asked: object) -> None:
+        if self.follow is not None:
+            self.follow(*asked)
+
+    def heard(self, device: str, body: DeviceReport) -> None:
+        if self.connections.answered and self.finish is None:
+            self._asked("heard", device, body)
+        super().heard(device, body)
 
 
 class Simulated:
@@ -131,12 +145,12 @@ class Simulated:
                 start_s=2 * schedule.timeout_s,
             ),
         )
-        self.simulation = RunSimulation(
-            plans.first, fleet, schedule.spec, options, planner=plans, layout=plans.layout, observe=self._observe
-        )
+        self.simulation = FollowedRun(plans.first, fleet, schedule.spec, options, planner=plans, layout=plans.layout)
+        self.simulation.follow = self._follow
+        changed = partial(self.simulation.tell, lambda machine, now_s: machine.coordinator.fleet_changed())
         for fault in schedule.faults:
             if fault.kind == "change":
-                self.simulation.world.later(fault.time_s, "change", partial(self.simulation.handle, FleetChanged()))
+                self.simulation.world.later(fault.time_s, "change", changed)
 
     def _fault(self, drawn: Drawn, newcomers: Iterator[str]) -> Fault:
         names, lasts_s = self._names, drawn.lasts_s
@@ -161,20 +175,20 @@ class Simulated:
         self.end_s, self.finish, self.result = found.seconds, found.finish, found
         return found.finish
 
-    def _observe(self, now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
-        self.state_received += isinstance(event, FromDevice) and isinstance(event.body, StateReceived)
-        for instruction in instructions:
-            match instruction:
-                case RetireSnapshots(step=step):
-                    self._acknowledged, self._lost_since = step, set()
-                    self.snapshots += 1
-                case Disconnect(device=name) | ReleaseDevice(device=name):
-                    self._lost_since.add(name)
-                case RestartRun():
-                    self.recalls += 1
-                case BeginEpoch(step=step) if len(self._lost_since) <= 1:
-                    assert step >= self._acknowledged, (
-                        f"step {self._acknowledged} was in a complete snapshot and is lost with {self._lost_since}"
-                    )
-                case _:
-                    pass
+    def _follow(self, name: str, *given: Any) -> None:
+        match name, *given:
+            case "heard", _, StateReceived():
+                self.state_received += 1
+            case "retire_snapshots", order:
+                self._acknowledged, self._lost_since = order.step, set()
+                self.snapshots += 1
+            case "disconnect" | "release_device", device:
+                self._lost_since.add(device)
+            case "restart_run", *_:
+                self.recalls += 1
+            case "begin_epoch", start if len(self._lost_since) <= 1:
+                assert start.step >= self._acknowledged, (
+                    f"step {self._acknowledged} was in a complete snapshot and is lost with {self._lost_since}"
+                )
+            case _:
+                pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from isthmus.errors import UserError
@@ -45,6 +45,28 @@ class Recorder:
         """Return what was asked since the last call."""
         taken, self.asked = self.asked, []
         return taken
+
+
+class Watched:
+    """A port that tells of each call, and passes it on to a host."""
+
+    def __init__(self, host: Any, tell: Callable[..., None]) -> None:
+        """`tell` gets the method's name and the arguments."""
+        self._host, self._tell = host, tell
+
+    def __getattr__(self, name: str) -> Any:
+        act = getattr(self._host, name)
+
+        def ask(*given: object, **named: object) -> Any:
+            self._tell(name, *given, *named.values())
+            return act(*given, **named)
+
+        return ask
+
+    @property
+    def port(self) -> Any:
+        """Itself, as a port of any kind."""
+        return self
 
 
 class ServingRecorder(Recorder):

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.programs.ports import Recorder
+from tests.programs.ports import Asked, Recorder
+from tests.protocol.recorded import Recorded, halted
 
-from isthmus.protocol import Coordinator, Item, RunSpec, StageView, Worker
-from isthmus.protocol.coordinator_events import (
-    CommitCheckpoint,
-    CoordinatorInstruction,
-    DeviceJoined,
-    FinishRun,
-    ItemDone,
-)
+from isthmus.protocol import Item, RunSpec, StageView, Worker
 from isthmus.protocol.finite import Divergence, NonFinite, earliest
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_messages import Arrived, DeviceReady, Halt, ItemReported
+from isthmus.protocol.run_messages import Arrived, DeviceReady, ItemReported
+from isthmus.protocol.run_ports import FinishRun
 from isthmus.protocol.worker import StagePort
 
 OUTPUT = NonFinite(where="output", stage=1, micro_batch=3, name="'x'", decides=True)
@@ -65,28 +59,28 @@ def test_a_run_that_ignores_them_never_ends_for_them():
     assert divergence.saved(3, {"oslo": NonFinite(where="parameter", stage=0, name="'w'", decides=True)})[1] is False
 
 
-def running(**fields: int) -> Coordinator:
+def running(**fields: int) -> Recorded:
     spec = RunSpec(**{"steps": 4, "micro_batches": 2, "micro_batch_size": 1, "lease_ahead": 2, **fields})
-    coordinator = Coordinator(("oslo", "tokyo"), spec)
+    coordinator = Recorded(("oslo", "tokyo"), spec)
     for device in coordinator.devices:
-        coordinator.handle(DeviceJoined(device=device))
+        coordinator.joined(device)
     for device in coordinator.devices:
-        coordinator.handle(FromDevice(device, DeviceReady()))
+        coordinator.heard(device, DeviceReady())
     return coordinator
 
 
-def report(machine: Coordinator, item: int, non_finite: NonFinite | None = None) -> list[CoordinatorInstruction]:
-    machine.handle(FromDevice("oslo", ItemReported(item=item, non_finite=non_finite)))
-    return machine.handle(FromDevice("tokyo", ItemReported(item=item, loss=1.0, count=1.0)))
+def report(machine: Recorded, item: int, non_finite: NonFinite | None = None) -> list[Asked]:
+    machine.heard("oslo", ItemReported(item=item, non_finite=non_finite))
+    return machine.tell(machine.heard, "tokyo", ItemReported(item=item, loss=1.0, count=1.0))
 
 
 def test_a_step_that_is_not_finite_ends_the_run_and_says_where():
     machine = running(non_finite_steps=1, save_every=1)
     report(machine, 0)
-    assert any(isinstance(i, CommitCheckpoint) for i in report(machine, 1))
-    advance, halt, finish = report(machine, 2, OUTPUT)
-    assert isinstance(advance, ItemDone)
-    assert halt == Halt()
+    assert any(name == "commit_checkpoint" for name, *_ in report(machine, 1))
+    advance, halt, (_, finish) = report(machine, 2, OUTPUT)
+    assert advance[0] == "item_done"
+    assert halt == halted()
     assert isinstance(finish, FinishRun)
     assert finish.outcome == "diverged"
     for words in ("step 2", "stage 1", "'oslo'", "micro-batch 3", "checkpoint is of step 1"):
@@ -97,16 +91,17 @@ def test_a_checkpoint_of_weights_that_are_not_finite_is_not_committed():
     machine = running(non_finite_steps=1, save_every=1)
     report(machine, 0)
     found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'", decides=True))
-    assert not any(isinstance(i, CommitCheckpoint) for i in found)
-    assert isinstance(found[-1], FinishRun)
-    assert found[-1].outcome == "diverged"
+    assert not any(name == "commit_checkpoint" for name, *_ in found)
+    _, finish = found[-1]
+    assert isinstance(finish, FinishRun)
+    assert finish.outcome == "diverged"
 
 
 def test_a_run_that_ignores_them_marks_such_a_checkpoint():
     machine = running(save_every=1)
     report(machine, 0)
     found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'", decides=True))
-    assert CommitCheckpoint(Item(index=1, kind="save", step=1), finite=False) in found
+    assert ("commit_checkpoint", Item(index=1, kind="save", step=1), False) in found
 
 
 @pytest.mark.parametrize("own, theirs", [(True, False), (False, True), (False, False), (True, True)])

@@ -2,29 +2,12 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.programs.ports import Asked, Recorder
+from tests.protocol.recorded import Recorded, ended, planning
 
-from isthmus.protocol import Coordinator, Lineage, RunSpec, StateHolding, StateLayout
-from isthmus.protocol.coordinator_events import (
-    AssignStage,
-    BeginEpoch,
-    CallDevice,
-    CoordinatorInstruction,
-    DeviceJoined,
-    DeviceLeaving,
-    DeviceLost,
-    DeviceOffered,
-    Disconnect,
-    FinishRun,
-    MakePlan,
-    NoPlan,
-    Order,
-    PlanMade,
-    ReleaseDevice,
-)
+from isthmus.protocol import Item, Lineage, RunSpec, StateHolding, StateLayout
 from isthmus.protocol.device_session import StateInventory
-from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.recovery import recovery_step, state_donors
-from isthmus.protocol.run_events import Note, Observation
 from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     DeviceReady,
@@ -38,6 +21,7 @@ from isthmus.protocol.run_messages import (
     SnapshotCopied,
     StateFetched,
 )
+from isthmus.protocol.run_ports import EpochStart, FinishRun, Observation, PlanRequest, RunPort
 
 A, B = frozenset({"a"}), frozenset({"b"})
 TWO = StateLayout(parts={"oslo": A, "tokyo": B}, snapshot_copies={"oslo": "tokyo", "tokyo": "oslo"}, keep_every=2)
@@ -89,157 +73,183 @@ def test_a_memory_forgets_what_is_of_no_use():
     assert memory.values(4, {"a", "b"}) == {"a": -4, "b": 40}
 
 
-def running(layout: StateLayout = TWO, **fields: int) -> Coordinator:
+def running(layout: StateLayout = TWO, **fields: int) -> Recorded:
     spec = RunSpec(**{"steps": 9, "micro_batches": 1, "micro_batch_size": 1, "lease_ahead": 2, **fields})
-    coordinator = Coordinator(layout.parts, spec, layout=layout)
+    coordinator = Recorded(layout.parts, spec, layout=layout)
     for device in layout.parts:
-        coordinator.handle(DeviceJoined(device=device))
+        coordinator.joined(device)
     for device in layout.parts:
-        coordinator.handle(FromDevice(device, DeviceReady()))
+        coordinator.heard(device, DeviceReady())
     return coordinator
 
 
-def report(coordinator: Coordinator, *items: int) -> list[CoordinatorInstruction]:
-    out: list[CoordinatorInstruction] = []
+def report(coordinator: Recorded, *items: int) -> list[Asked]:
+    out: list[Asked] = []
     for item in items:
         for device in coordinator.devices:
-            out += coordinator.handle(FromDevice(device, ItemReported(item=item, epoch=coordinator.epoch)))
+            out += coordinator.tell(coordinator.heard, device, ItemReported(item=item, epoch=coordinator.epoch))
     return out
 
 
-def kinds(instructions: list[CoordinatorInstruction]) -> list[type[CoordinatorInstruction]]:
-    return [type(i) for i in instructions]
+def leased(asked: list[Asked]) -> list[Item]:
+    return [call[1].item for call in asked if isinstance(call[1], OpenItem)]
 
 
 def test_a_snapshot_is_leased_and_acknowledged_when_all_copies_are_there():
     coordinator = running()
-    opened = [i.item.kind for i in report(coordinator, 0, 1) if isinstance(i, OpenItem)]
+    opened = [item.kind for item in leased(report(coordinator, 0, 1))]
     assert opened == ["keep", "train"]
     report(coordinator, 2)
-    assert coordinator.handle(FromDevice("tokyo", SnapshotCopied(of="oslo", step=2))) == []
+    assert coordinator.tell(coordinator.heard, "tokyo", SnapshotCopied(of="oslo", step=2)) == []
     assert coordinator.statistics().recovery_point == 0
-    assert coordinator.handle(FromDevice("oslo", SnapshotCopied(of="tokyo", step=2))) == [RetireSnapshots(step=2)]
+    assert coordinator.tell(coordinator.heard, "oslo", SnapshotCopied(of="tokyo", step=2)) == [
+        ("retire_snapshots", RetireSnapshots(step=2))
+    ]
     assert coordinator.statistics().recovery_point == 2
 
 
 def test_a_loss_from_beginning_to_end():
     coordinator = running()
     report(coordinator, 0, 1, 2)
-    assert coordinator.handle(DeviceLost(device="tokyo", reason="silent")) == [
-        Disconnect("tokyo"),
-        Order("oslo", Pause(epoch=1)),
+    assert coordinator.tell(coordinator.lost, "tokyo", "silent") == [
+        ("disconnect", "tokyo"),
+        ("order", "oslo", Pause(epoch=1)),
     ]
-    assert coordinator.handle(FromDevice("oslo", ItemReported(item=3, epoch=0))) == [], "of an epoch that is over"
+    assert coordinator.tell(coordinator.heard, "oslo", ItemReported(item=3, epoch=0)) == [], "of an epoch that is over"
     holdings = (held(0, 2, A | B), held(0, 3, A))
-    assert coordinator.handle(FromDevice("oslo", Inventory(holdings=holdings, epoch=1))) == [
-        MakePlan(("oslo",), waits=True)
+    assert coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=holdings, epoch=1)) == [
+        planning("oslo", waits=True)
     ]
-    out = coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}), epoch=1))
-    assert out[0] == BeginEpoch(1, 2, coordinator.statistics().leased, False)
-    assert out[1:] == [AssignStage("oslo"), Order("oslo", PlaceWeights(own=A | B, epoch=1))]
-    (first, *_) = coordinator.handle(FromDevice("oslo", DeviceReady(epoch=1)))
-    assert isinstance(first, OpenItem) and (first.item.kind, first.item.step) == ("train", 2)
+    out = coordinator.tell(coordinator.planned, 1, StateLayout(parts={"oslo": A | B}))
+    assert out[0] == ("begin_epoch", EpochStart(1, 2, coordinator.statistics().leased, False))
+    assert out[1:] == [("assign_stage", "oslo"), ("order", "oslo", PlaceWeights(own=A | B, epoch=1))]
+    first, *_ = leased(coordinator.tell(coordinator.heard, "oslo", DeviceReady(epoch=1)))
+    assert (first.kind, first.step) == ("train", 2)
 
 
 def test_what_a_device_lacks_is_fetched_before_it_is_placed():
     coordinator = running()
-    coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
-    coordinator.handle(DeviceJoined(device="lima", epoch=1))
-    assert kinds(coordinator.handle(FromDevice("oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1)))) == [
-        MakePlan
-    ]
+    coordinator.lost("tokyo", "silent")
+    coordinator.joined("lima")
+    ((asked, _),) = coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1))
+    assert asked == "make_plan"
     layout = StateLayout(parts={"oslo": A, "lima": B})
-    out = coordinator.handle(PlanMade(layout=layout, epoch=1))
-    assert out[1:] == [Order("oslo", FetchState(step=0, parts=B, epoch=1))]
+    out = coordinator.tell(coordinator.planned, 1, layout)
+    assert out[1:] == [("order", "oslo", FetchState(step=0, parts=B, epoch=1))]
     assert coordinator.awaited == {"oslo"}
-    assert coordinator.handle(FromDevice("oslo", StateFetched(epoch=1))) == [
-        AssignStage("oslo"),
-        Order("oslo", PlaceWeights(own=A, epoch=1)),
-        AssignStage("lima"),
-        Order("lima", PlaceWeights(epoch=1)),
+    assert coordinator.tell(coordinator.heard, "oslo", StateFetched(epoch=1)) == [
+        ("assign_stage", "oslo"),
+        ("order", "oslo", PlaceWeights(own=A, epoch=1)),
+        ("assign_stage", "lima"),
+        ("order", "lima", PlaceWeights(epoch=1)),
     ]
 
 
 def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
     coordinator = running(StateLayout(parts={"oslo": A, "tokyo": B, "lima": frozenset({"c"})}))
-    coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
-    coordinator.handle(FromDevice("oslo", Inventory(holdings=(), epoch=1)))
-    assert coordinator.handle(DeviceLost(device="lima", reason="silent", epoch=1)) == [
-        Disconnect("lima"),
-        Order("oslo", Pause(epoch=2)),
+    coordinator.lost("tokyo", "silent")
+    coordinator.heard("oslo", Inventory(holdings=(), epoch=1))
+    assert coordinator.tell(coordinator.lost, "lima", "silent") == [
+        ("disconnect", "lima"),
+        ("order", "oslo", Pause(epoch=2)),
     ]
-    assert coordinator.handle(FromDevice("oslo", Inventory(holdings=(), epoch=1))) == []
-    assert coordinator.handle(FromDevice("oslo", Inventory(holdings=(), epoch=2))) == [MakePlan(("oslo",), waits=True)]
-    told = coordinator.handle(NoPlan(reason="it does not fit", epoch=2))[-1]
-    assert told == FinishRun("lost", "device 'lima' was lost: silent; no plan for what is left: it does not fit")
+    assert coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=(), epoch=1)) == []
+    assert coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=(), epoch=2)) == [
+        planning("oslo", waits=True)
+    ]
+    told = coordinator.tell(coordinator.no_plan, 2, "it does not fit")[-1]
+    assert told == ended("lost", "device 'lima' was lost: silent; no plan for what is left: it does not fit")
 
 
 def test_who_leaves_waits_until_the_others_hold_its_part():
     coordinator = running()
-    assert coordinator.handle(DeviceLeaving(device="tokyo")) == [MakePlan(("oslo",), must=True)]
-    assert coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}))) == []
-    assert not [i for i in report(coordinator, 0) if isinstance(i, OpenItem)], "nothing more is leased"
-    assert report(coordinator, 1)[1:] == [Order("oslo", Pause(epoch=1)), Order("tokyo", Pause(epoch=1))]
-    coordinator.handle(FromDevice("oslo", Inventory(holdings=(held(0, 2, A),), epoch=1)))
-    out = coordinator.handle(FromDevice("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1)))
-    assert out == [BeginEpoch(1, 2, 2, False), Order("tokyo", FetchState(step=2, parts=B, epoch=1))]
-    coordinator.handle(FromDevice("tokyo", StateFetched(epoch=1)))
-    assert coordinator.handle(FromDevice("oslo", DeviceReady(epoch=1)))[-1] == ReleaseDevice("tokyo")
+    assert coordinator.tell(coordinator.leaving, "tokyo") == [planning("oslo", must=True)]
+    assert coordinator.tell(coordinator.planned, 0, StateLayout(parts={"oslo": A | B})) == []
+    assert not leased(report(coordinator, 0)), "nothing more is leased"
+    assert report(coordinator, 1)[1:] == [("order", "oslo", Pause(epoch=1)), ("order", "tokyo", Pause(epoch=1))]
+    coordinator.heard("oslo", Inventory(holdings=(held(0, 2, A),), epoch=1))
+    out = coordinator.tell(coordinator.heard, "tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1))
+    assert out == [
+        ("begin_epoch", EpochStart(1, 2, 2, False)),
+        ("order", "tokyo", FetchState(step=2, parts=B, epoch=1)),
+    ]
+    coordinator.heard("tokyo", StateFetched(epoch=1))
+    assert coordinator.tell(coordinator.heard, "oslo", DeviceReady(epoch=1))[-1] == ("release_device", "tokyo")
 
 
-def leaving(*devices: str) -> RunMachine:
+def leaving(*devices: str) -> tuple[RunMachine, Recorder]:
     """A run of two devices, which were asked to leave."""
-    machine = RunMachine(running(), timeout_s=9.0)
+    machine, port = RunMachine(running(), timeout_s=9.0), Recorder(RunPort)
+    machine.port = port.port
     for device in ("oslo", "tokyo"):
-        machine.handle(DeviceJoined(device=device), 0.0)
-    machine.handle(Observation(leaving=frozenset(devices)), 1.0)
-    return machine
+        machine.joined(device, (), 0.0)
+    machine.looked(Observation(leaving=frozenset(devices)), 1.0)
+    return machine, port
 
 
 def test_who_cannot_leave_stays_and_it_is_said():
-    machine = leaving("oslo", "tokyo")
+    machine, port = leaving("oslo", "tokyo")
     stays = "was asked to leave and stays: no plan could be made without it: too small; ask again to try again"
-    out = machine.handle(NoPlan(reason="too small"), 2.0)
-    assert out == [Note(f"oslo {stays}"), Note(f"tokyo {stays}")]
-    assert machine.handle(NoPlan(reason="too small"), 3.0) == [], "nobody is to leave"
-    again = machine.handle(Observation(leaving=frozenset({"tokyo"})), 4.0)
-    assert [i.devices for i in again if isinstance(i, MakePlan)] == [("oslo",)]
+    port.took()
+    machine.no_plan(PlanRequest(()), "too small", 2.0)
+    assert port.took() == [("note", f"oslo {stays}"), ("note", f"tokyo {stays}")]
+    machine.no_plan(PlanRequest(()), "too small", 3.0)
+    assert port.took() == [], "nobody is to leave"
+    machine.looked(Observation(leaving=frozenset({"tokyo"})), 4.0)
+    assert [asked.devices for _, asked in port.took() if isinstance(asked, PlanRequest)] == [("oslo",)]
 
 
 def test_a_run_that_ends_for_want_of_a_device_that_was_to_leave_says_so():
-    machine = leaving("tokyo")
-    machine.handle(DeviceLost(device="oslo", reason="silent"), 2.0)
-    machine.handle(FromDevice("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1)), 2.0)
-    *_, finish, note = machine.handle(NoPlan(reason="none", epoch=1), 3.0)
+    machine, port = leaving("tokyo")
+    machine.coordinator.lost("oslo", "silent")
+    machine.heard("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1), 2.0)
+    machine.no_plan(PlanRequest((), epoch=1), "none", 3.0)
+    *_, (_, finish), note = port.took()
     assert isinstance(finish, FinishRun) and finish.outcome == "lost"
-    assert note == Note("tokyo was asked to leave: the plan that could not be made was one without it")
+    assert note == ("note", "tokyo was asked to leave: the plan that could not be made was one without it")
+
+
+def test_each_lost_device_is_rejected_with_its_reason():
+    devices = ("lima", "oslo", "tokyo")
+    machine, port = RunMachine(running(StateLayout(parts=dict.fromkeys(devices, A))), timeout_s=9.0), Recorder(RunPort)
+    machine.port = port.port
+    for device in devices:
+        machine.joined(device, (), 0.0)
+    machine.disconnected("oslo", 0.0, "silent for 9 s")
+    machine.disconnected("tokyo", 0.0, "it hung up")
+    for now_s in (1.0, 2.0, 2.1, 3.2):
+        machine.looked(Observation(), now_s)
+    assert [call for call in port.took() if call[0] == "reject_device"] == [
+        ("reject_device", "oslo", "device 'oslo' was lost: silent for 9 s", False),
+        ("reject_device", "tokyo", "device 'tokyo' was lost: it hung up", False),
+    ], "also of the second one, which nobody is told of in a line"
 
 
 def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():
     coordinator = running()
-    assert coordinator.handle(DeviceOffered(device="lima")) == [MakePlan(("lima", "oslo", "tokyo"), must=False)]
+    assert coordinator.tell(coordinator.offered, "lima") == [planning("lima", "oslo", "tokyo", must=False)]
     better = StateLayout(parts={"oslo": A, "lima": B})
-    assert coordinator.handle(PlanMade(layout=better)) == [CallDevice("lima")]
-    assert [i.item.step for i in report(coordinator, 0) if isinstance(i, OpenItem)] == [2], "nobody waits"
-    assert coordinator.handle(DeviceJoined(device="lima")) == []
-    assert not [i for i in report(coordinator, 1) if isinstance(i, OpenItem)], "what is leased is finished first"
-    assert Order("lima", Pause(epoch=1)) in report(coordinator, 2)
+    assert coordinator.tell(coordinator.planned, 0, better) == [("call_device", "lima")]
+    assert [item.step for item in leased(report(coordinator, 0))] == [2], "nobody waits"
+    assert coordinator.tell(coordinator.joined, "lima") == []
+    assert not leased(report(coordinator, 1)), "what is leased is finished first"
+    assert ("order", "lima", Pause(epoch=1)) in report(coordinator, 2)
 
 
 def test_a_better_plan_is_forgotten_with_a_device_that_it_wants():
     coordinator = running()
-    coordinator.handle(DeviceOffered(device="lima"))
-    coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A, "lima": B})))
-    coordinator.handle(DeviceLost(device="lima", reason="it did not start"))
-    assert coordinator.handle(DeviceJoined(device="lima")) == [MakePlan(("lima", "oslo", "tokyo"), must=False)]
+    coordinator.offered("lima")
+    coordinator.planned(0, StateLayout(parts={"oslo": A, "lima": B}))
+    coordinator.lost("lima", "it did not start")
+    assert coordinator.tell(coordinator.joined, "lima") == [planning("lima", "oslo", "tokyo", must=False)]
 
 
 def test_who_could_work_and_does_not_is_thought_of_when_a_plan_is_in_force():
     coordinator = running()
-    coordinator.handle(DeviceOffered(device="lima"))
-    coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
-    assert coordinator.handle(FromDevice("oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1))) == [
-        MakePlan(("lima", "oslo"), waits=True)
+    coordinator.offered("lima")
+    coordinator.lost("tokyo", "silent")
+    assert coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1)) == [
+        planning("lima", "oslo", waits=True)
     ]
-    coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}), epoch=1))
-    assert coordinator.handle(FromDevice("oslo", DeviceReady(epoch=1)))[-1] == MakePlan(("lima", "oslo"), must=False)
+    coordinator.planned(1, StateLayout(parts={"oslo": A | B}))
+    assert coordinator.tell(coordinator.heard, "oslo", DeviceReady(epoch=1))[-1] == planning("lima", "oslo", must=False)

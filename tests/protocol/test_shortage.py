@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.programs.ports import Asked
+from tests.protocol.recorded import ended, planning
 from tests.protocol.test_attempts import ALL, fail, held, layout, ready, running, step
 
-from isthmus.protocol.coordinator_events import FinishRun, MakePlan, NoPlan, Order, PlanMade
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
 from isthmus.protocol.run_messages import Pause
@@ -56,9 +57,9 @@ def test_what_is_believed_shrinks_and_rules_the_same_plan_out(
 
 def test_the_run_goes_on_with_the_device_and_a_new_plan() -> None:
     machine = running()
-    assert fail(machine, "oslo", SHORT) == [Order("oslo", Pause(epoch=1)), Order("tokyo", Pause(epoch=1))]
-    assert held(machine, *ALL) == [MakePlan(ALL, waits=True)], "nobody is suspected"
-    machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
+    assert fail(machine, "oslo", SHORT) == [("order", "oslo", Pause(epoch=1)), ("order", "tokyo", Pause(epoch=1))]
+    assert held(machine, *ALL) == [planning(*ALL, waits=True)], "nobody is suspected"
+    machine.planned(machine.epoch, layout(*ALL))
     assert set(machine.devices) == set(ALL)
 
 
@@ -66,9 +67,9 @@ def test_it_may_be_short_before_the_first_step() -> None:
     machine = running()
     fail(machine, "oslo", SHORT)
     held(machine, *ALL)
-    machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
+    machine.planned(machine.epoch, layout(*ALL))
     assert machine.statistics().phase == "placing"
-    assert fail(machine, "tokyo", SHORT) == [Order("oslo", Pause(epoch=2)), Order("tokyo", Pause(epoch=2))], (
+    assert fail(machine, "tokyo", SHORT) == [("order", "oslo", Pause(epoch=2)), ("order", "tokyo", Pause(epoch=2))], (
         "another device's first loss"
     )
 
@@ -77,33 +78,33 @@ def test_where_no_plan_fits_the_figures_are_told() -> None:
     machine = running()
     fail(machine, "oslo", SHORT)
     held(machine, *ALL)
-    told = machine.handle(NoPlan(reason="2 MiB short on 'oslo'", epoch=machine.epoch))[-1]
-    assert told == FinishRun(
-        "lost", f"device 'oslo': {SHORT.reason}; no plan for what is left: 2 MiB short on 'oslo'"
-    ), told
+    told = machine.tell(machine.no_plan, machine.epoch, "2 MiB short on 'oslo'")[-1]
+    assert told == ended("lost", f"device 'oslo': {SHORT.reason}; no plan for what is left: 2 MiB short on 'oslo'"), (
+        told
+    )
 
 
 def test_a_device_that_is_short_again_and_again_ends_the_run() -> None:
     machine = running(recovery_attempts=2)
-    finish: FinishRun | None = None
+    finish: Asked | None = None
     for attempt in range(9):
         out = fail(machine, "oslo", SHORT)
-        if isinstance(out[-1], FinishRun):
+        if out[-1][0] == "finish_run":
             finish = out[-1]
             break
         held(machine, *ALL)
-        machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
+        machine.planned(machine.epoch, layout(*ALL))
         ready(machine)
         assert attempt < 3
-    assert finish == FinishRun("failed", f"device 'oslo': {SHORT.reason}")
+    assert finish == ended("failed", f"device 'oslo': {SHORT.reason}")
 
 
 def test_steps_that_are_done_begin_the_count_anew() -> None:
     machine = running(recovery_attempts=1, steps=50)
     for round_ in range(4):
         out = fail(machine, "oslo", SHORT)
-        assert not isinstance(out[-1], FinishRun), round_
+        assert out[-1][0] != "finish_run", round_
         held(machine, *ALL)
-        machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
+        machine.planned(machine.epoch, layout(*ALL))
         ready(machine)
         step(machine, machine.statistics().leased - 1)

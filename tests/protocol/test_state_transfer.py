@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from typing import ParamSpec
 
-from isthmus.protocol import Coordinator, RunSpec, StateHolding, StateLayout
-from isthmus.protocol.coordinator_events import (
-    CoordinatorEvent,
-    CoordinatorInstruction,
-    DeviceJoined,
-    DeviceLeaving,
-    DeviceLost,
-    DeviceOffered,
-    MakePlan,
-    Order,
-    PlanMade,
-    ReceiveState,
-)
-from isthmus.protocol.machine import FromDevice
+import pytest
+from tests.programs.ports import Asked
+from tests.protocol.recorded import Recorded, planning
+
+from isthmus.protocol import RunSpec, StateHolding, StateLayout
 from isthmus.protocol.run_messages import (
     DeviceReady,
     FetchState,
@@ -32,6 +24,7 @@ from isthmus.protocol.run_messages import (
 )
 from isthmus.protocol.state_transfer import CLOSE_STEPS, StateTransfer
 
+P = ParamSpec("P")
 PARTS = frozenset({"w", "v"})
 ALONE = StateLayout(parts={"oslo": PARTS}, repeats=True)
 BOTH = StateLayout(parts={"oslo": PARTS, "rome": PARTS}, number=1, repeats=True)
@@ -42,34 +35,34 @@ class Run:
     """One device at work, which reports its items in order."""
 
     def __init__(self, layout: StateLayout = ALONE) -> None:
-        self.machine = Coordinator(("oslo",), SPEC, layout=layout)
-        self.said: list[CoordinatorInstruction] = []
-        self.tell(DeviceJoined(device="oslo"))
-        self.tell(FromDevice("oslo", DeviceReady()))
+        self.machine = Recorded(("oslo",), SPEC, layout=layout)
+        self.said: list[Asked] = []
+        self.tell(self.machine.joined, "oslo")
+        self.tell(self.machine.heard, "oslo", DeviceReady())
         self.reported = 0
 
-    def tell(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
-        found = self.machine.handle(event)
+    def tell(self, method: Callable[P, None], *given: P.args, **named: P.kwargs) -> list[Asked]:
+        found = self.machine.tell(method, *given, **named)
         self.said += found
         return found
 
     def work(self, items: int = 1) -> None:
         for _ in range(items):
-            self.tell(FromDevice("oslo", ItemReported(item=self.reported)))
+            self.tell(self.machine.heard, "oslo", ItemReported(item=self.reported))
             self.reported += 1
 
     def finish_leased(self) -> None:
-        while any(isinstance(i, OpenItem) and i.item.index >= self.reported for i in self.said):
+        while any(isinstance(call[1], OpenItem) and call[1].item.index >= self.reported for call in self.said):
             self.work()
 
-    def rome_is_wanted(self) -> list[CoordinatorInstruction]:
-        assert MakePlan(("oslo", "rome"), must=False) in self.tell(DeviceOffered(device="rome"))
-        self.tell(PlanMade(layout=BOTH))
-        return self.tell(DeviceJoined(device="rome"))
+    def rome_is_wanted(self) -> list[Asked]:
+        assert planning("oslo", "rome", must=False) in self.tell(self.machine.offered, "rome")
+        self.tell(self.machine.planned, self.machine.epoch, BOTH)
+        return self.tell(self.machine.joined, "rome")
 
     @property
     def held(self) -> bool:
-        return any(isinstance(i, Order) and isinstance(i.body, Pause) for i in self.said)
+        return any(isinstance(call[-1], Pause) for call in self.said)
 
 
 def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() -> None:
@@ -77,29 +70,29 @@ def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() ->
     run.work(3)
     donated = run.rome_is_wanted()
     assert donated == [
-        ReceiveState("rome", 1, 5, {"oslo": PARTS}),
-        Order("oslo", SendState(number=1, step=5, parts=PARTS)),
+        ("receive_state", "rome", 1, 5, {"oslo": PARTS}),
+        ("order", "oslo", SendState(number=1, step=5, parts=PARTS)),
     ], "all that is leased counts"
     run.work(8)
     assert run.machine.statistics().phase == "running"
-    run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=5)))
+    run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=5))
     run.work()
     assert run.machine.statistics().phase == "running", "it is behind"
-    run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=12 - CLOSE_STEPS)))
+    run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=12 - CLOSE_STEPS))
     assert run.machine.statistics().phase == "settling"
     run.finish_leased()
     assert not run.held, "the joining device lacks the last steps"
     assert run.machine.awaited == {"rome"}
-    run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=13)))
+    run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=13))
     assert not run.held
-    assert run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=14))) == [
-        Order("oslo", Pause(epoch=1)),
-        Order("rome", Pause(epoch=1)),
+    assert run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=14)) == [
+        ("order", "oslo", Pause(epoch=1)),
+        ("order", "rome", Pause(epoch=1)),
     ]
     for device in ("oslo", "rome"):
-        run.tell(FromDevice(device, Inventory(holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1)))
-    assert not any(isinstance(i, Order) and isinstance(i.body, FetchState) for i in run.said), "nothing has to travel"
-    assert Order("rome", PlaceWeights(own=PARTS, epoch=1)) in run.said
+        run.tell(run.machine.heard, device, Inventory(holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1))
+    assert not any(isinstance(call[-1], FetchState) for call in run.said), "nothing has to travel"
+    assert ("order", "rome", PlaceWeights(own=PARTS, epoch=1)) in run.said
 
 
 def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> None:
@@ -113,8 +106,8 @@ def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> No
 def test_a_lender_that_cannot_go_on_ends_it() -> None:
     run = Run()
     run.rome_is_wanted()
-    assert run.tell(FromDevice("oslo", TransferEnded(number=1))) == [
-        Order("oslo", SendState(number=1, step=2, parts=frozenset()))
+    assert run.tell(run.machine.heard, "oslo", TransferEnded(number=1)) == [
+        ("order", "oslo", SendState(number=1, step=2, parts=frozenset()))
     ]
     run.finish_leased()
     assert run.held
@@ -124,18 +117,18 @@ def test_a_lender_that_cannot_go_on_ends_it() -> None:
 def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> None:
     run = Run()
     run.rome_is_wanted()
-    assert run.tell(DeviceOffered(device="cairo")) == []
+    assert run.tell(run.machine.offered, "cairo") == []
     if settling:
         run.work(3)
-        run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=2)))
+        run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=2))
         run.finish_leased()
         assert run.machine.awaited == {"rome"}
-    out = run.tell(DeviceLost(device="rome", reason="gone"))
-    assert Order("oslo", SendState(number=1, step=2, parts=frozenset())) in out
+    out = run.tell(run.machine.lost, "rome", "gone")
+    assert ("order", "oslo", SendState(number=1, step=2, parts=frozenset())) in out
     if settling:
-        assert out[-1] == Order("oslo", Pause(epoch=1)), "the run goes on by another plan"
+        assert out[-1] == ("order", "oslo", Pause(epoch=1)), "the run goes on by another plan"
     else:
-        assert out[-1] == MakePlan(("cairo", "oslo"), must=False), "what was not asked meanwhile is asked now"
+        assert out[-1] == planning("cairo", "oslo", must=False), "what was not asked meanwhile is asked now"
         run.work(2)
         assert run.machine.statistics().phase == "running"
         assert not run.held
@@ -144,27 +137,27 @@ def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> No
 def test_no_better_plan_is_looked_for_meanwhile_but_one_that_must_be() -> None:
     run = Run()
     run.rome_is_wanted()
-    assert run.tell(DeviceOffered(device="cairo")) == []
-    assert run.tell(DeviceLeaving(device="cairo")) == [MakePlan(("oslo", "rome"), must=True)]
-    again = run.tell(PlanMade(layout=BOTH))
-    assert again[0] == Order("oslo", SendState(number=1, step=2, parts=frozenset()))
+    assert run.tell(run.machine.offered, "cairo") == []
+    assert run.tell(run.machine.leaving, "cairo") == [planning("oslo", "rome", must=True)]
+    again = run.tell(run.machine.planned, run.machine.epoch, BOTH)
+    assert again[0] == ("order", "oslo", SendState(number=1, step=2, parts=frozenset()))
     assert again[1:] == [
-        ReceiveState("rome", 2, 2, {"oslo": PARTS}),
-        Order("oslo", SendState(number=2, step=2, parts=PARTS)),
+        ("receive_state", "rome", 2, 2, {"oslo": PARTS}),
+        ("order", "oslo", SendState(number=2, step=2, parts=PARTS)),
     ]
 
 
 def test_what_is_said_of_the_following_before_does_not_count() -> None:
     run = Run()
     run.rome_is_wanted()
-    run.tell(DeviceOffered(device="cairo"))
-    run.tell(DeviceLeaving(device="cairo"))
-    run.tell(PlanMade(layout=BOTH))
+    run.tell(run.machine.offered, "cairo")
+    run.tell(run.machine.leaving, "cairo")
+    run.tell(run.machine.planned, run.machine.epoch, BOTH)
     run.work(2)
-    assert run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=2))) == []
-    assert run.tell(FromDevice("oslo", TransferEnded(number=1))) == []
+    assert run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=2)) == []
+    assert run.tell(run.machine.heard, "oslo", TransferEnded(number=1)) == []
     assert run.machine.statistics().phase == "running"
-    run.tell(FromDevice("rome", StateReceived(number=2, of="oslo", step=2)))
+    run.tell(run.machine.heard, "rome", StateReceived(number=2, of="oslo", step=2))
     assert run.machine.statistics().phase == "settling"
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
 from isthmus.protocol.failures import CLOSED, EXIT_S, GRACE_S, FailureDetector
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, DeviceReport, Halt, ItemReported, OpenItem
+from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.runtime.coordinator.host import CoordinatorHost
-from isthmus.runtime.coordinator.run_callbacks import Address, Outcome
+from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.run import (
@@ -63,10 +63,10 @@ class NotedScript:
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         return STATE
 
-    def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures | None]:
+    def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
         raise UserError("no plan")
 
-    def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
+    def begin(self, start: EpochStart, layout: StateLayout) -> None:
         pass
 
     def give(self, tensors: Mapping[str, Tensor]) -> None:
@@ -100,6 +100,9 @@ class NotedScript:
         return frozenset(), EngineConfig()
 
     def note(self, text: str) -> None:
+        pass
+
+    def fault(self, kind: FaultKind, worker: str, reason: str = "") -> None:
         pass
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:

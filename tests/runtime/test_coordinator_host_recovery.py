@@ -15,7 +15,6 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.protocol import Coordinator, RunSpec, StateHolding, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     Body,
@@ -32,6 +31,7 @@ from isthmus.protocol.run_messages import (
     RunOrder,
     StateFetched,
 )
+from isthmus.protocol.run_ports import PlanRequest
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.messages.run import (
@@ -53,8 +53,8 @@ SPEC = RunSpec(steps=6, micro_batches=1, micro_batch_size=1)
 class Planning(NotedScript):
     """Plans for whoever is there: the last one has the weight."""
 
-    def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures | None]:
-        return _layout(*wanted.devices), None
+    def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
+        return _layout(*request.devices), None
 
 
 def _layout(*devices: str) -> StateLayout:

@@ -23,7 +23,6 @@ from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.protocol import RunSpec
-from isthmus.protocol.coordinator_events import BeginEpoch
 from isthmus.protocol.device_session import DeviceSession
 from isthmus.protocol.run_messages import (
     DeviceFailed,
@@ -36,6 +35,7 @@ from isthmus.protocol.run_messages import (
     WeightExchange,
     WeightsRead,
 )
+from isthmus.protocol.run_ports import EpochStart
 from isthmus.protocol.work import Item, items
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
@@ -154,7 +154,7 @@ def given(devices: int) -> Given:
     emulated: Fleet | None = fleet if devices == 4 else None
     found = StageAssignments(prepared, plan, fleet, emulated=emulated)
     addresses = {name: Address("h", 7) for name in fleet.names}
-    begun = BeginEpoch(step=3, first_item=5, epoch=EPOCH, from_checkpoint=False)
+    begun = EpochStart(step=3, first_item=5, epoch=EPOCH, from_checkpoint=False)
     weights = {name: p.detach() for name, p in prepared.build().named_parameters()}
     data = {"train": load_dataset(DIGITS, "train"), "heldout": load_dataset(DIGITS, "heldout")}
     return Given(dict(found.assignments(RUN, begun, addresses, 2)), weights, data)

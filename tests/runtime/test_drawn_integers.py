@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import queue
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,18 +23,17 @@ from isthmus.protocol import RunSpec
 from isthmus.protocol.adaptation import Adaptation
 from isthmus.protocol.arrivals import StageArrivals
 from isthmus.protocol.coordinator import Coordinator
-from isthmus.protocol.coordinator_events import BeginEpoch, DeviceJoined, FinishRun
 from isthmus.protocol.device_session import DeviceSession, SessionOrder, SessionPort
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.recovery import Lineage
-from isthmus.protocol.run_events import Observation, RejectDevice, RunEvent, RunInstruction
+from isthmus.protocol.recovery import Lineage, StateHolding
 from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     Arrived,
+    DeviceFailed,
     DeviceReport,
     OpenItem,
     PartsArrived,
 )
+from isthmus.protocol.run_ports import EpochStart, FinishRun, Observation, RunPort
 from isthmus.protocol.worker import StagePort, Worker
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.device.fingerprints import Fingerprinter
@@ -41,9 +41,9 @@ from isthmus.runtime.device.links import Expected, StageLinks
 from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import JoinRun, ToCoordinator, ToDevice, ToPeer
+from isthmus.session.program import OVER
 from isthmus.simulator import connections
 from isthmus.simulator.device import SimulatedWorker
-from isthmus.simulator.run import RunSimulation
 from isthmus.training.layout import header_of
 from tests.faults import simulated
 from tests.faults.schedule import Fault, Schedule
@@ -226,7 +226,7 @@ def _copied(machine: Worker) -> tuple[Worker, Recorder]:
     return copy.deepcopy(machine, {id(machine.view): machine.view, id(machine.port): port}), port
 
 
-class LiedTo(RunSimulation):
+class LiedTo(simulated.FollowedRun):
     lies: dict[str, Lies] | None = None
     """By direction."""
     messages: dict[str, int]
@@ -238,70 +238,83 @@ class LiedTo(RunSimulation):
 
     def _made(self, coordinator: Coordinator) -> RunMachine:
         self.messages = getattr(self, "messages", {})
-        self._log: list[tuple[RunEvent, float]] = []
+        self._log: list[tuple[Callable[[RunMachine, float], None], float]] = []
         plans = cast(Any, self._planner)
         first = (tuple(coordinator.devices), coordinator.spec, coordinator.epoch)
         layout, number = coordinator.layout, plans.layout.number
         lineage = coordinator._lineage.began if coordinator._began else None
 
-        def again() -> RunMachine:
+        def again() -> tuple[RunMachine, Recorder]:
             made = Coordinator(*first, layout=layout, lineage=None if lineage is None else Lineage(lineage))
             adaptation = Adaptation(plans._plans[number], plans._fleet, SPEC.steps, number=number)
             times = self._options.recovery
-            return RunMachine(made, timeout_s=times.timeout_s, start_s=times.start_s, adaptation=adaptation)
+            machine = RunMachine(made, timeout_s=times.timeout_s, start_s=times.start_s, adaptation=adaptation)
+            machine.port = (port := Recorder(RunPort)).port
+            return machine, port
 
         self._again = again
         machine = super()._made(coordinator)
+        port = machine.port
         self._host = CoordinatorHost(machine, RUN, cast(Any, _Script()), timeout_s=3.0)
+        machine.port = port
         return machine
 
-    def handle(self, event: RunEvent) -> None:
+    def tell(self, happened: Callable[[RunMachine, float], None]) -> None:
         if self.connections.answered and self.finish is None:
-            if isinstance(event, FromDevice):
-                self._lie(event, ToCoordinator(run=RUN, body=event.body))
-            elif isinstance(event, DeviceJoined):
-                joins = JoinRun(run=RUN, device=event.device, host="h", port=7, holdings=tuple(event.holdings))
-                self._lie(event, joins)
-            self._log.append((event, self.world.clock.now_s))
-        super().handle(event)
+            self._log.append((happened, self.world.clock.now_s))
+        super().tell(happened)
 
-    def _open(self, opened: OpenItem, machine: RunMachine) -> None:
-        self._host._items[opened.item.index] = opened.item
-        super()._open(opened, machine)
+    def heard(self, device: str, body: DeviceReport) -> None:
+        if self.connections.answered and self.finish is None:
+            self._lie(device, ToCoordinator(run=RUN, body=body))
+        super().heard(device, body)
 
-    def _lie(self, right: FromDevice[DeviceReport] | DeviceJoined, message: msgspec.Struct) -> None:
-        device = right.device
+    def joined(self, device: str, holdings: tuple[StateHolding, ...]) -> None:
+        if self.connections.answered and self.finish is None:
+            self._lie(device, JoinRun(run=RUN, device=device, host="h", port=7, holdings=holdings))
+        super().joined(device, holdings)
+
+    def open_item(self, order: OpenItem) -> None:
+        self._host._items[order.item.index] = order.item
+        super().open_item(order)
+
+    def _lie(self, device: str, message: JoinRun | ToCoordinator) -> None:
+        def hear(machine: RunMachine, told: AnyMessage) -> None:
+            now_s = self.world.clock.now_s
+            if isinstance(told, JoinRun):
+                machine.joined(device, told.holdings, now_s)
+            else:
+                machine.heard(device, cast(Any, told).body, now_s)
 
         def take(told: AnyMessage) -> None:
             if isinstance(told, JoinRun):
                 landed(told)
-                event: RunEvent = DeviceJoined(device=device, holdings=told.holdings)
             else:
                 try:
                     landed(told, (), lambda m: self._host._guard(device, m))
                 except PeerError as e:
                     raise PeerError(f"device {device!r}: {e}") from None
-                event = FromDevice(device, cast(ToCoordinator, told).body)  # pyright: ignore[reportArgumentType]
-            now_s = self.world.clock.now_s
-            machine = self._again()
+            machine, port = self._again()
             for before, then_s in self._log:
-                machine.handle(before, then_s)
+                before(machine, then_s)
             known = len(machine._failures._reported)
-            out = machine.handle(event, now_s)
+            port.took()
+            hear(machine, told)
             if len(machine._failures._reported) > known:
                 whose, error = machine._failures._reported[-1]
                 assert whose == device_of(device)
-                out = machine.handle(Observation(), now_s)
-                assert RejectDevice(device, permanent=True) in out
+                machine.looked(Observation(), self.world.clock.now_s)
+                assert ("reject_device", device, str(error), True) in port.took()
                 raise PeerError(str(error))
-            self._judge(machine, out)
-            self._judge(machine, machine.handle(right, now_s))
+            self._judge(machine, port)
+            hear(machine, message)
+            self._judge(machine, port)
 
         self.lies_about(message, take, "to the coordinator", f"device {device!r}")
 
-    def _judge(self, machine: RunMachine, out: list[RunInstruction]) -> None:
+    def _judge(self, machine: RunMachine, port: Recorder) -> None:
         coordinator, leases = machine.coordinator, machine.coordinator.leases
-        assert coordinator.phase in (*coordinator.transitions.table, "done")
+        assert coordinator.phase in (*Coordinator.reports[DeviceFailed].phases, OVER)
         assert 0 <= coordinator._done_step <= leases.last_step <= SPEC.steps
         assert coordinator._saved <= leases.last_step and leases.acknowledged <= leases.last_step
         assert leases.finished <= leases.leased and max(leases.open, default=0) <= leases.leased
@@ -311,14 +324,14 @@ class LiedTo(RunSimulation):
             assert held.step <= SPEC.steps and held.epoch <= coordinator.epoch
         if coordinator._transfer is not None:
             assert all(step <= leases.last_step for step in coordinator._transfer._at.values())
-        for said in out:
-            assert not isinstance(said, BeginEpoch) or said.step <= min(most, SPEC.steps)
+        for said in (said for call in port.took() for said in call):
+            assert not isinstance(said, EpochStart) or said.step <= min(most, SPEC.steps)
             assert not isinstance(said, FinishRun) or (said.outcome, coordinator._done_step) == ("done", SPEC.steps)
 
 
 def conversation(monkeypatch: pytest.MonkeyPatch, lies: dict[str, Lies] | None) -> LiedTo:
     monkeypatch.setattr(connections, "SimulatedWorker", LiedWorker)
-    monkeypatch.setattr(simulated, "RunSimulation", LiedTo)
+    monkeypatch.setattr(simulated, "FollowedRun", LiedTo)
     run = simulated.Simulated(SCHEDULE)
     found = cast(LiedTo, run.simulation)
     found.lies = lies

@@ -12,7 +12,7 @@ from isthmus.job import prepare
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.protocol import adaptation
-from isthmus.protocol.coordinator_events import MakePlan
+from isthmus.protocol.run_ports import PlanRequest
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.trace import Span
 
@@ -56,7 +56,7 @@ def test_a_link_that_recovered_is_used_again(monkeypatch: pytest.MonkeyPatch) ->
     machine = plans.adaptation()
 
     def made_again() -> int:
-        layout, figures = plans.make(MakePlan(("d0", "d1"), believed=machine.believed))
+        layout, figures = plans.make(PlanRequest(("d0", "d1"), believed=machine.believed))
         machine.made(layout.number, figures, must=True)
         return layout.number
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from isthmus.protocol import Coordinator, RunSpec, StateLayout
-from isthmus.protocol.coordinator_events import DeviceJoined
+from isthmus.protocol import RunSpec, StateLayout
 from isthmus.protocol.deadlines import Deadlines, Waits
-from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import DeviceReady, ItemReported
+from tests.protocol.recorded import Recorded
 
 
 def test_a_wait_is_told_after_three_seconds_and_less_and_less_often() -> None:
@@ -69,11 +68,11 @@ def test_who_is_behind_the_others_is_named_once_it_is_not_the_usual() -> None:
 
 def test_the_machine_knows_who_is_behind() -> None:
     spec = RunSpec(steps=4, micro_batches=1, micro_batch_size=1)
-    machine = Coordinator(("oslo", "rome"), spec, layout=StateLayout(parts={}))
+    machine = Recorded(("oslo", "rome"), spec, layout=StateLayout(parts={}))
     for device in machine.devices:
-        machine.handle(DeviceJoined(device=device))
+        machine.joined(device)
     for device in machine.devices:
-        machine.handle(FromDevice(device, DeviceReady()))
+        machine.heard(device, DeviceReady())
     assert machine.behind == (0, frozenset())
-    machine.handle(FromDevice("oslo", ItemReported(item=0)))
+    machine.heard("oslo", ItemReported(item=0))
     assert machine.behind == (0, {"rome"})

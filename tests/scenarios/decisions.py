@@ -7,28 +7,21 @@ order: events of one kind from several devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from itertools import groupby
+from typing import Any
+from unittest import mock
 
-from isthmus.protocol.coordinator_events import (
-    BeginEpoch,
-    CommitCheckpoint,
-    FinishRun,
-    ItemDone,
-    MakePlan,
-    Order,
-)
-from isthmus.protocol.machine import kind_of
-from isthmus.protocol.run_events import (
-    AcceptReport,
-    Note,
-    Observation,
-    RejectDevice,
-    RunEvent,
-    RunInstruction,
-    StepMeasured,
-)
-from isthmus.protocol.run_messages import OpenItem, RetireSnapshots
+from isthmus.protocol.adaptation import PlanFigures
+from isthmus.protocol.failures import CLOSED
+from isthmus.protocol.recovery import StateHolding, StateLayout
+from isthmus.protocol.run_machine import RunMachine
+from isthmus.protocol.run_messages import DeviceReport
+from isthmus.protocol.run_ports import Observation, PlanRequest
+from isthmus.trace import Span
+from tests.programs.ports import Asked, Watched
 
 Decision = tuple[str, tuple[str, ...], tuple[str, ...]]
 """Events, by whom, and what they led to."""
@@ -42,7 +35,73 @@ _KINDS = {
 """Events of which the one or the other comes first."""
 _WITHOUT_CONSEQUENCE = ("SnapshotCopied", "work goes on", "a device is missed", "PlanMade")
 """Kinds of events that matter by what they lead to alone."""
-_LEFT_OUT = Note | AcceptReport | OpenItem | ItemDone | CommitCheckpoint | RetireSnapshots
+_LEFT_OUT = ("note", "accept_report", "open_item", "item_done", "commit_checkpoint", "retire_snapshots")
+Observe = Callable[[str, str, Sequence[Asked]], None]
+"""Gets each decision: what happened, by whom, and what was asked then."""
+
+
+class _Recorded(RunMachine):
+    """It tells what it decides."""
+
+    def __init__(self, *given: Any, observe: Observe, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._observe = observe
+        self._asked: list[Asked] = []
+
+    @property
+    def port(self) -> Any:
+        return self._watched
+
+    @port.setter
+    def port(self, port: Any) -> None:
+        self._watched = Watched(port, lambda *asked: self._asked.append(asked))
+
+    def _record(self, name: str, device: str, act: Callable[[], None]) -> None:
+        if self._over:
+            return
+        try:
+            act()
+        finally:
+            asked, self._asked = self._asked, []
+            self._observe(name, device, asked)
+
+    def joined(self, device: str, holdings: Sequence[StateHolding], now_s: float) -> None:
+        self._record("DeviceJoined", device, partial(super().joined, device, holdings, now_s))
+
+    def heard(self, device: str, body: DeviceReport, now_s: float) -> None:
+        self._record(type(body).__name__, device, partial(super().heard, device, body, now_s))
+
+    def disconnected(self, device: str, now_s: float, reason: str = CLOSED) -> None:
+        self._record("Disconnected", device, partial(super().disconnected, device, now_s, reason))
+
+    def stop(self, now_s: float) -> None:
+        self._record("StopRequested", "", partial(super().stop, now_s))
+
+    def planned(self, request: PlanRequest, layout: StateLayout, figures: PlanFigures | None, now_s: float) -> None:
+        self._record("PlanMade", "", partial(super().planned, request, layout, figures, now_s))
+
+    def no_plan(self, request: PlanRequest, reason: str, now_s: float) -> None:
+        self._record("NoPlan", "", partial(super().no_plan, request, reason, now_s))
+
+    def measured(self, step: int, spans: tuple[Span, ...], now_s: float) -> None:
+        self._record("StepMeasured", "", partial(super().measured, step, spans, now_s))
+
+    def probed(self, source: str, target: str, bandwidth_bytes_per_s: float | None, now_s: float) -> None:
+        self._record("LinkProbed", "", partial(super().probed, source, target, bandwidth_bytes_per_s, now_s))
+
+    def looked(self, tick: Observation, now_s: float) -> None:
+        self._record("Observation", "", partial(super().looked, tick, now_s))
+
+
+@contextlib.contextmanager
+def observed_by(observe: Observe) -> Generator[None]:
+    """Inside, runs that are simulated and real ones tell what their machines decide."""
+    made = partial(_Recorded, observe=observe)
+    with (
+        mock.patch("isthmus.simulator.run.RunMachine", made),
+        mock.patch("isthmus.runtime.coordinator.run.RunMachine", made),
+    ):
+        yield
 
 
 class Decisions:
@@ -53,28 +112,31 @@ class Decisions:
         self._steps = steps
         self._found: list[tuple[str, str, tuple[str, ...]]] = []
 
-    def observe(self, now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
-        told = tuple(self._words(i) for i in instructions if not isinstance(i, _LEFT_OUT))
-        name = kind_of(event).__name__
-        if told or not isinstance(event, Observation | StepMeasured):
-            self._found.append((_KINDS.get(name, name), getattr(event, "device", ""), told))
+    def observe(self, name: str, device: str, asked: Sequence[Asked]) -> None:
+        told = tuple(self._words(*call) for call in asked if call[0] not in _LEFT_OUT)
+        if told or name not in ("Observation", "StepMeasured"):
+            self._found.append((_KINDS.get(name, name), device, told))
 
-    def _words(self, instruction: RunInstruction) -> str:
-        name, device = type(instruction).__name__, getattr(instruction, "device", "")
-        match instruction:
-            case BeginEpoch(epoch=epoch, step=step, from_checkpoint=from_checkpoint):
-                where = f" step {step}" if self._steps else ""
-                return f"{name} {epoch}{where} {'from the checkpoint' if from_checkpoint else 'from memory'}"
-            case MakePlan(devices=devices, must=must, waits=waits):
-                return f"{name} {','.join(devices)} {must} {waits}"
-            case FinishRun(outcome=outcome):
-                return f"{name} {outcome}"
-            case Order(body=body):
+    def _words(self, asked: Any, *given: Any) -> str:
+        name = asked.title().replace("_", "")
+        match asked, *given:
+            case "begin_epoch", start:
+                where = f" step {start.step}" if self._steps else ""
+                return (
+                    f"{name} {start.epoch}{where} {'from the checkpoint' if start.from_checkpoint else 'from memory'}"
+                )
+            case "make_plan", request:
+                return f"{name} {','.join(request.devices)} {request.must} {request.waits}"
+            case "finish_run", finish:
+                return f"{name} {finish.outcome}"
+            case "order", device, body:
                 return f"{type(body).__name__} {device}"
-            case RejectDevice(permanent=permanent):
+            case "reject_device", device, _, permanent:
                 return f"{name} {device} {permanent}"
+            case "assign_stage" | "disconnect" | "call_device" | "receive_state" | "release_device", device, *_:
+                return f"{name} {device}"
             case _:
-                return f"{name} {device}".strip()
+                return name
 
     def text(self) -> str:
         """A line for each decision: the event, by whom, and what it led to."""

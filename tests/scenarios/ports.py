@@ -22,8 +22,7 @@ from isthmus.plans import Plan
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol import Item, StateLayout
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.coordinator_events import MakePlan
-from isthmus.protocol.run_events import RejectDevice, RunEvent, RunInstruction
+from isthmus.protocol.run_ports import PlanRequest
 from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest, Session
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.recovery_record import read_record
@@ -34,11 +33,12 @@ from isthmus.simulator.run import RunSimulation
 from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter
 from tests.faults.forwarder import ADDRESS, Forwarder, free_port
+from tests.programs.ports import Asked
 from tests.runtime.commands import devices_of
 from tests.runtime.jobs import DIGITS, fleet_of, job_of
 
 from .crew import Crash, Crew
-from .decisions import Decisions
+from .decisions import Decisions, observed_by
 
 Port = Literal["simulated", "real"]
 TIMEOUT_S = 4.0
@@ -131,8 +131,8 @@ class _Planner:
     def adaptation(self) -> Adaptation:
         return self._plans.adaptation()
 
-    def make(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
-        return self._plans.make(wanted)
+    def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
+        return self._plans.make(request)
 
     def begin(self, layout: StateLayout) -> None:
         self._plans.begin(layout)
@@ -158,29 +158,24 @@ def _simulate(
             struck.append(item.step)
             run.strikes.strike(scenario.strikes)
 
-    def decided(now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
-        decisions.observe(now_s, event, instructions)
-        for name in _evicted(scenario, instructions):
+    def decided(name: str, device: str, asked: Sequence[Asked]) -> None:
+        decisions.observe(name, device, asked)
+        for name in _evicted(scenario, asked):
             run.world.later(0.0, "evicted", functools.partial(run.strikes.strike, Fault(device=name, time_s=0.0)))
 
-    run = RunSimulation(
-        first,
-        fleet,
-        run_spec(prepared),
-        options,
-        planner=_Planner(plans),
-        layout=plans.now.layout,
-        observe=decided,
-        advanced=advanced,
-    )
-    run.run()
+    planner, layout = _Planner(plans), plans.now.layout
+    with observed_by(decided):
+        run = RunSimulation(
+            first, fleet, run_spec(prepared), options, planner=planner, layout=layout, advanced=advanced
+        )
+        run.run()
 
 
-def _evicted(scenario: Scenario, instructions: Sequence[RunInstruction]) -> list[str]:
+def _evicted(scenario: Scenario, asked: Sequence[Asked]) -> list[str]:
     """Devices that would come back sooner or later, where a link is cut: their processes end, so that time decides
     nothing."""
     cut = scenario.strikes is not None and scenario.strikes.kind == "link"
-    return [i.device for i in instructions if isinstance(i, RejectDevice)] if cut else []
+    return [str(call[1]) for call in asked if call[0] == "reject_device"] if cut else []
 
 
 # Real processes
@@ -229,14 +224,15 @@ def _run(scenario: Scenario, prepared: Prepared, fleet: Fleet, first: Plan, deci
                 for pid in stopped:  # it is out of the run, and the end would wait for it
                     os.kill(pid, signal.SIGKILL)
 
-        def decided(now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
-            decisions.observe(now_s, event, instructions)
-            for name in _evicted(scenario, instructions):
+        def decided(name: str, device: str, asked: Sequence[Asked]) -> None:
+            decisions.observe(name, device, asked)
+            for name in _evicted(scenario, asked):
                 os.kill(_pid_of(name), signal.SIGKILL)
 
         replan = functools.partial(planned, scenario, prepared)
         options = RunOptions(backend=backend, replan=replan)
-        run_plan(prepared, first, fleet, folder, options, Watcher(advanced=advanced, decided=decided))
+        with observed_by(decided):
+            run_plan(prepared, first, fleet, folder, options, Watcher(advanced=advanced))
 
 
 def _run_twice(
@@ -250,12 +246,13 @@ def _run_twice(
         if item.kind == "train" and item.step == scenario.at:
             raise Crash
 
-    with contextlib.suppress(Crash):
+    with contextlib.suppress(Crash), observed_by(decisions.observe):
         options = RunOptions(backend=crew, replan=replan)
-        run_plan(prepared, first, fleet, folder, options, Watcher(advanced=advanced, decided=decisions.observe))
+        run_plan(prepared, first, fleet, folder, options, Watcher(advanced=advanced))
     newest = CheckpointWriter(folder / "checkpoints").at(scenario.at // scenario.save_every * scenario.save_every)
     again = RunOptions(backend=crew, replan=replan, record=read_record(folder), resume_from=newest)
-    run_plan(prepared, first, fleet, folder, again, Watcher(decided=decisions.observe))
+    with observed_by(decisions.observe):
+        run_plan(prepared, first, fleet, folder, again, Watcher())
 
 
 def _strike(fault: Fault, forwarder: Forwarder | None, backend: _Backend, stopped: list[int]) -> None:

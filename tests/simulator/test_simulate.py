@@ -152,7 +152,7 @@ def test_a_lost_device_ends_the_run():
     run = simulate_run(plan, fleet, spec(), SimulationOptions(faults=(fault,)))
     assert run.finish.outcome == "lost"
     assert "'d1'" in run.finish.reason
-    assert run.coordinator.phase == "done"
+    assert run.coordinator.phase == "over"
     assert max(s.end_s for s in run.trace.spans if s.device == "d1") <= 3.05
     assert end_s(run.trace) <= 3.05, "its neighbours stop at once: there is nothing to do without it"
     assert 3.05 < run.seconds < 5

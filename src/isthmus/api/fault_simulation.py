@@ -20,7 +20,7 @@ from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol import RunSpec, StateLayout
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.coordinator_events import MakePlan
+from isthmus.protocol.run_ports import PlanRequest
 from isthmus.report import draw_faults
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.run import START_S, run_spec
@@ -190,8 +190,8 @@ class _Planner:
     def adaptation(self) -> Adaptation:
         return self._plans.adaptation()
 
-    def make(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
-        return self._plans.make(wanted)
+    def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
+        return self._plans.make(request)
 
     def begin(self, layout: StateLayout) -> None:
         self._plans.begin(layout)

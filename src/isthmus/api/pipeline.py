@@ -222,7 +222,7 @@ def _carry_out(
         saved=saved,
         rolled_back=watch.rolled_back,
         noted=watch.noted,
-        decided=watch.decided,
+        fault=watch.fault,
     )
     observer.began(plan)
     try:

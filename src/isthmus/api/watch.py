@@ -12,7 +12,6 @@ from typing import cast
 from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
 from isthmus.api.observer import Observer
-from isthmus.api.run_faults import faults_of, plan_change
 from isthmus.api.run_log import RunLog
 from isthmus.api.stored_run import Uploads
 from isthmus.callbacks import Callbacks, Evaluated, RunFault, StepDone
@@ -20,10 +19,11 @@ from isthmus.graph.metrics import Metrics
 from isthmus.job import Prepared
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.protocol.run_events import RunEvent, RunInstruction
 from isthmus.runtime.coordinator.run import run_spec
+from isthmus.runtime.coordinator.run_callbacks import FaultKind
 from isthmus.trace import Span
 from isthmus.training.optim import settings_of
+from isthmus.units import format_duration
 
 SPEED_STEPS = 16
 """Over which speeds are averaged: reports of several steps may come at once."""
@@ -67,20 +67,22 @@ class Watch:
         """The run goes on with this plan; it may be the plan of before."""
         self._running = True
         if plan != self._plan:
-            self._callbacks.fault(plan_change(self._done, plan))
+            step_s = format_duration(plan.predicted.step_s)
+            text = f"{step_s} a step on {', '.join(plan.used)}, as predicted"
+            self._callbacks.fault(RunFault(step=self._done, kind="plan", text=text, plan=plan))
         self._plan, self._epoch = plan, epoch
 
-    def decided(self, now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
-        """Report the decisions of the run's machine."""
-        for fault in faults_of(self._done, event, instructions):
-            if fault.kind == "joined":
-                self.log.joined(fault.device)
-            elif fault.kind == "lost":
-                self.log.lost(fault.device, fault.text)
-            elif fault.kind == "left":
-                self.log.left(fault.device)
-            if self._running or fault.kind != "joined":  # those that it begins with are no news
-                self._callbacks.fault(fault)
+    def fault(self, kind: FaultKind, device: str, reason: str) -> None:
+        """A device joins, is lost or leaves."""
+        match kind:
+            case "joined":
+                self.log.joined(device)
+            case "lost":
+                self.log.lost(device, reason)
+            case "left":
+                self.log.left(device)
+        if self._running or kind != "joined":  # those that it begins with are no news
+            self._callbacks.fault(RunFault(step=self._done, kind=kind, device=device, text=reason))
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         self._uploads.tell(self.noted)

@@ -1,12 +1,12 @@
-"""The pure state machines and policies: what happens goes in, what is to be done comes out, no I/O.
+"""The pure policies: what happens is a call of a method, what is to be done a call of a port, no I/O.
 
-`machine` is the kernel of state machines, `session.program` that of policies. `worker` is a stage, with `compute_lane`,
+`session.program` is their kernel. `worker` is a stage, with `compute_lane`,
 `feeding` and `exchange`; `device_session` is a device in a run. `run_machine` is a run: `coordinator` with its items
 (`work`, `leases`), its devices (`members`, `restarts`, `state_transfer`), recovery (`recovery`, `attempts`,
 `memory_shortage`, `finite`), the `failure_detector`, `deadlines` and `interruptions`, and new plans (`adaptation`,
 `drift`, `link_reprobe`, `replan_policy`). `federated_coordinator` and `federated_executor` are rounds.
-`fleet_membership` is a fleet, with a `membership` for each device. `coordinator_events` and `run_events` are what goes
-into machines and comes out; `run_messages` are the bodies of frames, which are events too.
+`fleet_membership` is a fleet, with a `membership` for each device. `run_ports` are a run's ports; `run_messages` are
+the bodies of frames.
 """
 
 from isthmus.protocol.coordinator import Coordinator

@@ -1,7 +1,7 @@
-"""The coordinator: the life of a run. Events in, instructions out.
+"""The coordinator: the life of a run.
 
-    joining ──all joined──► fetching ──► placing ──all ready──► running ──last item reported──► done
-       ▲                    (what the                            │   └─interrupted─► closing ──saved──► done
+    joining ──all joined──► fetching ──► placing ──all ready──► running ──last item reported──► over
+       ▲                    (what the                            │   └─interrupted─► closing ──saved──► over
        │                     plan moved)                         ├─ a better plan ─► settling ─┐
        └─────── planning ◄──all said what they hold── holding ◄──┴── a device is lost ─────────┘
 
@@ -13,44 +13,18 @@ report what they hold (`recovery`), get a new plan, and go on from the latest st
 in the last checkpoint. A change to a better plan, for a device that leaves or for one that came, goes the same way, but
 all devices finish their leased items first: then nothing is lost. A joining device gets its state before that, while
 the others train (`state_transfer`). Where no device is left, or too few for any plan, the coordinator waits for lost
-devices whose machines are there (`restarts`), without a time limit for those in the queue of a cluster's engine.
+devices whose machines are there (`recalling`), without a time limit for those in the queue of a cluster's engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from isthmus.protocol.coordinator_events import (
-    AssignStage,
-    BeginEpoch,
-    CallDevice,
-    CommitCheckpoint,
-    CoordinatorEvent,
-    CoordinatorInstruction,
-    DeviceJoined,
-    DeviceLeaving,
-    DeviceLost,
-    DeviceOffered,
-    DevicesQueued,
-    Disconnect,
-    Ending,
-    FinishRun,
-    FleetChanged,
-    ItemDone,
-    MakePlan,
-    NoPlan,
-    Order,
-    PlanMade,
-    ReleaseDevice,
-    StopRequested,
-)
-from isthmus.protocol.failures import Attempts, StepFailure, Suspects
+from isthmus.protocol.failures import Attempts, Suspects
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.leases import ItemReports, Leases, evaluation_sums, mean_loss, non_finite
-from isthmus.protocol.machine import EpochMachine, FromDevice
-from isthmus.protocol.members import Members, Restarts
-from isthmus.protocol.phases import COORDINATOR, CoordinatorStatistics, Phase
+from isthmus.protocol.members import MOST_RECALLS, Members, Restarts
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, recovery_point
 from isthmus.protocol.run_messages import (
     DeviceFailed,
@@ -69,16 +43,28 @@ from isthmus.protocol.run_messages import (
     StateReceived,
     TransferEnded,
 )
+from isthmus.protocol.run_ports import CoordinatorPort, Ending, EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.state_transfer import StateTransfer
 from isthmus.protocol.work import RunSpec
+from isthmus.session.program import JOINING, OVER, OutOfPhase, Policy, report
 
-Out = list[CoordinatorInstruction]
+AT_WORK = ("running", "settling", "closing")
+"""Phases in which devices have items."""
 
 
-class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction]):
-    """The state machine of a run over the devices of one plan after another."""
+class CoordinatorStatistics(NamedTuple):
+    phase: str
+    finished: int
+    """Items that every device has reported."""
+    leased: int
+    stale: int
+    epoch: int
+    recovery_point: int
+    """The run goes on from this step at least, if any one device is lost now."""
 
-    transitions = COORDINATOR
+
+class Coordinator(Policy[CoordinatorPort]):
+    """The policy of a run over the devices of one plan after another. Who drives it sets `port`."""
 
     def __init__(
         self,
@@ -91,7 +77,8 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
     ) -> None:
         """Without a layout the run ends when a device is lost. `lineage` is of a run whose coordinator was started
         again, in a new epoch: `spec` begins from its last checkpoint, and devices may hold more."""
-        super().__init__(epoch)
+        super().__init__(JOINING)
+        self.epoch = epoch
         self.devices = tuple(devices)
         self.spec = spec
         self.layout = layout or StateLayout(parts={})
@@ -124,20 +111,20 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
     @property
     def awaited(self) -> frozenset[str]:
         """The devices that it waits for before it goes on."""
-        if self._phase == "joining":
+        if self.phase == "joining":
             return frozenset(self.members.missing(self.devices))
-        if self._phase == "holding":
+        if self.phase == "holding":
             return self.members.silent
-        if self._phase == "recalling":
+        if self.phase == "recalling":
             return self._recalls.awaited
-        if self._phase == "settling" and self._transfer is not None and not self._leases.open:
+        if self.phase == "settling" and self._transfer is not None and not self._leases.open:
             return self._transfer.waited_for
-        return frozenset(self._awaited) if self._phase in ("fetching", "placing") else frozenset()
+        return frozenset(self._awaited) if self.phase in ("fetching", "placing") else frozenset()
 
     @property
     def queued(self) -> frozenset[str]:
         """The devices without which there is no plan, that come whenever their engine starts them."""
-        return self._recalls.queued if self._phase == "recalling" else frozenset()
+        return self._recalls.queued if self.phase == "recalling" else frozenset()
 
     @property
     def leases(self) -> Leases:
@@ -152,348 +139,437 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
 
     def statistics(self) -> CoordinatorStatistics:
         leases = self._leases
-        return CoordinatorStatistics(
-            self._phase, leases.finished, leases.leased, self._stale, self._epoch, max(self._saved, leases.acknowledged)
-        )
+        point = max(self._saved, leases.acknowledged)
+        return CoordinatorStatistics(self.phase, leases.finished, leases.leased, self.stale, self.epoch, point)
 
-    def _take(self, event: CoordinatorEvent) -> Out:
-        match event:
-            case DeviceJoined(device=device, holdings=holdings):
-                return self._on_joined(device, holdings)
-            case FromDevice(device=device, body=body):
-                return self._on_report(device, body)
-            case DeviceLost():
-                return self._on_lost(event)
-            case StopRequested():
-                return self._on_interrupted()
-            case PlanMade(layout=layout, worth_it=worth_it):
-                return self._on_planned(layout, worth_it=worth_it)
-            case NoPlan(reason=reason):
-                return self._on_no_plan(reason)
-            case DeviceOffered(device=device):
-                self.members.offered(device)
-                self._recalls.back(device)
-                if self._phase == "recalling":
-                    return self._begin_anew()
-                if self._phase == "joining" and device in self.awaited:
-                    return [CallDevice(device)]  # it is here, and does not know that it is awaited
-                return self._reconsider()
-            case DeviceLeaving(device=device):
-                self.members.leaves(device)
-                return self._reconsider(must=True)
-            case DevicesQueued(devices=devices):
-                self._recalls.wait_in_queue(devices)
-                return self._begin_anew() if self._phase == "recalling" else []
-            case FleetChanged():
-                return self._reconsider()
+    def is_late(self, device: str, body: DeviceReport) -> bool:
+        return body.epoch != self.epoch
 
-    def _on_report(self, device: str, report: DeviceReport) -> Out:
-        match report:
-            case DeviceReady():
-                return self._on_ready(device)
-            case ItemReported():
-                return self._on_item_reported(device, report)
-            case DeviceFailed(failure=failure):
-                return [] if failure is None else self._on_step_failed(device, failure)
-            case Inventory(holdings=holdings):
-                self.members.holds(device, holdings)
-                return self._on_held()
-            case StateFetched():
-                self._awaited.discard(device)
-                return self._place() if self._phase == "fetching" and not self._awaited else []
-            case SnapshotCopied(of=of, step=step):
-                return self._acknowledged(self._leases.snapshot_sources(of, step))
-            case StateReceived() | TransferEnded():
-                return self._on_state_received(device, report)
+    # What the run says
+
+    def joined(self, device: str, holdings: Sequence[StateHolding] = ()) -> None:
+        """`holdings`: state that a device which was here before still has in memory."""
+        if self.over:
+            return
+        self.members.joined(device, holdings)
+        self._recalls.at_work(device)
+        called = self._next is not None and device in self._next.parts
+        if self.phase == JOINING:
+            self._restore()
+        elif self.phase == "recalling":
+            self._begin_anew()
+        elif self.phase == "holding":
+            self._go_on()
+        elif self.phase == "running" and called and self._next is not None:  # the work went on while it started
+            if not self.members.missing(self._next.parts):
+                self._bring()
+        else:
+            self._reconsider()
+
+    def offered(self, device: str) -> None:
+        """The device could work, if a plan wants it."""
+        if self.over:
+            return
+        self.members.offered(device)
+        self._recalls.back(device)
+        if self.phase == "recalling":
+            self._begin_anew()
+        elif self.phase == JOINING and device in self.awaited:
+            self.port.call_device(device)  # it is here, and does not know that it is awaited
+        else:
+            self._reconsider()
+
+    def leaving(self, device: str) -> None:
+        """The device is to leave without loss."""
+        if not self.over:
+            self.members.leaves(device)
+            self._reconsider(must=True)
+
+    def queued_by_engine(self, devices: frozenset[str]) -> None:
+        """These devices wait for a node in the queue of their engine, and no others: they come back, nobody knows
+        when."""
+        if self.over:
+            return
+        self._recalls.wait_in_queue(devices)
+        if self.phase == "recalling":
+            self._begin_anew()
+
+    def fleet_changed(self) -> None:
+        """Devices or links are not as the plan assumed."""
+        self._reconsider()
+
+    def lost(self, device: str, reason: str, *, workers: Collection[str] = (), returns: bool = False) -> None:
+        """`workers` are its further stages, which are lost with it. `returns`: its machine is there, so that it will be
+        offered again."""
+        if self.over:
+            return
+        gone = {device, *workers}
+        if not self.survives:
+            self._end("lost", f"device {device!r} was lost: {reason}")
+            return
+        self._recalls.lost(device, reason, returns=returns)
+        concerns = bool(gone & (self.members.here | self.awaited)) or self.phase == "recalling"
+        for name in gone:
+            self.members.gone(name)
+        self._plan_without(gone)
+        if not concerns:
+            self._fence(gone)
+        elif self.phase in AT_WORK and gone.isdisjoint(self.devices):
+            self._do_without(gone)
+        else:
+            self._begin_again(device, f"device {device!r} was lost: {reason}", gone)
+
+    def stop(self) -> None:
+        """The user wants to stop: finish what is leased, save, leave."""
+        begins = self.phase in (JOINING, "fetching", "placing") and not self._began
+        waits = self.phase == "recalling" and not (self.members.here and self._recalls.awaited)
+        if begins or waits:
+            self._end("interrupted")
+        elif not (self.over or self.phase == "closing" or self._leases.over):  # its last item may be leased already
+            self._ending = "interrupted"
+            if self.phase in ("running", "settling"):
+                self._close()
+
+    def planned(self, epoch: int, layout: StateLayout, *, worth_it: bool = True) -> None:
+        """The plan that was asked for in this epoch. `worth_it`: of one that need not be, whether it is worth the
+        change."""
+        if self._is_answer(epoch):
+            if self.phase == "planning":
+                self._adopt(layout)
+            elif self.phase == "running" and worth_it:
+                self._stop_sending_state()
+                self._next = layout
+                if not self._call(layout):
+                    self._bring()
+
+    def no_plan(self, epoch: int, reason: str) -> None:
+        """There is none for the devices that were asked about in this epoch."""
+        if not self._is_answer(epoch):
+            return
+        if self.phase != "planning":
+            self.members.stay()
+            return
+        if self._suspects.devices & self.members.available - self._planned_for:
+            self._make_plan(of_all=True)
+            return
+        self._without_plan = self._planned_for
+        if self._recalls.queued:
+            self._recalls.too_few()
+        if self._recalls.awaited or self._recalls.queued or self.members.available > self._planned_for:
+            self.phase = "recalling"
+            self._begin_anew()
+        else:
+            self._end("lost", f"{self._reason}; no plan for what is left: {reason}" if self._reason else reason)
+
+    def _is_answer(self, epoch: int) -> bool:
+        """Whether a plan is of use that was asked for in this epoch. OutOfPhase where nobody can have asked."""
+        self.stale += epoch != self.epoch
+        if epoch == self.epoch and self.phase == "holding":
+            raise OutOfPhase("a plan came in phase 'holding'")
+        return epoch == self.epoch and not self.over
 
     # Joining, fetching, placing
 
-    def _on_joined(self, device: str, holdings: Sequence[StateHolding]) -> Out:
-        self.members.joined(device, holdings)
-        self._recalls.at_work(device)
-        if self._phase == "joining":
-            return self._restore()
-        if self._phase == "recalling":
-            return self._begin_anew()
-        if self._phase == "holding":
-            return self._on_held()
-        called = self._next is not None and device in self._next.parts
-        if self._phase == "running" and called and self._next is not None:  # the work went on while it started
-            return [] if self.members.missing(self._next.parts) else self._bring()
-        return self._reconsider()
-
-    def _restore(self) -> Out:
+    def _restore(self) -> None:
         """Once all are here: choose the state to go on from, and have what the plan moved brought here."""
         if self.members.missing(self.devices):
-            return []
+            return
         if self._restarted:
             self._next = self.layout
-            return self._hold()
+            self._hold()
+            return
         held = self.members.holdings if self._began else {}
         point = recovery_point(self.layout, held, self._lineage, self._saved)
         self._step, self._own = point.step, point.own
-        self._lineage.begin(self._epoch, self._step)
+        self._lineage.begin(self.epoch, self._step)
         self._done_step = self._step
         self._divergence.restart()
         self._attempts.began()
         self._leases.begin(self._step, self.layout, due=self._began or self.spec.eval_due)
-        out: Out = []
+        self.phase, self._awaited = "fetching", set(point.donors)
         if self.survives:
-            out.append(BeginEpoch(self._epoch, self._step, self._leases.leased, not point.in_memory))
-        self._phase, self._awaited = "fetching", set(point.donors)
-        asks = {d: FetchState(step=self._step, parts=parts, epoch=self._epoch) for d, parts in point.donors.items()}
-        return out + ([Order(d, ask) for d, ask in sorted(asks.items())] or self._place())
+            self.port.begin_epoch(EpochStart(self.epoch, self._step, self._leases.leased, not point.in_memory))
+        for device, parts in sorted(point.donors.items()):
+            self.port.order(device, FetchState(step=self._step, parts=parts, epoch=self.epoch))
+        if not point.donors:
+            self._place()
 
-    def _place(self) -> Out:
-        self._phase, self._awaited = "placing", set(self.devices)
-        none = frozenset[str]()
-        own = {d: self._own.get(d, none) & self.layout.parts.get(d, none) for d in self.devices}
-        place = {d: Order(d, PlaceWeights(own=parts, epoch=self._epoch)) for d, parts in own.items()}
-        return [step for d in self.devices for step in (AssignStage(d), place[d])]
-
-    def _on_ready(self, device: str) -> Out:
+    @report(StateFetched, "fetching")
+    def _fetched(self, device: str, fetched: StateFetched) -> None:
         self._awaited.discard(device)
-        if self._phase != "placing" or self._awaited:
-            return []
-        self._phase, self._began = "running", True
+        if not self._awaited:
+            self._place()
+
+    def _place(self) -> None:
+        self.phase, self._awaited = "placing", set(self.devices)
+        none = frozenset[str]()
+        for device in self.devices:
+            own = self._own.get(device, none) & self.layout.parts.get(device, none)
+            self.port.assign_stage(device)
+            self.port.order(device, PlaceWeights(own=own, epoch=self.epoch))
+
+    @report(DeviceReady, "placing")
+    def _ready(self, device: str, ready: DeviceReady) -> None:
+        self._awaited.discard(device)
+        if self._awaited:
+            return
+        self.phase, self._began = "running", True
         if self._ending == "interrupted":
-            return self._close()
-        out = self._lease()
+            self._close()
+            return
+        self._lease()
         if not self._leases.keeps:
-            out += self._release()
+            self._release()
         if self.members.leaving(self.devices):
-            return out + self._reconsider(must=True)
-        return out + self._reconsider() if self.members.available.difference(self.devices) else out
+            self._reconsider(must=True)
+        elif self.members.available.difference(self.devices):
+            self._reconsider()
 
     # Running
 
-    def _on_item_reported(self, device: str, report: ItemReported) -> Out:
-        known = report.item in self._leases.open  # of others nothing is kept
-        if not known or (reports := self._reports.add(device, report, self.devices)) is None:
-            return []
-        item = self._leases.finish(report.item)
-        note_, ends = non_finite(item, reports, self._divergence)
+    @report(ItemReported, *AT_WORK)
+    def _item_reported(self, device: str, reported: ItemReported) -> None:
+        known = reported.item in self._leases.open  # of others nothing is kept
+        if not known or (reports := self._reports.add(device, reported, self.devices)) is None:
+            return
+        item = self._leases.finish(reported.item)
+        note, ends = non_finite(item, reports, self._divergence)
         if ends:
+            self.port.item_done(item, mean_loss(reports), "", ())
             saved = f"the newest checkpoint is of step {self._saved}" if self._saved else "nothing was saved before"
-            return [ItemDone(item, mean_loss(reports)), *self._end("diverged", f"{note_}; {saved}")]
-        out: Out = [ItemDone(item, mean_loss(reports), note_, evaluation_sums(item, reports))]
+            self._end("diverged", f"{note}; {saved}")
+            return
         if item.kind == "save":
             self._saved = item.step
-            out.append(CommitCheckpoint(item, finite=not note_))
         elif item.kind == "train":
             self._done_step = item.step + 1
             self._attempts.stepped()
             self._suspects.stepped(item.step, set(self.devices))
+        self.port.item_done(item, mean_loss(reports), note, evaluation_sums(item, reports))
+        if item.kind == "save":
+            self.port.commit_checkpoint(item, finite=not note)
         elif item.kind == "keep":
-            out += self._acknowledged(self._leases.kept(item.step))
-        if self._phase == "running" or (self._phase == "settling" and not self._leases.at_period):
-            out += self._lease()
+            self._acknowledged(self._leases.kept(item.step))
+        if self.phase == "running" or (self.phase == "settling" and not self._leases.at_period):
+            self._lease()
         if not self._leases.open:
-            out += self._move() if self._phase == "settling" else self._end(self._ending)
-        return out
+            if self.phase == "settling":
+                self._move()
+            else:
+                self._end(self._ending)
 
-    def _acknowledged(self, step: int | None) -> Out:
+    @report(SnapshotCopied, *AT_WORK)
+    def _snapshot_copied(self, device: str, copied: SnapshotCopied) -> None:
+        self._acknowledged(self._leases.snapshot_sources(copied.of, copied.step))
+
+    def _acknowledged(self, step: int | None) -> None:
         """A snapshot may be complete now."""
-        return [] if step is None else [RetireSnapshots(step=step, epoch=self._epoch), *self._release()]
+        if step is not None:
+            self.port.retire_snapshots(RetireSnapshots(step=step, epoch=self.epoch))
+            self._release()
 
-    def _release(self) -> Out:
+    def _release(self) -> None:
         gone = self.members.released(self.devices)
         self._plan_without(gone)
-        return [ReleaseDevice(device) for device in gone]
+        for device in gone:
+            self.port.release_device(device)
 
-    def _lease(self) -> Out:
-        out: Out = [OpenItem(item=item, epoch=self._epoch) for item in self._leases.lease()]
-        return out or ([] if self._leases.open else self._end("done"))
+    def _lease(self) -> None:
+        for item in self._leases.lease():
+            self.port.open_item(OpenItem(item=item, epoch=self.epoch))
+        if not self._leases.open:
+            self._end("done")
 
-    def _on_interrupted(self) -> Out:
-        begins = self._phase in ("joining", "fetching", "placing") and not self._began
-        waits = self._phase == "recalling" and not (self.members.here and self._recalls.awaited)
-        if begins or waits:
-            return self._end("interrupted")
-        if self._phase == "closing" or self._leases.over:
-            return []  # the run's last item is leased already: it ends as if nobody had asked
-        self._ending = "interrupted"
-        return self._close() if self._phase in ("running", "settling") else []
-
-    def _close(self) -> Out:
+    def _close(self) -> None:
         """Finish what is leased, save, leave."""
-        self._phase = "closing"
-        last = self._leases.last_step
-        if self._leases.closing or last == self._saved:
-            return [] if self._leases.open else self._end("interrupted")
-        return [OpenItem(item=self._leases.lease_save(), epoch=self._epoch)]
+        self.phase = "closing"
+        if not self._leases.closing and self._leases.last_step != self._saved:
+            self.port.open_item(OpenItem(item=self._leases.lease_save(), epoch=self.epoch))
+        elif not self._leases.open:
+            self._end("interrupted")
 
     # Another plan, or fewer devices
 
-    def _reconsider(self, *, must: bool = False) -> Out:
+    def _reconsider(self, *, must: bool = False) -> None:
         """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
-        if self._phase != "running" or not self.survives or (self._transfer is not None and not must):
-            return []
-        return [MakePlan(tuple(sorted(self._suspects.trusted(self.members.available))), must=must)]
+        if self.phase == "running" and self.survives and (self._transfer is None or must):
+            devices = self._suspects.trusted(self.members.available)
+            self.port.make_plan(PlanRequest(tuple(sorted(devices)), must, epoch=self.epoch))
 
-    def _on_planned(self, layout: StateLayout, *, worth_it: bool) -> Out:
-        if self._phase == "planning":
-            return self._adopt(layout)
-        if self._phase != "running" or not worth_it:
-            return []
-        out = self._stop_sending_state()
-        self._next = layout
-        missing = self.members.missing(layout.parts)
-        return out + ([CallDevice(d) for d in missing] if missing else self._bring())
-
-    def _bring(self) -> Out:
+    def _bring(self) -> None:
         """Whom the better plan needs is here: bring joining devices near to the others' state, then finish what is
         leased."""
         assert self._next is not None, "there is a better plan"
         if self._transfer is not None:
-            return []
+            return
         needs = {d: parts for d, parts in self._next.parts.items() if parts and d not in self.devices}
         if not needs or not self.layout.repeats:
-            return self._settle()
+            self._settle()
+            return
         holds = {d: self.layout.parts.get(d, frozenset[str]()) for d in self.devices}
         self._transfers += 1
-        self._transfer = StateTransfer(self._transfers, self._leases.last_step, needs, holds, self._epoch)
-        return [*self._transfer.begins()]
+        self._transfer = StateTransfer(self._transfers, self._leases.last_step, needs, holds, self.epoch)
+        self._transfer.begin(self.port)
 
-    def _on_state_received(self, device: str, event: StateReceived | TransferEnded) -> Out:
+    @report(StateReceived, *AT_WORK)
+    def _state_received(self, device: str, received: StateReceived) -> None:
         transfer = self._transfer
-        if transfer is None or event.number != transfer.number:
-            return []
-        if isinstance(event, TransferEnded):
-            return self._stop_receiving_state()
-        transfer.state_received(device, event.of, event.step)
-        if self._phase == "settling":
-            return [] if self._leases.open else self._move()
-        if self._phase != "running":
-            return []
-        if transfer.is_close(self._done_step):
-            return self._settle()
-        return self._stop_receiving_state() if transfer.will_not_converge(self._done_step) else []
+        if transfer is None or received.number != transfer.number:
+            return
+        transfer.state_received(device, received.of, received.step)
+        if self.phase == "settling":
+            if not self._leases.open:
+                self._move()
+        elif self.phase == "running":
+            if transfer.is_close(self._done_step):
+                self._settle()
+            elif transfer.will_not_converge(self._done_step):
+                self._stop_receiving_state()
 
-    def _stop_receiving_state(self) -> Out:
+    @report(TransferEnded, *AT_WORK)
+    def _transfer_ended(self, device: str, ended: TransferEnded) -> None:
+        if self._transfer is not None and ended.number == self._transfer.number:
+            self._stop_receiving_state()
+
+    def _stop_receiving_state(self) -> None:
         """Who follows will never be near: the state that it needs is brought while all wait."""
-        stopped = self._stop_sending_state()
-        if not stopped or self._phase not in ("running", "settling"):
-            return stopped
-        return stopped + self._settle()
+        self._stop_sending_state()
+        if self.phase in ("running", "settling"):
+            self._settle()
 
-    def _stop_sending_state(self) -> Out:
+    def _stop_sending_state(self) -> None:
         transfer, self._transfer = self._transfer, None
-        return [] if transfer is None else [*transfer.ends()]
+        if transfer is not None:
+            transfer.end(self.port)
 
-    def _settle(self) -> Out:
+    def _settle(self) -> None:
         """Finish what is leased."""
-        self._phase = "settling"
-        return [] if self._leases.open else self._move()
+        self.phase = "settling"
+        if not self._leases.open:
+            self._move()
 
-    def _on_no_plan(self, reason: str) -> Out:
-        if self._phase == "planning":
-            if self._suspects.devices & self.members.available - self._planned_for:
-                return self._make_plan(of_all=True)
-            self._without_plan = self._planned_for
-            if self._recalls.queued:
-                self._recalls.too_few()
-            if self._recalls.awaited or self._recalls.queued or self.members.available > self._planned_for:
-                self._phase = "recalling"
-                return self._begin_anew()
-            return self._end("lost", f"{self._reason}; no plan for what is left: {reason}" if self._reason else reason)
-        self.members.stay()
-        return []
-
-    def _move(self) -> Out:
+    def _move(self) -> None:
         """All leased work is done, and all devices have the state of the same step; joining devices soon will."""
         if self._leases.exhausted:
-            return self._end(self._ending)
-        transfer = self._transfer
-        return self._hold() if transfer is None or transfer.reached() == self._leases.last_step else []
+            self._end(self._ending)
+        elif self._transfer is None or self._transfer.reached() == self._leases.last_step:
+            self._hold()
 
-    def _on_lost(self, lost: DeviceLost) -> Out:
-        device, reason, gone = lost.device, lost.reason, {lost.device, *lost.worker_ids}
-        if not self.survives:
-            return self._end("lost", f"device {device!r} was lost: {reason}")
-        self._recalls.lost(device, reason, returns=lost.returns)
-        concerns = bool(gone & (self.members.here | self.awaited)) or self._phase == "recalling"
-        for name in gone:
-            self.members.gone(name)
-        self._plan_without(gone)
-        fences: Out = [Disconnect(name) for name in sorted(gone)]
-        if not concerns:
-            return fences
-        at_work = self._phase in ("running", "settling", "closing")
-        if at_work and gone.isdisjoint(self.devices):
-            if self._next is not None:
-                return fences
-            asked_meanwhile = self._transfer is not None  # and told to come back when the change of plan is over
-            out: Out = [*fences, *self._stop_sending_state()]
-            if self._phase == "settling":
-                return out if self._leases.open else out + self._move()
-            return out + self._reconsider() if asked_meanwhile else out
-        self._reason = f"device {device!r} was lost: {reason}"
-        if self._phase == "joining" and not self._began and not gone.isdisjoint(self.devices):
+    def _fence(self, gone: Collection[str]) -> None:
+        for name in sorted(gone):
+            self.port.disconnect(name)
+
+    def _do_without(self, gone: Collection[str]) -> None:
+        """Lost are devices that have no part in the work yet."""
+        asked_meanwhile = self._transfer is not None  # and told to come back when the change of plan is over
+        self._fence(gone)
+        if self._next is not None:
+            return
+        self._stop_sending_state()
+        if self.phase == "settling":
+            if not self._leases.open:
+                self._move()
+        elif asked_meanwhile:
+            self._reconsider()
+
+    def _begin_again(self, device: str, reason: str, gone: Collection[str]) -> None:
+        """The run cannot go on as it is without this device, nor those that are gone with it."""
+        self._reason = reason
+        if self.phase == JOINING and not self._began and not set(gone).isdisjoint(self.devices):
             self._began = True  # it never came: go on with those who did
         if self._attempts.lost(device):
-            return self._end("lost", f"{self._reason}; {self._attempts.fruitless} attempts to go on did no step")
-        return [*fences, *self._hold()]
+            self._end("lost", f"{self._reason}; {self._attempts.fruitless} attempts to go on did no step")
+            return
+        self._fence(gone)
+        self._hold()
 
-    def _on_step_failed(self, device: str, failure: StepFailure) -> Out:
-        if self._phase not in ("placing", "running", "settling", "closing"):
-            return []
+    @report(DeviceFailed, JOINING, "fetching", "placing", *AT_WORK, "holding", "planning", "recalling")
+    def _failed(self, device: str, failed: DeviceFailed) -> None:
+        failure = failed.failure
+        if failure is None or self.phase not in ("placing", *AT_WORK):
+            return
         before = self._suspects.failed(device, failure)
         if not self.survives or before or self._attempts.lost(device):
-            return self._end("failed", failure.described(device, before))
+            self._end("failed", failure.described(device, before))
+            return
         self._reason = f"device {device!r}: {failure.reason}"
-        return self._hold()
+        self._hold()
 
     def _plan_without(self, gone: Collection[str]) -> None:
         """A plan that was made for these devices too comes to nothing."""
         if self._next is not None and not self._next.parts.keys().isdisjoint(gone):
             self._next = None
 
-    def _hold(self) -> Out:
-        self._epoch += 1
-        self._phase, self._restarted, self._transfer = "holding", False, None
+    def _hold(self) -> None:
+        self.epoch += 1
+        self.phase, self._restarted, self._transfer = "holding", False, None
         self._reports.clear()
         self.members.asked()
-        return [Order(d, Pause(epoch=self._epoch)) for d in sorted(self.members.here)] or self._on_held()
+        here = sorted(self.members.here)
+        for device in here:
+            self.port.order(device, Pause(epoch=self.epoch))
+        if not here:
+            self._go_on()
 
-    def _on_held(self) -> Out:
-        if self._phase != "holding" or self.members.silent:
-            return []
+    @report(Inventory, "holding")
+    def _holds(self, device: str, inventory: Inventory) -> None:
+        self.members.holds(device, inventory.holdings)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Once all that are here have said what they hold."""
+        if self.members.silent:
+            return
         planned, self._next = self._next, None
         if planned is not None and self.members.available >= planned.parts.keys():
-            return self._adopt(planned)
-        if not self.members.here:
-            self._phase = "recalling"
-            return self._begin_anew()
-        return self._make_plan()
+            self._adopt(planned)
+        elif self.members.here:
+            self._make_plan()
+        else:
+            self.phase = "recalling"
+            self._begin_anew()
 
-    def _make_plan(self, *, of_all: bool = False) -> Out:
+    def _make_plan(self, *, of_all: bool = False) -> None:
         here = self.members.available
-        self._phase, self._planned_for = "planning", here if of_all else self._suspects.trusted(here)
-        return [MakePlan(tuple(sorted(self._planned_for)), waits=True)]
+        self.phase, self._planned_for = "planning", here if of_all else self._suspects.trusted(here)
+        self.port.make_plan(PlanRequest(tuple(sorted(self._planned_for)), waits=True, epoch=self.epoch))
 
-    def _begin_anew(self) -> Out:
+    def _begin_anew(self) -> None:
         """Once everybody is back who can come back soon, where too few are left."""
         if self._recalls.awaited:
-            return []
+            return
         if self._recalls.queued and self.members.available <= self._without_plan:
-            return self._end("interrupted") if self._ending == "interrupted" else []
+            if self._ending == "interrupted":
+                self._end("interrupted")
+            return
         if not self.members.available:
-            return self._end("lost", f"{self._reason}; no other device is left")
+            self._end("lost", f"{self._reason}; no other device is left")
+            return
         step = max(self._saved, self._leases.acknowledged) if self.members.here else self._saved
         if not self._recalls.again(step):
-            return self._end("lost", f"{self._reason}; {self._recalls.vain(step)}")
-        return [self._recalls.recall(self.members.available), *self._make_plan()]
+            self._end("lost", f"{self._reason}; {self._recalls.vain(step)}")
+            return
+        devices = tuple(sorted(self.members.available))
+        self.port.restart_run(devices, self._recalls.count, MOST_RECALLS, self._recalls.reasons)
+        self._make_plan()
 
-    def _adopt(self, layout: StateLayout) -> Out:
+    def _adopt(self, layout: StateLayout) -> None:
         self.layout, self.devices = layout, tuple(layout.parts)
-        self._phase, self._without_plan = "joining", frozenset()
+        self.phase, self._without_plan = JOINING, frozenset()
         self._recalls.planned()
-        missing = self.members.missing(self.devices)
-        return [CallDevice(d) for d in missing] if missing else self._restore()
+        if not self._call(layout):
+            self._restore()
 
-    def _end(self, outcome: Ending, reason: str = "") -> Out:
-        if self._phase == "done":
-            return []
-        self._phase = "done"
-        return [Halt(epoch=self._epoch), FinishRun(outcome, reason)]
+    def _call(self, layout: StateLayout) -> bool:
+        """Whether any of a plan's devices is missing: those are called."""
+        missing = self.members.missing(layout.parts)
+        for device in missing:
+            self.port.call_device(device)
+        return bool(missing)
+
+    def _end(self, outcome: Ending, reason: str = "") -> None:
+        if self.over:
+            return
+        self.phase = OVER
+        self.port.halt(Halt(epoch=self.epoch))
+        self.port.finish_run(FinishRun(outcome, reason))

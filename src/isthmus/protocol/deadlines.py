@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from isthmus.protocol.phases import Phase
-
 FIRST_S, MOST_S = 3.0, 30.0
 """A wait is logged after FIRST_S, then after pauses that double up to MOST_S."""
 MOST_NAMES = 8
@@ -71,7 +69,7 @@ class Deadlines:
         longest seconds that one was behind with an item before."""
 
     def missed(
-        self, phase: Phase, awaited: Collection[str], now_s: float, starting: Callable[[str], bool] = lambda _: False
+        self, phase: str, awaited: Collection[str], now_s: float, starting: Callable[[str], bool] = lambda _: False
     ) -> Iterator[tuple[str, str]]:
         """The awaited devices that missed this phase's time limit, each with the reason. `starting` says whether a
         device's process runs, and may only be slow."""

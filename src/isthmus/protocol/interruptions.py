@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from isthmus.protocol.coordinator_events import BeginEpoch
+from isthmus.protocol.run_ports import EpochStart
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class Interruptions:
         self._note = note
         self._ongoing: tuple[float, str] | None = None
         """Since when, and why."""
-        self._begun: tuple[BeginEpoch, int] | None = None
+        self._begun: tuple[EpochStart, int] | None = None
         """The epoch that began last, and how many steps it repeats."""
         self._done = 0
 
@@ -47,7 +47,7 @@ class Interruptions:
         self._ongoing = (now_s, reason)
         self._note(reason)
 
-    def epoch_began(self, begin: BeginEpoch) -> None:
+    def epoch_began(self, begin: EpochStart) -> None:
         self._begun = (begin, max(0, self._done - begin.step))
         self._done = begin.step
         if self._ongoing is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from isthmus.protocol.coordinator_events import RestartRun
 from isthmus.protocol.recovery import StateHolding
 
 
@@ -88,7 +87,7 @@ class Restarts:
         self._returning: set[str] = set()
         self._in_queue: frozenset[str] = frozenset()
         self._step = -1
-        self._count = 0
+        self.count = 0
         """How often the run was begun anew from the state that it was begun from last."""
         self._counted = False
         """Whether the last time has no plan yet."""
@@ -127,10 +126,10 @@ class Restarts:
 
     def again(self, step: int) -> bool:
         """The run is to begin anew from the state after `step` steps; False where it did so too often."""
-        self._count = self._count + 1 if step <= self._step else 1
+        self.count = self.count + 1 if step <= self._step else 1
         self._step = max(self._step, step)
         self._counted = True
-        return self._count <= MOST_RECALLS
+        return self.count <= MOST_RECALLS
 
     def planned(self) -> None:
         """There is a plan: the run was begun anew."""
@@ -138,12 +137,8 @@ class Restarts:
 
     def too_few(self) -> None:
         """There is no plan yet, and more devices come: this time does not count."""
-        self._count -= self._counted
+        self.count -= self._counted
         self._counted = False
-
-    def recall(self, devices: Collection[str]) -> RestartRun:
-        """Told to people: the run begins anew with these devices."""
-        return RestartRun(tuple(sorted(devices)), self._count, MOST_RECALLS, self.reasons)
 
     def vain(self, step: int) -> str:
         return f"devices were called again {MOST_RECALLS} times, each time from the state after step {step}"

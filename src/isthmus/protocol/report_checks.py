@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from isthmus.errors import PeerError
-from isthmus.protocol.coordinator_events import BeginEpoch, DeviceJoined, Order
-from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import (
     DeviceFailed,
+    DeviceOrder,
     DeviceReport,
     Inventory,
     ItemReported,
@@ -18,6 +17,7 @@ from isthmus.protocol.run_messages import (
     StateReceived,
     TransferEnded,
 )
+from isthmus.protocol.run_ports import EpochStart
 from isthmus.protocol.work import Item, RunSpec
 
 
@@ -34,7 +34,7 @@ class ReportChecks:
         self._transfer = (0, 0)
         """Number and first step of the newest state transfer."""
 
-    def began(self, begun: BeginEpoch) -> None:
+    def began(self, begun: EpochStart) -> None:
         self._epoch = begun.epoch
         self._most_steps[begun.epoch] = begun.step
 
@@ -42,21 +42,18 @@ class ReportChecks:
         if item.kind == "train":
             self._most_steps[self._epoch] = item.step + 1
 
-    def ordered(self, order: Order) -> None:
-        if isinstance(order.body, SendState) and order.body.parts:
-            self._transfer = order.body.number, order.body.step
+    def ordered(self, order: DeviceOrder) -> None:
+        if isinstance(order, SendState) and order.parts:
+            self._transfer = order.number, order.step
 
-    def check(self, event: DeviceJoined | FromDevice[DeviceReport], devices: int) -> None:
+    def check(self, body: DeviceReport, devices: int) -> None:
         """PeerError, which does not name the device, for a figure that no device of the run can have; `devices` are
         how many stages the plan has."""
-        if isinstance(event, DeviceJoined):
-            self._check_held(event.holdings)
-            return
-        body, most = event.body, self._most_steps.get(event.epoch, -1)
+        most = self._most_steps.get(body.epoch, -1)
         number, first = self._transfer
         match body:
             case Inventory(holdings=holdings):
-                self._check_held(holdings)
+                self.check_held(holdings)
             case SnapshotCopied(step=step):
                 _check("copied the snapshot of step", step, 0, most)
             case StateReceived(step=step) if body.number == number:
@@ -75,7 +72,7 @@ class ReportChecks:
     def _micro_batches(self) -> int:
         return self._spec.micro_batches - 1
 
-    def _check_held(self, holdings: Iterable[StateHolding]) -> None:
+    def check_held(self, holdings: Iterable[StateHolding]) -> None:
         """Raise PeerError for a state that no device can hold. Only the run's last step is known of a coordinator
         before this one."""
         for held in holdings:

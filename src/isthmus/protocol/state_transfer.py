@@ -10,11 +10,11 @@ comes to nothing where gradients take longer than steps; then the state travels 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 
-from isthmus.protocol.coordinator_events import Order, ReceiveState
 from isthmus.protocol.recovery import state_donors
 from isthmus.protocol.run_messages import SendState
+from isthmus.protocol.run_ports import CoordinatorPort
 
 CLOSE_STEPS = 1
 """So far behind the others a joining device may be for them to stop and let it in."""
@@ -45,20 +45,20 @@ class StateTransfer:
         """Steps that the first copies took."""
         self._first_lag = 0
 
-    def begins(self) -> Iterator[ReceiveState | Order]:
+    def begin(self, port: CoordinatorPort) -> None:
         """The state and the gradients of each step are given from now on."""
         for device, donors in self.donors.items():
-            yield ReceiveState(device, self.number, self.step, {donor: self.donated[donor] for donor in donors})
+            port.receive_state(device, self.number, self.step, {donor: self.donated[donor] for donor in donors})
         for device, parts in sorted(self.donated.items()):
-            yield self._send(device, parts)
+            port.order(device, self._asked(parts))
 
-    def ends(self) -> Iterator[Order]:
+    def end(self, port: CoordinatorPort) -> None:
         """Nothing is given any more."""
         for device in sorted(self.donated):
-            yield self._send(device, frozenset())
+            port.order(device, self._asked(frozenset()))
 
-    def _send(self, device: str, parts: frozenset[str]) -> Order:
-        return Order(device, SendState(number=self.number, step=self.step, parts=parts, epoch=self._epoch))
+    def _asked(self, parts: frozenset[str]) -> SendState:
+        return SendState(number=self.number, step=self.step, parts=parts, epoch=self._epoch)
 
     def state_received(self, device: str, of: str, step: int) -> None:
         """The joining device has the state of that device's parts after so many steps."""

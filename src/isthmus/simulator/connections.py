@@ -5,17 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from isthmus.plans.worker_ids import device_of
-from isthmus.protocol.coordinator_events import DeviceJoined
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import Disconnected, RunEvent
+from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import DeviceReport
 from isthmus.simulator.clock import Jitter
 from isthmus.simulator.device import SimulatedDevice, SimulatedWorker
 from isthmus.simulator.options import SimulationOptions
 from isthmus.simulator.world import World
+
+
+class Hearing(Protocol):
+    """The coordinator hears of devices."""
+
+    def joined(self, device: str, holdings: tuple[StateHolding, ...]) -> None: ...
+
+    def heard(self, device: str, body: DeviceReport) -> None: ...
+
+    def disconnected(self, device: str, reason: str) -> None: ...
 
 
 class ControlSession(NamedTuple):
@@ -26,11 +34,10 @@ class ControlSession(NamedTuple):
 
 
 class Connections:
-    def __init__(self, world: World, options: SimulationOptions, handle: Callable[[RunEvent], None]) -> None:
-        """`handle` takes what the coordinator hears."""
+    def __init__(self, world: World, options: SimulationOptions, hearing: Hearing) -> None:
         self._world = world
         self._options = options
-        self._handle = handle
+        self._hearing = hearing
         self._factor = Jitter(options.jitter, options.seed + 1)
         self._numbers = itertools.count(1)
         self._arrivals: dict[tuple[str, int], float] = {}
@@ -48,7 +55,7 @@ class Connections:
 
     def up(self, worker: SimulatedWorker, body: DeviceReport) -> None:
         """A message to the coordinator; it is lost with the connection that it travels on."""
-        self.act_up(worker, lambda: self._handle(FromDevice(worker.name, body)))
+        self.act_up(worker, lambda: self._hearing.heard(worker.name, body))
 
     def act_up(self, worker: SimulatedWorker, act: Callable[[], None], seconds: float = 0.0) -> None:
         session = self.open.get(worker.name)
@@ -97,7 +104,7 @@ class Connections:
         if worker is None:
             worker = device.workers[worker_id] = SimulatedWorker(worker_id, device, self._world)
         self.open[worker_id] = ControlSession(next(self._numbers), worker)
-        self._handle(DeviceJoined(device=worker_id, holdings=worker.session.memory.holdings()))
+        self._hearing.joined(worker_id, worker.session.memory.holdings())
 
     def _redial(self, worker_id: str) -> None:
         def again() -> None:
@@ -133,4 +140,4 @@ class Connections:
 
     def _noticed(self, worker_id: str, session: ControlSession, reason: str) -> None:
         if self.open.get(worker_id) == session:
-            self._handle(Disconnected(device=worker_id, reason=reason))
+            self._hearing.disconnected(worker_id, reason)

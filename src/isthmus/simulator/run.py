@@ -1,8 +1,8 @@
-"""The host of a simulated run: the machines of a real one, on a virtual clock. It carries out every instruction.
+"""The host of a simulated run: the machines of a real one, on a virtual clock. It does all that they ask.
 
-    RunMachine ──instructions──► connections with latency ──► DeviceSession, Worker ──► World: time and links
-        ▲                                                          │
-        └──────────── events: reports, closed connections, ticks ◄─┘
+    RunMachine ──its port──► connections with latency ──► DeviceSession, Worker ──► World: time and links
+        ▲                                                      │
+        └───────────── reports, closed connections, ticks ◄────┘
 
 Nothing is decided here. What must hold of a run's history is checked as it goes on (`history`).
 """
@@ -20,36 +20,10 @@ from isthmus.fleet import Fleet
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.coordinator import Coordinator
-from isthmus.protocol.coordinator_events import (
-    AssignStage,
-    BeginEpoch,
-    CallDevice,
-    CommitCheckpoint,
-    Disconnect,
-    FinishRun,
-    ItemDone,
-    MakePlan,
-    NoPlan,
-    Order,
-    PlanMade,
-    ReceiveState,
-    ReleaseDevice,
-)
+from isthmus.protocol.coordinator import Coordinator, CoordinatorStatistics
 from isthmus.protocol.interruptions import Recovery
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.phases import CoordinatorStatistics
-from isthmus.protocol.recovery import Lineage, StateLayout
-from isthmus.protocol.run_events import (
-    AcceptReport,
-    LinkProbed,
-    Note,
-    ProbeLink,
-    RunEvent,
-    RunInstruction,
-    StepMeasured,
-)
-from isthmus.protocol.run_machine import TICK_S, Observe, RunMachine
+from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout
+from isthmus.protocol.run_machine import TICK_S, RunMachine
 from isthmus.protocol.run_messages import (
     DeviceOrder,
     DeviceReport,
@@ -63,6 +37,7 @@ from isthmus.protocol.run_messages import (
     SendState,
     StateFetched,
 )
+from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.work import Item, RunSpec
 from isthmus.protocol.worker import WorkerStatistics
 from isthmus.simulator.connections import Connections
@@ -84,7 +59,7 @@ class Planner(Protocol):
 
     def adaptation(self) -> Adaptation | None: ...
 
-    def make(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
+    def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
         """UserError when there is none."""
         ...
 
@@ -127,7 +102,6 @@ class RunSimulation:
         *,
         planner: Planner | None = None,
         layout: StateLayout | None = None,
-        observe: Observe | None = None,
         advanced: Callable[[RunSimulation, Item], None] | None = None,
     ) -> None:
         """Without a planner, and its first plan's layout, the run ends when a device is lost. `advanced` is called
@@ -136,14 +110,13 @@ class RunSimulation:
         self._fleet = fleet
         self._spec = spec
         self._planner = planner
-        self._observe = observe
         self._advanced = advanced
         self._plans: dict[int, Plan] = {0: plan}
         self._epoch = Epoch(plan, fleet, spec, options, layout)
         self._layout = layout
-        self._begun: BeginEpoch | None = None
+        self._begun: EpochStart | None = None
         self.world = World(fleet, options, self)
-        self.connections = Connections(self.world, options, self.handle)
+        self.connections = Connections(self.world, options, self)
         self.strikes = Strikes(self.world, self.connections, options, self._restart)
         self._parts = layout.all_parts if layout is not None else frozenset[str]()
         self._lineage: tuple[tuple[int, int], ...] = ()
@@ -171,13 +144,10 @@ class RunSimulation:
 
     def _made(self, coordinator: Coordinator) -> RunMachine:
         times = self._options.recovery
-        return RunMachine(
-            coordinator,
-            timeout_s=times.timeout_s,
-            start_s=times.start_s,
-            adaptation=self._planner.adaptation() if self._planner is not None else None,
-            observe=self._observe,
-        )
+        adaptation = self._planner.adaptation() if self._planner is not None else None
+        machine = RunMachine(coordinator, timeout_s=times.timeout_s, start_s=times.start_s, adaptation=adaptation)
+        machine.port = self
+        return machine
 
     def run(self) -> SimulatedRun:
         """InternalError if the machines wait for each other, or the history is not what it must be."""
@@ -225,29 +195,41 @@ class RunSimulation:
             periods=tuple(msgspec.structs.replace(p, since_s=max(0.0, p.since_s - origin_s)) for p in self._periods),
         )
 
-    # Events for the machine
+    # Calls of the machine
 
     def _tick(self) -> None:
         if self.finish is not None:
             return
         if self.world.clock.now_s > MOST_S:
             raise InternalError(f"simulation: the run does not end ({self})")
-        self.handle(self.strikes.tick())
+        self._look()
         self.world.later(TICK_S, "tick", self._tick)
 
-    def handle(self, event: RunEvent) -> None:
-        """Pass an event to the coordinator, if it is there."""
+    def _look(self) -> None:
+        seen = self.strikes.tick()
+        self.tell(lambda machine, now_s: machine.looked(seen, now_s))
+
+    def tell(self, happened: Callable[[RunMachine, float], None]) -> None:
+        """Tell the coordinator, if it is there."""
         machine = self.machine
         if not self.connections.answered or self.finish is not None:
             return
-        for instruction in machine.handle(event, self.world.clock.now_s):
-            self._carry_out(instruction, machine)
+        happened(machine, self.world.clock.now_s)
         if machine.urgent and self.finish is None:
             self.world.later(0.0, "urgent", partial(self._urgent, machine))
 
+    def joined(self, device: str, holdings: tuple[StateHolding, ...]) -> None:
+        self.tell(lambda machine, now_s: machine.joined(device, holdings, now_s))
+
+    def heard(self, device: str, body: DeviceReport) -> None:
+        self.tell(lambda machine, now_s: machine.heard(device, body, now_s))
+
+    def disconnected(self, device: str, reason: str) -> None:
+        self.tell(lambda machine, now_s: machine.disconnected(device, now_s, reason))
+
     def _urgent(self, machine: RunMachine) -> None:
         if self.machine is machine and machine.urgent:
-            self.handle(self.strikes.tick())
+            self._look()
 
     # What workers say
 
@@ -260,11 +242,11 @@ class RunSimulation:
         self.connections.up(worker, StateFetched(epoch=epoch))
 
     def report(self, worker: SimulatedWorker, item: Item, saved: State) -> None:
-        event = FromDevice(worker.name, ItemReported(item=item.index, epoch=worker.session.epoch))
+        report = ItemReported(item=item.index, epoch=worker.session.epoch)
 
         def arrive() -> None:
             self._at_hand = worker.name, item, saved
-            self.handle(event)
+            self.heard(worker.name, report)
 
         saves = item.kind == "save" and worker.number < self._epoch.savers
         self.connections.act_up(worker, arrive, self.world.copy_s(worker) if saves else 0.0)
@@ -279,59 +261,55 @@ class RunSimulation:
         if not worker.device.workers:
             self.world.devices.pop(worker.device.name, None)
 
-    # The coordinator's instructions
+    # What the machine asks
 
-    def _carry_out(self, instruction: RunInstruction, machine: RunMachine) -> None:
-        epoch, times = machine.epoch, self._options.recovery
-        match instruction:
-            case BeginEpoch():
-                self._begin(instruction, machine.coordinator)
-            case AssignStage(device=device):
-                step = self._begun.step if self._begun is not None else self._spec.start_step
-                self.connections.down(device, partial(_assign, self._epoch, epoch, step))
-            case Order(device=device, body=body):
-                self._order(device, body)
-            case OpenItem():
-                self._open(instruction, machine)
-            case ItemDone(item=item):
-                self._item_done(item)
-            case CommitCheckpoint(item=item):
-                self._commit(item)
-            case Disconnect(device=device):
-                self.connections.hang_up(device)
-            case MakePlan():
-                self.world.later(times.plan_s, "planner", partial(self._plan, instruction, epoch))
-            case CallDevice(device=device):
-                self.strikes.called(device_of(device))
-                self.world.later(times.process_s, ("call", device), partial(self.connections.join, device))
-            case ReceiveState():
-                self._donations.receive(instruction)
-            case RetireSnapshots() | Halt():
-                for worker_id in list(self.connections.open):
-                    self.connections.down(worker_id, lambda worker: worker.session.ordered(instruction))
-            case ReleaseDevice(device=device):
-                if (worker := self.connections.release(device)) is not None:
-                    self.left(worker)
-            case _:
-                self._carry_out_further(instruction)
+    def assign_stage(self, device: str) -> None:
+        step = self._begun.step if self._begun is not None else self._spec.start_step
+        self.connections.down(device, partial(_assign, self._epoch, self.machine.epoch, step))
 
-    def _carry_out_further(self, instruction: RunInstruction) -> None:
-        match instruction:
-            case FinishRun():
-                self.finish, self._finished_s = instruction, self.world.clock.now_s
-                self.connections.over = True
-            case Note(text=text):
-                self._notes.append((self.world.clock.now_s, text))
-            case AcceptReport():
-                self._accept()
-            case ProbeLink(source=source, target=target):
-                found = self.world.bandwidth(source, target)
-                probed = LinkProbed(source=source, target=target, bandwidth_bytes_per_s=found)
-                self.world.later(1.0, "probe", partial(self.handle, probed))
-            case _:  # what only a person hears of, and who is not to come back
-                pass
+    def retire_snapshots(self, order: RetireSnapshots | Halt) -> None:
+        for worker_id in list(self.connections.open):
+            self.connections.down(worker_id, lambda worker: worker.session.ordered(order))
 
-    def _order(self, device: str, body: DeviceOrder) -> None:
+    halt = retire_snapshots
+
+    def disconnect(self, device: str) -> None:
+        self.connections.hang_up(device)
+
+    def make_plan(self, request: PlanRequest) -> None:
+        self.world.later(self._options.recovery.plan_s, "planner", partial(self._plan, request))
+
+    def call_device(self, device: str) -> None:
+        self.strikes.called(device_of(device))
+        seconds = self._options.recovery.process_s
+        self.world.later(seconds, ("call", device), partial(self.connections.join, device))
+
+    def restart_run(self, devices: tuple[str, ...], count: int, most: int, reasons: str) -> None:
+        pass  # only a person hears of it
+
+    def receive_state(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]]) -> None:
+        self._donations.receive(device, donated)
+
+    def release_device(self, device: str) -> None:
+        if (worker := self.connections.release(device)) is not None:
+            self.left(worker)
+
+    def finish_run(self, finish: FinishRun) -> None:
+        self.finish, self._finished_s = finish, self.world.clock.now_s
+        self.connections.over = True
+
+    def note(self, text: str) -> None:
+        self._notes.append((self.world.clock.now_s, text))
+
+    def reject_device(self, device: str, reason: str, *, permanent: bool) -> None:
+        pass  # who is not to come back is not simulated
+
+    def probe_link(self, source: str, target: str) -> None:
+        found = self.world.bandwidth(source, target)
+        probed = partial(self.tell, lambda machine, now_s: machine.probed(source, target, found, now_s))
+        self.world.later(1.0, "probe", probed)
+
+    def order(self, device: str, body: DeviceOrder) -> None:
         match body:
             case PlaceWeights(own=own):
                 parts = self._epoch.layout.parts.get(device, frozenset[str]()) - own
@@ -346,11 +324,11 @@ class RunSimulation:
             case Pause():
                 self.connections.down(device, lambda worker: worker.session.ordered(body))
 
-    def _begin(self, begin: BeginEpoch, coordinator: Coordinator) -> None:
+    def begin_epoch(self, start: EpochStart) -> None:
         lineage = Lineage(self._lineage)
-        lineage.begin(begin.epoch, begin.step)
-        self._lineage, self._begun = lineage.began, begin
-        layout = coordinator.layout
+        lineage.begin(start.epoch, start.step)
+        self._lineage, self._begun = lineage.began, start
+        layout = self.machine.coordinator.layout
         plan = self._plans[layout.number]
         self._layout = layout
         if self._planner is not None:
@@ -360,15 +338,16 @@ class RunSimulation:
             options = msgspec.structs.replace(options, eval_edges=self._planner.eval_edges(plan))
         self._epoch = Epoch(plan, self._fleet, self._spec, options, layout)
         now_s = self.world.clock.now_s
-        self._periods.append(PlanPeriod(plan=plan, fleet=self._fleet, first_step=begin.step, since_s=now_s))
-        if begin.from_checkpoint:
-            self._store = self._checkpoints[begin.step]
-        elif begin.epoch or self._lineage[0] != (begin.epoch, begin.step):
+        self._periods.append(PlanPeriod(plan=plan, fleet=self._fleet, first_step=start.step, since_s=now_s))
+        if start.from_checkpoint:
+            self._store = self._checkpoints[start.step]
+        elif start.epoch or self._lineage[0] != (start.epoch, start.step):
             self._store = {}
         self._saving.clear()
         self._donations.clear()
 
-    def _open(self, opened: OpenItem, machine: RunMachine) -> None:
+    def open_item(self, order: OpenItem) -> None:
+        machine = self.machine
         if self._origin_s is None:
             self._origin_s = self.world.clock.now_s
             self.world.setting_up = True
@@ -379,27 +358,26 @@ class RunSimulation:
             self._known, now_s = len(machine.recoveries), self.world.clock.now_s
             self._recovered.append((now_s - machine.recoveries[-1].seconds, now_s))
         for worker_id in machine.coordinator.devices:
-            self.connections.down(worker_id, lambda worker: worker.opened(opened))
+            self.connections.down(worker_id, lambda worker: worker.opened(order))
 
-    def _accept(self) -> None:
+    def accept_report(self, device: str, item: int) -> None:
         assert self._at_hand is not None, "only a report at hand is accepted"
-        (name, item, saved), self._at_hand = self._at_hand, None
-        if item.kind == "save":
-            self._saving.setdefault(item.index, {})[name] = saved
+        (_, done, saved), self._at_hand = self._at_hand, None
+        if done.kind == "save":
+            self._saving.setdefault(item, {})[device] = saved
 
-    def _item_done(self, item: Item) -> None:
+    def item_done(self, item: Item, loss: float | None, note: str, sums: tuple[float, ...]) -> None:
         now_s = self.world.clock.now_s
         if item.kind == "train":
             self._done.append((now_s, item.step))
             if self._planner is not None:
-                spans, self._fresh = self.world.spans[self._fresh :], len(self.world.spans)
-                self.world.later(
-                    0.0, "measured", partial(self.handle, StepMeasured(step=item.step, spans=tuple(spans)))
-                )
+                spans, self._fresh = tuple(self.world.spans[self._fresh :]), len(self.world.spans)
+                measured = partial(self.tell, lambda machine, now_s: machine.measured(item.step, spans, now_s))
+                self.world.later(0.0, "measured", measured)
         if self._advanced is not None:
             self._advanced(self, item)
 
-    def _commit(self, item: Item) -> None:
+    def commit_checkpoint(self, item: Item, *, finite: bool) -> None:
         saved = self._saving.pop(item.index, {})
         state = {part: value for values in saved.values() for part, value in values.items()}
         self._check(state, item.step)
@@ -410,15 +388,16 @@ class RunSimulation:
         batch = self._spec.micro_batches * self._spec.micro_batch_size
         check_state(state, self._parts, step, batch, Lineage(self._lineage))
 
-    def _plan(self, wanted: MakePlan, epoch: int) -> None:
+    def _plan(self, request: PlanRequest) -> None:
         assert self._planner is not None, "a run that cannot plan again does not ask"
         try:
-            layout, figures = self._planner.make(wanted)
+            layout, figures = self._planner.make(request)
         except IsthmusError as e:
-            self.handle(NoPlan(reason=str(e), epoch=epoch))
+            reason = str(e)
+            self.tell(lambda machine, now_s: machine.no_plan(request, reason, now_s))
             return
         self._plans[layout.number] = figures.plan
-        self.handle(PlanMade(layout=layout, figures=figures, worth_it=wanted.must, epoch=epoch))
+        self.tell(lambda machine, now_s: machine.planned(request, layout, figures, now_s))
 
     def _moving_s(self, worker_id: str, parts: Sequence[str] | frozenset[str]) -> float:
         """To move these parts of a worker's state to the coordinator."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-from isthmus.protocol.coordinator_events import ReceiveState
 from isthmus.protocol.run_messages import SendState, StateReceived, TransferEnded
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
@@ -29,8 +29,8 @@ class StateDonations:
     def __init__(self, world: World, connections: Connections) -> None:
         self._world = world
         self._connections = connections
-        self._receivers: dict[str, list[ReceiveState]] = {}
-        """The orders to receive state that each donor sends, by donor."""
+        self._receivers: dict[str, list[tuple[str, frozenset[str]]]] = {}
+        """Joining devices that get state from each donor, and of which parts."""
         self._donations: dict[str, _Donation] = {}
         self._through_s: dict[str, float] = {}
         """Seconds at which all that each donor has sent so far has arrived."""
@@ -40,9 +40,9 @@ class StateDonations:
         self._donations.clear()
         self._through_s.clear()
 
-    def receive(self, wanted: ReceiveState) -> None:
-        for donor in wanted.donated:
-            self._receivers.setdefault(donor, []).append(wanted)
+    def receive(self, device: str, donated: Mapping[str, frozenset[str]]) -> None:
+        for donor, parts in donated.items():
+            self._receivers.setdefault(donor, []).append((device, parts))
 
     def send(self, asked: SendState, donor: SimulatedWorker) -> None:
         """The donor hears of it."""
@@ -76,17 +76,16 @@ class StateDonations:
         now_s = self._world.clock.now_s
         self._through_s[donor.name] = max(self._through_s[donor.name], now_s) + seconds
         state, step = donor.state_after(donor.step, asked.parts), donor.step
-        for wanted in self._receivers.get(donor.name, ()):
-            arrive = partial(self._arrive, donation, wanted, step, state)
-            self._world.later(self._through_s[donor.name] - now_s, ("follow", wanted.device, donor.name), arrive)
+        for device, parts in self._receivers.get(donor.name, ()):
+            values = {part: value for part, value in state.items() if part in parts}
+            arrive = partial(self._arrive, donation, device, step, values)
+            self._world.later(self._through_s[donor.name] - now_s, ("follow", device, donor.name), arrive)
 
-    def _arrive(self, donation: _Donation, wanted: ReceiveState, step: int, state: State) -> None:
+    def _arrive(self, donation: _Donation, device: str, step: int, values: State) -> None:
         asked, donor = donation.asked, donation.donor.name
-        joiner = self._world.worker(wanted.device)
+        joiner = self._world.worker(device)
         if joiner is None:
             return
-        parts = wanted.donated[donor]
-        values = {part: value for part, value in state.items() if part in parts}
 
         def received() -> None:
             joiner.session.kept(asked.epoch, step, values)

@@ -1,4 +1,4 @@
-"""The coordinator's driver: carries out a `Coordinator` machine's instructions over real connections."""
+"""The coordinator's driver: it does what a run's machine asks, over real connections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -14,50 +14,22 @@ from torch import Tensor
 
 from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
 from isthmus.plans.worker_ids import device_of, is_first
-from isthmus.protocol.coordinator_events import (
-    AssignStage,
-    BeginEpoch,
-    CallDevice,
-    CommitCheckpoint,
-    DeviceJoined,
-    Disconnect,
-    FinishRun,
-    ItemDone,
-    MakePlan,
-    NoPlan,
-    Order,
-    PlanMade,
-    ReceiveState,
-    ReleaseDevice,
-    RestartRun,
-    StopRequested,
-)
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_events import (
-    AcceptReport,
-    Disconnected,
-    LinkProbed,
-    Note,
-    Observation,
-    ProbeLink,
-    RejectDevice,
-    RunEvent,
-    RunInstruction,
-    StepMeasured,
-)
 from isthmus.protocol.run_machine import TICK_S, RunMachine
 from isthmus.protocol.run_messages import (
+    DeviceOrder,
     DeviceReady,
+    DeviceReport,
     Halt,
     ItemReported,
     OpenItem,
     PlaceWeights,
     RetireSnapshots,
-    RunOrder,
     SendState,
     StateFetched,
+    TransferEnded,
     WeightsRead,
 )
+from isthmus.protocol.run_ports import EpochStart, FinishRun, Observation, PlanRequest
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
 from isthmus.runtime.coordinator.joiners import Joiners
@@ -83,6 +55,8 @@ FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Div
 """The error that each ending of a failed run raises."""
 LATE_ITEMS = 64
 """Spans of an item may come with a later item's report, at most this many later."""
+Happened = Callable[[float], None]
+"""Tells the machine what happened, with the time."""
 
 
 class CoordinatorHost:
@@ -93,10 +67,11 @@ class CoordinatorHost:
     ) -> None:
         """`others` may join besides the devices of the first plan."""
         self.machine = machine
+        machine.port = self
         self._run = run
         self._callbacks = callbacks
         self._timeout_s = timeout_s
-        self._inbox: queue.SimpleQueue[ReceivedMessage | RunEvent] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ReceivedMessage | Happened] = queue.SimpleQueue()
         self._planners = ComputeThreads()
         self._over = threading.Event()
         self._lanes: dict[str, SendLane] = {}
@@ -108,7 +83,7 @@ class CoordinatorHost:
         self._spans: list[Span] = []
         self._late_s: dict[str, float] = {}
         self._origin_s = 0.0
-        self._failure: IsthmusError | None = None
+        self._finish: FinishRun | None = None
         self._assigned: Mapping[str, Assignment] = {}
         self._joiners = Joiners(run, callbacks, self._lanes)
         self._session: Session = NoSession()
@@ -126,7 +101,7 @@ class CoordinatorHost:
         self._session = session or self._session
         start_heartbeats(self._run, self._timeout_s, self._over, lambda: list(self._lanes.values()))
         try:
-            with (stop or Stop()).calls(lambda: self._inbox.put(StopRequested())):
+            with (stop or Stop()).calls(lambda: self._inbox.put(self.machine.stop)):
                 finish = self._loop()
             ended_s = time.monotonic()
             for lane in self._lanes.values():
@@ -135,10 +110,14 @@ class CoordinatorHost:
             self._over.set()
             self.acceptor.close()
             self._planners.end()
+        failure: IsthmusError | None = None
+        if finish.outcome in FAMILIES:
+            family = FleetTooSmall if finish.short_of_memory else FAMILIES[finish.outcome]
+            failure = family(finish.reason)
         return Outcome(
             outcome=finish.outcome,
-            reason=str(self._failure or finish.reason),
-            failure=self._failure,
+            reason=str(failure or finish.reason),
+            failure=failure,
             spans=tuple(self._spans),
             late_s=self._late_s,
             elapsed_s=ended_s - (self._origin_s or ended_s),
@@ -146,22 +125,16 @@ class CoordinatorHost:
             origin_s=self._origin_s,
         )
 
-    def tell(self, event: RunEvent) -> None:
-        """Something that a person or another part of the program wants. Any thread."""
-        self._inbox.put(event)
-
     def _loop(self) -> FinishRun:
-        finish: FinishRun | None = None
         looked_s = 0.0
-        while finish is None:
+        while self._finish is None:
             with contextlib.suppress(queue.Empty):
-                for event in self._translate(self._inbox.get(timeout=TICK_S)):
-                    finish = self._handle(event) or finish
+                self._take(self._inbox.get(timeout=TICK_S))
             now_s = time.monotonic()
-            if finish is None and (self.machine.urgent or now_s - looked_s >= TICK_S):
+            if self._finish is None and (self.machine.urgent or now_s - looked_s >= TICK_S):
                 looked_s = now_s
-                finish = self._handle(self._look())
-        return finish
+                self.machine.looked(self._look(), time.monotonic())
+        return self._finish
 
     def _look(self) -> Observation:
         session, machine = self._session, self.machine.coordinator
@@ -175,15 +148,6 @@ class CoordinatorHost:
             offers=frozenset(filter(self._callbacks.is_known, session.offers())),
             leaving=frozenset(session.leaving()),
         )
-
-    def _handle(self, event: RunEvent) -> FinishRun | None:
-        finish: FinishRun | None = None
-        for instruction in self.machine.handle(event, time.monotonic()):
-            finish = self._carry_out(instruction) or finish
-        if finish is not None and finish.outcome in FAMILIES:
-            family = FleetTooSmall if finish.short_of_memory else FAMILIES[finish.outcome]
-            self._failure = family(finish.reason)
-        return finish
 
     def _guard(self, device: str, message: AnyMessage) -> None:
         """Refuse what no device sends, before its tensors are received. Any thread."""
@@ -203,52 +167,66 @@ class CoordinatorHost:
         elif message.tensors:
             raise PeerError(f"sent {type(body).__name__} with tensors")
 
-    def _translate(self, received: ReceivedMessage | RunEvent) -> list[RunEvent]:
-        """Return a device's message as events for the machine."""
+    def _take(self, received: ReceivedMessage | Happened) -> None:
+        """Tell the machine what happened, or what a device says."""
         if not isinstance(received, tuple):
-            return [received]
+            received(time.monotonic())
+            return
         device, message, tensors = received
         if isinstance(message, JoinRun):
-            return [self._joined(device, message)]
-        if device not in self._lanes:
-            return []  # of one that was fenced meanwhile
-        if message is None:
-            return [Disconnected(device=device)]
-        if isinstance(message, Exception):
-            return [Disconnected(device=device, reason=str(message).removeprefix(f"device {device!r}: "))]
-        if isinstance(message, StateMessage | StatePart):
-            current = message.epoch == self.machine.epoch
-            return [*self._joiners.pass_on(device, message, tensors)] if current else []
-        if not isinstance(message, ToCoordinator):
-            return []  # a heartbeat
-        named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-        match message.body:
+            self._joined(device, message)
+        elif device not in self._lanes:
+            pass  # of one that was fenced meanwhile
+        elif message is None:
+            self.machine.disconnected(device, time.monotonic())
+        elif isinstance(message, Exception):
+            reason = str(message).removeprefix(f"device {device!r}: ")
+            self.machine.disconnected(device, time.monotonic(), reason)
+        elif isinstance(message, StateMessage | StatePart):
+            self._pass_on(device, message, tensors)
+        elif isinstance(message, ToCoordinator):  # else a heartbeat
+            named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+            self._hear(device, message.body, named)
+
+    def _pass_on(self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:
+        if message.epoch != self.machine.epoch:
+            return
+        slow = self._joiners.pass_on(device, message, tensors)
+        if slow is not None:
+            ended = TransferEnded(number=message.number, epoch=message.epoch)
+            self.machine.heard(slow, ended, time.monotonic())
+
+    def _hear(self, device: str, body: DeviceReport | WeightsRead, tensors: Mapping[str, Tensor]) -> None:
+        match body:
             case DeviceReady(paths=paths, notes=notes):
                 for note in notes:
                     self._callbacks.note(f"{device}: {note}")
                 if is_first(device):
                     self._session.linked(device, paths_of(device, paths, self.machine.coordinator.devices))
             case StateFetched(epoch=epoch) if epoch == self.machine.epoch:
-                self._callbacks.give(named)
+                self._callbacks.give(tensors)
             case WeightsRead(epoch=read, item=item):
                 if read == self.machine.epoch and item in self._exchanges:
-                    self._callbacks.weights_read(self._items[item], named)
-                return []
+                    self._callbacks.weights_read(self._items[item], tensors)
+                return
             case ItemReported() as report:
-                self._at_hand = report, named
+                self._at_hand = report, tensors
             case _:
                 pass
-        return [FromDevice(device, message.body)]
+        self.machine.heard(device, body, time.monotonic())
 
-    def _joined(self, device: str, message: JoinRun) -> DeviceJoined:
+    def _joined(self, device: str, message: JoinRun) -> None:
         channel = self.acceptor.channel(device)
         assert isinstance(channel, SocketChannel), "devices connect by sockets"
         self._lanes[device] = SendLane(channel, timeout_s=self._timeout_s)
         party = channel.party.id if channel.party is not None else ""
         self._addresses[device] = Address(message.host, message.port, party)
-        return DeviceJoined(device=device, holdings=message.holdings)
+        self._callbacks.fault("joined", device)
+        self.machine.joined(device, message.holdings, time.monotonic())
 
-    def _accept_report(self, device: str) -> None:
+    # What the machine asks
+
+    def accept_report(self, device: str, item: int) -> None:
         assert self._at_hand is not None, "only a report at hand is accepted"
         (report, state), self._at_hand = self._at_hand, None
         reported_spans = map(self._localise, report.spans)
@@ -256,9 +234,106 @@ class CoordinatorHost:
         owner = device_of(device)
         self._late_s[owner] = self._late_s.get(owner, 0.0) + report.late_s
         self._callbacks.fingerprinted(device, report.fingerprints)
-        item = self._items[report.item]
-        if item.kind == "save":
-            self._callbacks.saved(item, device, state, report.peak)
+        done = self._items[item]
+        if done.kind == "save":
+            self._callbacks.saved(done, device, state, report.peak)
+
+    def begin_epoch(self, start: EpochStart) -> None:
+        self._callbacks.begin(start, self.machine.coordinator.layout)
+        self._assigned = {}
+        self._joiners.clear()
+
+    def assign_stage(self, device: str) -> None:
+        if not self._assigned:
+            self._assigned = self._callbacks.assignments(self._addresses)
+        self._send(device, AssignMessage(run=self._run, assignment=self._assigned[device]))
+
+    def order(self, device: str, body: DeviceOrder) -> None:
+        weights: Mapping[str, Tensor] = {}
+        if isinstance(body, PlaceWeights):
+            weights = self._callbacks.weights(device, body.own)
+        elif isinstance(body, SendState) and not body.parts:
+            self._joiners.forget(device)
+        headers = tuple(header_of(name, t) for name, t in weights.items())
+        self._send(device, ToDevice(run=self._run, body=body, tensors=headers), list(weights.values()))
+
+    def open_item(self, order: OpenItem) -> None:
+        item, coordinator = order.item, self.machine.coordinator
+        self._origin_s = self._origin_s or time.monotonic()
+        self._items[item.index] = item
+        self._items.pop(item.index - LATE_ITEMS - coordinator.spec.lease_ahead, None)
+        self._exchanges &= self._items.keys()
+        exchange, amounts = self._callbacks.opened(item) or (None, {})
+        if exchange is not None:
+            self._exchanges.add(item.index)
+            order = msgspec.structs.replace(order, exchange=exchange)
+        headers = tuple(header_of(name, t) for name, t in amounts.items())
+        for device in coordinator.devices:
+            self._send(device, ToDevice(run=self._run, body=order, tensors=headers), list(amounts.values()))
+
+    def retire_snapshots(self, order: RetireSnapshots) -> None:
+        self._callbacks.acknowledged(order.step)
+        for device in self._lanes:
+            self._send(device, ToDevice(run=self._run, body=order))
+
+    def halt(self, order: Halt) -> None:
+        for device in self._lanes:
+            self._send(device, ToDevice(run=self._run, body=order))
+
+    def item_done(self, item: Item, loss: float | None, note: str, sums: tuple[float, ...]) -> None:
+        fresh, self._fresh = tuple(self._fresh), []
+        if len(self._spans) < MOST_SPANS:
+            self._spans += fresh
+        self._callbacks.advanced(item, loss, fresh)
+        if item.kind == "train":
+            self._inbox.put(lambda now_s: self.machine.measured(item.step, fresh, now_s))
+        if sums:
+            self._callbacks.evaluated(item, sums)
+        if note:
+            self._callbacks.note(note)
+
+    def commit_checkpoint(self, item: Item, *, finite: bool) -> None:
+        self._callbacks.commit(item, finite=finite)
+
+    def disconnect(self, device: str) -> None:
+        lane = self._lanes.pop(device, None)
+        self.acceptor.forget(device)
+        if lane is not None:
+            lane.close(0.0)
+
+    def make_plan(self, request: PlanRequest) -> None:
+        self._planners.start(partial(self._plan, request), "planner")
+
+    def call_device(self, device: str) -> None:
+        if is_first(device):  # its other workers come with it
+            self._session.call(device)
+
+    def restart_run(self, devices: tuple[str, ...], count: int, most: int, reasons: str) -> None:
+        again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
+        self._callbacks.note(f"too few devices are left ({reasons}): {again}")
+
+    def receive_state(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]]) -> None:
+        self._joiners.follow(device, number, step, donated, self.machine.epoch)
+
+    def release_device(self, device: str) -> None:
+        self._callbacks.fault("left", device)
+        self._callbacks.note(f"{device} has left")
+        self._send(device, ToDevice(run=self._run, body=Halt(epoch=self.machine.epoch)))
+        self._lanes[device].drain()
+        self.disconnect(device)
+
+    def finish_run(self, finish: FinishRun) -> None:
+        self._finish = finish
+
+    def note(self, text: str) -> None:
+        self._callbacks.note(text)
+
+    def reject_device(self, device: str, reason: str, *, permanent: bool) -> None:
+        self._callbacks.fault("lost", device, reason)
+        self.acceptor.forget(device, permanent=permanent)
+
+    def probe_link(self, source: str, target: str) -> None:
+        threading.Thread(target=self._probe, args=(source, target), name="probe", daemon=True).start()
 
     def _localise(self, span: Span) -> Span:
         """A device speaks of items and of the machine's clock; a trace of steps and of the run's."""
@@ -272,91 +347,19 @@ class CoordinatorHost:
             end_s=span.end_s - self._origin_s,
         )
 
-    def _carry_out(self, instruction: RunInstruction) -> FinishRun | None:
-        run, epoch = self._run, self.machine.epoch
-        match instruction:
-            case BeginEpoch():
-                self._begin(instruction)
-            case AssignStage(device=device):
-                if not self._assigned:
-                    self._assigned = self._callbacks.assignments(self._addresses)
-                self._send(device, AssignMessage(run=run, assignment=self._assigned[device]))
-            case Order(device=device, body=PlaceWeights(own=own) as body):
-                weights = self._callbacks.weights(device, own)
-                headers = tuple(header_of(name, t) for name, t in weights.items())
-                self._send(device, ToDevice(run=run, body=body, tensors=headers), list(weights.values()))
-            case Order(device=device, body=body):
-                if isinstance(body, SendState) and not body.parts:
-                    self._joiners.forget(device)
-                self._send(device, ToDevice(run=run, body=body))
-            case OpenItem(item=item):
-                self._open(item, instruction)
-            case ItemDone(item=item, loss=loss, note_=note_, sums=sums):
-                self._advance(item, loss)
-                if sums:
-                    self._callbacks.evaluated(item, sums)
-                if note_:
-                    self._callbacks.note(note_)
-            case CommitCheckpoint(item=item, finite=finite):
-                self._callbacks.commit(item, finite=finite)
-            case Disconnect(device=device):
-                self._dismiss(device)
-            case MakePlan():
-                self._planners.start(partial(self._plan, instruction, epoch), "planner")
-            case CallDevice(device=device):
-                if is_first(device):  # its other workers come with it
-                    self._session.call(device)
-            case RestartRun(devices=devices, count=count, most=most, reasons=reasons):
-                again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
-                self._callbacks.note(f"too few devices are left ({reasons}): {again}")
-            case ReceiveState():
-                self._joiners.follow(instruction, epoch)
-            case RetireSnapshots(step=step):
-                self._callbacks.acknowledged(step)
-                self._broadcast(self._lanes, instruction)
-            case ReleaseDevice(device=device):
-                self._callbacks.note(f"{device} has left")
-                self._send(device, ToDevice(run=run, body=Halt(epoch=epoch)))
-                self._lanes[device].drain()
-                self._dismiss(device)
-            case Halt():
-                self._broadcast(self._lanes, instruction)
-            case FinishRun():
-                return instruction
-            case Note(text=text):
-                self._callbacks.note(text)
-            case AcceptReport(device=device):
-                self._accept_report(device)
-            case RejectDevice(device=device, permanent=permanent):
-                self.acceptor.forget(device, permanent=permanent)
-            case ProbeLink(source=source, target=target):
-                threading.Thread(target=self._probe, args=(source, target), name="probe", daemon=True).start()
-        return None
-
-    def _broadcast(self, devices: Iterable[str], body: RunOrder) -> None:
-        for device in devices:
-            self._send(device, ToDevice(run=self._run, body=body))
-
     def _send(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         """To one who may have gone meanwhile."""
         if (lane := self._lanes.get(device)) is not None:
             lane.put(message, tensors)
 
-    def _dismiss(self, device: str) -> None:
-        lane = self._lanes.pop(device, None)
-        self.acceptor.forget(device)
-        if lane is not None:
-            lane.close(0.0)
-
-    def _plan(self, wanted: MakePlan, epoch: int) -> None:
+    def _plan(self, request: PlanRequest) -> None:
         try:
-            layout, figures = self._callbacks.plan(wanted)
+            layout, figures = self._callbacks.plan(request)
         except Exception as e:  # of any kind: the run waits for a plan, and must learn that there is none
             reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
-            self._inbox.put(NoPlan(reason=reason, epoch=epoch))
+            self._inbox.put(lambda now_s: self.machine.no_plan(request, reason, now_s))
         else:
-            made = PlanMade(layout=layout, figures=figures, worth_it=wanted.must, epoch=epoch)
-            self._inbox.put(made)
+            self._inbox.put(lambda now_s: self.machine.planned(request, layout, figures, now_s))
 
     def _probe(self, source: str, target: str) -> None:
         """In a thread of its own: it takes seconds."""
@@ -365,30 +368,5 @@ class CoordinatorHost:
             found = self._callbacks.emulated((source, target))
             found = self._session.bandwidth(source, target) if found is None else found
         finally:  # nothing found, whatever the reason: another probe comes later
-            self._inbox.put(LinkProbed(source=source, target=target, bandwidth_bytes_per_s=found))
-
-    def _begin(self, begin: BeginEpoch) -> None:
-        self._callbacks.begin(begin, self.machine.coordinator.layout)
-        self._assigned = {}
-        self._joiners.clear()
-
-    def _open(self, item: Item, order: OpenItem) -> None:
-        self._origin_s = self._origin_s or time.monotonic()
-        self._items[item.index] = item
-        self._items.pop(item.index - LATE_ITEMS - self.machine.coordinator.spec.lease_ahead, None)
-        self._exchanges &= self._items.keys()
-        exchange, amounts = self._callbacks.opened(item) or (None, {})
-        if exchange is not None:
-            self._exchanges.add(item.index)
-            order = msgspec.structs.replace(order, exchange=exchange)
-        headers = tuple(header_of(name, t) for name, t in amounts.items())
-        for device in self.machine.coordinator.devices:
-            self._send(device, ToDevice(run=self._run, body=order, tensors=headers), list(amounts.values()))
-
-    def _advance(self, item: Item, loss: float | None) -> None:
-        fresh, self._fresh = self._fresh, []
-        if len(self._spans) < MOST_SPANS:
-            self._spans += fresh
-        self._callbacks.advanced(item, loss, tuple(fresh))
-        if item.kind == "train":
-            self._inbox.put(StepMeasured(step=item.step, spans=tuple(fresh)))
+            bandwidth_bytes_per_s = found
+            self._inbox.put(lambda now_s: self.machine.probed(source, target, bandwidth_bytes_per_s, now_s))

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.protocol.coordinator_events import ReceiveState
-from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_messages import TransferEnded
 from isthmus.runtime.coordinator.run_callbacks import RunCallbacks
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.lanes import SendLane
@@ -37,21 +34,22 @@ class Joiners:
         """The number of the state transfer, and the step from which on states are given; messages of an earlier
         transfer go no further."""
 
-    def follow(self, wanted: ReceiveState, epoch: int) -> None:
-        self._number, self._step = wanted.number, wanted.step
-        for donor in wanted.donated:
-            self._receivers.setdefault(donor, []).append(wanted.device)
-        donated = {donor: self._callbacks.shapes(parts) for donor, parts in wanted.donated.items()}
-        elements = sum(math.prod(shape) for shapes in donated.values() for shape in shapes.values())
-        self._most_waiting_bytes[wanted.device] = MOST_WAITING * elements
+    def follow(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]], epoch: int) -> None:
+        """A joining device gets the state after `step` steps of the parts that each device sends."""
+        self._number, self._step = number, step
+        for donor in donated:
+            self._receivers.setdefault(donor, []).append(device)
+        shapes = {donor: self._callbacks.shapes(parts) for donor, parts in donated.items()}
+        elements = sum(math.prod(shape) for of_donor in shapes.values() for shape in of_donor.values())
+        self._most_waiting_bytes[device] = MOST_WAITING * elements
         trained, config = self._callbacks.updates()
-        if (lane := self._lanes.get(wanted.device)) is not None:
+        if (lane := self._lanes.get(device)) is not None:
             lane.put(
                 ReceiveStateMessage(
-                    run=self._run, epoch=epoch, number=wanted.number, donated=donated, trained=trained, config=config
+                    run=self._run, epoch=epoch, number=number, donated=shapes, trained=trained, config=config
                 )
             )
-        self._callbacks.note(f"{wanted.device} gets its state, from step {wanted.step} on, while the others train")
+        self._callbacks.note(f"{device} gets its state, from step {step} on, while the others train")
 
     def forget(self, donor: str) -> None:
         """It sends no more."""
@@ -90,15 +88,13 @@ class Joiners:
                 f"{first} to {last} in transfer {self._number}"
             )
 
-    def pass_on(
-        self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]
-    ) -> list[FromDevice[TransferEnded]]:
-        """To those who follow the device. One whose line is slower than the device's would fill our memory."""
-        if message.number != self._number:
-            return []
-        for joiner in self._receivers.get(device, ()):
-            if (lane := self._lanes.get(joiner)) is not None:
-                if lane.background_bytes() > self._most_waiting_bytes[joiner]:
-                    return [FromDevice(joiner, TransferEnded(number=message.number, epoch=message.epoch))]
-                lane.put(message, tensors, background=True)
-        return []
+    def pass_on(self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> str | None:
+        """To those who follow the device. Returns one whose line is slower than the device's, if any: it would fill our
+        memory, and is to get no more."""
+        if message.number == self._number:
+            for joiner in self._receivers.get(device, ()):
+                if (lane := self._lanes.get(joiner)) is not None:
+                    if lane.background_bytes() > self._most_waiting_bytes[joiner]:
+                        return joiner
+                    lane.put(message, tensors, background=True)
+        return None

@@ -12,8 +12,8 @@ from isthmus.plans import Plan
 from isthmus.plans.worker_ids import is_first
 from isthmus.protocol import StateLayout
 from isthmus.protocol.adaptation import Adaptation, Pair, PlanFigures
-from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.drift import differs
+from isthmus.protocol.run_ports import PlanRequest
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 
 
@@ -63,17 +63,17 @@ class Plans:
     def _is_made_for(self, fleet: Fleet) -> bool:
         return math.isclose(self.now.repriced(fleet), self.now.plan.predicted.step_s)
 
-    def make(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
+    def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
         """A plan for these devices, with its figures. UserError when there is none."""
         assert self._replan is not None, "a run that cannot plan again does not ask"
-        believed = wanted.believed or self._believed
+        believed = request.believed or self._believed
         with self._making:
-            fleet = believed.subset(filter(is_first, wanted.devices))
-            plan = self.now.of_whole_replicas(fleet) if wanted.waits else None
+            fleet = believed.subset(filter(is_first, request.devices))
+            plan = self.now.of_whole_replicas(fleet) if request.waits else None
             number = max(self._made) + 1
             found = self._deployment(plan or self._replan(fleet), believed, number)
             self._made[number] = found
-        if wanted.must:
+        if request.must:
             return found.layout, PlanFigures(plan=found.plan)
         step_s, moving_s = self.now.repriced(believed), found.moving_s(self.now)
         return found.layout, PlanFigures(plan=found.plan, step_s=step_s, moving_s=moving_s)

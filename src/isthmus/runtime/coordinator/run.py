@@ -16,13 +16,13 @@ from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan, PlanPeriod
-from isthmus.plans.worker_ids import device_of, worker_id
+from isthmus.plans.worker_ids import device_of, is_first, worker_id
 from isthmus.protocol import Coordinator, Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair, PlanFigures
-from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.protocol.run_machine import Observe, RunMachine
+from isthmus.protocol.run_machine import RunMachine
+from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.activation_privacy import counted_samples
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
@@ -33,7 +33,7 @@ from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.privacy_ledger import opened_ledger
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
-from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, WeightAmounts, WeightExchanges
+from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome, WeightAmounts, WeightExchanges
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.messages.assignment import Assignment, Fingerprinting
 from isthmus.runtime.processes.signals import Stop
@@ -72,8 +72,8 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     rolled_back: Callable[[int], None] = lambda step: None
     """The run goes on after this step: reports of later steps are void."""
     noted: Callable[[str], None] = lambda text: None
-    decided: Observe | None = None
-    """Gets every decision of the run's machine."""
+    fault: Callable[[FaultKind, str, str], None] = lambda kind, device, reason: None
+    """A device joins, is lost or leaves."""
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ class RunController:
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self.peaks: dict[str, MemoryPeak] = {}
         """Peaks by device of the plan in force."""
-        self._begun: BeginEpoch | None = None
+        self._begun: EpochStart | None = None
         self._reached = 0
         """Steps that are done."""
         self._periods: list[PlanPeriod] = []
@@ -203,7 +203,6 @@ class RunController:
             timeout_s=timeout_s,
             start_s=START_S,
             adaptation=self._plans.adaptation(self._options.until or self.job.training.steps),
-            observe=self._watcher.decided,
         )
 
     def _coordinator(self) -> Coordinator:
@@ -236,30 +235,30 @@ class RunController:
             self._loaded_step = manifest_of(self.job, checkpoint).step
             self._values.load(checkpoint)
 
-    def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
-        return self._plans.make(wanted)
+    def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
+        return self._plans.make(request)
 
-    def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
+    def begin(self, start: EpochStart, layout: StateLayout) -> None:
         self._plans.begin(layout)
-        self._reached = begin.step
+        self._reached = start.step
         self.peaks.clear()
-        self._periods.append(self._period(begin.step, time.monotonic()))
-        first, self._begun = self._begun is None and self._record is None, begin
-        self._lineage.begin(begin.epoch, begin.step)
-        self._watcher.planned(self.now.plan, begin.epoch)
+        self._periods.append(self._period(start.step, time.monotonic()))
+        first, self._begun = self._begun is None and self._record is None, start
+        self._lineage.begin(start.epoch, start.step)
+        self._watcher.planned(self.now.plan, start.epoch)
         self._watcher.period(self._periods[-1])
         if self._options.backend.survives_coordinator:
             write_record(self._folder, RecoveryRecord(run=self.run, lineage=self._lineage.began, plan=self.now.plan))
-        if not begin.from_checkpoint:
+        if not start.from_checkpoint:
             self._loaded_step = None
             self._values.forget_others()
-        elif self._loaded_step != begin.step:
+        elif self._loaded_step != start.step:
             # By its step: a newer one may be there that the run was not resumed from, because it is torn.
-            resumed = begin.step == self.start_step
-            self._load(self._options.resume_from if resumed else self._writer.at(begin.step))
+            resumed = start.step == self.start_step
+            self._load(self._options.resume_from if resumed else self._writer.at(start.step))
         if not first:
             self._writer.discard()
-            self._watcher.rolled_back(begin.step)
+            self._watcher.rolled_back(start.step)
 
     def _period(self, step: int, now_s: float) -> PlanPeriod:
         return PlanPeriod(plan=self.now.plan, fleet=self.now.fleet, first_step=step, since_s=now_s)
@@ -276,7 +275,7 @@ class RunController:
         self.now.check_parts(tensors)
 
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
-        begun = self._begun or BeginEpoch(0, self.start_step, 0, True)
+        begun = self._begun or EpochStart(0, self.start_step, 0, True)
         ahead = run_spec(self._prepared, self.start_step).lease_ahead
         found = self.now.assignments(self.run, begun, addresses, ahead)
         digests, fingerprints = self._digests, self._fingerprints.settings
@@ -328,6 +327,10 @@ class RunController:
 
     def note(self, text: str) -> None:
         self._watcher.noted(text)
+
+    def fault(self, kind: FaultKind, worker: str, reason: str = "") -> None:
+        if kind == "joined" or is_first(worker):  # its further workers are lost with it, and leave with it
+            self._watcher.fault(kind, device_of(worker), reason)
 
     def acknowledged(self, step: int) -> None:
         self._watcher.acknowledged(step)

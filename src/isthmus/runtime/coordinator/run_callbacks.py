@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 from torch import Tensor
@@ -12,17 +12,19 @@ from isthmus.disclosure import PrivacySpent
 from isthmus.errors import IsthmusError
 from isthmus.plans import PlanPeriod
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.coordinator_events import BeginEpoch, Ending, MakePlan
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.recovery import StateLayout
 from isthmus.protocol.run_messages import WeightExchange
+from isthmus.protocol.run_ports import Ending, EpochStart, PlanRequest
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
+
+FaultKind = Literal["joined", "lost", "left"]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +83,12 @@ class WeightExchanges(Protocol):
 class RunCallbacks(Protocol):
     """The work of a run besides coordination: plans, assignments, weights, checkpoints, progress."""
 
-    def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures | None]:
+    def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
         """A plan for these devices, with its figures where the run can tell plans apart. Any thread. UserError when
         there is none."""
         ...
 
-    def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
+    def begin(self, start: EpochStart, layout: StateLayout) -> None:
         """An epoch begins. What it goes on from is to be on record when this returns."""
         ...
 
@@ -159,4 +161,8 @@ class RunCallbacks(Protocol):
 
     def note(self, text: str) -> None:
         """Something that a person may want to know."""
+        ...
+
+    def fault(self, kind: FaultKind, worker: str, reason: str = "") -> None:
+        """A device's worker joins, is lost or leaves."""
         ...

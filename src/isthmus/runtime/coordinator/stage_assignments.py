@@ -16,7 +16,7 @@ from isthmus.planners import whole_replicas
 from isthmus.plans import Packing, Plan, Stage
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol import StateLayout
-from isthmus.protocol.coordinator_events import BeginEpoch
+from isthmus.protocol.run_ports import EpochStart
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.coordinator.activation_privacy import protection
 from isthmus.runtime.coordinator.private_feedback import check_feedback
@@ -204,7 +204,7 @@ class StageAssignments:
     # Assignments
 
     def assignments(
-        self, run: str, begun: BeginEpoch, addresses: Mapping[str, Address], lease_ahead: int = 0
+        self, run: str, begun: EpochStart, addresses: Mapping[str, Address], lease_ahead: int = 0
     ) -> Mapping[str, Assignment]:
         graph = self._prepared.captured.train
         placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}

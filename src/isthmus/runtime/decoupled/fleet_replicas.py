@@ -15,7 +15,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
-from isthmus.protocol.coordinator_events import BeginEpoch
+from isthmus.protocol.run_ports import EpochStart
 from isthmus.runtime.coordinator.backend import Backend, RunRequest, Session
 from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.run_callbacks import Address
@@ -121,7 +121,7 @@ class FleetReplicas(MergedRun):
         job, number = self._job, list(self._groups).index(replica)
         own = pipeline_prepared(self._prepared, self._groups, replica)
         stages = StageAssignments(own, self._plans[replica], self._fleet)
-        assignment = stages.assignments(self._run, BeginEpoch(0, 0, 0, False), {replica: Address("", 0)})[replica]
+        assignment = stages.assignments(self._run, EpochStart(0, 0, 0, False), {replica: Address("", 0)})[replica]
         assignment = msgspec.structs.replace(
             assignment,
             data=job.used_data.at(replica),

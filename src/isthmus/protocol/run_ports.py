@@ -1,0 +1,136 @@
+"""The ports of a run's machines to their hosts, and the values that are passed there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import msgspec
+
+from isthmus.fleet import Fleet
+from isthmus.protocol.run_messages import DeviceOrder, Halt, OpenItem, RetireSnapshots
+from isthmus.protocol.work import Item
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's view of the devices, by name, as time passes."""
+
+    ended: Mapping[str, str] = {}
+    """Whose process has ended otherwise than well, and how."""
+    starting: frozenset[str] = frozenset()
+    """Whose process is known to be there, or on its way."""
+    returning: frozenset[str] = frozenset()
+    """Who is expected among the offers if it is lost."""
+    queued: frozenset[str] = frozenset()
+    """Who waits in the queue of an engine, and is expected among the offers whenever it has a node for it."""
+    offers: frozenset[str] = frozenset()
+    """Who could work and does not."""
+    leaving: frozenset[str] = frozenset()
+    """Who is to leave without loss, since the last tick."""
+
+
+class PlanRequest(msgspec.Struct, frozen=True):
+    """A plan for these devices is wanted."""
+
+    devices: tuple[str, ...]
+    must: bool = True
+    """The run cannot go on without; else: only if it pays."""
+    waits: bool = False
+    """Nobody is at work until it is there."""
+    epoch: int = 0
+    """In which it is wanted: an answer in a later one is of no use."""
+    believed: Fleet | None = None
+    """With the figures that were measured; None: as stated."""
+
+
+class EpochStart(msgspec.Struct, frozen=True):
+    """A new epoch goes on from the state after `step` steps."""
+
+    epoch: int
+    step: int
+    first_item: int
+    """Index of the first item that it leases."""
+    from_checkpoint: bool
+    """Nobody holds that state: it is the last checkpoint's."""
+
+
+Ending = Literal["done", "interrupted", "lost", "diverged", "failed"]
+"""Lost: a device is, without which the run cannot go on. Diverged: its numbers are not finite. Failed: the job's model
+or data raise, on whatever device."""
+
+
+class FinishRun(msgspec.Struct, frozen=True):
+    """How a run ends."""
+
+    outcome: Ending
+    reason: str = ""
+    short_of_memory: bool = False
+    """Whether memory was short on a device since the last step."""
+
+
+class CoordinatorPort(Protocol):
+    """The coordinator asks this of the run."""
+
+    def begin_epoch(self, start: EpochStart) -> None:
+        """Put the new epoch on record before anything of it happens."""
+
+    def assign_stage(self, device: str) -> None:
+        """Give the device its stage."""
+
+    def order(self, device: str, body: DeviceOrder) -> None:
+        """Send this to one device."""
+
+    def open_item(self, order: OpenItem) -> None:
+        """Send this to every device of the plan."""
+
+    def retire_snapshots(self, order: RetireSnapshots) -> None:
+        """Send this to every device."""
+
+    def halt(self, order: Halt) -> None:
+        """Send this to every device."""
+
+    def item_done(self, item: Item, loss: float | None, note: str, sums: tuple[float, ...]) -> None:
+        """Every device finished the item. `loss` is its mean, if the item has one; `note` a line about it for people,
+        empty for none; `sums` those of an evaluation: losses, counts, and sums and counts of metrics."""
+
+    def commit_checkpoint(self, item: Item, *, finite: bool) -> None:
+        """All parts of the checkpoint are written: make it the latest. `finite`: its weights are."""
+
+    def disconnect(self, device: str) -> None:
+        """Hang up on a device that was lost. Whatever it says later is of an epoch that is over."""
+
+    def make_plan(self, request: PlanRequest) -> None:
+        """Plan beside all else, and say `planned` or `no_plan`."""
+
+    def call_device(self, device: str) -> None:
+        """The plan wants a device that was offered: have it join."""
+
+    def restart_run(self, devices: tuple[str, ...], count: int, most: int, reasons: str) -> None:
+        """Too few devices were left; with these the run is begun anew from its newest state, for the `count`-th time of
+        `most`. `reasons`: why devices were lost."""
+
+    def receive_state(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]]) -> None:
+        """Have a joining device get the state after `step` steps, of the parts that each device sends, and repeat what
+        they do then. `number` counts the run's state transfers."""
+
+    def release_device(self, device: str) -> None:
+        """The device may leave: nothing depends on it any more."""
+
+    def finish_run(self, finish: FinishRun) -> None:
+        """Nothing follows."""
+
+
+class RunPort(CoordinatorPort, Protocol):
+    """The run asks this of its host."""
+
+    def note(self, text: str) -> None:
+        """A person may want to know this."""
+
+    def accept_report(self, device: str, item: int) -> None:
+        """The report at hand is the one that was due: use what came with it."""
+
+    def reject_device(self, device: str, reason: str, *, permanent: bool) -> None:
+        """Take no more from a worker of a device that is lost. `permanent`: nor from a new process of it."""
+
+    def probe_link(self, source: str, target: str) -> None:
+        """Measure a link that carries nothing, and say `probed`."""
