@@ -29,6 +29,7 @@ from isthmus.data.dataset import SPLITS
 from isthmus.errors import Interrupted, UserError
 from isthmus.federated.algorithms.fedavg import FedAvg
 from isthmus.job import fleet_of, prepare
+from isthmus.models.registry import own_names
 from isthmus.plans import load_plan
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_weights
 
@@ -311,6 +312,16 @@ def test_an_error_in_the_loss_names_no_line_of_ours(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model: in module 'loss': class and token ids must be int64") as found:
         isthmus.train(model=nn.Linear(2, 3), loss=nn.functional.cross_entropy, data=data, run=tmp_path / "run", batch=8)
     assert ".py" not in str(found.value)
+
+
+def test_a_run_is_called_by_the_model_that_was_given_also_with_a_loss(tmp_path: Path) -> None:
+    data = {"input": torch.zeros(8, 2), "target": torch.zeros(8, 3)}
+    job = Objects({"model": nn.Linear(2, 3), "loss": LOSS, "data": data}).job(tmp_path, {})
+    assert job.model.name.startswith("given:Linear+loss-")
+    weights = {"model.weight": torch.zeros(1), "loss.scale": torch.zeros(1)}
+    for name in (job.model.name, "given:WithLoss-236975d9"):  # the second is that of earlier versions
+        assert own_names(name, weights).keys() == {"weight"}
+    assert own_names("given:Linear-236975d9", weights).keys() == weights.keys()
 
 
 def test_a_target_without_a_loss_says_to_give_one(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
 
 
 GIVEN = "given:"
+LOSS = "+loss"
+"""In the name of a model that was given with a loss."""
 _given: dict[str, nn.Module | Callable[[], nn.Module]] = {}
 """Models by name, in this process alone."""
 
@@ -173,7 +175,8 @@ def give_model(model: nn.Module | Callable[[], nn.Module]) -> str:
     parameters of the same names and shapes: a call that resumes the run gives an equal model again."""
     if isinstance(model, nn.Module):
         form = hashlib.sha256(repr([(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]).encode())
-        name = f"{GIVEN}{type(model).__name__}-{form.hexdigest()[:8]}"
+        kind = f"{type(model.model).__name__}{LOSS}" if isinstance(model, WithLoss) else type(model).__name__
+        name = f"{GIVEN}{kind}-{form.hexdigest()[:8]}"
     else:
         name = f"{GIVEN}{getattr(model, '__name__', type(model).__name__)}"
     _given[name] = model
@@ -200,7 +203,7 @@ class WithLoss(nn.Module):
 def own_names(name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the model called `name`, under the names that the module which was given has for them: those of a loss
     around it are left out."""
-    if not name.startswith(f"{GIVEN}{WithLoss.__name__}-"):
+    if not name.startswith(GIVEN) or not (f"{LOSS}-" in name or name.startswith(f"{GIVEN}{WithLoss.__name__}-")):
         return dict(weights)
     prefix = "model."  # the field of `WithLoss`
     return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
