@@ -14,7 +14,7 @@ from isthmus.federated.privacy import Guarantee
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
 from isthmus.report.federated_pictures import draw_evaluations, draw_round_timeline, draw_throughput
-from isthmus.report.federated_progress import FederatedProgress, last_figures, rounds_table
+from isthmus.report.federated_progress import FederatedProgress, last_figures, rounds_table, summarized
 
 EACH = {str(client): 0.5 for client in range(5)}
 CLIENTS = {"accuracy": ClientFigures(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2, each=EACH)}
@@ -81,6 +81,17 @@ def test_the_end_says_whose_figures_they_are_and_what_was_spent() -> None:
         "  " + ", ".join(f"{name} {value:.1%}" for name, value in CLIENTS["accuracy"].each.items()),
         f"privacy: {spent}",
     ]
+
+
+def test_a_sweep_has_the_worst_tenth_of_clients() -> None:
+    evaluation = line(0).evaluation
+    assert evaluation is not None and summarized(None) == {}
+    loss = ClientFigures(clients=5, mean=2.0, worst_decile=3.0, deviation=0.5, each={})
+    both = msgspec.structs.replace(evaluation, clients={"loss": loss, **CLIENTS})
+    held = {"held-out loss": 1.25, "accuracy": 0.5}
+    assert summarized(both) == {**held, "clients/accuracy": 0.5, "worst tenth/accuracy": 0.1}
+    alone = msgspec.structs.replace(evaluation, clients={"loss": loss})
+    assert summarized(alone) == {**held, "clients/loss": 2.0, "worst tenth/loss": 3.0}
 
 
 def test_the_live_table_shows_what_was_asked_for() -> None:

@@ -33,6 +33,7 @@ from isthmus.job import Job
 from isthmus.job.sweep import SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
 from isthmus.overrides import counted_from
+from isthmus.report.federated_progress import summarized
 from isthmus.report.sweep_table import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
 from isthmus.run_files import read_json, write_json
 from isthmus.runtime.launchers.registry import open_launcher
@@ -272,8 +273,7 @@ class _Runner:
 def _metrics(folder: Path) -> dict[str, float]:
     """Return the metrics of a finished run. One that is missing, or is no number, is left out."""
     if RunFolder.existing(folder).is_federated:
-        newest = FederatedResult(folder).evaluation
-        found = {} if newest is None else {"held-out loss": newest.loss, **newest.metrics}
+        found = summarized(FederatedResult(folder).evaluation)
     else:
         run = Run(folder)
         found = {

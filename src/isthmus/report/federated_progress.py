@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.privacy import Guarantee
 from isthmus.protocol.federated_messages import LinearFit
@@ -138,6 +139,17 @@ def last_figures(lines: Sequence[RoundLine], spent: Guarantee | None, *, of_site
     left = "" if spent is None or done == spent.rounds else f"; {done} rounds are done"
     promised = [] if spent is None else [f"privacy: {spent}{left}"]
     return [*_evaluation_lines(lines, of_sites=of_sites), *promised]
+
+
+def summarized(evaluation: Evaluation | None) -> dict[str, float | None]:
+    """Return an evaluation's figures by name, those of clients as their mean and the mean of their worst tenth."""
+    if evaluation is None:
+        return {}
+    found: dict[str, float | None] = {"held-out loss": evaluation.loss, **evaluation.metrics}
+    for name, of in evaluation.clients.items():
+        if name != "loss" or len(evaluation.clients) == 1:  # beside a metric the loss says little
+            found |= {f"clients/{name}": of.mean, f"worst tenth/{name}": of.worst_decile}
+    return found
 
 
 def _evaluation_lines(lines: Sequence[RoundLine], *, of_sites: bool) -> list[str]:
