@@ -7,6 +7,7 @@ import signal
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from isthmus.federated.evaluators import site_evaluator
 from isthmus.federated.history import RoundHistory
 from isthmus.federated.job import build, load_federated_job
 from isthmus.federated.resident import Resident
+from isthmus.federated.robust import Aggregation
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.forked import Forked
 from tests.federated.sites import attend, free_port, samples, write_job, write_tickets
@@ -81,3 +83,9 @@ def test_figures_that_no_noise_would_cover_are_refused_before_the_run(tmp_path: 
     )
     with pytest.raises(UserError, match=r"metrics: got \['accuracy'\] with federated.evaluate_every = 0"):
         site_evaluator(load_federated_job(job_file))
+    job = load_federated_job(job_file, {"federated.evaluate_every": 1, "data.options.holdout": 0})
+    for without in (msgspec.structs.replace(job, data=None), job):
+        with pytest.raises(UserError, match=r"expected \[data\] with held-out samples at the coordinator: sites keep"):
+            site_evaluator(without)
+    plain = msgspec.structs.replace(job, aggregation=Aggregation())
+    assert site_evaluator(plain) is None, "sites report"

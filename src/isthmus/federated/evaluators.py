@@ -19,6 +19,8 @@ from isthmus.federated.job import FEMNIST, FederatedJob, accelerator_of, build, 
 from isthmus.federated.resident import Resident
 from isthmus.graph.metrics import Metrics
 
+_HELD_OUT = "held-out data (data.options.holdout above 0, or test=...) or federated.evaluate_clients above 0"
+_SITES = "[data] with held-out samples at the coordinator: sites keep their figures under masks or noise"
 PERSONAL_CLIENTS = 100
 """Evaluated where models are personal, and the job does not say how many."""
 
@@ -71,22 +73,19 @@ def site_evaluator(job: FederatedJob) -> Evaluator | None:
     if reported and not (job.data is not None and job.federated.evaluate_every):
         return None
     if not job.federated.evaluate_every or job.data is None:
-        return _none(job)
+        return _none(job, _SITES)
     data = client_data(msgspec.structs.replace(job, partition=None)) if job.data.kind == FEMNIST else None
     test = test_data(job, data)
     if test is None:
-        return _none(job)
+        return None if reported else _none(job, _SITES)
     made = Evaluator(Resident(build(job)), test, metrics=Metrics(job.metrics))
     made.check()
     return made
 
 
-def _none(job: FederatedJob) -> None:
+def _none(job: FederatedJob, expected: str = _HELD_OUT) -> None:
     """UserError where metrics are asked for."""
     if job.metrics and not job.federated.evaluate_every:
         raise UserError(f"metrics: got {list(job.metrics)} with federated.evaluate_every = 0, expected 1 or more")
     if job.metrics:
-        raise UserError(
-            f"metrics: got {list(job.metrics)}, but nothing is evaluated: expected held-out data (data.options.holdout "
-            "above 0, or test=...) or federated.evaluate_clients above 0"
-        )
+        raise UserError(f"metrics: got {list(job.metrics)}, but nothing is evaluated: expected {expected}")
