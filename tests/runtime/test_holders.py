@@ -125,3 +125,13 @@ def test_a_checkpoints_data_are_known_again_by_who_had_them() -> None:
     assert not unchanged(before, {"b": {"train": "y1"}}), "under another key nobody can tell"
     with pytest.raises(UserError, match="resume: data: device 'a' has other training samples"):
         unchanged(before, {"a": {"train": "x2"}})
+
+
+def test_a_run_of_joined_devices_goes_on_on_one_computer_and_back() -> None:
+    """There all devices share one key, so that no digest is that of before: nobody can tell whether the data are."""
+    joined, here = {"a": {"train": "x1"}, "b": {"train": "y1"}}, {"a": {"train": "z"}, "b": {"train": "z"}}
+    assert not unchanged(joined, here) and not unchanged(here, joined)
+    with pytest.raises(UserError, match="has other training samples"):
+        unchanged(here, {"a": {"train": "z2"}, "b": {"train": "z2"}})
+    with pytest.raises(UserError, match="has other training samples"):
+        unchanged(joined, {"a": {"train": "x2"}, "b": {"train": "y2"}})

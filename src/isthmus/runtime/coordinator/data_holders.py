@@ -163,18 +163,25 @@ def agreed(described: Mapping[str, DataDescription]) -> DataDescription:
     return msgspec.structs.replace(next(iter(described.values())), digests={})
 
 
+def _has_one_key(found: Digests) -> bool | None:
+    """Whether devices with equal data have equal digests: then they share a key, as those of one computer do. None
+    where one device alone says nothing of that."""
+    digests = [of.get("train", "") for of in found.values()]
+    return len(set(digests)) == 1 if len(digests) > 1 else None
+
+
 def unchanged(before: Digests, now: Digests) -> bool:
     """Whether a device that had the data then has the same now; False where none of those is here, so that nobody can
     tell. Raises UserError for one that has others.
 
     A device's digest compares with its own of before alone; those of devices without a key of their own, with all.
     """
-    same = False
+    same, other_keys = False, {_has_one_key(before), _has_one_key(now)} == {True, False}
     for device, digests in now.items():
         for split, digest in digests.items():
             if any(found.get(split) == digest for found in before.values()):
                 same = True
-            elif split in before.get(device, {}):
+            elif split in before.get(device, {}) and not other_keys:
                 what = (
                     f"has other {NAMED[split]} samples than those that the run began with; or its key is another as it "
                     "joined anew, or as `isthmus train` goes on with a run of joined devices: then nobody can compare"
