@@ -29,11 +29,12 @@ from isthmus.api.terminal import logged
 from isthmus.errors import UserError
 from isthmus.extensions import import_object
 from isthmus.federated.job import FederatedJob, load_federated_job
-from isthmus.job import Job
+from isthmus.job import Job, fleet_of, load_job
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord
 from isthmus.runtime.identity import Ticket, decode_ticket
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.job_queue import JobQueue, job_log
+from isthmus.runtime.service.status_file import CoordinatorStatus, DeviceStatus, write_status
 from tests.federated.sites import write_job as write_federated_job
 from tests.runtime.commands import edited, isthmus, refused, start, wait_until, write_job
 
@@ -134,6 +135,17 @@ def test_a_job_finds_the_modules_beside_its_file_and_no_other_jobs(fleet: Fleet,
     assert found == ["first", "second", "changed since"]
     assert sys.path == path
     assert "beside_a_job" not in sys.modules
+
+
+def test_submit_says_which_devices_are_not_connected(fleet: Fleet, tmp_path: Path) -> None:
+    job, state = write_job(tmp_path), fleet.state.folder
+    names = fleet_of(load_job(job)).names
+    for here in (names[1:], names):
+        devices = tuple(DeviceStatus(name=name, id=name, working=False) for name in here)
+        write_status(state, CoordinatorStatus(at_s=time.time(), port=1, devices=devices))
+        done = isthmus("submit", job, "--state", state)
+        assert done.code == 0
+        assert (f"not connected now: {names[0]}; the job waits for those" in done.err) == (here != names), done.err
 
 
 def test_ctrl_c_is_not_lost_on_a_job_that_fails_meanwhile(fleet: Fleet, tmp_path: Path) -> None:

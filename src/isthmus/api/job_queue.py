@@ -40,14 +40,17 @@ class Handed(NamedTuple):
     """Jobs that wait or run."""
     served: bool
     """Whether a coordinator is there."""
+    absent: tuple[str, ...]
+    """Devices of the job's fleet that are not connected to it now."""
 
 
 def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | None = None) -> Handed:
     """Hand it in. Its runs are written to the current folder. UserError for what could not be run anyway."""
     if isinstance(job, FederatedJob):
         check_deployment(job)
+        names = ()
     else:
-        fleet_of(job)
+        names = fleet_of(job).names
         check_on_fleet(job)
         if ":" not in job.model.name and job.model.name not in model_names():
             raise unknown_name("model", job.model.name, model_names())
@@ -57,7 +60,10 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | 
         number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd(), file)
         waiting = [j for j in queue.jobs() if j.state in ("queued", "running") and j.number != number]
         current_status = read_status(folder)
-        return Handed(number, len(waiting), served=current_status is not None and current_status.fresh)
+        if current_status is None or not current_status.fresh:
+            return Handed(number, len(waiting), served=False, absent=())
+        here = {device.name for device in current_status.devices}
+        return Handed(number, len(waiting), served=True, absent=tuple(name for name in names if name not in here))
 
 
 LOOK_S = 0.5

@@ -77,6 +77,9 @@ def submit(job_file: JobFile, asked: JobOptions, state: StateOption = None) -> N
     typer.echo(handed.number)
     place = f"{handed.before} before it" if handed.before else "nothing before it"
     log(f"job {handed.number} ({job.name}) is queued, {place}")
+    if handed.absent:
+        more = f" and {len(handed.absent) - 5} more" if len(handed.absent) > 5 else ""
+        log(f"not connected now: {', '.join(handed.absent[:5])}{more}; the job waits for those that its plan needs")
     if not handed.served:
         log("no coordinator runs: `isthmus serve` without a job does what is queued")
 
