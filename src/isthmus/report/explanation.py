@@ -103,7 +103,7 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
     yield f"Devices in use: {used}; weighted by their speeds they compute {busy:.1%} of the time."
     yield from _constraints(problem, plan)
     if plan.certificate is not None:
-        yield f"Certificate: {certificate_text(plan.certificate)}."
+        yield f"{certificate_text(plan.certificate)}."
 
 
 def _constraints(problem: Problem, plan: Plan) -> Iterator[str]:
@@ -175,12 +175,12 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
             flops = (stage.flops_forward + stage.flops_backward) * parts.get(stage.device, 1.0)
             busy_s = compute_s(problem, stage.device, flops)
             share = (problem.cumulative_flops[stage.last + 1] - problem.cumulative_flops[stage.first]) / work
-            room = problem.offered_bytes(stage.device)
+            room, held = problem.offered_bytes(stage.device), replica.schedule.in_flight[k]
             yield (
                 f"{stage.device}: operators {stage.first}..{stage.last}, {share:.1%} of the FLOPs, computes "
                 f"{busy_s / period_s if period_s else 0:.0%} of each period; "
                 f"{format_size(stage.memory.total)} of {format_size(room)}{problem.constraints.after_headroom}, "
-                f"{replica.schedule.in_flight[k]} micro-batches in flight"
+                f"{held} micro-batch{'es' if held > 1 else ''} in flight"
             )
             if p.times.apart_s and p.times.apart_s[k]:
                 waits = format_duration(p.times.apart_s[k])

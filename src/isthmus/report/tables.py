@@ -129,8 +129,6 @@ def _plan_caption(plan: PlanSummary) -> str:
         lines.append(f"price of 1,000 steps: {plan.price_per_1000_steps:.4g}{minimised}")
     if plan.constraints.memory_headroom:
         lines.append(f"memory left free: at least {format_share(plan.constraints.memory_headroom)} of each device's")
-    if plan.certificate is not None:
-        lines.append(f"certificate: {certificate_text(plan.certificate)}")
     return "\n".join([*lines, *_notes(plan)])
 
 
@@ -236,10 +234,8 @@ def bound_text(certificate: Certificate) -> str:
 
 
 def certificate_text(certificate: Certificate) -> str:
-    """With the question in full."""
-    known = "at best" if certificate.exact else "at least"
-    bound = f"{known} {bound_text(certificate)} is {asked(certificate.question)}"
-    return f"gap {certificate.gap:.2%} to a lower bound by the formula: {bound}"
+    """The proof, and of what the bound is."""
+    return f"{proof_text(certificate)}. Bounded by the formula: {asked(certificate.question)}"
 
 
 def asked(question: str) -> str:
@@ -268,7 +264,7 @@ def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:
     if verdict.bound.status == "unchecked":
         bound.append("A bound that was not checked is no pass; --bound-unchecked passes it.")
     if plan.certificate is not None:
-        bound.insert(0, f"certificate: {certificate_text(plan.certificate)}")
+        bound.insert(0, certificate_text(plan.certificate))
     if not verdict.differences:
         return Text("\n".join([f"{source}: all {verdict.checked} figures hold ({words})", *bound]))
     table = new_table(("field", "document", "computed", "by"))
