@@ -26,13 +26,10 @@ def locked(handle: int) -> bool:
 def hold(path: Path, taken: str) -> None:
     """This process has the file, which is made where it is missing, for as long as it lives; processes that it forks
     have not. Once more does nothing. UserError: `taken` where another process has it, or for what cannot be opened."""
-    fcntl = importlib.import_module("fcntl")
     claim = _opened(path)
-    try:
-        fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+    if not _take(claim):
         claim.close()
-        raise UserError(taken) from None
+        raise UserError(taken)
     _HELD.append(claim)
     atexit.register(claim.close)
 
@@ -41,15 +38,20 @@ def is_held(path: Path) -> bool:
     """Whether a process, this one too, has the file by `hold`."""
     if not path.exists():
         return False
-    fcntl = importlib.import_module("fcntl")
     if any(Path(claim.name).absolute() == path.absolute() for claim in _HELD):
         return True  # to open and close it would give it up
     with _opened(path) as claim:
-        try:
-            fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return True
-    return False
+        return not _take(claim)
+
+
+def _take(claim: BinaryIO) -> bool:
+    """Take a process's lock of the file, which processes that it forks do not have; False while another has it."""
+    fcntl = importlib.import_module("fcntl")
+    try:
+        fcntl.lockf(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 _HELD: list[BinaryIO] = []

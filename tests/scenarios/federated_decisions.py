@@ -18,6 +18,7 @@ from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import ExecutorReport, PhaseOpened, TasksGranted, TasksReturned
 from isthmus.protocol.federated_planning import PlanningProblem
+from tests.programs.ports import Watched
 
 Decision = tuple[str, str, list[str]]
 """The event, by whom, and what it led to."""
@@ -67,24 +68,16 @@ def _words(asked: str, given: Sequence[Any]) -> list[str]:
             return []
 
 
-class _Watched:
+class _Watched(Watched):
     """The machine's port: `decisions` gets what it is asked, by event."""
 
-    def __init__(self, port: Any, decisions: list[Decision]) -> None:
-        self._port, self._decisions = port, decisions
-
-    def __getattr__(self, asked: str) -> Any:
-        act = getattr(self._port, asked)
-
-        def ask(*given: Any) -> Any:
-            self._decisions[-1][2].extend(_words(asked, given))
-            return act(*given)
-
-        return ask
+    def __init__(self, host: Any, decisions: list[Decision]) -> None:
+        super().__init__(host, lambda asked, *given: decisions[-1][2].extend(_words(asked, given)))
+        self._decisions = decisions
 
     def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
         self._decisions[-1][2].append(f"PlanRound {round_}")
-        schedule = self._port.plan(round_, problem)
+        schedule = self._host.plan(round_, problem)
         self._decisions.append(("RoundPlanned", "", []))
         return schedule
 

@@ -174,7 +174,7 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
         try:
             owners = dataset.owners(spec.column)
         except UserError as e:
-            raise UserError(f"partition.column: {str(e).removeprefix('partition: ')}") from None
+            raise UserError(f"partition.column: {e}") from None
         values, owner = np.unique(owners, return_inverse=True)
         if values.tolist() != list(range(len(values))):
             names = [str(value) for value in values.tolist()]

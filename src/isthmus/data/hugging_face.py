@@ -126,7 +126,7 @@ class DiskDataset:
         check_nulls(self._arrow_rows(column, self._rows), self._named(column), self._rows)
         values = np.asarray(self._table.select_columns([column])[self._rows][column])
         if values.ndim != 1 or values.dtype.kind not in "iuUSO":
-            raise UserError(f"partition: column {column!r}: got {values.dtype}, expected texts or whole numbers")
+            raise UserError(f"column {column!r}: got {values.dtype}, expected texts or whole numbers")
         return values.astype(str) if values.dtype.kind == "O" else values
 
 

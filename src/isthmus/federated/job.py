@@ -44,7 +44,7 @@ from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
 from isthmus.federated.secure.site_noise import check_site_noise
-from isthmus.federated.server import RunIdentity
+from isthmus.federated.server import COMBINING, RunIdentity
 from isthmus.federated.step_rules import check_steps
 from isthmus.graph.metrics import Metrics
 from isthmus.models import ModelSpec, build_model
@@ -459,6 +459,6 @@ def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> RunId
         data=data,
         seed=job.federated.seed,
         clients=clients,
-        combining=msgspec.json.encode((job.aggregation, job.privacy, job.admission)).decode(),
+        combining=msgspec.json.encode([getattr(job, table) for table in COMBINING]).decode(),
         participation=str(job.accounting(clients) or ""),
     )

@@ -54,6 +54,8 @@ _RUN, _SHA256 = "run", "sha256"
 _RUNNING_MEAN = "running_mean"
 """The name that torch's layers give theirs."""
 KEPT = 2
+COMBINING = ("aggregation", "privacy", "admission")
+"""The tables of a job that change how updates are combined; `RunIdentity.combining` is their JSON, in this order."""
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +71,6 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     clients: int
     combining: str = ""
-    """The job's changes to the combination of updates."""
     participation: str = ""
     """The part of a private run's participation that its epsilon assumes."""
 
@@ -405,7 +406,7 @@ def _document(value: object) -> object:
         found = parse_json(value, object, "") if isinstance(value, str) and value[:1] in ("{", "[") else value
     except UserError:
         return value
-    return dict(zip(("aggregation", "privacy", "admission"), found, strict=False)) if isinstance(found, list) else found
+    return dict(zip(COMBINING, found, strict=False)) if isinstance(found, list) else found
 
 
 def _digest(run: str, round_: int, tensors: Mapping[str, Tensor]) -> str:

@@ -144,7 +144,7 @@ class ImageDataset:
         """(samples,) a column's values, where the images come with columns that say whose they are; or UserError."""
         owners = getattr(self._images, "owners", None)
         if owners is None:
-            raise UserError(f"partition: data of kind {self._kind!r} has no column {column!r}, only a label")
+            raise UserError(f"data of kind {self._kind!r} has no column {column!r}, only a label")
         return owners(column)
 
 

@@ -78,7 +78,7 @@ class ParquetImages:
         values = _without_dictionary(self._table.column(column))
         kinds = import_extra("pyarrow.types")
         if not (kinds.is_integer(values.type) or _is_text(values.type)) or values.null_count:
-            raise UserError(f"partition: column {column!r}: got {values.type}, expected texts or whole numbers")
+            raise UserError(f"column {column!r}: got {values.type}, expected texts or whole numbers")
         return np.asarray(values.to_pylist())[self._rows]
 
 
