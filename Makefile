@@ -14,13 +14,14 @@ UNWARNED := 2> >(grep --invert-match --line-buffered '^WARNING: ' >&2)
 # How often `make fuzz` searches, each time with a fresh seed.
 ROUNDS ?= 1
 
-.PHONY: train test fuzz test-faults test-gpu test-browser test-clients check reference docs benchmarks pins clean
+.PHONY: train test fuzz test-long test-faults test-gpu test-browser test-clients check reference docs benchmarks pins clean
 
 train: $(TRAINS)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
 
+SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 test: $(READY)
-	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest $(SIDE_BY_SIDE)
 
 # Property tests with fresh seeds; what fails is kept in tests/kept_examples, and `make test` tries it first.
 fuzz: $(READY)
@@ -28,10 +29,13 @@ fuzz: $(READY)
 		$(BIN)/pytest --numprocesses 2 -m hypothesis --hypothesis-profile=fuzz || exit 1; \
 	done
 
-# What takes too long for every time (PART=3/10: the third tenth of those files), and each fault at twenty moments.
+# What takes too long for every time. PART=3/12: every twelfth of those tests, beginning with the third.
 PART ?= 1/1
-test-faults: $(READY)
-	ISTHMUS_FAULTS=1 $(BIN)/pytest -m "long or thorough" --part $(PART)
+test-long: $(READY)
+	ISTHMUS_FAULTS=1 $(BIN)/pytest -m "long or thorough" --part $(PART) $(SIDE_BY_SIDE)
+
+# The same, and each fault at twenty moments.
+test-faults: test-long
 	$(BIN)/python -m tests.faults.table
 
 # Everything that has a GPU side, on this machine's accelerator; ISTHMUS_GPU names another than the first.

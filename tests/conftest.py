@@ -65,9 +65,10 @@ def _rewrite_asserts(config: pytest.Config, number: int, workers: int) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1/1", help="run one part of the files: 3/10 is the third tenth")
+    parser.addoption("--part", default="1/1", help="run one part of the tests: 3/12 is every twelfth from the third on")
 
 
+@pytest.hookimpl(trylast=True)  # once `-m` has left out what it does not name: parts are equal
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers.skip_long(items)
     if others := tiers.keep_part(config.getoption("part"), items):

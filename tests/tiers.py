@@ -1,20 +1,25 @@
-"""`make test` leaves two kinds of tests to `make test-faults`, which sets ISTHMUS_FAULTS.
+"""`make test` leaves two kinds of tests to `make test-long`, which sets ISTHMUS_FAULTS.
 
 - `@pytest.mark.long`: a test that takes long, as of many processes, is skipped.
 - `@pytest.mark.thorough`: a test that draws examples draws fewer; it asks `THOROUGH`.
 
-`--part 3/10` runs the third tenth of the files.
+`--part 3/12` runs every twelfth test, beginning with the third. `python -m tests.tiers` prints the part that CI runs
+for the commit that is checked out.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 THOROUGH = bool(os.environ.get("ISTHMUS_FAULTS"))
-SKIPPED = pytest.mark.skip(reason="takes long: make test-faults runs it")
+SKIPPED = pytest.mark.skip(reason="takes long: make test-long runs it")
+PARTS = 12
+"""CI runs one of so many for each commit."""
 
 
 def skip_long(items: Sequence[pytest.Item]) -> None:
@@ -25,12 +30,29 @@ def skip_long(items: Sequence[pytest.Item]) -> None:
 
 
 def keep_part(part: str, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Remove the files of other parts from `items` and return what was removed. UsageError for what is no part."""
+    """Remove the tests of other parts from `items` and return what was removed. UsageError for what is no part."""
     number, _, count = part.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise pytest.UsageError(f"--part: got {part!r}, expected K/N with K from 1 to N, as 3/10")
-    files = sorted({item.path for item in items})
-    kept = set(files[int(number) - 1 :: int(count)])
-    others = [item for item in items if item.path not in kept]
-    items[:] = [item for item in items if item.path in kept]
+        raise pytest.UsageError(f"--part: got {part!r}, expected K/N with K from 1 to N, as 3/12")
+    chosen = {item.nodeid for item in sorted(items, key=lambda item: item.nodeid)[int(number) - 1 :: int(count)]}
+    others = [item for item in items if item.nodeid not in chosen]
+    items[:] = [item for item in items if item.nodeid in chosen]
     return others
+
+
+def part_of_commit(folder: Path) -> str:
+    """Return the part for the commit of a checkout: commits take turns. In a shallow clone, which does not know how
+    many commits came before, its hash draws the part."""
+    shallow = _git(folder, "rev-parse", "--is-shallow-repository") == "true"
+    number = int(_git(folder, "rev-parse", "HEAD"), 16) if shallow else int(_git(folder, "rev-list", "--count", "HEAD"))
+    return f"{number % PARTS + 1}/{PARTS}"
+
+
+def _git(folder: Path, *words: str) -> str:
+    """Of a checkout that may belong to another user."""
+    command = ["git", "-c", "safe.directory=*", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    print(part_of_commit(Path(__file__).parent))

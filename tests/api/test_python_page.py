@@ -46,7 +46,7 @@ def test_a_plain_loop_over_a_runs_batches_has_its_losses(
 def test_the_snippet_of_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process; `make test-faults` types it on a newcomer's machine (`tests/docs/test_pages.py`)."""
+    """In this process; `make test-long` types it on a newcomer's machine (`tests/docs/test_pages.py`)."""
     monkeypatch.chdir(tmp_path)
     run = run_snippets("README.md")["run"]
     assert isinstance(run, isthmus.Run) and len(run.losses) == 20

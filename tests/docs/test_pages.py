@@ -40,7 +40,7 @@ LONG = [
     "tutorials/extend.md",
     "wan.md",
 ]
-"""Typed by `make test-faults` alone: each starts a dozen processes. `make test` runs the README in this process
+"""Typed by `make test-long` alone: each starts a dozen processes. `make test` runs the README in this process
 (`tests/api/test_python_page.py`)."""
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 END = "END-OF-A-BLOCK"

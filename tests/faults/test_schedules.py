@@ -1,6 +1,6 @@
 """Thousands of runs in which things go wrong. `python -m tests.faults SEED` runs one of them again.
 
-`make test` has every second block of schedules, `make test-faults` all.
+`make test` has every second block of schedules, `make test-long` all.
 """
 
 from __future__ import annotations

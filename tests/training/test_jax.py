@@ -39,7 +39,7 @@ STEPS = 100 if THOROUGH else 25
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_plainly() -> Iterator[None]:
-    """XLA optimizes for two fifths of the time: in `make test-faults`, and for the devices of `test_engines.py`."""
+    """XLA optimizes for two fifths of the time: in `make test-long`, and for the devices of `test_engines.py`."""
     config = importlib.import_module("jax").config
     config.update("jax_disable_most_optimizations", not THOROUGH)
     yield
