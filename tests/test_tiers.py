@@ -19,7 +19,7 @@ def test_each_test_is_in_one_part(count: int) -> None:
     kept: list[int] = []
     for number in range(1, count + 1):
         part: list[Any] = list(items)
-        others = keep_part(f"{number}/{count}", part)
+        others: list[Any] = keep_part(f"{number}/{count}", part)
         assert sorted(item.n for item in (*part, *others)) == list(range(60))
         assert len(part) in (60 // count, 60 // count + 1)
         assert [item.n for item in part] == sorted(item.n for item in part), "their order stays"
