@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import PARTS, keep_part, part_of_commit
+from tests.tiers import PARTS, keep_part, part_of_commit, represented_by
 
 
 @pytest.mark.parametrize("count", [1, 3, 10, 80])
@@ -52,3 +52,15 @@ def test_commits_take_turns(tmp_path: Path) -> None:
     _git(tmp_path, "clone", "--depth", "1", here.as_uri(), "shallow")
     part = part_of_commit(shallow)
     assert part == part_of_commit(shallow) and 1 <= int(part.removesuffix(f"/{PARTS}")) <= PARTS
+
+
+def test_all_cases_are_long_but_those_that_are_kept() -> None:
+    found = represented_by({"a": 1, "b": 2}, "b") + represented_by([(1, "x"), (2, "y")], (1, "x"))
+    assert [(tuple(case.values), bool(case.marks)) for case in found] == [
+        (("a",), True),
+        (("b",), False),
+        ((1, "x"), False),
+        ((2, "y"), True),
+    ]
+    with pytest.raises(AssertionError, match="'c'"):
+        represented_by(["a", "b"], "c")

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,16 @@ def skip_long(items: Sequence[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(SKIPPED)
+
+
+def represented_by(cases: Iterable[Any], *kept: object) -> list[Any]:
+    """Return the cases of a test as parameters, all long but those that `make test` keeps."""
+    found = list(cases)
+    assert all(one in found for one in kept), f"{kept}: not among {found}"
+    values = (case if isinstance(case, tuple) else (case,) for case in found)
+    return [
+        pytest.param(*v, marks=() if case in kept else pytest.mark.long) for case, v in zip(found, values, strict=True)
+    ]
 
 
 def keep_part(part: str, items: list[pytest.Item]) -> list[pytest.Item]:

@@ -14,6 +14,7 @@ from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
 from isthmus.simulator import Fault
 from isthmus.training.compression import NoCodec
 from isthmus.training.decoupled import MergedFragments, flat_fragments, fragments_of
+from tests.tiers import represented_by
 
 from .small import NAMES, computed, job_of
 
@@ -24,7 +25,7 @@ def same(one: MergedFragments, other: MergedFragments) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.known, other.known, strict=True))
 
 
-@pytest.mark.parametrize("codec", ["none", "int4", "bf16", "sparse2bit"])
+@pytest.mark.parametrize("codec", represented_by(["none", "int4", "bf16", "sparse2bit"], "sparse2bit"))
 def test_a_replay_from_the_record_gives_the_same_bits(codec: str) -> None:
     job = job_of(codec=codec, ratio=8.0 if codec == "sparse2bit" else 1.0, quorum=1, grace=0.0)
     faults = [Fault(kind="silent", device="d", time_s=1, lasts_s=1), Fault(kind="lost", device="b", time_s=2)]

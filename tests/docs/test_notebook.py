@@ -7,6 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.interpreters import script
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "python" / "first-plan-and-run.ipynb"
@@ -45,6 +47,7 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 """
 
 
+@pytest.mark.long
 def test_the_notebook_runs_and_shows_tables_and_pictures(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [*script(RUNNER, tmp_path), str(NOTEBOOK)]

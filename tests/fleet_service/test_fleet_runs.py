@@ -105,6 +105,7 @@ def test_steps_whose_loss_is_infinite_are_left_out_as_in_the_plain_loop(fleet: F
         assert torch.equal(saved[name], value), name
 
 
+@pytest.mark.long
 def test_unknown_peers_at_the_door_keep_no_device_out(fleet: Fleet, tmp_path: Path) -> None:
     """They hold more connections than there is room for, from the devices' own address, and come back when cut."""
     with crowd(fleet.service.port, idle=80, dripping=40, halfway=40) as unknown_peers:

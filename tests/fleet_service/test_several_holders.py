@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 
 from isthmus.cost import build_plan
@@ -87,6 +88,7 @@ def resumed(job: Job, joined: Joined, run: Path) -> Job:
     return shorter
 
 
+@pytest.mark.long
 def test_holders_of_different_files_feed_a_device_without_any(
     joined: Joined, tmp_path: Path, coordinator: Path, opened: list[str]
 ) -> None:
@@ -127,6 +129,7 @@ def test_labels_and_samples_stay_with_holders_that_run_both_ends_of_the_chain(
     equals_plain(run, read_here(shorter, data))
 
 
+@pytest.mark.long
 def test_a_run_does_not_go_on_without_a_holders_samples_and_resumes_with_them(
     joined: Joined, tmp_path: Path, coordinator: Path
 ) -> None:

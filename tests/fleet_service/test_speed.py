@@ -246,6 +246,7 @@ def test_plans_go_by_the_models_own_layers_where_they_were_measured() -> None:
     assert [(f.what, f.operators, f.flops_per_s) for f in ranks] == [("layers", 2, 10.0)]
 
 
+@pytest.mark.long
 def test_an_accelerator_is_measured_in_a_process_of_its_own(gpt: MeasureSpeed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "300MiB")
     trial = msgspec.structs.replace(_trial(gpt), layers=_trial(gpt).layers[-1:])

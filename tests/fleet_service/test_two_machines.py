@@ -114,6 +114,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     return found.decode()
 
 
+@pytest.mark.long
 def test_the_steps(place: Place, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "two-machines.md").read_text(encoding="utf-8")
     steps = page.partition("\n## Steps\n")[2].partition("\n## ")[0]

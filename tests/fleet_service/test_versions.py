@@ -81,6 +81,7 @@ def test_an_operator_that_a_version_does_not_have(
     assert [point.loss for point in run.losses] == plain_run(job, prepare(job))[1]
 
 
+@pytest.mark.long
 def test_one_that_differs_and_is_not_used(joined: Joined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "engine_operators", lambda _: other("aten.any.default"))
     for name in ("d0", "d1"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -48,6 +49,7 @@ def by_stages(served: Served, sampling: Sampling, stages: int, made: tuple[int, 
     return tuple(text[len(PROMPT) :])
 
 
+@pytest.mark.long
 def test_stages_generate_as_transformers(tmp_path: Path) -> None:
     """Llama in one process; GPT-2 over processes in `test_served_run`."""
     folder, module = finished_run(tmp_path / "run", "hf-llama", LLAMA)

@@ -15,6 +15,7 @@ from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.launchers.registry import open_launcher
 from isthmus.runtime.service import fleet_coordinator
 from tests.fleet_service.parties import Fleet, serving, soon
+from tests.tiers import represented_by
 
 from .agents import command_lines, kill_agent, processes_with
 from .ssh_program import put_in_path
@@ -56,7 +57,7 @@ def _spec(fleet: Fleet, name: str) -> AgentSpec:
     return AgentSpec(name=name, arguments=arguments, ticket=fleet.state.ticket())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", represented_by(ENGINES, "ssh"))
 def test_agents_start_are_watched_start_again_and_end(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,6 +222,7 @@ def test_what_is_missing_is_said_in_one_line(
         _launcher().check()
 
 
+@pytest.mark.long
 def test_agents_in_pods_are_as_of_every_engine(server: ApiServer, tmp_path: Path) -> None:
     check_engine("kubernetes", Case(lambda _: {"image": IMAGE, "python": sys.executable}), tmp_path)
     assert not (server.jobsets or server.secrets or server.pods)

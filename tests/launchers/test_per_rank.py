@@ -25,7 +25,8 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 2])
 def test_each_rank_of_the_nodes_is_a_device(count: int, tmp_path: Path) -> None:
     """Each node has two."""
     port, nodes = _free_port(), list[subprocess.Popen[bytes]]()

@@ -119,6 +119,7 @@ def _kill_one_with_the_gpus_of_its_node(name: str) -> None:
     kill_agent(name)
 
 
+@pytest.mark.long
 def test_agents_start_are_watched_start_again_and_end(cluster: RayCluster, tmp_path: Path) -> None:
     said = check_engine("ray", Case(kill=_kill_one_with_the_gpus_of_its_node), tmp_path)
     assert "on node 127.0.0.1" in said
@@ -233,6 +234,7 @@ with RayCluster(1) as cluster:
 """
 
 
+@pytest.mark.long
 def test_a_cluster_that_wants_a_token_says_so() -> None:
     """Ray reads once in a process how it authenticates. Ray itself tries for 20 s and says "Failed to connect"."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}

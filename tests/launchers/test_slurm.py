@@ -170,6 +170,7 @@ def test_what_is_missing_is_said_in_one_line(programs: StandIns, monkeypatch: py
         _launcher().check()
 
 
+@pytest.mark.long
 def test_a_preempted_agent_comes_back_as_the_same_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_coordinator, "WATCH_S", 0.2)
     names = [secrets.token_hex(4)]

@@ -36,6 +36,7 @@ from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.signals import Stop
 from isthmus.training.engine import Engine
 from tests.accelerators.thread_backend import ThreadCrew
+from tests.tiers import represented_by
 
 from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, random_cut
 
@@ -193,7 +194,7 @@ FAULTS: Mapping[str, tuple[Spoil, int, str]] = {
 """By what is wrong in one bit: the step in which it shows, and where."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", represented_by(FAULTS, "gradient"))
 def test_one_wrong_bit_is_found_and_its_device_named(fault: str, gpt: Prepared, other: str, tmp_path: Path) -> None:
     spoil, step, node = FAULTS[fault]
     with faulty(spoil):

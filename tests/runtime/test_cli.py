@@ -331,7 +331,7 @@ def test_train_leaves_a_folder_that_explains_it(trained: Trained) -> None:
     ("change", "words"),
     [
         (("n_embd = 16", "n_embd = 32"), "the model has ["),
-        (("n_layer = 2", "n_layer = 3"), "it is of another model"),
+        pytest.param(("n_layer = 2", "n_layer = 3"), "it is of another model", marks=pytest.mark.long),
         (("batch_size = 8", "batch_size = 16"), "resume: training.batch_size: got 16"),
     ],
 )

@@ -15,6 +15,7 @@ from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessP
 from isthmus.runtime.processes.early_fork import safe_path
 from isthmus.runtime.transport.listener import Listener
 from tests.interpreters import script
+from tests.tiers import represented_by
 
 from .commands import devices_of, is_running, wait_until
 
@@ -124,7 +125,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("fork_server_is", ["early", "its own interpreter"])
+@pytest.mark.parametrize("fork_server_is", represented_by(["early", "its own interpreter"], "early"))
 def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path, fork_server_is: str) -> None:
     arguments = [address, str(tmp_path), fork_server_is]
     with subprocess.Popen([*script(LAUNCHED, tmp_path), *arguments]) as parent:

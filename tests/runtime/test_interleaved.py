@@ -14,13 +14,16 @@ from isthmus.graph import cuts
 from isthmus.job import prepare
 from isthmus.plans import load_plan, save_plan
 from isthmus.simulator import SimulationOptions, simulate_run
+from tests.tiers import represented_by
 
 from .jobs import final_weights, fleet_of, job_of, plain_run
 from .test_u_shaped import CASES
 from .test_what_leaves import ThreadCrew
 
 
-@pytest.mark.parametrize(("name", "devices", "passes"), [("gpt", 2, 2), ("gpt", 3, 2), ("bert", 2, 3)])
+@pytest.mark.parametrize(
+    ("name", "devices", "passes"), represented_by([("gpt", 2, 2), ("gpt", 3, 2), ("bert", 2, 3)], ("bert", 2, 3))
+)
 def test_an_interleaved_run_equals_the_plain_module(name: str, devices: int, passes: int, tmp_path: Path) -> None:
     """Stages end where one activation passes, so that sums have eager autograd's order."""
     model, options, data = CASES[name]

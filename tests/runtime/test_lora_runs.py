@@ -95,6 +95,7 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
+@pytest.mark.long
 def test_gpt2_over_three_devices_equals_peft_alone(tmp_path: Path) -> None:
     """Its embeddings are tied over the cut, and its weights transposed."""
     job = lora_job(tmp_path, "gpt2")
@@ -153,6 +154,7 @@ def test_a_run_goes_on_from_a_checkpoint_and_the_pretrained_weights(tmp_path: Pa
             load(checkpoint)
 
 
+@pytest.mark.long
 def test_a_peft_model_of_the_callers_own(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=RANK, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(base("llama"), config)

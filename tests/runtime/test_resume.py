@@ -222,11 +222,21 @@ def test_nothing_left_to_do(whole: Done) -> None:
     ("changes", "words"),
     [
         ([("steps =", "seed = 3\nsteps =")], ["training.seed: got 3", "made with 0"]),
-        ([("batch_size = 8", "batch_size = 16")], ["training.batch_size: got 16", "8"]),
-        ([("steps =", "shuffle = false\nsteps =")], ["training.shuffle"]),
-        ([("max_bytes = 40000", "max_bytes = 30000")], ["resume: data: device", "has other training samples"]),
+        pytest.param(
+            [("batch_size = 8", "batch_size = 16")], ["training.batch_size: got 16", "8"], marks=pytest.mark.long
+        ),
+        pytest.param([("steps =", "shuffle = false\nsteps =")], ["training.shuffle"], marks=pytest.mark.long),
+        pytest.param(
+            [("max_bytes = 40000", "max_bytes = 30000")],
+            ["resume: data: device", "has other training samples"],
+            marks=pytest.mark.long,
+        ),
         ([("width = 8", "width = 12")], ["weight", "[256, 8]", "[256, 12]"]),
-        ([('name = "sgd"', 'name = "adamw"')], ["optimizer state of 'mix.0.bias'", "momentum_buffer"]),
+        pytest.param(
+            [('name = "sgd"', 'name = "adamw"')],
+            ["optimizer state of 'mix.0.bias'", "momentum_buffer"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_a_checkpoint_was_not_made_with_is_refused(
@@ -274,6 +284,7 @@ def _endless(folder: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.long
 def test_nobody_else_runs_in_a_folder_and_a_second_ctrl_c_ends_at_once() -> None:
     process = _endless("impatient")
     devices = devices_of(process.pid)

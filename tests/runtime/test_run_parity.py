@@ -15,6 +15,7 @@ from isthmus.data import DataSpec
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Link, Links
 from isthmus.job import prepare
+from tests.tiers import represented_by
 
 from .jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, plain_run, random_cut, run
 
@@ -78,7 +79,7 @@ More models, cuts and settings run in one process: tests/training.
 """
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", represented_by(CASES, "gpt-5", "hf-bert-3"))
 def test_processes_equal_the_plain_loop(name: str, tmp_path: Path) -> None:
     model, options, data, stages, bitwise = CASES[name]
     job = job_of(model, options, data(tmp_path), clip_norm=1.0)

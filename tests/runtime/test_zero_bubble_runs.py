@@ -21,6 +21,7 @@ from isthmus.plans import Plan, load_plan, save_plan
 from isthmus.protocol import RunSpec
 from isthmus.simulator import SimulationOptions, simulate_run
 from isthmus.trace import Span
+from tests.tiers import represented_by
 
 from .jobs import RESNET, TEXT, final_weights, fleet_of, images, job_of, plain_run
 from .test_what_leaves import ThreadCrew
@@ -63,7 +64,7 @@ def work_of(spans: list[Span]) -> Counter[tuple[str, str, int, int]]:
     return Counter((s.device, s.name, s.step, s.micro_batch) for s in spans if s.name in ("F", "B", "W", "E"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", represented_by(CASES, "resnet"))
 def test_a_run_has_the_bits_of_1f1b_and_does_what_the_simulator_does(name: str, tmp_path: Path) -> None:
     model, options, data, plain = CASES[name]
     job = job_of(model, options, data(tmp_path), clip_norm=1.0, eval_every=2, eval_samples=4)
