@@ -79,9 +79,9 @@ $(TRAINS): pyproject.toml constraints.txt pins.txt
 	@$(PIP) -c pins.txt -e ".[train]" $(UNWARNED)
 	touch $(TRAINS)
 
-$(READY): $(TRAINS)
+$(READY): $(TRAINS) testing/pyproject.toml
 	@echo "installing what tests need: 380 MB ..."
-	@$(PIP) -c pins.txt -e "$(ALL_EXTRAS)" $(UNWARNED)
+	@$(PIP) -c pins.txt -e "$(ALL_EXTRAS)" -e testing $(UNWARNED)
 	touch $(READY)
 
 # The newest versions that pyproject.toml allows, in an environment of their own; `make test` says whether they serve.

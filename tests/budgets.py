@@ -1,7 +1,8 @@
-"""`python -m tests.budgets` counts the lines of each package of src, and fails where one has more than its budget.
+"""`python -m tests.budgets` counts the lines of each package of src and testing, and fails where one has more than its
+budget.
 
-The budgets are in pyproject.toml. A feature that does not fit pays by removing something. A budget that is far above
-its package is lowered: what was removed does not come back unseen.
+The budgets are in the pyproject.toml of each distribution. A feature that does not fit pays by removing something. A
+budget that is far above its package is lowered: what was removed does not come back unseen.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SLACK = 200
 """Lines that a budget may be above its package."""
+DISTRIBUTIONS = {"src": (ROOT, "isthmus"), "testing": (ROOT / "testing", "isthmus_testing")}
+"""The folder and the package of each, by what it is called."""
 MODULES = "modules"
 """The files beside the packages."""
 
 
-def counted() -> dict[str, int]:
-    """Return the lines of Python files by package."""
-    source = ROOT / "src" / "isthmus"
+def counted(source: Path) -> dict[str, int]:
+    """Return the lines of Python files by package of the one in this folder."""
     found = {MODULES: _lines(source.glob("*.py"))}
     for package in sorted(path.parent for path in source.glob("*/__init__.py")):
         found[package.name] = _lines(package.rglob("*.py"))
@@ -45,9 +47,11 @@ def _lines(files: Iterable[Path]) -> int:
 
 
 if __name__ == "__main__":
-    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["isthmus"]["budgets"]
-    lines = counted()
-    print(f"{sum(lines.values())} lines of src, budget {sum(table.values())}")
-    wrong = faults(lines, table)
+    wrong: list[str] = []
+    for distribution, (folder, package) in DISTRIBUTIONS.items():
+        table = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["isthmus"]["budgets"]
+        lines = counted(folder / "src" / package)
+        print(f"{sum(lines.values())} lines of {distribution}, budget {sum(table.values())}")
+        wrong += faults(lines, table)
     print("\n".join(wrong), end="\n" if wrong else "")
     sys.exit(bool(wrong))

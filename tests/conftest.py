@@ -21,6 +21,7 @@ import typer
 from _pytest.assertion import rewrite
 
 import isthmus
+import isthmus_testing
 from isthmus.api import proof
 from isthmus.job import prepared
 from isthmus.runtime.launchers import forked_agents
@@ -32,6 +33,9 @@ from . import examples, tiers
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the workers of the suite have two cores
+if not any(importlib.metadata.distributions(name="isthmus-testing")):  # pytest's `pythonpath` is for this process alone
+    sources = str(Path(isthmus_testing.__file__).parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH"))))
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
@@ -49,7 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)
     if worker is None:
         # With PYTHONDONTWRITEBYTECODE each process that a test starts would compile all modules anew.
-        compileall.compile_dir(Path(isthmus.__file__).parent, quiet=2)
+        for package in (isthmus, isthmus_testing):
+            compileall.compile_dir(Path(package.__file__).parent, quiet=2)
     elif config.getoption("assertmode") == "rewrite":
         _rewrite_asserts(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .budgets import SLACK, counted, faults
+import pytest
+
+from .budgets import DISTRIBUTIONS, SLACK, counted, faults
 
 
 def test_what_does_not_keep_to_its_budget_is_named() -> None:
@@ -12,5 +14,9 @@ def test_what_does_not_keep_to_its_budget_is_named() -> None:
     assert faults({"a": 1, "new": 5}, {"a": 1, "old": 5}) == ["old: it has no package", "new: no budget, 5 lines"]
 
 
-def test_each_line_of_src_is_counted_once() -> None:
-    assert {"api", "modules", "runtime", "session"} <= counted().keys()
+@pytest.mark.parametrize(
+    ("distribution", "packages"), [("src", {"api", "modules", "runtime", "session"}), ("testing", {"lab", "modules"})]
+)
+def test_each_line_of_src_is_counted_once(distribution: str, packages: set[str]) -> None:
+    folder, package = DISTRIBUTIONS[distribution]
+    assert packages <= counted(folder / "src" / package).keys()

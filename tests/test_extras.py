@@ -14,7 +14,7 @@ import pytest
 
 from isthmus.cli.app import commands, refuse_system
 from isthmus.errors import UserError
-from isthmus.extensions import EXTRAS, POSIX, import_extra
+from isthmus.extensions import EXTRAS, POSIX, TESTING, import_extra
 
 WITHOUT = """
 import contextlib, io, json, sys
@@ -141,6 +141,13 @@ def test_commands_on_a_system_without_posix(tmp_path: Path) -> None:
     for words in (["plan"], ["doctor"], ["--help"], []):
         refuse_system(words, "darwin")
     refuse_system(["train"], "linux")
+
+
+def test_a_job_on_the_emulated_accelerator_without_it(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    ((code, told),) = said([TESTING], [["train", str(tmp_path / "job.toml"), "--set", "runtime.device=checked"]])
+    needs = "runtime.device: 'checked' needs isthmus_testing: pip install ./testing in a checkout of isthmus"
+    assert (code, told.splitlines()[-1]) == (2, f"error: {needs}")
 
 
 def test_a_library_that_is_imported_by_a_script() -> None:

@@ -20,7 +20,7 @@ from tests.docs.test_named_keys import all_texts
 
 ROOT = Path(__file__).parent.parent
 TEXT = (".py", ".md", ".toml", ".yml")
-PLACES = ("src", "docs", "examples", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "mkdocs.yml")
+PLACES = ("src", "testing", "docs", "examples", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "mkdocs.yml")
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -172,7 +172,8 @@ def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_no_docstring_begins_with_a_word_that_stands_for_its_subject() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for path in sorted((ROOT / "src").rglob("*.py"))
+        for folder in ("src", "testing")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for line, text in documented(ast.parse(path.read_text(encoding="utf-8")))
         if re.match(r"(Of|What|By)\b", text)
     ]

@@ -20,11 +20,11 @@ from isthmus.graph.outputs import loss_and_count
 from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.merged_run import merge_rules
-from isthmus.runtime.decoupled.together import ReplicasTogether, merged_fragments
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated, seeded_model
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated, merged_fragments, seeded_model
 from isthmus.simulator import Fault
 from isthmus.training.decoupled import delta_codec, fragments_of
 from isthmus.training.optim import Optimizers, OuterStep, clip, gradient_norms
+from isthmus_testing.decoupled_replay import ReplicasTogether
 
 POINTS = 10
 """Evaluations of a run."""

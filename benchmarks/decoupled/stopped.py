@@ -21,9 +21,9 @@ from isthmus.job import TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.merger import MergerWatch
-from isthmus.runtime.decoupled.record import replay
 from isthmus.runtime.decoupled.run import DecoupledRun
 from isthmus.runtime.processes.signals import Stop
+from isthmus_testing.decoupled_replay import replay
 
 BEFORE_S, STOPPED_S, AFTER_S = 60.0, 60.0, 20.0
 STEP_S = {"fast-0": 0.25, "middle-0": 0.5, "slow-0": 1.0, "slow-1": 1.0}

@@ -26,8 +26,6 @@ from rich.table import Table
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.identity import Identity, decode_ticket
-from isthmus.runtime.lab.lab import COORDINATOR, Lab
-from isthmus.runtime.lab.nat import KINDS, Home, inside, nat_unavailable
 from isthmus.runtime.messages.run import Heartbeat, ToPeer
 from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
@@ -36,6 +34,7 @@ from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
 from isthmus.training.layout import header_of, pack
+from isthmus_testing.lab import COORDINATOR, KINDS, Home, Lab, inside, nat_unavailable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures

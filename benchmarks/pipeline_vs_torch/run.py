@@ -20,7 +20,7 @@ from rich.table import Table
 from sides import Start, paired_ratio, run_alone, run_by_turns, start_ours, start_peer, steps_within
 from workload import LINKS, Figures, Workload
 
-from isthmus.experiments import Lab, LabStatistics, lab_unavailable
+from isthmus_testing.lab import Lab, LabStatistics, lab_unavailable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

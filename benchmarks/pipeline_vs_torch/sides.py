@@ -18,7 +18,7 @@ from types import TracebackType
 import msgspec
 from workload import Figures, OursPlace, PeerPlace, Workload
 
-from isthmus.experiments import COORDINATOR, Lab
+from isthmus_testing.lab import COORDINATOR, Lab
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

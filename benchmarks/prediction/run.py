@@ -20,7 +20,7 @@ from pairs import PAIRS, QUICK, Pair
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.experiments import lab_unavailable
+from isthmus_testing.lab import lab_unavailable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from isthmus.federated.algorithms import ClientUpdate, Combine
 from isthmus.federated.partial import PartialSum
-from isthmus.federated.secure.in_process import SecurePhase, Step
 from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.secure_graph import neighbour_count, threshold_of
+from isthmus_testing.secure_phase import SecurePhase, Step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures

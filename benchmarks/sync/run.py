@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from workload import PERIOD, Case, Kind, Place, Told
 
-from isthmus.experiments import Lab, lab_unavailable
 from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus_testing.lab import Lab, lab_unavailable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures

@@ -7,8 +7,6 @@ makes its plan itself (`isthmus.planners`, `isthmus.cost`) and runs exactly that
     plan = plan_for(prepared, fleet)
     outcome = run_plan(prepared, plan, fleet, folder, RunOptions(), Watcher())
     check_outcome(outcome)
-
-A `Lab` gives every device a network namespace, with links shaped by the kernel (Linux, root).
 """
 
 from isthmus.api.make_plan import plan_for
@@ -20,7 +18,6 @@ from isthmus.runtime.coordinator.backend import LocalBackend, local_places
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan, run_spec
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.federated.run import FederatedRun
-from isthmus.runtime.lab.lab import COORDINATOR, Lab, LabStatistics, lab_unavailable, measure
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_tensors
@@ -28,13 +25,10 @@ from isthmus.training.learning_rate import LearningRate
 from isthmus.training.optim import OptimizerConfig
 
 __all__ = [
-    "COORDINATOR",
     "Calibration",
     "Column",
     "FederatedRun",
     "Item",
-    "Lab",
-    "LabStatistics",
     "LearningRate",
     "LocalBackend",
     "OptimizerConfig",
@@ -52,11 +46,9 @@ __all__ = [
     "calibrate",
     "capture",
     "check_outcome",
-    "lab_unavailable",
     "latest_checkpoint",
     "load_checkpoint",
     "local_places",
-    "measure",
     "plan_for",
     "read_tensors",
     "run_plan",

@@ -59,20 +59,24 @@ EXTRAS = {
     "prometheus_client": "prometheus",
 }
 """The extra of ours that installs each importable module. torch brings sympy along."""
+TESTING = "isthmus_testing"
+"""The package of the distribution in `testing/`, which has what only tests and benchmarks need."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})
 """Modules of the standard library that Windows has not."""
 
 
 def to_install(module: str) -> str:
     """Return the command that installs an optional library. No release is published yet, so it is run in a checkout."""
-    return f"pip install '.[{EXTRAS[module.partition('.')[0]]}]' in a checkout of isthmus"
+    package = module.partition(".")[0]
+    what = "./testing" if package == TESTING else f"'.[{EXTRAS[package]}]'"
+    return f"pip install {what} in a checkout of isthmus"
 
 
 def what_is_missing(owner: str, error: ModuleNotFoundError) -> str | None:
     """Return the advice that lets `owner` import what it could not; None for a module that is neither a library of an
-    extra nor one that the system lacks."""
+    extra, nor of our tests, nor one that the system lacks."""
     module = (error.name or "").partition(".")[0]
-    if module in EXTRAS:
+    if module in EXTRAS or module == TESTING:
         return f"{owner} needs {module}: {to_install(module)}"
     if module in POSIX:
         return f"{owner} needs Linux: Python has no {module} here; on Windows use WSL"
@@ -147,7 +151,7 @@ def _lies_in(folders: Sequence[str], name: str) -> bool:
     a folder has them."""
     file = getattr(sys.modules[name], "__file__", None) or ""
     installed = file.startswith((sys.prefix, sys.base_prefix)) or "site-packages" in file
-    return name.partition(".")[0] != "isthmus" and not installed and file.startswith(tuple(folders))
+    return name.partition(".")[0] not in ("isthmus", TESTING) and not installed and file.startswith(tuple(folders))
 
 
 def read_options(owner: str, options: Mapping[str, object], struct: type[Options]) -> Options:

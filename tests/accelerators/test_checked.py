@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.accelerators import Accelerator, accelerator_names, open_accelerator, resolve_accelerator
-from isthmus.accelerators.checked import (
+from isthmus.errors import UserError
+from isthmus_testing.emulated_accelerator import (
     Checked,
     DataRace,
     FreedTooEarly,
@@ -29,8 +30,7 @@ from isthmus.accelerators.checked import (
     open_checked,
     order,
 )
-from isthmus.accelerators.checked.memory import BLOCK, SMALL, SMALL_SEGMENT, Block, CheckedMemory
-from isthmus.errors import UserError
+from isthmus_testing.emulated_accelerator.memory import BLOCK, SMALL, SMALL_SEGMENT, Block, CheckedMemory
 
 
 @pytest.fixture

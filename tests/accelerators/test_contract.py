@@ -21,15 +21,6 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import DeviceEvent, accelerator_names
-from isthmus.accelerators.checked import (
-    Checked,
-    DataRace,
-    FreedTooEarly,
-    HostBufferInUse,
-    RefusedWait,
-    open_checked,
-)
-from isthmus.accelerators.checked.accelerator import CheckedEvent
 from isthmus.accelerators.copies import CopyBatch, HostBuffers
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
@@ -42,6 +33,15 @@ from isthmus.plans import Plan
 from isthmus.training import engine
 from isthmus.training.engine import TorchEngine
 from isthmus.training.optim import OptimizerConfig
+from isthmus_testing.emulated_accelerator import (
+    Checked,
+    DataRace,
+    FreedTooEarly,
+    HostBufferInUse,
+    RefusedWait,
+    open_checked,
+)
+from isthmus_testing.emulated_accelerator.accelerator import CheckedEvent
 from tests.accelerators.thread_backend import ThreadCrew
 from tests.runtime.jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, random_cut
 from tests.runtime.test_run_parity import BERT, GPT, pairs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isthmus.accelerators.checked import Checked, open_checked
 from isthmus.accelerators.copies import all_to_device
 from isthmus.data import load_dataset
 from isthmus.graph import Flow, Ref, assign, partition
@@ -13,6 +12,7 @@ from isthmus.graph.partition import align
 from isthmus.job import prepare
 from isthmus.training.engine import TorchEngine
 from isthmus.training.weights import initial_weights
+from isthmus_testing.emulated_accelerator import Checked, open_checked
 from tests.runtime.jobs import DIGITS, job_of
 
 OWN = 9

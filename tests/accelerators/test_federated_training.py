@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from isthmus.accelerators import Accelerator, accelerator_names, open_accelerator
-from isthmus.accelerators.checked import open_checked
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import load_federated_job
 from isthmus.runtime.federated.run import FederatedRun
+from isthmus_testing.emulated_accelerator import open_checked
 from tests.federated.populations import Run
 
 HARDWARE = accelerator_names()[:1]

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
-from isthmus.accelerators.checked import open_checked
 from isthmus.data import ColumnSpec
 from isthmus.graph import Flow, Ref, assign, partition
 from isthmus.graph.partition import align
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.optim import gradient_norms
+from isthmus_testing.emulated_accelerator import open_checked
 from tests.training.in_process import capture_of, module_of, weights_of
 from tests.training.reference import reference_step
 

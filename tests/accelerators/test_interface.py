@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isthmus.accelerators import HOST, Accelerator, accelerator_names, open_accelerator
-from isthmus.accelerators.checked import open_checked
+from isthmus_testing.emulated_accelerator import open_checked
 
 
 @pytest.fixture(params=["cpu", "checked", *accelerator_names()[:1]])

@@ -9,7 +9,6 @@ import torch
 
 from isthmus.accelerators import HOST, DeviceEvent
 from isthmus.accelerators.accelerator import DeviceClock
-from isthmus.accelerators.checked import Checked, DataRace, open_checked
 from isthmus.accelerators.copies import AHEAD, CopyBatch, CopyLabel, CopyStream, HostBuffers, to_device, to_host
 from isthmus.graph.allowlist import ALLOWED
 from isthmus.plans import Packing
@@ -19,6 +18,7 @@ from isthmus.training.compression import codec_of
 from isthmus.training.finite import finite_flag, is_finite
 from isthmus.training.layout import header_of, pack
 from isthmus.training.snapshot import snapshot
+from isthmus_testing.emulated_accelerator import Checked, DataRace, open_checked
 
 
 @pytest.fixture

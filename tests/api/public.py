@@ -3,7 +3,6 @@
 PUBLIC_PACKAGES = (
     "isthmus",
     "isthmus.accelerators",
-    "isthmus.accelerators.checked",
     "isthmus.cost",
     "isthmus.data",
     "isthmus.errors",
@@ -28,4 +27,7 @@ PUBLIC_PACKAGES = (
     "isthmus.trace",
     "isthmus.training.compression",
     "isthmus.units",
+    "isthmus_testing.decoupled_replay",
+    "isthmus_testing.emulated_accelerator",
+    "isthmus_testing.lab",
 )

@@ -17,6 +17,7 @@ from tests.api.public import PUBLIC_PACKAGES
 ROOT = Path(__file__).parents[2]
 SNIPPET = re.compile(r"^( *)```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 IMPORT = re.compile(r"^\s*(?:>>> )?((?:from|import) isthmus.*)$", re.MULTILINE)
+OURS = ("isthmus", "isthmus_testing")
 PLACES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -52,8 +53,8 @@ def _imports(path: Path) -> Iterator[tuple[str, list[str]]]:
         nodes = [node for line in IMPORT.findall(text) for node in ast.parse(line).body]
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from ((alias.name, []) for alias in node.names if alias.name.partition(".")[0] == "isthmus")
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "isthmus":
+            yield from ((alias.name, []) for alias in node.names if alias.name.partition(".")[0] in OURS)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in OURS:
             yield node.module or "", [alias.name for alias in node.names]
 
 

@@ -16,8 +16,8 @@ from isthmus.job import Job, TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.runtime.decoupled.merged_run import merge_rules
-from isthmus.runtime.decoupled.together import ReplicasTogether, job_together
 from isthmus.simulator import Fault
+from isthmus_testing.decoupled_replay import ReplicasTogether, job_together
 
 NAMES = ("a", "b", "c", "d")
 STEP_S = (0.4, 0.4, 0.2, 0.1)

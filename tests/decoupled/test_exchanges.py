@@ -27,7 +27,7 @@ from isthmus.runtime.decoupled import pipeline
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.together import merged_fragments
+from isthmus.runtime.decoupled.trainer import merged_fragments
 from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
 from isthmus.training.decoupled import delta_codec
 from isthmus.training.engine import Engine

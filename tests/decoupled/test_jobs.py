@@ -31,12 +31,13 @@ from isthmus.models import ModelSpec, build_model
 from isthmus.models.registry import give_model
 from isthmus.protocol.decoupled_events import FinishMerges
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
-from isthmus.runtime.decoupled.record import merges_file, replay
+from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated
 from isthmus.simulator import Fault
 from isthmus.training.checkpoint import latest_checkpoint, read_manifest
 from isthmus.training.decoupled import fragments_of
+from isthmus_testing.decoupled_replay import replay
 from tests.runtime.commands import isthmus as isthmus_command
 from tests.runtime.commands import refused
 

@@ -27,10 +27,10 @@ from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.record import replay
 from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
+from isthmus_testing.decoupled_replay import replay
 
 from .small import LINK, SIZES, job_of, replicas, rules
 

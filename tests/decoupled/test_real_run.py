@@ -13,9 +13,9 @@ from isthmus.data import load_dataset
 from isthmus.fleet import Device, Fleet, Links
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.runtime.decoupled.merger import MergerWatch
-from isthmus.runtime.decoupled.record import replay
 from isthmus.runtime.decoupled.run import DecoupledRun
 from isthmus.runtime.processes.signals import Stop
+from isthmus_testing.decoupled_replay import replay
 
 from .small import LINK, NAMES, job_of
 

@@ -9,11 +9,11 @@ from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
 from isthmus.protocol.decoupled_events import MergeChanges
-from isthmus.runtime.decoupled.record import replay
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
 from isthmus.simulator import Fault
 from isthmus.training.compression import NoCodec
 from isthmus.training.decoupled import MergedFragments, flat_fragments, fragments_of
+from isthmus_testing.decoupled_replay import replay
 from tests.tiers import represented_by
 
 from .small import NAMES, computed, job_of

@@ -18,7 +18,8 @@ from isthmus.plans import Plan
 from isthmus.report.settings_reference import tables_by_file, tables_of
 from isthmus.simulator import SimulationOptions
 
-SRC = Path(__file__).parents[2] / "src" / "isthmus"
+ROOT = Path(__file__).parents[2]
+SOURCES = (ROOT / "src" / "isthmus", ROOT / "testing" / "src" / "isthmus_testing")
 FILES = ("json", "jsonl", "pem", "png", "safetensors")
 """Endings: `plan.json` is no key."""
 NO_KEYS = {
@@ -109,9 +110,10 @@ def wrong_keys(text: str) -> list[str]:
 def all_texts() -> list[tuple[str, str]]:
     """Of the program, with the places."""
     return [
-        (f"{path.relative_to(SRC)}:{line}", text)
-        for path in sorted(SRC.rglob("*.py"))
-        if "templates" not in path.relative_to(SRC).parts
+        (f"{path.relative_to(source)}:{line}", text)
+        for source in SOURCES
+        for path in sorted(source.rglob("*.py"))
+        if "templates" not in path.relative_to(source).parts
         for line, text in texts(path.read_text(encoding="utf-8"))
     ]
 

@@ -2,7 +2,7 @@
 
 A page's blocks run one after another in one shell: `bash` as it stands, `python` as a script, and a block with a title
 is written to the file of that name. Isthmus is installed from a checkout, of which nothing is in reach afterwards,
-but for `examples/` where a page says that it begins in one. Only the jobs that `isthmus init` and `isthmus example`
+but for a folder of it where a page says that it begins in one. Only the jobs that `isthmus init` and `isthmus example`
 write have fewer steps here, since emulated machines take a quarter of a second for each. `typed_commands.py` has the
 commands that are shown and not run, with reasons.
 """
@@ -44,8 +44,8 @@ LONG = [
 (`tests/api/test_python_page.py`)."""
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 END = "END-OF-A-BLOCK"
-FROM_CHECKOUT = ("sync.md", "tutorials/extend.md")
-"""These say that their commands are typed in a checkout."""
+FROM_CHECKOUT = {"sync.md": "examples", "tutorials/extend.md": "examples", "emulated-accelerator.md": "testing"}
+"""These say that their commands are typed in a checkout, and need this folder of it."""
 COMPLETE = "_ISTHMUS_COMPLETE=complete_bash COMP_CWORD=1 COMP_WORDS='isthmus si' isthmus"
 COMMANDS = [
     (
@@ -96,7 +96,7 @@ def test_a_page_works_as_it_is_written(machine: dict[str, str], tmp_path: Path) 
 def test_a_long_page_works_as_it_is_written(page: str, machine: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("peft")
     if page in FROM_CHECKOUT:
-        shutil.copytree(ROOT / "examples", tmp_path / "examples")
+        shutil.copytree(ROOT / FROM_CHECKOUT[page], tmp_path / FROM_CHECKOUT[page])
     type_in(script_of_page(page), tmp_path, machine)
 
 

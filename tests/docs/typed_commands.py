@@ -76,6 +76,7 @@ LEFT_OUT = {
     "docs/start/install.md": {"git clone": INSTALLS, "pip": INSTALLS},
     "docs/stores.md": {"pip": INSTALLS, "isthmus": BUCKET},
     "docs/two-machines.md": {"isthmus": ELSEWHERE, "torchrun": ELSEWHERE},
+    "testing/README.md": {"pip": "docs/emulated-accelerator.md types the same"},
 }
 """By page, or folder of pages, the beginnings of commands that are shown and not run, with the reason."""
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.federated.secure.in_process import SecurePhase
 from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.site_secrets import SiteSecrets
 from isthmus.protocol.federated_messages import PhaseId
@@ -26,6 +25,7 @@ from isthmus.protocol.secure_messages import (
     SharesSent,
     SiteKeys,
 )
+from isthmus_testing.secure_phase import SecurePhase
 from tests.programs.ports import Recorder
 
 from .hostile import HostileCoordinator, settled

@@ -19,7 +19,6 @@ from isthmus.errors import PeerError
 from isthmus.federated.algorithms import AlgorithmSpec, ClientUpdate, Combine, algorithm_names, load_algorithm
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.secure import shamir
-from isthmus.federated.secure.in_process import SecurePhase, SecureResult, Step
 from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.shamir import PRIME, deal, draw_secret, recover
 from isthmus.federated.server import Server
@@ -47,6 +46,7 @@ from isthmus.protocol.secure_messages import (
 )
 from isthmus.protocol.secure_site import SecureSite
 from isthmus.session.program import OutOfPhase
+from isthmus_testing.secure_phase import SecurePhase, SecureResult, Step
 from tests.programs.ports import Asked, SiteRecorder
 from tests.tiers import THOROUGH
 

@@ -14,7 +14,7 @@ import pytest
 from isthmus.api.folder import RunFolder
 from isthmus.fleet import Device, Fleet, Link, Links, load_fleet
 from isthmus.job import load_job, prepare
-from isthmus.runtime.lab.lab import COORDINATOR, Lab, lab_unavailable
+from isthmus_testing.lab import COORDINATOR, Lab, lab_unavailable
 from tests.runtime.commands import edited, write_job
 from tests.runtime.jobs import plain_run
 

@@ -19,10 +19,11 @@ from isthmus.fleet import Fleet as Machines
 from isthmus.job import Job
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.fleet_replicas import check_joined
-from isthmus.runtime.decoupled.record import merges_file, replay
+from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.processes.signals import Stop
 from isthmus.training.decoupled import fragments_of
+from isthmus_testing.decoupled_replay import replay
 from tests.decoupled.small import LINK, NAMES, job_of
 
 from .parties import Fleet, outcomes, soon

@@ -15,11 +15,10 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Device, Link, Links
 from isthmus.fleet import Fleet as DeviceFleet
 from isthmus.job import load_job, prepare
-from isthmus.runtime.lab.lab import COORDINATOR, Lab, lab_unavailable
-from isthmus.runtime.lab.nat import Home, Kind, inside, nat_unavailable
 from isthmus.runtime.service.status_file import read_status
 from isthmus.runtime.transport import relay, rendezvous
 from isthmus.runtime.transport.channel import SocketChannel
+from isthmus_testing.lab import COORDINATOR, Home, Kind, Lab, inside, lab_unavailable, nat_unavailable
 from tests.runtime.commands import edited, write_job
 from tests.runtime.jobs import plain_run
 

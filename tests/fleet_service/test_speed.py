@@ -14,7 +14,6 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.accelerators import HOST, DeviceEvent, open_accelerator
-from isthmus.accelerators.checked import open_checked
 from isthmus.engines import ENGINES, EngineName
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.fleet.changes import in_half
@@ -37,6 +36,7 @@ from isthmus.runtime.service.layer_speed import measure_layers, share_of
 from isthmus.runtime.service.probe_questions import speed_question
 from isthmus.runtime.service.probe_results import combined_speed, planned_speed
 from isthmus.training.engine import TorchEngine
+from isthmus_testing.emulated_accelerator import open_checked
 from tests.runtime.jobs import DIGITS, TEXT, job_of
 
 

@@ -315,16 +315,14 @@ def _no_secret_is_in_the_open(tickets: _Tickets, run: Path, coordinator: int) ->
 
 
 def test_nothing_else_listens() -> None:
-    """Every listener is made in one place, and the queue of HTTP's is set anew in another. The lab's are in namespaces
-    of their own, and devices that connect to each other at the same time listen for those seconds at ports that they
-    have."""
+    """Every listener is made in one place, and the queue of HTTP's is set anew in another. Devices that connect to each
+    other at the same time listen for those seconds at ports that they have."""
     source = Path(isthmus_package.__file__).parent
     words = re.compile(r"create_server\(|\.listen\(|HTTPServer|start_server\(|TCPStore\(")
     found = {str(path.relative_to(source)) for path in source.rglob("*.py") if words.search(path.read_text())}
     assert found == {
         "listening.py",
         "private_http.py",
-        "runtime/lab/probe.py",
         "runtime/transport/simultaneous_open.py",
     }
 

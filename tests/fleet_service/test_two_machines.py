@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.runtime.lab.lab import Lab, lab_unavailable
+from isthmus_testing.lab import Lab, lab_unavailable
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0

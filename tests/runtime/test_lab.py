@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from isthmus.errors import InternalError, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
-from isthmus.runtime.lab.hub import PathSpec, ShapedPath, mac_address, wire_size
-from isthmus.runtime.lab.lab import Lab, lab_unavailable, main, measure
+from isthmus_testing.lab import Lab, lab_unavailable, measure
+from isthmus_testing.lab.__main__ import main
+from isthmus_testing.lab.hub import PathSpec, ShapedPath, mac_address, wire_size
 from tests.tiers import represented_by
 
 from ..quiet import when_quiet

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
-from isthmus.runtime.decoupled.record import merges_file, replay_together
-from isthmus.runtime.decoupled.together import ReplicasTogether
+from isthmus.runtime.decoupled.record import merges_file
 from isthmus.sync import Decoupled, Options, attach
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec, flat_fragments
+from isthmus_testing.decoupled_replay import ReplicasTogether, replay_together
 from tests.sync.decoupled_cases import RULES, SAMPLES, Training
 from tests.sync.torchrun import environment
 

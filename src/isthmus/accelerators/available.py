@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import cast
 
 import torch
@@ -12,7 +13,7 @@ from isthmus.accelerators.accelerator import Accelerator
 from isthmus.accelerators.host import HOST
 from isthmus.accelerators.torch_accelerator import TorchAccelerator
 from isthmus.errors import UserError
-from isthmus.extensions import import_object, load_third_party, third_party
+from isthmus.extensions import TESTING, import_extra, load_third_party, third_party
 
 AUTO = "auto"
 GROUP = "isthmus.accelerators"
@@ -22,10 +23,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _HARDWARE = torch.accelerator.current_accelerator()
 """The accelerator that this build of torch is for. It is asked once: when the emulated kind is registered too, torch
 names that one."""
-_ON_REQUEST = {"checked": "isthmus.accelerators.checked:open_checked"}
-"""Kinds that no machine has by itself, imported when they are asked for."""
-_CHECKS = {"checked": "isthmus.accelerators.checked:check_settings"}
-"""callable(index, field): UserError for a number, or settings in the environment, with which none could be opened."""
+_EMULATED = "checked"
+"""The kind of the emulated accelerator, which no machine has by itself."""
 
 
 def accelerator_names() -> tuple[str, ...]:
@@ -51,8 +50,8 @@ def resolve_accelerator(name: str = AUTO, field: str = "device") -> str:
         return here[0] if here else "cpu"
     if not _is_on_request(kind) and found not in here:
         raise UserError(f"{field}: got {name!r}, expected one of: {', '.join((AUTO, 'cpu', *here))}")
-    if kind in _CHECKS:
-        cast("Callable[[int, str], None]", import_object(field, _CHECKS[kind]))(int(number or 0), field)
+    if kind == _EMULATED:
+        _emulator(field).check_settings(int(number or 0), field)
     return found
 
 
@@ -69,10 +68,15 @@ def open_accelerator(name: str = AUTO, field: str = "device") -> Accelerator:
 
 
 def _is_on_request(kind: str) -> bool:
-    return kind in _ON_REQUEST or kind in third_party(GROUP)
+    return kind == _EMULATED or kind in third_party(GROUP)
 
 
 def _on_request(kind: str, index: int, field: str) -> Accelerator:
     entry = third_party(GROUP).get(kind)
-    made = load_third_party(entry) if entry is not None else import_object(field, _ON_REQUEST[kind])
+    made = _emulator(field).open_checked if entry is None else load_third_party(entry)
     return cast("Callable[[int], Accelerator]", made)(index)
+
+
+def _emulator(field: str) -> ModuleType:
+    """The module of the emulated accelerator, which is a distribution of its own."""
+    return import_extra(f"{TESTING}.emulated_accelerator", f"{field}: {_EMULATED!r}")

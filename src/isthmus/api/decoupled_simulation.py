@@ -27,7 +27,7 @@ from isthmus.plans import Plan
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.run import check_decoupled
-from isthmus.runtime.decoupled.together import merged_fragments
+from isthmus.runtime.decoupled.trainer import merged_fragments
 from isthmus.simulator import Fault
 from isthmus.simulator.simulate import check_faults
 from isthmus.units import format_duration

@@ -53,16 +53,6 @@ class Signer(Protocol):
         ...
 
 
-class Unsigned:
-    """Stands for signatures between sites in one process."""
-
-    def sign(self, text: bytes) -> tuple[bytes, bytes]:
-        return b"", b""
-
-    def check(self, certificate: bytes, signature: bytes, text: bytes) -> str:
-        return hashlib.sha256(text).hexdigest()
-
-
 def context(run: str, phase: PhaseId) -> bytes:
     """Return the text that keys and signatures are bound to."""
     return f"isthmus secure aggregation 1|{run}|{phase.round}|{phase.attempt}|{phase.number}|".encode()

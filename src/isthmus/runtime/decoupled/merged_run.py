@@ -16,8 +16,7 @@ from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_events import FinishMerges, MergeRules
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.outgoing import Outgoing
-from isthmus.runtime.decoupled.together import merged_fragments
-from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
 from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, fragments_of
 
 

@@ -15,18 +15,24 @@ from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, Last
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.decoupled.merger_link import MergerLink, Received, ReplicaPlace, TakenVersions, check_received
-from isthmus.runtime.decoupled.together import Trainer
 from isthmus.runtime.transport.shaping import sleep_until
 from isthmus.training.decoupled import ReplicaFragments
 
 
-class WholeTrainer(Trainer, Protocol):
+class WholeTrainer(Protocol):
     """The steps of one replica of a job, on the whole model."""
 
     samples: int
     """Samples of a step."""
     batch: int
     """Samples of a step of all replicas together."""
+    steps: int
+    """That were made."""
+    fragments: ReplicaFragments
+
+    def step(self, samples: int) -> float:
+        """One step, where all replicas had trained on so many samples; returns the loss."""
+        ...
 
 
 class ReplicaHost:

@@ -15,7 +15,15 @@ from isthmus.graph.metrics import NO_METRICS, Metrics
 from isthmus.graph.outputs import evaluate, loss_and_count
 from isthmus.job import Job
 from isthmus.models import build_model
-from isthmus.training.decoupled import ReplicaFragments, delta_codec, fragments_of
+from isthmus.plans import OuterOptimizer
+from isthmus.training.decoupled import (
+    MergedFragments,
+    ReplicaFragments,
+    change_codec,
+    delta_codec,
+    flat_fragments,
+    fragments_of,
+)
 from isthmus.training.loss_accumulator import LossAccumulator
 from isthmus.training.optim import Optimizers, clip, gradient_norms
 
@@ -24,6 +32,13 @@ def seeded_model(job: Job) -> nn.Module:
     """As every replica and the merger begin with it."""
     torch.manual_seed(job.training.seed)
     return build_model(job.model)
+
+
+def merged_fragments(job: Job) -> MergedFragments:
+    """The merger's side at the start."""
+    rules = job.sync.decoupled
+    outer = OuterOptimizer(rate=rules.rate, momentum=rules.momentum)
+    return MergedFragments(flat_fragments(seeded_model(job), rules.fragments), outer, change_codec(rules))
 
 
 class ReplicaTrainer:

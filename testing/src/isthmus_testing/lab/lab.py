@@ -12,12 +12,11 @@ payload gets 1448 of every 1514 bytes (`payload_bandwidth_bytes_per_s`). Each di
 bandwidth-delay products and a megabyte, so a loss-based sender keeps the wire full and a paced one loses nothing.
 The segments that TCP hands to its interface as one burst travel together and arrive when the last of them would.
 
-`python -m isthmus.runtime.lab.lab` compares what was asked for with what is measured.
+`python -m isthmus_testing.lab` compares what was asked for with what is measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import shutil
@@ -32,15 +31,12 @@ from pathlib import Path
 from types import TracebackType
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from isthmus.errors import InternalError, IsthmusError, UserError, unknown_name
 from isthmus.fleet import Device, Fleet, Link, Links, Route
-from isthmus.fleet.built_in import resolve_fleet
-from isthmus.runtime.lab import hub as hub_program
-from isthmus.runtime.lab import probe as probe_program
-from isthmus.runtime.lab.hub import HubCount, HubFailed, HubReady, HubSpec, PathSpec
+from isthmus_testing.lab import hub as hub_program
+from isthmus_testing.lab import probe as probe_program
+from isthmus_testing.lab.hub import HubCount, HubFailed, HubReady, HubSpec, PathSpec
 
 COORDINATOR = "coordinator"
 
@@ -49,7 +45,6 @@ _MOST_PLACES = 254
 _SPARE_QUEUE_BYTES = 1_000_000
 _PAYLOAD_SHARE = 1448 / 1514  # of a full frame: 14 bytes Ethernet, 20 IPv4, 20 TCP and 12 for its timestamps
 _HUB_DIED = "the hub of the network lab has died: see its message on standard error"
-_TITLE = "One-way delay (ms) and TCP payload (Mbit/s), nominal and measured"
 _START_TIMEOUT_S = 60.0
 _REPLY_TIMEOUT_S = 10.0
 
@@ -252,7 +247,7 @@ class _HubProcess:
 def lab_unavailable() -> str | None:
     """Why no lab can run on this machine, or None if it can. Tries it, in a quarter of a second, once."""
     try:
-        with Lab(_example_fleet()) as lab:
+        with Lab(example_fleet()) as lab:
             done = subprocess.run([*lab.command(COORDINATOR), "true"], capture_output=True, text=True, timeout=10)
     except IsthmusError as error:
         return str(error)
@@ -285,7 +280,7 @@ def measure(lab: Lab, source: str, target: str, duration_s: float) -> LinkMeasur
         receive.wait()
 
 
-def _example_fleet() -> Fleet:
+def example_fleet() -> Fleet:
     """Three devices whose six directions are all different."""
     mbit = 1e6 / 8
     routes = (
@@ -301,66 +296,3 @@ def _example_fleet() -> Fleet:
         for name, region in (("oslo", "europe"), ("paris", "europe"), ("tokyo", "asia"))
     )
     return Fleet(name="lab-example", devices=devices, links=Links(devices=routes))
-
-
-class _Row(msgspec.Struct, frozen=True, kw_only=True):
-    source: str
-    target: str
-    nominal_delay_s: float
-    delay_s: float
-    nominal_payload_bytes_per_s: float
-    payload_bytes_per_s: float
-    drops: int
-
-
-def _measure_all(fleet: Fleet, duration_s: float) -> list[_Row]:
-    rows: list[_Row] = []
-    with Lab(fleet) as lab:
-        for source, target in permutations(fleet.names, 2):
-            found = measure(lab, source, target, duration_s)
-            row = _Row(
-                source=source,
-                target=target,
-                nominal_delay_s=fleet.link(source, target).latency_s,
-                delay_s=found.delay_s,
-                nominal_payload_bytes_per_s=lab.payload_bandwidth_bytes_per_s(source, target),
-                payload_bytes_per_s=found.payload_bytes_per_s,
-                drops=lab.statistics().pairs[source, target].drops,
-            )
-            rows.append(row)
-    return rows
-
-
-def _table(rows: list[_Row]) -> Table:
-    table = Table("from", "to", title=_TITLE)
-    for heading in ("delay", "measured", "payload", "measured", "drops"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        delays = (f"{1e3 * delay_s:.1f}" for delay_s in (row.nominal_delay_s, row.delay_s))
-        rates = (f"{8e-6 * rate:.1f}" for rate in (row.nominal_payload_bytes_per_s, row.payload_bytes_per_s))
-        table.add_row(row.source, row.target, *delays, *rates, str(row.drops))
-    return table
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m isthmus.runtime.lab.lab", description=_TITLE)
-    parser.add_argument("fleet", nargs="?", help="a built-in fleet or a TOML file; three example devices if absent")
-    parser.add_argument("--devices", type=int, default=3, help="how many of the fleet's devices take part")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long to send on each link, from 1")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args()
-    try:
-        fleet = _example_fleet() if options.fleet is None else resolve_fleet(options.fleet)
-        rows = _measure_all(fleet.thin(options.devices), options.seconds)
-    except IsthmusError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    if options.json:
-        print(msgspec.json.encode(rows).decode())
-    else:
-        Console().print(_table(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,11 +16,11 @@ from typing import cast
 
 import torch
 
-from isthmus.accelerators.checked.counters import Counters, Wait
-from isthmus.accelerators.checked.memory import Block, CheckedMemory
-from isthmus.accelerators.checked.order import LOCK, CheckedStream, Clock, DeviceAllocation, Point, join
 from isthmus.errors import UserError, check_choice
 from isthmus.units import parse_size
+from isthmus_testing.emulated_accelerator.counters import Counters, Wait
+from isthmus_testing.emulated_accelerator.memory import Block, CheckedMemory
+from isthmus_testing.emulated_accelerator.order import LOCK, CheckedStream, Clock, DeviceAllocation, Point, join
 
 MEMORY = "ISTHMUS_CHECKED_MEMORY"
 FAULT = "ISTHMUS_CHECKED_FAULT"

@@ -12,9 +12,9 @@ long as the rules of streams allow. What it finds:
 - memory that runs out, and hardware that fails, when one asks for it: devices.py
 """
 
-from isthmus.accelerators.checked.accelerator import Checked, check_settings, open_checked
-from isthmus.accelerators.checked.counters import Counts
-from isthmus.accelerators.checked.misuse import DataRace, FreedTooEarly, HostBufferInUse, Misuse, RefusedWait
+from isthmus_testing.emulated_accelerator.accelerator import Checked, check_settings, open_checked
+from isthmus_testing.emulated_accelerator.counters import Counts
+from isthmus_testing.emulated_accelerator.misuse import DataRace, FreedTooEarly, HostBufferInUse, Misuse, RefusedWait
 
 __all__ = [
     "Checked",

@@ -12,10 +12,10 @@ import contextlib
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.checked.devices import CheckedDevice, device
-from isthmus.accelerators.checked.misuse import HostBufferInUse, Misuse
-from isthmus.accelerators.checked.order import HOST_ORDER, LOCK, Clock, DeviceAllocation, Point, join, span_of
-from isthmus.accelerators.checked.tensors import UNWRITTEN, allocation_of, as_host, host_buffer_of, is_checked
+from isthmus_testing.emulated_accelerator.devices import CheckedDevice, device
+from isthmus_testing.emulated_accelerator.misuse import HostBufferInUse, Misuse
+from isthmus_testing.emulated_accelerator.order import HOST_ORDER, LOCK, Clock, DeviceAllocation, Point, join, span_of
+from isthmus_testing.emulated_accelerator.tensors import UNWRITTEN, allocation_of, as_host, host_buffer_of, is_checked
 
 
 class _Deferred:

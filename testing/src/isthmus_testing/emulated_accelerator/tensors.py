@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.checked.devices import KIND, CheckedDevice, device
-from isthmus.accelerators.checked.internals import ON_CPU, first_tensor, storage_at
-from isthmus.accelerators.checked.order import LOCK, DeviceAllocation, Point
 from isthmus.errors import InternalError
+from isthmus_testing.emulated_accelerator.devices import KIND, CheckedDevice, device
+from isthmus_testing.emulated_accelerator.internals import ON_CPU, first_tensor, storage_at
+from isthmus_testing.emulated_accelerator.order import LOCK, DeviceAllocation, Point
 
 _aten = torch.ops.aten
 UNWRITTEN = 0xFF

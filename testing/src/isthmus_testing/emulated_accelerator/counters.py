@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from isthmus.accelerators.checked.misuse import RefusedWait, caller, shown
+from isthmus_testing.emulated_accelerator.misuse import RefusedWait, caller, shown
 
 Wait = Literal["implicit copy", "host synchronization", "event wait"]
 

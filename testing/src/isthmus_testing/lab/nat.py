@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import Literal, TypeVar, get_args
 
 from isthmus.errors import UserError
-from isthmus.runtime.lab.hub import CLONE_NEWNET, mac_address, system_call
-from isthmus.runtime.lab.lab import COORDINATOR, Lab
+from isthmus_testing.lab.hub import CLONE_NEWNET, mac_address, system_call
+from isthmus_testing.lab.lab import COORDINATOR, Lab
 
 Kind = Literal["open", "full-cone", "restricted", "port-restricted", "refusing", "symmetric"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators.accelerator import DeviceEvent, MemoryUse, Stream
-from isthmus.accelerators.checked import tensors
-from isthmus.accelerators.checked.copies import forget, host_waits
-from isthmus.accelerators.checked.counters import Counts, Wait
-from isthmus.accelerators.checked.devices import (
+from isthmus.accelerators.host import GENERATOR
+from isthmus.errors import InternalError, UserError
+from isthmus_testing.emulated_accelerator import tensors
+from isthmus_testing.emulated_accelerator.copies import forget, host_waits
+from isthmus_testing.emulated_accelerator.counters import Counts, Wait
+from isthmus_testing.emulated_accelerator.devices import (
     KIND,
     CheckedDevice,
     device,
@@ -23,12 +25,10 @@ from isthmus.accelerators.checked.devices import (
     refused,
     renew,
 )
-from isthmus.accelerators.checked.internals import MOST_DEVICES
-from isthmus.accelerators.checked.kernels import add_device
-from isthmus.accelerators.checked.misuse import FOUND, Misuse
-from isthmus.accelerators.checked.order import HOST_ORDER, LOCK, CheckedStream, Clock, join
-from isthmus.accelerators.host import GENERATOR
-from isthmus.errors import InternalError, UserError
+from isthmus_testing.emulated_accelerator.internals import MOST_DEVICES
+from isthmus_testing.emulated_accelerator.kernels import add_device
+from isthmus_testing.emulated_accelerator.misuse import FOUND, Misuse
+from isthmus_testing.emulated_accelerator.order import HOST_ORDER, LOCK, CheckedStream, Clock, join
 
 
 class CheckedEvent(DeviceEvent):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators.accelerator import Stream
-from isthmus.accelerators.checked.memory import Block
-from isthmus.accelerators.checked.misuse import DataRace, FreedTooEarly, caller, shown
+from isthmus_testing.emulated_accelerator.memory import Block
+from isthmus_testing.emulated_accelerator.misuse import DataRace, FreedTooEarly, caller, shown
 
 Clock = dict[int, int]
 

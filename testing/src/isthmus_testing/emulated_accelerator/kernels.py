@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus.accelerators.checked.copies import copy_between, host_waits
-from isthmus.accelerators.checked.devices import KIND, CheckedDevice, device, seed_all
-from isthmus.accelerators.checked.gpu_kernels import fused_adamw, fused_sgd, gru_cell, lstm_cell
-from isthmus.accelerators.checked.internals import (
+from isthmus.accelerators.host import GENERATOR
+from isthmus_testing.emulated_accelerator.copies import copy_between, host_waits
+from isthmus_testing.emulated_accelerator.devices import KIND, CheckedDevice, device, seed_all
+from isthmus_testing.emulated_accelerator.gpu_kernels import fused_adamw, fused_sgd, gru_cell, lstm_cell
+from isthmus_testing.emulated_accelerator.internals import (
     ON_CPU,
     add_device_type,
     add_kernels,
@@ -25,8 +26,8 @@ from isthmus.accelerators.checked.internals import (
     name_of,
     numbers_refused,
 )
-from isthmus.accelerators.checked.order import LOCK, Point, span_of
-from isthmus.accelerators.checked.tensors import (
+from isthmus_testing.emulated_accelerator.order import LOCK, Point, span_of
+from isthmus_testing.emulated_accelerator.tensors import (
     UNWRITTEN,
     allocation_of,
     as_device,
@@ -36,7 +37,6 @@ from isthmus.accelerators.checked.tensors import (
     is_checked,
     view_of,
 )
-from isthmus.accelerators.host import GENERATOR
 
 _aten = torch.ops.aten
 _VIEWS = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "_unsafe_view"}

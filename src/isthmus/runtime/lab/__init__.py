@@ -1,1 +1,0 @@
-"""A wide-area network on one machine."""
