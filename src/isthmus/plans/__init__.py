@@ -29,7 +29,7 @@ from isthmus.plans.plan import (
     load_plan,
     save_plan,
 )
-from isthmus.plans.schedule import CHOICES, SCHEDULES, Schedule, Tasklet, classic_in_flight, schedule_of
+from isthmus.plans.schedule import CHOICES, SCHEDULES, Schedule, classic_in_flight, schedule_of
 from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
 
 __all__ = [
@@ -61,7 +61,6 @@ __all__ = [
     "SyncIteration",
     "SyncPlan",
     "SyncWorker",
-    "Tasklet",
     "classic_in_flight",
     "is_of_any_plan",
     "load_plan",

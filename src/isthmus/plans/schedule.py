@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,16 +43,6 @@ CHOICES = (*SCHEDULES, "auto")
 """Choices of a job: `auto` is the quicker of `1f1b` and `zero-bubble`, by the formula."""
 STEPS_AT_ONCE = {"delayed": 2}
 """How many steps may be under way, where not one."""
-
-
-class Tasklet(NamedTuple):
-    """DT-FM's t_ij, split: the forward (F), backward (B) or weight gradients (W) of one micro-batch on one stage.
-
-    Tuples order by priority: B before F before W, then the lower micro-batch.
-    """
-
-    kind: Literal["B", "F", "W"]
-    micro_batch: int
 
 
 class Schedule(msgspec.Struct, frozen=True, omit_defaults=True):
