@@ -37,7 +37,7 @@ from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.protocol import Coordinator
 from isthmus.protocol.run_messages import PeerPath
-from isthmus.runtime.coordinator.backend import RunRequest, Session
+from isthmus.runtime.coordinator.backend import RunRequest, DevicesAtWork
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.processes.device_processes import DeviceProcesses
 from isthmus.runtime.transport.acceptor import Acceptor
@@ -153,7 +153,7 @@ class FarBackend(LocalBackend, frozen=True, kw_only=True):
     comes: threading.Event
 
     @contextlib.contextmanager
-    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
         listener = Listener(self.host, timeout_s=call.timeout_s)
         listener.start(acceptor.on_connection)
         line = Line(listener.port)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator, Mapping
 from unittest import mock
 
-from isthmus.runtime.coordinator.backend import LocalBackend, NoSession, RunRequest, Session
+from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, NoDevices, RunRequest
 from isthmus.runtime.device import stage_runner
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
@@ -15,7 +15,7 @@ from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
 
 
-class _Threads(NoSession):
+class _Threads(NoDevices):
     def __init__(self, backend: ThreadCrew, call: RunRequest, coordinator: tuple[str, int]) -> None:
         self._ended: dict[str, str] = {}
         self.threads = {
@@ -44,7 +44,7 @@ class ThreadCrew(LocalBackend, frozen=True, kw_only=True):
     """Where each computes."""
 
     @contextlib.contextmanager
-    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
         listener = Listener(self.host, timeout_s=call.timeout_s)
         listener.start(acceptor.on_connection)
         # How a process of one device is tuned is nothing for this one.

@@ -147,7 +147,7 @@ class Simulated:
         )
         self.simulation = FollowedRun(plans.first, fleet, schedule.spec, options, planner=plans, layout=plans.layout)
         self.simulation.follow = self._follow
-        changed = partial(self.simulation.tell, lambda machine, now_s: machine.coordinator.fleet_changed())
+        changed = partial(self.simulation.tell, lambda machine: machine.coordinator.fleet_changed())
         for fault in schedule.faults:
             if fault.kind == "change":
                 self.simulation.world.later(fault.time_s, "change", changed)

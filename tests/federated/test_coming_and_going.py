@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isthmus.protocol.failures import CLOSED, EXIT_S
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import RoundRecord
@@ -24,6 +23,7 @@ from isthmus.protocol.federated_ports import FederatedPort
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, Waiting
 from isthmus.protocol.federated_run import FederatedRunMachine
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.session.failures import CLOSED, EXIT_S
 from tests.federated.populations import Asking, RoundRecorder, commits, finish_of, orders
 from tests.programs.ports import Asked, Recorder
 
@@ -182,7 +182,7 @@ def test_what_is_waited_for_and_until_when() -> None:
 
 
 def test_a_first_round_that_waits_without_an_end_says_what_begins_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.protocol.deadlines.FIRST_S", 0.1)
+    monkeypatch.setattr("isthmus.session.deadlines.FIRST_S", 0.1)
     run = Watched(exit_grace_s=0.0)
     run.join("a", "b")
     notes = run.lines_at(1.0, 100.0)
@@ -193,7 +193,7 @@ def test_a_first_round_that_waits_without_an_end_says_what_begins_it(monkeypatch
 
 def test_sites_that_all_left_are_said_in_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one's reason was told when it left."""
-    monkeypatch.setattr("isthmus.protocol.deadlines.FIRST_S", 0.1)
+    monkeypatch.setattr("isthmus.session.deadlines.FIRST_S", 0.1)
     run = Watched(exit_grace_s=0.0)
     run.join(*SITES)
     for name in SITES:

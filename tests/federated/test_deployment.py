@@ -380,7 +380,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_a_site_does_not_run_what_its_owner_does_not_name(
     change: tuple[str, str], words: str, tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isthmus.protocol.deadlines.FIRST_S", 0.1)
+    monkeypatch.setattr("isthmus.session.deadlines.FIRST_S", 0.1)
     job = load_federated_job(write_job(tmp_path, ("a",), rounds=1))
     run = SiteRun(job, tmp_path / "run", resume=False)
     said: list[str] = []

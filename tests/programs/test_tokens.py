@@ -9,7 +9,8 @@ import pytest
 
 from isthmus.programs.tokens import RETRIES, Tokens
 from isthmus.protocol.generation import Prompt, PromptFailed, Sampling, StageLoaded, StageUnable, TokenGenerated
-from isthmus.session.program import OutOfPhase
+from isthmus.session.failures import CLOSED, GRACE_S
+from isthmus.session.session import Observation
 
 from .ports import Asked, ServingRecorder
 
@@ -26,8 +27,18 @@ class Service:
         return self.port.took()
 
     def gone(self, device: str, *chains: Sequence[str] | str, reason: str = "killed") -> list[Asked]:
+        """But for the hang-up."""
         self.port.chains.extend(chains)
-        self.program.gone(device, reason)
+        over = self.program.over
+        self.program.disconnected(device, reason)
+        asked = self.looked(0.0) + self.looked(GRACE_S)
+        assert over or asked[0] == ("reject", device, False)
+        return asked[1:]
+
+    def looked(self, later_s: float) -> list[Asked]:
+        """So much later."""
+        self.program.clock(self.program.now_s + later_s)
+        self.program.looked(Observation())
         return self.port.took()
 
     def submit(self, number: int) -> list[Asked]:
@@ -45,6 +56,10 @@ class Service:
         epoch = self.program.epoch if epoch is None else epoch
         self.program.heard(device, msgspec.structs.replace(body, epoch=epoch))
         return self.port.took()
+
+    def broken(self, device: str) -> list[Asked]:
+        """It says that a link broke, and nothing else happens."""
+        return self.heard(device, StageUnable(reason="link lost")) + self.looked(0.0) + self.looked(GRACE_S)
 
     def loaded(self, *devices: str) -> list[Asked]:
         return [asked for device in devices for asked in self.heard(device, StageLoaded())]
@@ -156,16 +171,39 @@ def test_a_broken_link_loads_the_same_stages_again_a_few_times() -> None:
     service = serving()
     service.submit(0)
     for epoch in range(RETRIES):
-        assert service.heard("a", StageUnable(reason="link lost"))[1:] == [("load", "a", "b", epoch + 1)]
-    ended = service.heard("a", StageUnable(reason="link lost"))
-    assert ended == [("ended", f"a: link lost, after {RETRIES} further tries")]
+        assert service.broken("a")[1:] == [("load", "a", "b", epoch + 1)]
+    service.port.chains.append(("b", "c"))
+    given_up = [("reject", "a", False), ("note", "lost a: link lost; 1 requests go on with other devices")]
+    assert service.broken("a") == [*given_up, ("plan", "b", "c"), ("call", "c")]
+    service.joined("a")
+    assert service.program.usable == ("a", "b", "c")
+
+
+def test_a_device_whose_connection_is_made_again_may_be_used_again() -> None:
+    service = serving()
+    service.gone("a", ("b",))
+    assert service.program.usable == ("b", "c")
+    assert service.joined("a") == [] and service.loaded("b") == []
+    assert service.gone("b", ("a",))[1:] == [("plan", "a", "c"), ("load", "a", 2)]
+
+
+def test_a_device_that_is_lost_explains_the_links_that_broke() -> None:
+    """Its neighbour noticed first."""
+    service = serving()
+    service.port.chains.append(("a",))
+    assert service.heard("a", StageUnable(reason="link lost")) == service.looked(0.0) == []
+    service.program.disconnected("b")
+    assert service.looked(GRACE_S)[:2] == [
+        ("reject", "b", False),
+        ("note", f"lost b: {CLOSED}; 0 requests go on with other devices"),
+    ]
 
 
 def test_a_token_between_two_broken_links_starts_the_count_again() -> None:
     service = serving()
     service.submit(0)
     for n in range(2 * RETRIES):
-        service.heard("a", StageUnable(reason="link lost"))
+        service.broken("a")
         service.loaded("a", "b")
         service.token(n, of=0)
     assert service.program.phase == "serving"
@@ -182,10 +220,11 @@ def test_a_prompt_whose_logits_are_not_finite_is_refused_alone() -> None:
 def test_tokens_before_stages_are_loaded_are_out_of_phase() -> None:
     service = Service(("a",), ("a",))
     service.joined("a")
-    with pytest.raises(OutOfPhase, match="TokenGenerated came in phase 'loading'"):
-        service.token(0, of=0)
-    service.program.stop()
-    assert service.port.took() == [("ended", "")]
+    assert service.token(0, of=0) == [] and service.program.urgent
+    assert service.looked(0.0) == [
+        ("reject", "a", True),
+        ("ended", "no device is left: a: TokenGenerated came in phase 'loading'"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -203,8 +242,8 @@ def test_a_device_that_sends_what_no_last_stage_sends_is_named(sent: dict[str, i
     for place in range(sent.get("place", 0)):
         service.token(place, of=0)
     body = msgspec.structs.replace(TokenGenerated(prompt=0, place=0, token=0, last=False), **sent)
-    with pytest.raises(OutOfPhase, match=said):
-        service.heard(device, body)
-    assert service.port.took() == []
-    lost = service.gone(device, ("c",), reason=said)  # as the host goes on
-    assert lost[0] == ("note", f"lost {device}: {said}; 1 requests go on with other devices")
+    service.port.chains.append(("c",))
+    assert service.heard(device, body) == [] and service.program.urgent
+    lost = service.looked(0.0)
+    assert lost[0] == ("reject", device, True)
+    assert lost[1] == ("note", f"lost {device}: {said}; 1 requests go on with other devices")

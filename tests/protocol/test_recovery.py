@@ -21,7 +21,8 @@ from isthmus.protocol.run_messages import (
     SnapshotCopied,
     StateFetched,
 )
-from isthmus.protocol.run_ports import EpochStart, FinishRun, Observation, PlanRequest, RunPort
+from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest, RunPort
+from isthmus.session.session import Observation
 
 A, B = frozenset({"a"}), frozenset({"b"})
 TWO = StateLayout(parts={"oslo": A, "tokyo": B}, snapshot_copies={"oslo": "tokyo", "tokyo": "oslo"}, keep_every=2)
@@ -182,8 +183,9 @@ def leaving(*devices: str) -> tuple[RunMachine, Recorder]:
     machine, port = RunMachine(running(), timeout_s=9.0), Recorder(RunPort)
     machine.port = port.port
     for device in ("oslo", "tokyo"):
-        machine.joined(device, (), 0.0)
-    machine.looked(Observation(leaving=frozenset(devices)), 1.0)
+        machine.joined(device, ())
+    machine.clock(1.0)
+    machine.looked(Observation(leaving=frozenset(devices)))
     return machine, port
 
 
@@ -191,19 +193,24 @@ def test_who_cannot_leave_stays_and_it_is_said():
     machine, port = leaving("oslo", "tokyo")
     stays = "was asked to leave and stays: no plan could be made without it: too small; ask again to try again"
     port.took()
-    machine.no_plan(PlanRequest(()), "too small", 2.0)
+    machine.clock(2.0)
+    machine.no_plan(PlanRequest(()), "too small")
     assert port.took() == [("note", f"oslo {stays}"), ("note", f"tokyo {stays}")]
-    machine.no_plan(PlanRequest(()), "too small", 3.0)
+    machine.clock(3.0)
+    machine.no_plan(PlanRequest(()), "too small")
     assert port.took() == [], "nobody is to leave"
-    machine.looked(Observation(leaving=frozenset({"tokyo"})), 4.0)
+    machine.clock(4.0)
+    machine.looked(Observation(leaving=frozenset({"tokyo"})))
     assert [asked.devices for _, asked in port.took() if isinstance(asked, PlanRequest)] == [("oslo",)]
 
 
 def test_a_run_that_ends_for_want_of_a_device_that_was_to_leave_says_so():
     machine, port = leaving("tokyo")
     machine.coordinator.lost("oslo", "silent")
-    machine.heard("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1), 2.0)
-    machine.no_plan(PlanRequest((), epoch=1), "none", 3.0)
+    machine.clock(2.0)
+    machine.heard("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1))
+    machine.clock(3.0)
+    machine.no_plan(PlanRequest((), epoch=1), "none")
     *_, (_, finish), note = port.took()
     assert isinstance(finish, FinishRun) and finish.outcome == "lost"
     assert note == ("note", "tokyo was asked to leave: the plan that could not be made was one without it")
@@ -214,11 +221,12 @@ def test_each_lost_device_is_rejected_with_its_reason():
     machine, port = RunMachine(running(StateLayout(parts=dict.fromkeys(devices, A))), timeout_s=9.0), Recorder(RunPort)
     machine.port = port.port
     for device in devices:
-        machine.joined(device, (), 0.0)
-    machine.disconnected("oslo", 0.0, "silent for 9 s")
-    machine.disconnected("tokyo", 0.0, "it hung up")
+        machine.joined(device, ())
+    machine.disconnected("oslo", "silent for 9 s")
+    machine.disconnected("tokyo", "it hung up")
     for now_s in (1.0, 2.0, 2.1, 3.2):
-        machine.looked(Observation(), now_s)
+        machine.clock(now_s)
+        machine.looked(Observation())
     assert [call for call in port.took() if call[0] == "reject_device"] == [
         ("reject_device", "oslo", "device 'oslo' was lost: silent for 9 s", False),
         ("reject_device", "tokyo", "device 'tokyo' was lost: it hung up", False),

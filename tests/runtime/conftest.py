@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from isthmus.protocol import failures
-from isthmus.runtime.coordinator import host
+from isthmus.runtime import session_host
 from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.session import failures
 
 from .lanes import Pair
 
@@ -42,4 +42,4 @@ def connect() -> Iterator[Callable[[], Pair]]:
 def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     """a coordinator of this process waits no second for a better explanation of a loss: there is none."""
     monkeypatch.setattr(failures, "GRACE_S", 0.1)
-    monkeypatch.setattr(host, "TICK_S", 0.05)
+    monkeypatch.setattr(session_host, "TICK_S", 0.05)

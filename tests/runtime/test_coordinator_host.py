@@ -16,7 +16,6 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.failures import CLOSED, EXIT_S, GRACE_S, FailureDetector
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import RunMachine
@@ -36,6 +35,7 @@ from isthmus.runtime.messages.run import (
 )
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame
 from isthmus.runtime.transport.listener import Listener
+from isthmus.session.failures import CLOSED, EXIT_S, GRACE_S, FailureDetector
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader, header_of, pack

@@ -33,7 +33,7 @@ from isthmus.protocol.run_messages import (
     OpenItem,
     PartsArrived,
 )
-from isthmus.protocol.run_ports import EpochStart, FinishRun, Observation, RunPort
+from isthmus.protocol.run_ports import EpochStart, FinishRun, RunPort
 from isthmus.protocol.worker import StagePort, Worker
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.device.fingerprints import Fingerprinter
@@ -42,6 +42,7 @@ from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import JoinRun, ToCoordinator, ToDevice, ToPeer
 from isthmus.session.program import OVER
+from isthmus.session.session import Observation
 from isthmus.simulator import connections
 from isthmus.simulator.device import SimulatedWorker
 from isthmus.training.layout import header_of
@@ -238,7 +239,7 @@ class LiedTo(simulated.FollowedRun):
 
     def _made(self, coordinator: Coordinator) -> RunMachine:
         self.messages = getattr(self, "messages", {})
-        self._log: list[tuple[Callable[[RunMachine, float], None], float]] = []
+        self._log: list[tuple[Callable[[RunMachine], None], float]] = []
         plans = cast(Any, self._planner)
         first = (tuple(coordinator.devices), coordinator.spec, coordinator.epoch)
         layout, number = coordinator.layout, plans.layout.number
@@ -259,7 +260,7 @@ class LiedTo(simulated.FollowedRun):
         machine.port = port
         return machine
 
-    def tell(self, happened: Callable[[RunMachine, float], None]) -> None:
+    def tell(self, happened: Callable[[RunMachine], None]) -> None:
         if self.connections.answered and self.finish is None:
             self._log.append((happened, self.world.clock.now_s))
         super().tell(happened)
@@ -280,30 +281,31 @@ class LiedTo(simulated.FollowedRun):
 
     def _lie(self, device: str, message: JoinRun | ToCoordinator) -> None:
         def hear(machine: RunMachine, told: AnyMessage) -> None:
-            now_s = self.world.clock.now_s
+            machine.clock(self.world.clock.now_s)
             if isinstance(told, JoinRun):
-                machine.joined(device, told.holdings, now_s)
+                machine.joined(device, told.holdings)
             else:
-                machine.heard(device, cast(Any, told).body, now_s)
+                machine.heard(device, cast(Any, told).body)
 
         def take(told: AnyMessage) -> None:
             if isinstance(told, JoinRun):
                 landed(told)
             else:
                 try:
-                    landed(told, (), lambda m: self._host._guard(device, m))
+                    landed(told, (), lambda m: self._host.guard(device, m))
                 except PeerError as e:
                     raise PeerError(f"device {device!r}: {e}") from None
             machine, port = self._again()
             for before, then_s in self._log:
-                before(machine, then_s)
+                machine.clock(then_s)
+                before(machine)
             known = len(machine._failures._reported)
             port.took()
             hear(machine, told)
             if len(machine._failures._reported) > known:
                 whose, error = machine._failures._reported[-1]
                 assert whose == device_of(device)
-                machine.looked(Observation(), self.world.clock.now_s)
+                machine.looked(Observation())
                 assert ("reject_device", device, str(error), True) in port.took()
                 raise PeerError(str(error))
             self._judge(machine, port)

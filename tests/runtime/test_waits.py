@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from isthmus.protocol import RunSpec, StateLayout
-from isthmus.protocol.deadlines import Deadlines, Waits
 from isthmus.protocol.run_messages import DeviceReady, ItemReported
+from isthmus.session.deadlines import Deadlines, Waits
 from tests.protocol.recorded import Recorded
 
 

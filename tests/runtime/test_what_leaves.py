@@ -18,7 +18,7 @@ from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, prepare
 from isthmus.plans.worker_ids import worker_id
-from isthmus.runtime.coordinator.backend import LocalBackend, NoSession, RunRequest, Session
+from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, NoDevices, RunRequest
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.process import worker_ids
@@ -33,7 +33,7 @@ from .joined_loop import Plain
 FIRST_CLASS, CLASSES, FEATURES = 100, 200, 8
 
 
-class _Working(NoSession):
+class _Working(NoDevices):
     def starting(self, device: str) -> bool:
         return True
 
@@ -42,7 +42,7 @@ class ThreadCrew(LocalBackend, frozen=True, kw_only=True):
     """Devices in threads of this process."""
 
     @contextlib.contextmanager
-    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
         listener = Listener(self.host, timeout_s=call.timeout_s)
         listener.start(acceptor.on_connection)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.protocol import adaptation, drift, failures
+from isthmus.protocol import adaptation, drift
+from isthmus.session import failures
 
 
 @pytest.fixture(autouse=True)

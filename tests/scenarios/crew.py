@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Generator
 
-from isthmus.runtime.coordinator.backend import LocalBackend, NoSession, RunRequest, Session
+from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, NoDevices, RunRequest
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.transport.acceptor import Acceptor
@@ -17,7 +17,7 @@ class Crash(Exception):
     """The coordinator ends at once."""
 
 
-class _Working(NoSession):
+class _Working(NoDevices):
     def starting(self, device: str) -> bool:
         return True
 
@@ -32,7 +32,7 @@ class Crew(LocalBackend, frozen=True, kw_only=True):
         return True
 
     @contextlib.contextmanager
-    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
         listener = Listener(self.host, self.port, timeout_s=call.timeout_s)
         listener.start(acceptor.on_connection)
 

@@ -15,11 +15,12 @@ from typing import Any
 from unittest import mock
 
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.recovery import StateHolding, StateLayout
 from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import DeviceReport
-from isthmus.protocol.run_ports import Observation, PlanRequest
+from isthmus.protocol.run_ports import PlanRequest
+from isthmus.session.failures import CLOSED
+from isthmus.session.session import Observation
 from isthmus.trace import Span
 from tests.programs.ports import Asked, Watched
 
@@ -65,32 +66,32 @@ class _Recorded(RunMachine):
             asked, self._asked = self._asked, []
             self._observe(name, device, asked)
 
-    def joined(self, device: str, holdings: Sequence[StateHolding], now_s: float) -> None:
-        self._record("DeviceJoined", device, partial(super().joined, device, holdings, now_s))
+    def joined(self, device: str, holdings: Sequence[StateHolding]) -> None:
+        self._record("DeviceJoined", device, partial(super().joined, device, holdings))
 
-    def heard(self, device: str, body: DeviceReport, now_s: float) -> None:
-        self._record(type(body).__name__, device, partial(super().heard, device, body, now_s))
+    def heard(self, device: str, body: DeviceReport) -> None:
+        self._record(type(body).__name__, device, partial(super().heard, device, body))
 
-    def disconnected(self, device: str, now_s: float, reason: str = CLOSED) -> None:
-        self._record("Disconnected", device, partial(super().disconnected, device, now_s, reason))
+    def disconnected(self, device: str, reason: str = CLOSED) -> None:
+        self._record("Disconnected", device, partial(super().disconnected, device, reason))
 
-    def stop(self, now_s: float) -> None:
-        self._record("StopRequested", "", partial(super().stop, now_s))
+    def stop(self) -> None:
+        self._record("StopRequested", "", super().stop)
 
-    def planned(self, request: PlanRequest, layout: StateLayout, figures: PlanFigures | None, now_s: float) -> None:
-        self._record("PlanMade", "", partial(super().planned, request, layout, figures, now_s))
+    def planned(self, request: PlanRequest, layout: StateLayout, figures: PlanFigures | None) -> None:
+        self._record("PlanMade", "", partial(super().planned, request, layout, figures))
 
-    def no_plan(self, request: PlanRequest, reason: str, now_s: float) -> None:
-        self._record("NoPlan", "", partial(super().no_plan, request, reason, now_s))
+    def no_plan(self, request: PlanRequest, reason: str) -> None:
+        self._record("NoPlan", "", partial(super().no_plan, request, reason))
 
-    def measured(self, step: int, spans: tuple[Span, ...], now_s: float) -> None:
-        self._record("StepMeasured", "", partial(super().measured, step, spans, now_s))
+    def measured(self, step: int, spans: tuple[Span, ...]) -> None:
+        self._record("StepMeasured", "", partial(super().measured, step, spans))
 
-    def probed(self, source: str, target: str, bandwidth_bytes_per_s: float | None, now_s: float) -> None:
-        self._record("LinkProbed", "", partial(super().probed, source, target, bandwidth_bytes_per_s, now_s))
+    def probed(self, source: str, target: str, bandwidth_bytes_per_s: float | None) -> None:
+        self._record("LinkProbed", "", partial(super().probed, source, target, bandwidth_bytes_per_s))
 
-    def looked(self, tick: Observation, now_s: float) -> None:
-        self._record("Observation", "", partial(super().looked, tick, now_s))
+    def looked(self, seen: Observation) -> None:
+        self._record("Observation", "", partial(super().looked, seen))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from isthmus.plans.worker_ids import device_of
 from isthmus.protocol import Item, StateLayout
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.run_ports import PlanRequest
-from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest, Session
+from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.recovery_record import read_record
 from isthmus.runtime.processes.device_processes import ProcessPlace
@@ -184,7 +184,7 @@ def _evicted(scenario: Scenario, asked: Sequence[Asked]) -> list[str]:
 class _Asked:
     """A session in which somebody is asked to leave."""
 
-    def __init__(self, session: Session, leaving: set[str]) -> None:
+    def __init__(self, session: DevicesAtWork, leaving: set[str]) -> None:
         self._session = session
         self._leaving = leaving
 
@@ -201,7 +201,7 @@ class _Backend(LocalBackend, frozen=True, kw_only=True):
     leaving: set[str]
 
     @contextlib.contextmanager
-    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
         with LocalBackend.at_work(self, call, acceptor) as session:
             yield _Asked(session, self.leaving)  # pyright: ignore[reportReturnType]
 

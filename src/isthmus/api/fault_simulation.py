@@ -23,8 +23,9 @@ from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.run_ports import PlanRequest
 from isthmus.report import draw_faults
 from isthmus.runtime.coordinator.plans import Plans
-from isthmus.runtime.coordinator.run import START_S, run_spec
+from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.processes.signals import Stop
+from isthmus.session.session import START_S
 from isthmus.simulator import Fault, RecoveryTimes, SimulatedRun, SimulationOptions, simulate_run
 from isthmus.simulator.options import parse_fault
 from isthmus.simulator.run import RunSimulation

@@ -27,7 +27,7 @@ from isthmus.graph.partition import align
 from isthmus.job.served import Served, prepare_served
 from isthmus.planners.generation import Chain, Objective, ServingProblem, chain_of_plan, plan_chain
 from isthmus.protocol.generation import Prompt, Sampling
-from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest, Session
+from isthmus.runtime.coordinator.backend import Backend, DevicesAtWork, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.generation_host import GenerationHost, HostAnswer, ServingSettings, ServingStatistics
 from isthmus.units import format_duration
 
@@ -282,7 +282,7 @@ def served_run(
         raise failures[0]
 
 
-def _serve(host: GenerationHost, session: Session, failures: list[Exception]) -> None:
+def _serve(host: GenerationHost, session: DevicesAtWork, failures: list[Exception]) -> None:
     try:
         host.serve(session)
     except Exception as e:  # of any kind: the caller's thread raises it

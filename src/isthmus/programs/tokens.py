@@ -20,9 +20,11 @@ from typing import Protocol
 
 from isthmus.protocol.generation import Prompt, PromptFailed, StageLoaded, StageUnable, TokenGenerated
 from isthmus.session.program import OutOfPhase, Port, Program, report
+from isthmus.session.session import START_S
 
 RETRIES = 3
-"""How often a chain is loaded again without a token in between, where a link broke and no device was lost."""
+"""How often a chain is loaded again without a token in between, where a link broke and no device was lost. Then the
+device that reported it is lost."""
 
 
 class ServingPort(Port, Protocol):
@@ -51,10 +53,18 @@ class Tokens(Program[ServingPort]):
     """The program of one service. Its members are the devices of the chain, the first stage first."""
 
     def __init__(
-        self, port: ServingPort, chain: Sequence[str], fleet: Collection[str], *, at_once: int, vocabulary: int
+        self,
+        port: ServingPort,
+        chain: Sequence[str],
+        fleet: Collection[str],
+        *,
+        at_once: int,
+        vocabulary: int,
+        timeout_s: float = 60.0,
     ) -> None:
-        """`at_once`: prompts in flight; others wait in the order in which they came. Tokens are below `vocabulary`."""
-        super().__init__(port, chain, fleet)
+        """`at_once`: prompts in flight; others wait in the order in which they came. Tokens are below `vocabulary`.
+        `timeout_s`: as `Session`."""
+        super().__init__(port, chain, fleet, timeout_s=timeout_s, start_s=START_S)
         self._vocabulary = vocabulary
         self._at_once = at_once
         self._loaded: set[str] = set()
@@ -92,7 +102,7 @@ class Tokens(Program[ServingPort]):
         self._loaded.clear()
         self.port.load(self.members, self.epoch)
 
-    def lost(self, device: str, reason: str) -> None:
+    def go_on(self, device: str, reason: str) -> None:
         if (refused := self._tried) is not None:
             self._tried = None
             del self._running[refused]
@@ -101,6 +111,15 @@ class Tokens(Program[ServingPort]):
             text = f"a second device, {device}, was lost while the request's next token was computed: {reason}"
             self.port.refuse(refused, text)
         self.rebuild(self.port.plan(self.usable))
+
+    def tries_again(self, device: str, reason: str) -> bool:
+        self._retries += 1
+        if self._retries > RETRIES:
+            return False
+        self.epoch += 1
+        self.port.note(f"{device}: {reason}; loading the stages again")
+        self.rebuild(self.members)
+        return True
 
     # What stages report
 
@@ -114,13 +133,7 @@ class Tokens(Program[ServingPort]):
 
     @report(StageUnable, "loading", "serving")
     def stage_unable(self, device: str, body: StageUnable) -> None:
-        self._retries += 1
-        if self._retries > RETRIES:
-            self.end(f"{device}: {body.reason}, after {RETRIES} further tries")
-            return
-        self.epoch += 1
-        self.port.note(f"{device}: {body.reason}; loading the stages again")
-        self.rebuild(self.members)
+        self.failed(device, body.reason, "other")
 
     @report(TokenGenerated, "serving")
     def token(self, device: str, body: TokenGenerated) -> None:

@@ -17,7 +17,6 @@ import math
 from typing import Literal, Protocol
 
 from isthmus.errors import PeerError
-from isthmus.protocol.deadlines import STARTING
 from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,
@@ -29,6 +28,7 @@ from isthmus.protocol.decoupled_events import (
     MergeRules,
     StepsMade,
 )
+from isthmus.session.deadlines import STARTING
 from isthmus.session.program import OVER, Policy, report
 
 _INTERVAL_DECAY = 0.5

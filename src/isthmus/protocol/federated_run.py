@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from isthmus.planners.cohort import CohortSchedule
-from isthmus.protocol.deadlines import Deadlines, Waits
-from isthmus.protocol.failures import CLOSED, EXIT_S
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_messages import (
@@ -35,6 +33,8 @@ from isthmus.protocol.federated_ports import FederatedPort
 from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
+from isthmus.session.deadlines import Deadlines, Waits
+from isthmus.session.failures import CLOSED, EXIT_S
 
 EXIT_GRACE_S = 0.5
 """How long to wait for the exit of a process that cannot go on: it says more. One of which no more is known than that

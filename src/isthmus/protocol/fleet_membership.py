@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from isthmus.plans.worker_ids import device_of
-from isthmus.protocol.deadlines import MOST_NAMES
 from isthmus.protocol.membership import FleetMember, MemberPort
+from isthmus.session.deadlines import MOST_NAMES
 from isthmus.units import format_duration
 
 REMIND_S = 30.0

@@ -12,23 +12,6 @@ from isthmus.protocol.run_messages import DeviceOrder, Halt, OpenItem, RetireSna
 from isthmus.protocol.work import Item
 
 
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """A host's view of the devices, by name, as time passes."""
-
-    ended: Mapping[str, str] = {}
-    """Whose process has ended otherwise than well, and how."""
-    starting: frozenset[str] = frozenset()
-    """Whose process is known to be there, or on its way."""
-    returning: frozenset[str] = frozenset()
-    """Who is expected among the offers if it is lost."""
-    queued: frozenset[str] = frozenset()
-    """Who waits in the queue of an engine, and is expected among the offers whenever it has a node for it."""
-    offers: frozenset[str] = frozenset()
-    """Who could work and does not."""
-    leaving: frozenset[str] = frozenset()
-    """Who is to leave without loss, since the last tick."""
-
-
 class PlanRequest(msgspec.Struct, frozen=True):
     """A plan for these devices is wanted."""
 

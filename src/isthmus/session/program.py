@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from isthmus.errors import InternalError, IsthmusError
+from isthmus.session.failures import without_name
+from isthmus.session.session import Session
 from isthmus.wire_types import Count
 
 JOINING, OVER = "joining", "over"
@@ -44,6 +46,9 @@ class Port(Protocol):
 
     def note(self, text: str) -> None:
         """Tell people."""
+
+    def reject(self, device: str, *, permanent: bool) -> None:
+        """Hang up on a device that is lost. `permanent`: nor take it again."""
 
     def ended(self, reason: str) -> None:
         """Nothing follows. `reason` is empty where the end was asked for."""
@@ -111,20 +116,47 @@ class Policy(Generic[PortT]):
             taken.method(self, device, body)
 
 
-class Program(Policy[SessionPortT]):
+class Program(Policy[SessionPortT], Session):
     """A policy whose members are the devices of a plan, which changes when one is lost."""
 
-    def __init__(self, port: SessionPortT, members: Sequence[str], usable: Collection[str]) -> None:
-        """`members` take part at first. `usable` are all devices that may be called."""
-        super().__init__(JOINING)
+    def __init__(
+        self,
+        port: SessionPortT,
+        members: Sequence[str],
+        fleet: Collection[str],
+        *,
+        timeout_s: float,
+        start_s: float = 0.0,
+    ) -> None:
+        """`members` take part at first. `fleet` are all devices that may be called. Times: as `Session`."""
+        Policy.__init__(self, JOINING)
+        Session.__init__(self, port.note, timeout_s=timeout_s, start_s=start_s)
         self.port = port
         self.epoch = 0
         self.members = tuple(members)
-        self.usable = tuple(usable)
         self.losses = 0
         """Members that were lost."""
-        self._here: set[str] = set()
+        self._fleet = tuple(fleet)
         self._called = set(members)
+        self._out: set[str] = set()
+        """Devices that were lost and are not back."""
+
+    @property
+    def over(self) -> bool:
+        return self.phase == OVER
+
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """Devices that may be members."""
+        return tuple(name for name in self._fleet if name not in self._out)
+
+    @property
+    def expected(self) -> Collection[str]:
+        return set(self.members) - self.connected if self.phase == JOINING else ()
+
+    @property
+    def concerned(self) -> Collection[str]:
+        return self.usable
 
     def is_late(self, device: str, body: Event) -> bool:
         return body.epoch != self.epoch or device not in self.members
@@ -135,22 +167,31 @@ class Program(Policy[SessionPortT]):
         """Every member has joined, and the program goes on."""
         raise NotImplementedError
 
-    def lost(self, device: str, reason: str) -> None:
+    def go_on(self, device: str, reason: str) -> None:
         """A member is lost: choose members again (`rebuild`). The session ends where this raises IsthmusError."""
         raise NotImplementedError
 
     # What the host says
 
     def joined(self, device: str) -> None:
-        self._here.add(device)
+        self.connected.add(device)
+        self._out.discard(device)
         if self.phase == JOINING:
             self._begin()
 
-    def gone(self, device: str, reason: str) -> None:
-        """It comes back no more."""
-        self._here.discard(device)
-        self.usable = tuple(name for name in self.usable if name != device)
-        if device not in self.members or self.over:
+    def heard(self, device: str, body: msgspec.Struct) -> None:
+        """Take a report. A member that says what it cannot have to say now is lost."""
+        try:
+            super().heard(device, body)
+        except OutOfPhase as e:
+            self.disbelieve(device, e)
+
+    def lost(self, device: str, failure: IsthmusError, *, permanent: bool) -> None:
+        reason = without_name(failure, device)
+        self.forget(device)
+        self._out.add(device)
+        self.port.reject(device, permanent=permanent)
+        if device not in self.members:
             return
         self.losses += 1
         self.epoch += 1
@@ -158,7 +199,7 @@ class Program(Policy[SessionPortT]):
             self.end(f"no device is left: {device}: {reason}")
             return
         try:
-            self.lost(device, reason)
+            self.go_on(device, reason)
         except IsthmusError as e:
             self.end(str(e))
 
@@ -183,5 +224,5 @@ class Program(Policy[SessionPortT]):
             self.port.ended(reason)
 
     def _begin(self) -> None:
-        if self._here.issuperset(self.members):
+        if self.connected.issuperset(self.members):
             self.all_here()

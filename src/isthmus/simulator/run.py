@@ -23,7 +23,7 @@ from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.coordinator import Coordinator, CoordinatorStatistics
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout
-from isthmus.protocol.run_machine import TICK_S, RunMachine
+from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     DeviceOrder,
     DeviceReport,
@@ -40,6 +40,7 @@ from isthmus.protocol.run_messages import (
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.work import Item, RunSpec
 from isthmus.protocol.worker import WorkerStatistics
+from isthmus.session.session import TICK_S
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.epoch import Epoch
@@ -207,25 +208,26 @@ class RunSimulation:
 
     def _look(self) -> None:
         seen = self.strikes.tick()
-        self.tell(lambda machine, now_s: machine.looked(seen, now_s))
+        self.tell(lambda machine: machine.looked(seen))
 
-    def tell(self, happened: Callable[[RunMachine, float], None]) -> None:
+    def tell(self, happened: Callable[[RunMachine], None]) -> None:
         """Tell the coordinator, if it is there."""
         machine = self.machine
         if not self.connections.answered or self.finish is not None:
             return
-        happened(machine, self.world.clock.now_s)
+        machine.clock(self.world.clock.now_s)
+        happened(machine)
         if machine.urgent and self.finish is None:
             self.world.later(0.0, "urgent", partial(self._urgent, machine))
 
     def joined(self, device: str, holdings: tuple[StateHolding, ...]) -> None:
-        self.tell(lambda machine, now_s: machine.joined(device, holdings, now_s))
+        self.tell(lambda machine: machine.joined(device, holdings))
 
     def heard(self, device: str, body: DeviceReport) -> None:
-        self.tell(lambda machine, now_s: machine.heard(device, body, now_s))
+        self.tell(lambda machine: machine.heard(device, body))
 
     def disconnected(self, device: str, reason: str) -> None:
-        self.tell(lambda machine, now_s: machine.disconnected(device, now_s, reason))
+        self.tell(lambda machine: machine.disconnected(device, reason))
 
     def _urgent(self, machine: RunMachine) -> None:
         if self.machine is machine and machine.urgent:
@@ -306,7 +308,7 @@ class RunSimulation:
 
     def probe_link(self, source: str, target: str) -> None:
         found = self.world.bandwidth(source, target)
-        probed = partial(self.tell, lambda machine, now_s: machine.probed(source, target, found, now_s))
+        probed = partial(self.tell, lambda machine: machine.probed(source, target, found))
         self.world.later(1.0, "probe", probed)
 
     def order(self, device: str, body: DeviceOrder) -> None:
@@ -372,7 +374,7 @@ class RunSimulation:
             self._done.append((now_s, item.step))
             if self._planner is not None:
                 spans, self._fresh = tuple(self.world.spans[self._fresh :]), len(self.world.spans)
-                measured = partial(self.tell, lambda machine, now_s: machine.measured(item.step, spans, now_s))
+                measured = partial(self.tell, lambda machine: machine.measured(item.step, spans))
                 self.world.later(0.0, "measured", measured)
         if self._advanced is not None:
             self._advanced(self, item)
@@ -394,10 +396,10 @@ class RunSimulation:
             layout, figures = self._planner.make(request)
         except IsthmusError as e:
             reason = str(e)
-            self.tell(lambda machine, now_s: machine.no_plan(request, reason, now_s))
+            self.tell(lambda machine: machine.no_plan(request, reason))
             return
         self._plans[layout.number] = figures.plan
-        self.tell(lambda machine, now_s: machine.planned(request, layout, figures, now_s))
+        self.tell(lambda machine: machine.planned(request, layout, figures))
 
     def _moving_s(self, worker_id: str, parts: Sequence[str] | frozenset[str]) -> float:
         """To move these parts of a worker's state to the coordinator."""

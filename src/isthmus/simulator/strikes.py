@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from isthmus.protocol.run_ports import Observation
+from isthmus.session.session import Observation
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.simulator.world import World

@@ -49,7 +49,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Devices are waited for no longer."""
 
 
-class Session(Protocol):
+class DevicesAtWork(Protocol):
     """Devices at work for a run."""
 
     def ended(self) -> Mapping[str, str]:
@@ -95,7 +95,7 @@ def paths_of(device: str, paths: Sequence[PeerPath], worker_ids: Collection[str]
     return [msgspec.structs.replace(way, device=other) for other, way in found.items() if other != device]
 
 
-class NoSession:
+class NoDevices:
     """Devices come by themselves."""
 
     def ended(self) -> Mapping[str, str]:
@@ -151,7 +151,7 @@ class Backend(Protocol):
         they compute the same bits."""
         ...
 
-    def at_work(self, call: RunRequest, acceptor: Acceptor) -> AbstractContextManager[Session]:
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> AbstractContextManager[DevicesAtWork]:
         """While inside, the devices of the call connect to the acceptor, each on a connection of its own."""
         ...
 
@@ -197,7 +197,7 @@ class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
         return []  # a process is started for each when there is work
 
     @contextlib.contextmanager
-    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
         listener = Listener(self.host, trusted_network=self.trusted_network, timeout_s=call.timeout_s)
         listener.start(acceptor.on_connection)
         address = f"{self.host}:{listener.port}"
@@ -210,7 +210,7 @@ class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
                 logs=call.logs,
                 fork_servers=self.fork_servers,
             ) as launcher:
-                work = _LocalSession(self, call, launcher)
+                work = _LocalDevices(self, call, launcher)
                 for device in call.devices:
                     work.call(device)
                 yield work
@@ -255,7 +255,7 @@ class _LocalDataQueries:
         return one[1] == other[1]
 
 
-class _LocalSession:
+class _LocalDevices:
     def __init__(self, backend: LocalBackend, call: RunRequest, launcher: DeviceProcesses) -> None:
         self._backend = backend
         self._call = call

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
 from isthmus.plans.worker_ids import device_of, is_first
-from isthmus.protocol.run_machine import TICK_S, RunMachine
+from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     DeviceOrder,
     DeviceReady,
@@ -29,11 +27,11 @@ from isthmus.protocol.run_messages import (
     TransferEnded,
     WeightsRead,
 )
-from isthmus.protocol.run_ports import EpochStart, FinishRun, Observation, PlanRequest
+from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.work import Item
-from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
+from isthmus.runtime.coordinator.backend import DevicesAtWork, paths_of
 from isthmus.runtime.coordinator.joiners import Joiners
-from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, RunCallbacks
+from isthmus.runtime.coordinator.run_callbacks import Outcome, RunCallbacks
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage, content
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
@@ -42,10 +40,7 @@ from isthmus.runtime.messages.state_transfer import (
     StatePart,
 )
 from isthmus.runtime.processes.signals import ComputeThreads, Stop
-from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
-from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.lanes import SendLane
-from isthmus.runtime.transport.message_sender import start_heartbeats
+from isthmus.runtime.session_host import SessionHost
 from isthmus.trace import Span
 from isthmus.training.layout import header_of
 
@@ -55,27 +50,20 @@ FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Div
 """The error that each ending of a failed run raises."""
 LATE_ITEMS = 64
 """Spans of an item may come with a later item's report, at most this many later."""
-Happened = Callable[[float], None]
-"""Tells the machine what happened, with the time."""
 
 
-class CoordinatorHost:
-    """Runs the machine in the thread that calls `coordinate`, over the connections that its acceptor hands on."""
+class CoordinatorHost(SessionHost):
+    """The port of a run's machine."""
 
     def __init__(
         self, machine: RunMachine, run: str, callbacks: RunCallbacks, *, timeout_s: float, others: Sequence[str] = ()
     ) -> None:
         """`others` may join besides the devices of the first plan."""
+        super().__init__(machine, run, {*machine.coordinator.devices, *others}, timeout_s=timeout_s)
         self.machine = machine
         machine.port = self
-        self._run = run
         self._callbacks = callbacks
-        self._timeout_s = timeout_s
-        self._inbox: queue.SimpleQueue[ReceivedMessage | Happened] = queue.SimpleQueue()
         self._planners = ComputeThreads()
-        self._over = threading.Event()
-        self._lanes: dict[str, SendLane] = {}
-        self._addresses: dict[str, Address] = {}
         self._items: dict[int, Item] = {}
         self._exchanges: set[int] = set()
         """Indices of items that came with one."""
@@ -85,31 +73,27 @@ class CoordinatorHost:
         self._origin_s = 0.0
         self._finish: FinishRun | None = None
         self._assigned: Mapping[str, Assignment] = {}
-        self._joiners = Joiners(run, callbacks, self._lanes)
-        self._session: Session = NoSession()
+        self._joiners = Joiners(run, callbacks, self.lanes)
         self._at_hand: tuple[ItemReported, Mapping[str, Tensor]] | None = None
         """The report that the machine is asked about."""
-        devices = {*machine.coordinator.devices, *others}
-        self.acceptor = Acceptor(run, devices, on_message=self._inbox.put, guard=self._guard, timeout_s=timeout_s)
-        """Takes the devices' connections."""
 
-    def coordinate(self, session: Session | None = None, stop: Stop | None = None) -> Outcome:
+    def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> Outcome:
         """Run to the end, with the devices that are at work.
 
         To stop is to finish what is leased, to save and to end; a second Ctrl-C ends at once.
         """
-        self._session = session or self._session
-        start_heartbeats(self._run, self._timeout_s, self._over, lambda: list(self._lanes.values()))
+        self.devices = devices or self.devices
         try:
-            with (stop or Stop()).calls(lambda: self._inbox.put(self.machine.stop)):
-                finish = self._loop()
+            with (stop or Stop()).calls(lambda: self.inbox.put(self.machine.stop)):
+                self.drive()
             ended_s = time.monotonic()
-            for lane in self._lanes.values():
+            for lane in self.lanes.values():
                 lane.close()
         finally:
-            self._over.set()
-            self.acceptor.close()
+            self.close()
             self._planners.end()
+        finish = self._finish
+        assert finish is not None, "a machine that is over has finished its run"
         failure: IsthmusError | None = None
         if finish.outcome in FAMILIES:
             family = FleetTooSmall if finish.short_of_memory else FAMILIES[finish.outcome]
@@ -125,32 +109,10 @@ class CoordinatorHost:
             origin_s=self._origin_s,
         )
 
-    def _loop(self) -> FinishRun:
-        looked_s = 0.0
-        while self._finish is None:
-            with contextlib.suppress(queue.Empty):
-                self._take(self._inbox.get(timeout=TICK_S))
-            now_s = time.monotonic()
-            if self._finish is None and (self.machine.urgent or now_s - looked_s >= TICK_S):
-                looked_s = now_s
-                self.machine.looked(self._look(), time.monotonic())
-        return self._finish
+    def takes_offer(self, device: str) -> bool:
+        return self._callbacks.is_known(device)
 
-    def _look(self) -> Observation:
-        session, machine = self._session, self.machine.coordinator
-        awaited = machine.awaited | machine.queued
-        known: Collection[str] = {*map(device_of, self._lanes), *machine.devices, *awaited}
-        return Observation(
-            starting=frozenset(filter(session.starting, known)),
-            ended=session.ended(),  # after who runs: one that ends meanwhile is in both
-            returning=frozenset(filter(session.returns, known)),
-            queued=frozenset(filter(self._callbacks.is_known, session.queued())),
-            offers=frozenset(filter(self._callbacks.is_known, session.offers())),
-            leaving=frozenset(session.leaving()),
-        )
-
-    def _guard(self, device: str, message: AnyMessage) -> None:
-        """Refuse what no device sends, before its tensors are received. Any thread."""
+    def guard(self, device: str, message: AnyMessage) -> None:
         if not isinstance(message, FROM_DEVICES):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
         if isinstance(message, StateMessage | StatePart):
@@ -167,24 +129,10 @@ class CoordinatorHost:
         elif message.tensors:
             raise PeerError(f"sent {type(body).__name__} with tensors")
 
-    def _take(self, received: ReceivedMessage | Happened) -> None:
-        """Tell the machine what happened, or what a device says."""
-        if not isinstance(received, tuple):
-            received(time.monotonic())
-            return
-        device, message, tensors = received
-        if isinstance(message, JoinRun):
-            self._joined(device, message)
-        elif device not in self._lanes:
-            pass  # of one that was fenced meanwhile
-        elif message is None:
-            self.machine.disconnected(device, time.monotonic())
-        elif isinstance(message, Exception):
-            reason = str(message).removeprefix(f"device {device!r}: ")
-            self.machine.disconnected(device, time.monotonic(), reason)
-        elif isinstance(message, StateMessage | StatePart):
+    def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
+        if isinstance(message, StateMessage | StatePart):
             self._pass_on(device, message, tensors)
-        elif isinstance(message, ToCoordinator):  # else a heartbeat
+        elif isinstance(message, ToCoordinator):
             named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
             self._hear(device, message.body, named)
 
@@ -194,7 +142,7 @@ class CoordinatorHost:
         slow = self._joiners.pass_on(device, message, tensors)
         if slow is not None:
             ended = TransferEnded(number=message.number, epoch=message.epoch)
-            self.machine.heard(slow, ended, time.monotonic())
+            self.machine.heard(slow, ended)
 
     def _hear(self, device: str, body: DeviceReport | WeightsRead, tensors: Mapping[str, Tensor]) -> None:
         match body:
@@ -202,7 +150,7 @@ class CoordinatorHost:
                 for note in notes:
                     self._callbacks.note(f"{device}: {note}")
                 if is_first(device):
-                    self._session.linked(device, paths_of(device, paths, self.machine.coordinator.devices))
+                    self.devices.linked(device, paths_of(device, paths, self.machine.coordinator.devices))
             case StateFetched(epoch=epoch) if epoch == self.machine.epoch:
                 self._callbacks.give(tensors)
             case WeightsRead(epoch=read, item=item):
@@ -213,16 +161,11 @@ class CoordinatorHost:
                 self._at_hand = report, tensors
             case _:
                 pass
-        self.machine.heard(device, body, time.monotonic())
+        self.machine.heard(device, body)
 
-    def _joined(self, device: str, message: JoinRun) -> None:
-        channel = self.acceptor.channel(device)
-        assert isinstance(channel, SocketChannel), "devices connect by sockets"
-        self._lanes[device] = SendLane(channel, timeout_s=self._timeout_s)
-        party = channel.party.id if channel.party is not None else ""
-        self._addresses[device] = Address(message.host, message.port, party)
+    def joined(self, device: str, join: JoinRun) -> None:
         self._callbacks.fault("joined", device)
-        self.machine.joined(device, message.holdings, time.monotonic())
+        self.machine.joined(device, join.holdings)
 
     # What the machine asks
 
@@ -245,8 +188,8 @@ class CoordinatorHost:
 
     def assign_stage(self, device: str) -> None:
         if not self._assigned:
-            self._assigned = self._callbacks.assignments(self._addresses)
-        self._send(device, AssignMessage(run=self._run, assignment=self._assigned[device]))
+            self._assigned = self._callbacks.assignments(self.addresses)
+        self.send(device, AssignMessage(run=self.run, assignment=self._assigned[device]))
 
     def order(self, device: str, body: DeviceOrder) -> None:
         weights: Mapping[str, Tensor] = {}
@@ -255,7 +198,7 @@ class CoordinatorHost:
         elif isinstance(body, SendState) and not body.parts:
             self._joiners.forget(device)
         headers = tuple(header_of(name, t) for name, t in weights.items())
-        self._send(device, ToDevice(run=self._run, body=body, tensors=headers), list(weights.values()))
+        self.send(device, ToDevice(run=self.run, body=body, tensors=headers), list(weights.values()))
 
     def open_item(self, order: OpenItem) -> None:
         item, coordinator = order.item, self.machine.coordinator
@@ -269,16 +212,16 @@ class CoordinatorHost:
             order = msgspec.structs.replace(order, exchange=exchange)
         headers = tuple(header_of(name, t) for name, t in amounts.items())
         for device in coordinator.devices:
-            self._send(device, ToDevice(run=self._run, body=order, tensors=headers), list(amounts.values()))
+            self.send(device, ToDevice(run=self.run, body=order, tensors=headers), list(amounts.values()))
 
     def retire_snapshots(self, order: RetireSnapshots) -> None:
         self._callbacks.acknowledged(order.step)
-        for device in self._lanes:
-            self._send(device, ToDevice(run=self._run, body=order))
+        for device in self.lanes:
+            self.send(device, ToDevice(run=self.run, body=order))
 
     def halt(self, order: Halt) -> None:
-        for device in self._lanes:
-            self._send(device, ToDevice(run=self._run, body=order))
+        for device in self.lanes:
+            self.send(device, ToDevice(run=self.run, body=order))
 
     def item_done(self, item: Item, loss: float | None, note: str, sums: tuple[float, ...]) -> None:
         fresh, self._fresh = tuple(self._fresh), []
@@ -286,7 +229,7 @@ class CoordinatorHost:
             self._spans += fresh
         self._callbacks.advanced(item, loss, fresh)
         if item.kind == "train":
-            self._inbox.put(lambda now_s: self.machine.measured(item.step, fresh, now_s))
+            self.inbox.put(lambda: self.machine.measured(item.step, fresh))
         if sums:
             self._callbacks.evaluated(item, sums)
         if note:
@@ -296,17 +239,14 @@ class CoordinatorHost:
         self._callbacks.commit(item, finite=finite)
 
     def disconnect(self, device: str) -> None:
-        lane = self._lanes.pop(device, None)
-        self.acceptor.forget(device)
-        if lane is not None:
-            lane.close(0.0)
+        self.hang_up(device)
 
     def make_plan(self, request: PlanRequest) -> None:
         self._planners.start(partial(self._plan, request), "planner")
 
     def call_device(self, device: str) -> None:
         if is_first(device):  # its other workers come with it
-            self._session.call(device)
+            self.devices.call(device)
 
     def restart_run(self, devices: tuple[str, ...], count: int, most: int, reasons: str) -> None:
         again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
@@ -318,8 +258,8 @@ class CoordinatorHost:
     def release_device(self, device: str) -> None:
         self._callbacks.fault("left", device)
         self._callbacks.note(f"{device} has left")
-        self._send(device, ToDevice(run=self._run, body=Halt(epoch=self.machine.epoch)))
-        self._lanes[device].drain()
+        self.send(device, ToDevice(run=self.run, body=Halt(epoch=self.machine.epoch)))
+        self.lanes[device].drain()
         self.disconnect(device)
 
     def finish_run(self, finish: FinishRun) -> None:
@@ -347,26 +287,21 @@ class CoordinatorHost:
             end_s=span.end_s - self._origin_s,
         )
 
-    def _send(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        """To one who may have gone meanwhile."""
-        if (lane := self._lanes.get(device)) is not None:
-            lane.put(message, tensors)
-
     def _plan(self, request: PlanRequest) -> None:
         try:
             layout, figures = self._callbacks.plan(request)
         except Exception as e:  # of any kind: the run waits for a plan, and must learn that there is none
             reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
-            self._inbox.put(lambda now_s: self.machine.no_plan(request, reason, now_s))
+            self.inbox.put(lambda: self.machine.no_plan(request, reason))
         else:
-            self._inbox.put(lambda now_s: self.machine.planned(request, layout, figures, now_s))
+            self.inbox.put(lambda: self.machine.planned(request, layout, figures))
 
     def _probe(self, source: str, target: str) -> None:
         """In a thread of its own: it takes seconds."""
         found = None
         try:
             found = self._callbacks.emulated((source, target))
-            found = self._session.bandwidth(source, target) if found is None else found
+            found = self.devices.bandwidth(source, target) if found is None else found
         finally:  # nothing found, whatever the reason: another probe comes later
             bandwidth_bytes_per_s = found
-            self._inbox.put(lambda now_s: self.machine.probed(source, target, bandwidth_bytes_per_s, now_s))
+            self.inbox.put(lambda: self.machine.probed(source, target, bandwidth_bytes_per_s))

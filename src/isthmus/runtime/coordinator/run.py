@@ -37,6 +37,7 @@ from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcom
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.messages.assignment import Assignment, Fingerprinting
 from isthmus.runtime.processes.signals import Stop
+from isthmus.session.session import START_S
 from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
@@ -48,10 +49,6 @@ def _most_leaves(prepared: Prepared) -> int:
     """Return the most leaves of a step's fingerprint in an audit: parameters and buffers, which are operators of the
     graph, with gradients, norms and the optimizers' state of them; values of each micro-batch, there and back."""
     return (8 + 2 * prepared.job.micro_batches) * len(prepared.captured.train.ops)
-
-
-START_S = 60.0
-"""How long a device may take to start a process, on a machine that is busy."""
 
 
 class Watcher(msgspec.Struct, frozen=True, kw_only=True):

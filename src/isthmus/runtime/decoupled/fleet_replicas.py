@@ -16,7 +16,7 @@ from isthmus.graph import StageGraph
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
 from isthmus.protocol.run_ports import EpochStart
-from isthmus.runtime.coordinator.backend import Backend, RunRequest, Session
+from isthmus.runtime.coordinator.backend import Backend, DevicesAtWork, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
@@ -90,7 +90,7 @@ class FleetReplicas(MergedRun):
             finish = host.coordinate(partial(self._look, host, session, watch.note), lambda: stop.requested)
         return self._outcome(host, finish)
 
-    def _look(self, host: MergerHost, session: Session, note: Callable[[str], None]) -> Mapping[str, str]:
+    def _look(self, host: MergerHost, session: DevicesAtWork, note: Callable[[str], None]) -> Mapping[str, str]:
         """Call devices that came, and let those go that are to leave. None has ended for good: all may come again."""
         now_s = time.monotonic()
         if now_s < self._looked_s + LOOK_S:

@@ -30,7 +30,6 @@ from isthmus.protocol.decoupled_events import (
     StepsMade,
 )
 from isthmus.protocol.decoupled_growth import FragmentGrowth
-from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -40,6 +39,7 @@ from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.sanitize import sanitize
+from isthmus.session.failures import CLOSED
 from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments, size_of
 from isthmus.training.layout import header_of

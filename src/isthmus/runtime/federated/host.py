@@ -17,7 +17,6 @@ from torch import Tensor
 from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.federated.server import Server
 from isthmus.planners.cohort import CohortSchedule
-from isthmus.protocol.failures import CLOSED
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_messages import ExecutorOrder, PhaseId, PhaseOpened, PhaseSetup, TasksGranted
@@ -36,6 +35,7 @@ from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import MessageChannel
 from isthmus.runtime.transport.message_sender import MessageSender, headers_of, start_heartbeats, switch_interval_s
 from isthmus.runtime.transport.outbox import Outbox
+from isthmus.session.failures import CLOSED
 from isthmus.training.layout import TensorHeader
 
 TICK_S = 0.25

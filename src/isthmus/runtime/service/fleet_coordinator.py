@@ -16,7 +16,7 @@ from typing import TypeVar
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol.fleet_membership import Admission, Refusal
 from isthmus.protocol.run_messages import PeerPath
-from isthmus.runtime.coordinator.backend import RunRequest, Session
+from isthmus.runtime.coordinator.backend import DevicesAtWork, RunRequest
 from isthmus.runtime.identity import Party
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.database import StoreError
@@ -195,11 +195,11 @@ class FleetCoordinator:
         return self._presence.idle(like)
 
     @contextlib.contextmanager
-    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
         """As `Backend`: waits until all devices of the call are here."""
         self.wait_for(call.devices, call.stop)
         with self._accepting(call.run, acceptor), self._presence.run(call):
-            yield _FleetSession(self, self._presence, call)
+            yield _FleetDevices(self, self._presence, call)
 
     @contextlib.contextmanager
     def long_lived_run(self, call: RunRequest, acceptor: Acceptor) -> Generator[None]:
@@ -375,7 +375,7 @@ class FleetCoordinator:
         )
 
 
-class _FleetSession:
+class _FleetDevices:
     def __init__(self, service: FleetCoordinator, presence: Presence, call: RunRequest) -> None:
         self._service = service
         self._presence = presence

@@ -1,0 +1,112 @@
+"""Which device failed: its neighbours notice the failure too, and may report it before its own timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from isthmus.errors import IsthmusError, PeerError
+
+GRACE_S = 1.0
+"""How long to wait for a better explanation than the first one."""
+EXIT_S = 10.0
+"""How long to wait for the exit of a process that is known to run and whose connection closed. It ends in this moment,
+and how it ended is the better explanation: on a machine that is busy it is heard of later than the grace is long."""
+CLOSED = "its connection closed"
+"""Why a device is lost of which nothing more is known."""
+
+
+class FailureDetector:
+    """Everything heard of devices that are gone, and the verdict."""
+
+    def __init__(self, grace_s: float | None = None) -> None:
+        """`grace_s`: how long a first explanation waits for a better one (None: `GRACE_S`); 0 where none can follow."""
+        self._grace_s = GRACE_S if grace_s is None else grace_s
+        self._reported: list[tuple[str, IsthmusError]] = []
+        self._failed: dict[str, str] = {}
+        self._disconnected: dict[str, str] = {}
+        self._accusers: dict[str, str] = {}
+        self._since_s: dict[str, float] = {}
+        """When each of those that are disconnected or accuse was first looked at."""
+
+    def reported(self, device: str, failure: IsthmusError) -> None:
+        """The device said what went wrong on it, or sent what is wrong."""
+        self._reported.append((device, failure))
+
+    def failed(self, device: str, reason: str) -> None:
+        """The device said why its process ends; another one may do better."""
+        self._failed.setdefault(device, reason)
+
+    def disconnected(self, device: str, reason: str) -> None:
+        """Its connection closed, or it fell silent."""
+        self._disconnected.setdefault(device, reason)
+
+    def accused(self, device: str, reason: str) -> None:
+        """The device cannot go on because of another one."""
+        self._accusers.setdefault(device, reason)
+
+    def cleared(self, device: str) -> None:
+        """Forget the device, which is out of the run, and all accusations: they are of the plan that is given up."""
+        self._reported = [(d, failure) for d, failure in self._reported if d != device]
+        self._disconnected.pop(device, None)
+        self._failed.pop(device, None)
+        self._accusers.clear()
+        self._since_s = {d: since_s for d, since_s in self._since_s.items() if d in self._disconnected}
+
+    @property
+    def certain(self) -> bool:
+        """Whether `decide` has a verdict already."""
+        return bool(self._reported or self._failed)
+
+    @property
+    def pending(self) -> bool:
+        """Whether `decide` will have one."""
+        return self.certain or bool(self._disconnected or self._accusers)
+
+    def suspects(self, device: str) -> bool:
+        """Whether the device is lost, or about to be."""
+        reported = any(device == of for of, _ in self._reported)
+        return reported or device in self._failed or device in self._disconnected
+
+    def accuses(self, device: str) -> bool:
+        return device in self._accusers
+
+    @property
+    def permanent(self) -> bool:
+        """Whether the device of the next verdict cannot work, however often it is asked."""
+        return bool(self._reported)
+
+    def decide(
+        self, now_s: float, ended: Mapping[str, str], running: Set[str] = frozenset()
+    ) -> tuple[str, IsthmusError] | None:
+        """The device that the run has lost and why, once that is clear. Asked again and again. `ended`: by device, how
+        its process ended; `running`: devices whose process is not known to have ended."""
+        if self._reported:
+            return self._reported[0]
+        for device, reason in self._failed.items():
+            return device, _lost(device, reason)
+        for device, how in ended.items():
+            if device not in self._accusers:
+                self._disconnected[device] = how  # says more than that its connection closed
+        for device in (*self._disconnected, *self._accusers):
+            self._since_s.setdefault(device, now_s)
+        accused_s = min((self._since_s[device] for device in self._accusers), default=now_s)
+        gone = [device for device in self._disconnected if device not in self._accusers]
+        for device in gone:
+            reason, waited_s = self._disconnected[device], now_s - min(self._since_s[device], accused_s)
+            exits = reason == CLOSED and device in running and waited_s < EXIT_S
+            if waited_s >= self._grace_s and not exits:
+                return device, _lost(device, reason)
+        if gone or not self._accusers or now_s - accused_s < self._grace_s:
+            return None
+        # Both ends of a link that is cut may accuse each other. Which was heard first is chance.
+        device, reason = min(self._accusers.items())
+        return device, PeerError(f"device {device!r}: {reason}")
+
+
+def _lost(device: str, reason: str) -> PeerError:
+    return PeerError(f"device {device!r} was lost: {reason}")
+
+
+def without_name(failure: IsthmusError, device: str) -> str:
+    """For who names the device itself."""
+    return str(failure).removeprefix(f"device {device!r} was lost: ").removeprefix(f"device {device!r}: ")
