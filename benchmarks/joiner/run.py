@@ -37,7 +37,7 @@ from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.protocol import Coordinator
 from isthmus.protocol.run_messages import PeerPath
-from isthmus.runtime.coordinator.backend import RunRequest, DevicesAtWork
+from isthmus.runtime.coordinator.backend import DevicesAtWork, RunRequest
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.processes.device_processes import DeviceProcesses
 from isthmus.runtime.transport.acceptor import Acceptor
