@@ -146,9 +146,14 @@ def users_code(what: str) -> Generator[None]:
 def _place(error: BaseException) -> str:
     """Where in the user's own files: the innermost line that is neither of ours nor of an installed library."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_NOT_THEIRS):
+        if _is_theirs(frame.filename):
             return f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
     return ""
+
+
+def _is_theirs(file: str) -> bool:
+    """Whether a file is the user's own. The emulated accelerator runs under a model, wherever it is installed."""
+    return not file.startswith(_NOT_THEIRS) and f"{os.sep}isthmus_testing{os.sep}" not in file
 
 
 _TYPES = {
@@ -173,6 +178,6 @@ class IsthmusWarning(UserWarning):
 def warn(text: str) -> None:
     """Warn, and name the caller's own line: the innermost outside this package and what is installed."""
     frame, level = sys._getframe(1), 2  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
+    while frame.f_back is not None and not _is_theirs(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, IsthmusWarning, stacklevel=level)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.accelerators import Accelerator, accelerator_names, open_accelerator, resolve_accelerator
-from isthmus.errors import UserError
+from isthmus.errors import UserError, users_code
 from isthmus_testing.emulated_accelerator import (
     Checked,
     DataRace,
@@ -455,6 +455,12 @@ def test_settings_that_say_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, 
             noticed()
     monkeypatch.undo()
     open_checked(5, fresh=True)
+
+
+def test_an_error_of_an_operator_names_the_line_of_the_model(here: Checked) -> None:
+    x = torch.ones(2, 3, device=here.device)
+    with pytest.raises(UserError, match=r"mat1 and mat2 .*test_checked\.py, line \d+, in test"), users_code("x"):
+        _ = x @ x
 
 
 @pytest.mark.skipif(bool(accelerator_names()), reason="torch's threads for hardware do not survive a fork")

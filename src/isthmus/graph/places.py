@@ -44,6 +44,7 @@ _FOREIGN = (
     "builtins",
     "importlib",
     "isthmus",
+    "isthmus_testing",
     "logging",
     "numpy",
     "peft",
