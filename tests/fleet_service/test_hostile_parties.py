@@ -26,7 +26,7 @@ from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, JoinRun, ToCo
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.transport.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
-from isthmus.runtime.transport.rate_limit import RateLimit
+from isthmus.runtime.transport.rate_limit import Rate, RateLimit
 from isthmus.training.layout import TensorHeader, pack
 from tests.runtime.channel_cases import parcel
 
@@ -170,7 +170,7 @@ def test_many_tiny_tensors_cost_little_memory() -> None:
 
 
 def test_an_allowance() -> None:
-    allowance = RateLimit(per_s=8.0, burst=3.0)
+    allowance = RateLimit(Rate(per_s=8.0, burst=3.0))
     for now_s in (100.0, 100.0, 100.0, 100.125, 100.25):
         allowance.spend(now_s)
     with pytest.raises(PeerError, match="more than 8 messages a second"):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from isthmus.protocol.federated_messages import PhaseOpened
 from isthmus.runtime.messages.all_messages import AnyMessage, content
-from isthmus.runtime.messages.run import JoinRun
-from isthmus.runtime.transport.acceptor import Acceptor, OnMessage
+from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 
@@ -21,39 +19,7 @@ class SiteAcceptor(Acceptor):
     """A new connection of a site replaces its old one: the site noticed before the coordinator that the old one is
     dead."""
 
-    def __init__(
-        self,
-        run: str,
-        devices: Collection[str],
-        *,
-        on_message: OnMessage,
-        guard: Callable[[str, AnyMessage], None],
-        timeout_s: float,
-    ) -> None:
-        super().__init__(run, devices, on_message=on_message, guard=guard, timeout_s=timeout_s)
-        self._endings: dict[MessageChannel, threading.Event] = {}
-
-    def admit(self, channel: MessageChannel, join: JoinRun) -> None:
-        super().admit(channel, join)
-        if (ended := self._endings.pop(channel, None)) is not None:
-            ended.set()
-
-    def _takes(self, channel: MessageChannel, join: JoinRun) -> bool:
-        if join.run != self._run or join.device not in self._devices:
-            return False
-        with self._admitting:
-            former = self._channels.get(join.device)
-            ended = None if former is None else self._endings.get(former)
-        if former is not None and ended is not None:
-            former.close()
-            if not ended.wait(self._timeout_s):  # messages of the old connection are handled first
-                return False
-        with self._admitting:
-            if self._closed or self._channels.get(join.device) is not former:
-                return False
-            self._channels[join.device] = channel
-            self._endings[channel] = threading.Event()
-            return True
+    replaces = True
 
 
 class SiteConnection:

@@ -47,7 +47,7 @@ from isthmus.runtime.transport.acceptor import Acceptor, first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.listener import Listener, allow_many_connections
-from isthmus.runtime.transport.rate_limit import RateLimit
+from isthmus.runtime.transport.rate_limit import Rate, limited
 from isthmus.runtime.transport.relay import Relay
 from isthmus.runtime.transport.secure import Connection
 from isthmus.training.engine_operators import EngineOperators
@@ -59,9 +59,8 @@ WATCH_S = 1.0
 """How often to check for revoked devices."""
 BEAT_S = 0.5
 """How often a device that waits for an expected run gets a heartbeat."""
-MOST_MESSAGES_PER_S = 5.0
-"""From a device without work. It sends heartbeats, and sometimes a renewal."""
-MOST_AT_ONCE = 50.0
+WITHOUT_WORK = Rate(5.0, 50.0)
+"""A device that is in the fleet sends heartbeats, and sometimes a renewal."""
 
 
 class FleetCoordinator:
@@ -303,12 +302,7 @@ class FleetCoordinator:
             self._presence.disconnected(name, number)
 
     def _on_message(self, channel: SocketChannel, lane: SendLane, number: int, name: str, party: Party) -> None:
-        allowance = RateLimit(MOST_MESSAGES_PER_S, MOST_AT_ONCE)
-
-        def check(message: AnyMessage) -> None:
-            allowance.spend(time.monotonic())
-            _only_fleet(message)
-
+        check = limited(WITHOUT_WORK, _only_fleet)
         while (received := channel.receive(check, idle_s=self._timeout_s)) is not None:
             message = received[0]
             if isinstance(message, Heartbeat):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -14,16 +13,14 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.channel import MessageChannel
-from isthmus.runtime.transport.rate_limit import RateLimit
+from isthmus.runtime.transport.rate_limit import Rate, limited
 
 ReceivedMessage = tuple[str, AnyMessage | Exception | None, list[Tensor]]
 """A device's name and its message with tensors; or what ended its connection, None if it closed it."""
 OnMessage = Callable[[ReceivedMessage], Callable[[], None] | None]
 """Takes a message; what may take longer it returns, to be called without the acceptor's lock."""
-MOST_MESSAGES_PER_S = 5000.0
-"""The most messages per second of one device of a run: a report for each item, and heartbeats. Steps take longer than a
-millisecond."""
-MOST_AT_ONCE = 50_000.0
+AT_WORK = Rate(5000.0, 50_000.0)
+"""A device of a run sends a report for each item, and heartbeats. Steps take longer than a millisecond."""
 First = TypeVar("First", bound=Message)
 
 
@@ -50,6 +47,10 @@ class Acceptor:
     Every connection has its own thread: an unknown peer delays nobody, whether it is silent or sends anything.
     """
 
+    replaces: ClassVar[bool] = False
+    """Whether a new connection of a device replaces its old one, once the old one's messages are handled; else it is
+    refused."""
+
     def __init__(
         self,
         run: str,
@@ -67,6 +68,8 @@ class Acceptor:
         self._timeout_s = timeout_s
         self._admitting = threading.Lock()
         self._channels: dict[str, MessageChannel] = {}
+        self._endings: dict[MessageChannel, threading.Event] = {}
+        """Set when no more messages of a connection follow."""
         self._banned: set[str] = set()
         self._closed = False
 
@@ -100,15 +103,16 @@ class Acceptor:
         if not self._takes(channel, join):
             channel.close()  # nothing of the run has changed
             return
+        try:
+            self._receive(channel, join)
+        finally:
+            self._endings.pop(channel).set()
+
+    def _receive(self, channel: MessageChannel, join: JoinRun) -> None:
         device = join.device
         channel.other = f"device {device!r}"
         self._tell(channel, (device, join, []))
-        allowance = RateLimit(MOST_MESSAGES_PER_S, MOST_AT_ONCE)
-
-        def check(message: AnyMessage) -> None:
-            allowance.spend(time.monotonic())
-            self._check(device, message)
-
+        check = limited(AT_WORK, lambda message: self._check(device, message))
         try:
             while (received := channel.receive(check, idle_s=self._timeout_s)) is not None:
                 self._tell(channel, (device, *received))
@@ -128,9 +132,19 @@ class Acceptor:
         if join.run != self._run or join.device not in self._devices:
             return False
         with self._admitting:
-            if self._closed or join.device in self._banned:
+            former = self._channels.get(join.device)
+            ended = None if former is None else self._endings.get(former)
+        if former is not None and not self.replaces:
+            return False
+        if former is not None and ended is not None:
+            former.close()
+            if not ended.wait(self._timeout_s):
                 return False
-            return self._channels.setdefault(join.device, channel) is channel
+        with self._admitting:
+            if self._closed or join.device in self._banned or self._channels.get(join.device) is not former:
+                return False
+            self._channels[join.device], self._endings[channel] = channel, threading.Event()
+            return True
 
     def _check(self, device: str, message: AnyMessage) -> None:
         if message.run != self._run:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from isthmus.errors import PeerError
+from isthmus.runtime.messages.all_messages import AnyMessage
+
+
+class Rate(NamedTuple):
+    """The most messages of one connection."""
+
+    per_s: float
+    """In the long run."""
+    burst: float
+    """At once."""
 
 
 class RateLimit:
-    """A token bucket: `per_s` messages a second in the long run, `burst` at once."""
+    """A token bucket."""
 
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s = per_s
-        self._burst = self._left = burst
+    def __init__(self, rate: Rate) -> None:
+        self._per_s, self._burst = rate
+        self._left = rate.burst
         self._spent_s = 0.0
 
     def spend(self, now_s: float) -> None:
@@ -24,6 +35,17 @@ class RateLimit:
         self._spent_s = now_s
         if self._left < 0:
             raise PeerError(f"sent more than {self._per_s:g} messages a second")
+
+
+def limited(rate: Rate, check: Callable[[AnyMessage], None]) -> Callable[[AnyMessage], None]:
+    """Return a check of one connection's messages that also refuses (PeerError) those beyond the rate."""
+    limit = RateLimit(rate)
+
+    def both(message: AnyMessage) -> None:
+        limit.spend(time.monotonic())
+        check(message)
+
+    return both
 
 
 MOST_LINES = 10
