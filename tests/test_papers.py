@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import represented_by
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -47,8 +49,8 @@ SMALL: dict[str, tuple[str, ...]] = {
     "sync_convergence/run.py": ("--quick", "--model", "gpt"),
 }
 """Each script that docs/papers names, with options that make it short."""
-QUICK = ("dream/run.py", "fusion/run.py")
-"""Those of a few seconds, which run every time; the others take minutes together."""
+LOOKED_AT = ("compression_convergence/longer.py", "dtfm/search_curves.py", "sky/iteration.py")
+"""Those of whose results a test of their own says something."""
 
 
 def test_every_script_of_the_papers_pages_is_here() -> None:
@@ -56,17 +58,15 @@ def test_every_script_of_the_papers_pages_is_here() -> None:
     assert set(re.findall(r"`python benchmarks/(\S+\.py)", pages)) == set(SMALL)
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(script, marks=() if script in QUICK else pytest.mark.long) for script in sorted(SMALL)]
-)
+@pytest.mark.parametrize("script", represented_by(sorted(SMALL.keys() - set(LOOKED_AT)), "dream/run.py"))
 def test_a_script_of_the_papers_pages_ends_well(script: str, tmp_path: Path) -> None:
-    drawn = ("--picture", str(tmp_path / "found.png")) if script == "dtfm/search_curves.py" else ()
-    run(script, *SMALL[script], "--json", str(tmp_path / "found.json"), *drawn)
+    run(script, *SMALL[script], "--json", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text())
 
 
+@pytest.mark.long
 def test_the_iteration_of_sky_computing_is_all_stages_together(tmp_path: Path) -> None:
-    run("sky/iteration.py", "--quick", "--json", str(tmp_path / "found.json"))
+    run("sky/iteration.py", *SMALL["sky/iteration.py"], "--json", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
     uniform = [r for r in found["rows"] if r["setting"]["slow_downs"] == "uniform"]
     of = {(r["planner"], r["setting"]["memory"], r["setting"]["parts"]): r for r in uniform}
@@ -78,9 +78,10 @@ def test_the_iteration_of_sky_computing_is_all_stages_together(tmp_path: Path) -
     assert balanced["pipelined_s"] < balanced["step_s"] / 3, "8 micro-batches keep devices busy at once"
 
 
+@pytest.mark.long
 def test_search_curves_start_with_the_population_and_only_fall(tmp_path: Path) -> None:
     where = str(tmp_path / "found.json")
-    options = ("--cases", "5", "--candidates", "102", "--json", where, "--picture", str(tmp_path / "found.png"))
+    options = (*SMALL["dtfm/search_curves.py"], "--json", where, "--picture", str(tmp_path / "found.png"))
     run("dtfm/search_curves.py", *options)
     curves = json.loads(Path(where).read_text())["curves"]
     assert len(curves) == 4 * 3 and (tmp_path / "found.png").stat().st_size > 10_000
@@ -93,8 +94,10 @@ def test_search_curves_start_with_the_population_and_only_fall(tmp_path: Path) -
         assert starts["random", seed] > starts["dtfm-kl", seed], "its shuffles match nobody"
 
 
+@pytest.mark.long
 def test_longer_curves_of_compression_begin_alike(tmp_path: Path) -> None:
-    run("compression_convergence/longer.py", "--only", "GPT", "--steps", "2", "--json", str(tmp_path / "found.json"))
+    script = "compression_convergence/longer.py"
+    run(script, *SMALL[script], "--json", str(tmp_path / "found.json"))
     curves = json.loads((tmp_path / "found.json").read_text())["curves"]
     assert [c["method"] for c in curves] == ["dense", "adatopk", "uniform"]
     for curve in curves:

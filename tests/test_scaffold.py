@@ -25,6 +25,7 @@ from isthmus.scaffold import (
     write_first_job,
 )
 from tests.runtime.commands import COMMAND, isthmus
+from tests.tiers import represented_by
 
 
 def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, first: FirstJob) -> None:
@@ -121,7 +122,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
 
 
-@pytest.mark.parametrize("name", example_names())
+@pytest.mark.parametrize("name", represented_by(example_names(), "everything"))
 def test_every_example_works_where_it_was_copied(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = isthmus("example", name, "new")

@@ -20,6 +20,7 @@ def run_snippets(page: str) -> dict[str, object]:
     return names
 
 
+@pytest.mark.long
 def test_every_snippet_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,7 @@ device = [{ name = "d", compute = "1 GFLOPS", memory = "1 GiB" }]
 """
 
 
+@pytest.mark.long
 def test_each_run_on_an_engine_is_that_of_this_machine(tmp_path: Path) -> None:
     text = 'name = "rates"\njob = "small.toml"\nrun_dir = "{folder}/runs"\ngrid = {{ training.steps = [2] }}\n'
     (tmp_path / "one.toml").write_text(ONE)

@@ -26,6 +26,7 @@ def told(callbacks: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_module_is_trained_on_several_machines(tmp_path: Path) -> None:
     found = re.search(r"loss ([\d.]+) -> ([\d.]+), devices (.+)", told("train_module.py", tmp_path))
     assert found is not None
@@ -33,6 +34,7 @@ def test_a_module_is_trained_on_several_machines(tmp_path: Path) -> None:
     assert len(found[3].split(", ")) == 4
 
 
+@pytest.mark.long
 def test_a_plan_is_made_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

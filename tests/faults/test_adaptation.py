@@ -84,6 +84,7 @@ def test_a_device_that_slows_down_gets_less_to_do(tmp_path: Path) -> None:
     assert after < before / 2
 
 
+@pytest.mark.long
 def test_a_plan_stays_where_a_change_costs_more_than_is_left_to_gain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

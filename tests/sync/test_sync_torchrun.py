@@ -46,12 +46,14 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return Launched(whole, killed, done.stdout.splitlines())
 
 
+@pytest.mark.long
 def test_the_changed_script_learns(launched: Launched) -> None:
     right = [float(share) for share in re.findall(r"worker \d: ([\d.]+)% of", "\n".join(launched.description))]
     assert len(right) == 4, launched.description
     assert min(right) > 75, launched.description  # 10 by chance
 
 
+@pytest.mark.long
 def test_modes_equal_one_process(launched: Launched) -> None:
     found = json.loads(launched.killed.with_suffix(".json").read_text())
     for workers, cases in ((4, 28), (2, 80)):
@@ -60,6 +62,7 @@ def test_modes_equal_one_process(launched: Launched) -> None:
     assert not wrong
 
 
+@pytest.mark.long
 def test_killed_and_resumed_within_a_period(launched: Launched) -> None:
     """As if it had not been killed, in every mode. Saved after 8 and 16 steps of periods of 5."""
     whole, killed, lines = launched
