@@ -31,8 +31,10 @@ fuzz: $(READY)
 
 # What takes too long for every time. PART=3/12: every twelfth of those tests, beginning with the third.
 PART ?= 1/1
+# To collect the other files takes a minute.
+LONG_FILES = $(shell grep --recursive --files-with-matches --include='test_*.py' -E 'mark\.(long|thorough)|represented_by' tests)
 test-long: $(READY)
-	ISTHMUS_FAULTS=1 $(BIN)/pytest -m "long or thorough" --part $(PART) $(SIDE_BY_SIDE)
+	ISTHMUS_FAULTS=1 $(BIN)/pytest -m "long or thorough" --part $(PART) $(SIDE_BY_SIDE) $(LONG_FILES)
 
 # The same, and each fault at twenty moments.
 test-faults: test-long
