@@ -226,18 +226,18 @@ class Rounds:
             self.notes.append, rounds_late=machine.rounds_late,
         )  # fmt: skip
         doors: Any = Doors
-        policy = ConnectionPolicy(run=RUN, timeout_s=60.0, acceptor=doors, out=Output, exit_grace_s=0.0)
+        policy = ConnectionPolicy(run=RUN, timeout_s=60.0, acceptor=doors, out=Output)
         host = FederatedHost(
             machine, self.server, self.receiver, policy, committed=self._commit, note=self.notes.append
         )
         host._begun.set()
-        host._machine.ticked(0.0)
-        host._machine.port = self.port = _Checked(host, self._check_call)
+        host.look()
+        host.session.port = self.port = _Checked(host, self._check_call)
         return host
 
     def _commit(self, record: RoundRecord, measure: object) -> None:
         self.records.append(record)
-        self.host._machine.coordinator.durable_round = record.round
+        self.host.session.coordinator.durable_round = record.round
 
     def _site(self, name: str) -> Site:
         client = NAMES.index(name)
@@ -306,7 +306,7 @@ class Rounds:
         if isinstance(body := getattr(message, "body", None), SharesRevealed):
             shares = (tuple(share.site for share in of) for of in (body.seeds, body.keys))
             self.revealed.append((name, body.phase, *shares))
-        then = self.host._on_message((name, message, [*tensors]))
+        then = self.host.on_message((name, message, [*tensors]))
         if then is not None:
             then()
         if self.host._failure is not None:
@@ -319,14 +319,16 @@ class Rounds:
             _, landed_tensors = landed(lie, tensors, lambda message: doors.guard(name, message))
         # On a copy: an executor that is dismissed would have to join again.
         found = Recorder(FederatedPort)
-        right: Any = self.host._machine
+        right: Any = self.host.session
         machine: Any = copy.deepcopy(right, {id(self.port): _Checked(found, self._check_call)})
         machine.coordinator._cohort_of = lambda round_: machine.coordinator.here
-        self.host._machine = machine
+        self.host.session = machine
         try:
-            self.host._receive((name, lie, landed_tensors))
+            self.host.take((name, lie, landed_tensors))
+            if machine.urgent:
+                self.host.look()
         finally:
-            self.host._machine = right
+            self.host.session = right
         receiver = copy.deepcopy(self.receiver, {id(one): one for one in (self, right)})
         if isinstance(lie.body, SumsSent):
             self.receiver.ignore(name)

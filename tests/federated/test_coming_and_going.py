@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,7 @@ from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, Waiting
 from isthmus.protocol.federated_run import FederatedRunMachine
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.session.failures import CLOSED, EXIT_S
+from isthmus.session.session import Observation
 from tests.federated.populations import Asking, RoundRecorder, commits, finish_of, orders
 from tests.programs.ports import Asked, Recorder
 
@@ -70,15 +73,19 @@ class Sites:
 class Watched(FederatedRunMachine):
     """A run of sites, and the lines that people read."""
 
-    def __init__(self, **options: float) -> None:
-        super().__init__(Sites().machine, timeout_s=60.0, **options)
+    def __init__(self) -> None:
+        super().__init__(Sites().machine, timeout_s=60.0)
         self._recorder = Recorder(FederatedPort)
         self.port = self._recorder.port
-        self.ticked(0.0)
+        self.looked_at(0.0)
+
+    def looked_at(self, now_s: float, **seen: Any) -> None:
+        self.clock(now_s)
+        self.looked(Observation(**seen))
 
     def join(self, *names: str) -> None:
         for name in names:
-            self.connected(name)
+            self.joined(name)
             self.heard(name, ExecutorJoined(samples=10))
 
     def lines(self) -> list[str]:
@@ -87,7 +94,7 @@ class Watched(FederatedRunMachine):
 
     def lines_at(self, *times_s: float) -> list[str]:
         for now_s in times_s:
-            self.ticked(now_s)
+            self.looked_at(now_s)
         return self.lines()
 
 
@@ -183,7 +190,7 @@ def test_what_is_waited_for_and_until_when() -> None:
 
 def test_a_first_round_that_waits_without_an_end_says_what_begins_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isthmus.session.deadlines.FIRST_S", 0.1)
-    run = Watched(exit_grace_s=0.0)
+    run = Watched()
     run.join("a", "b")
     notes = run.lines_at(1.0, 100.0)
     assert any("2 of 3 sites are here; the round begins with 3; for fewer, set deployment.start" in n for n in notes), (
@@ -194,10 +201,11 @@ def test_a_first_round_that_waits_without_an_end_says_what_begins_it(monkeypatch
 def test_sites_that_all_left_are_said_in_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one's reason was told when it left."""
     monkeypatch.setattr("isthmus.session.deadlines.FIRST_S", 0.1)
-    run = Watched(exit_grace_s=0.0)
+    run = Watched()
     run.join(*SITES)
     for name in SITES:
         run.disconnected(name)
+    run.looked_at(0.0)
     assert {f"site {name} was lost: {CLOSED}" for name in SITES} <= set(run.lines())
     notes = run.lines_at(1.0, 700.0, 800.0)
     waits = [text for text in notes if text.startswith("waiting")]
@@ -211,11 +219,12 @@ def test_how_a_process_ended_is_waited_for_where_only_its_connection_closed(ende
     run = Watched()
     run.join("a")
     run.disconnected("a")
+    run.looked_at(0.0, starting=frozenset("a"))
     lines = run.lines()
     for now_s in (1.0, 2.0, 3.0, EXIT_S):
         assert not any("was lost" in line for line in lines)
         killed = {} if ended_s is None or now_s < ended_s else {"a": "its process was killed by SIGKILL"}
-        run.ticked(now_s, killed)
+        run.looked_at(now_s, ended=killed, starting=frozenset("a") - killed.keys())
         lines = run.lines()
         if now_s == ended_s:
             break
@@ -229,15 +238,15 @@ def test_the_only_executor_that_had_clients_is_lost_and_the_round_begins_anew_wi
     machine = FederatedCoordinator(
         "ab", rules, np.array([5]), lambda _: np.arange(1), ThroughputModel(2, window_rounds=5)
     )
-    run = FederatedRunMachine(machine, timeout_s=60.0, exit_grace_s=0.5)
+    run = FederatedRunMachine(machine, timeout_s=60.0)
     run.port = asked.port
-    run.ticked(0.0)
+    run.looked(Observation())
     for name in "ab":
-        run.connected(name)
+        run.joined(name)
         run.heard(name, ExecutorJoined())
     ((had, _),) = orders(asked.took(), PhaseOpened)
     run.disconnected(had, "gone")
-    run.ticked(1.0)
+    run.looked(Observation(ended={had: "killed"}))
     ((other, opened),) = orders(asked.took(), PhaseOpened)
     assert {had, other} == {"a", "b"} and opened.opening.phase == PhaseId(0, 1)
 

@@ -44,6 +44,7 @@ from isthmus.protocol.secure_messages import KeysListed, UnmaskAsked
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.runtime.transport.message_sender import headers_of
+from isthmus.session.session import Observation
 from tests.drawn_integers import DRAWN, Lies, landed, received
 from tests.federated.drawn_rounds import NAMES, RUN, Rounds, named
 from tests.federated.populations import RoundRecorder, Run, population
@@ -143,15 +144,15 @@ class LiedTo(InProcess):
         order = random.Random(3)
         pick = lambda ready: order.randrange(len(ready))  # noqa: E731
         super().__init__(run.machine, run.server, run.sites, committed=run.records.append, pick=pick)
-        self.run_machine: Any = FederatedRunMachine(run.machine, timeout_s=60.0, exit_grace_s=0.0)
+        self.run_machine: Any = FederatedRunMachine(run.machine, timeout_s=60.0)
         self.run_machine.port = self
         self._receiver = SumsReceiver(run.server)
         self._sizes = population().sizes
         self._to_coordinator, self._to_executors = to_coordinator, to_executors
         self.kinds: set[type] = set()
         for name in run.sites:
-            self.run_machine.connected(name)
-        self.run_machine.ticked(0.0)
+            self.run_machine.joined(name)
+        self.run_machine.looked(Observation())
 
     def heard(self, executor: str, report: Any) -> None:
         self.kinds.add(type(report))

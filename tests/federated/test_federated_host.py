@@ -76,7 +76,7 @@ def conducted(
         run.machine,
         run.server,
         SumsReceiver(run.server, accumulators),
-        ConnectionPolicy(run=RUN, timeout_s=10.0, exit_grace_s=0.0, broadcast_memory=boards[0] if boards else None),
+        ConnectionPolicy(run=RUN, timeout_s=10.0, broadcast_memory=boards[0] if boards else None),
         committed=committed,
         note=notes.append,
     )

@@ -376,6 +376,19 @@ class TestLosses:
         device, error = losses.decide(GRACE_S, ended) or ("", None)
         assert device == "a" and "SIGKILL" in str(error)
 
+    def test_where_nobody_accuses_the_exit_of_a_process_that_was_cut_off_is_the_reason_at_once(self) -> None:
+        losses = FailureDetector(grace_s=0.0)
+        losses.disconnected("a", CLOSED)
+        assert losses.decide(0.0, {}, {"a"}) is None
+        device, error = losses.decide(0.1, {"a": "its process was killed by SIGKILL"}) or ("", None)
+        assert device == "a" and "SIGKILL" in str(error)
+
+    def test_a_process_that_ended_may_have_said_why(self) -> None:
+        losses, ended = FailureDetector(grace_s=0.0), {"a": "its process ended with code 4"}
+        assert losses.decide(0.0, ended) is None and losses.decide(GRACE_S / 2, ended) is None
+        device, error = losses.decide(GRACE_S, ended) or ("", None)
+        assert device == "a" and "code 4" in str(error)
+
     @pytest.mark.parametrize("heard", [["closed", "ended"], ["ended", "closed"]])
     def test_the_cause_is_the_same_whichever_was_heard_first(self, heard: list[str]) -> None:
         """On a machine that is busy an agent may tell of the exit after the grace: its process is known to run."""

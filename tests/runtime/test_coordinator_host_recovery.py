@@ -136,7 +136,7 @@ def _conducted(*devices: str) -> tuple[CoordinatorHost, int, list[Outcome]]:
 
 def _reached(host: CoordinatorHost, items: int) -> None:
     deadline_s = time.monotonic() + 10
-    while host.machine.coordinator.statistics().finished < items:
+    while host.session.coordinator.statistics().finished < items:
         assert time.monotonic() < deadline_s, "nothing goes on"
         time.sleep(0.01)
 

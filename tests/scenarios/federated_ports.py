@@ -151,7 +151,7 @@ class _Run:
 
     def _host(self, server: Server) -> FederatedHost:
         numbers = {name: number for number, name in enumerate(self._scenario.executors)}
-        policy = ConnectionPolicy(run=RUN, timeout_s=TIMEOUT_S, exit_grace_s=0.0)
+        policy = ConnectionPolicy(run=RUN, timeout_s=TIMEOUT_S)
         receiver = SumsReceiver(server)
         if self._scenario.sites:
             policy = ConnectionPolicy(
@@ -159,7 +159,6 @@ class _Run:
                 timeout_s=TIMEOUT_S,
                 acceptor=SiteAcceptor,
                 out=SiteConnection,
-                exit_grace_s=0.0,
             )
             receiver = SiteUpdateReceiver(
                 server,

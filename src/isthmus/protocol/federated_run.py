@@ -1,18 +1,19 @@
 """The coordinator's side of a federated run: the `FederatedCoordinator`, and what its host would otherwise decide.
 
-    connections that open and close, failures ─┐
-    ticks: processes that ended, time limits ──┴─► who is lost ─► coordinator ─► its port, lines for people
-                                                                    ▲  │
-                          keys, shares ─► secure aggregation ◄──────┴──┘ where sums are masked
+    who is lost (session/session.py) ─► coordinator ─► its port, lines for people
+                                          ▲  │
+    keys, shares ─► secure aggregation ◄──┴──┘ where sums are masked
 
-It has no phases of its own: those are the coordinator's. Pure: time comes with ticks. The host over TCP and the
-simulator drive the same machine.
+It has no phases of its own: those are the coordinator's, whose clock goes on when its host looks. The host over TCP and
+the simulator drive the same machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
+from itertools import filterfalse
 
+from isthmus.errors import IsthmusError, UserError
 from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
@@ -30,52 +31,34 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.federated_planning import PlanningProblem
 from isthmus.protocol.federated_ports import FederatedPort
-from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
-from isthmus.session.deadlines import Deadlines, Waits
-from isthmus.session.failures import CLOSED, EXIT_S
-
-EXIT_GRACE_S = 0.5
-"""How long to wait for the exit of a process that cannot go on: it says more. One of which no more is known than that
-its connection closed has `EXIT_S`."""
+from isthmus.session.deadlines import STARTING, Deadlines, Waits
+from isthmus.session.failures import without_name
+from isthmus.session.session import Observation, Session
 
 
-class FederatedRunMachine:
+class FederatedRunMachine(Session):
     """It is the port of the coordinator and of secure aggregation. Its host sets `port`; the run ends by `finished`."""
 
     port: FederatedPort
 
-    def __init__(
-        self,
-        coordinator: FederatedCoordinator,
-        *,
-        timeout_s: float,
-        exit_grace_s: float = EXIT_GRACE_S,
-        notes_waits: bool = True,
-    ) -> None:
+    def __init__(self, coordinator: FederatedCoordinator, *, timeout_s: float, notes_waits: bool = True) -> None:
         """`timeout_s`: for a process that was started for the run to join; how long sites may take the coordinator's
-        rules say. `exit_grace_s` is 0 where the host knows of no processes. `notes_waits`: a person watches, and ticks
-        come often."""
+        rules say. `notes_waits`: a person watches, and the host looks often."""
+        super().__init__(lambda _: None, timeout_s=timeout_s, grace_s=0.0)  # executors do not accuse each other
         self.coordinator = coordinator
         coordinator.port = self
         self._timeout_s = timeout_s
-        self._exit_grace_s = exit_grace_s
         self._notes_waits = notes_waits
         self._returns = coordinator.rules.gathering is not None
         """Whether a lost executor may come back: one's failure does not end the run."""
         self._joining = Waits(self._note)
         self._lags = Deadlines(timeout_s, 0.0, self._note)
-        self._now_s = 0.0
-        self._exits: Mapping[str, str] = {}
-        """How each executor's process ended, where it has."""
-        self._join_by_s: float | None = None
-        self._came: set[str] = set()
-        """Executors that were connected once."""
-        self._here: set[str] = set()
-        """Those whose connection is of use."""
-        self._ending: dict[str, tuple[str, float]] = {}
-        """Those whose connection closed: why, and how long the run waits for the exit of their process."""
+        self._began_s: float | None = None
+        """When the host looked first."""
+        self._missing = set(coordinator.executors)
+        """Executors that were never connected."""
         self._reasons: dict[str, str] = {}
         """Why executors were lost that are not back."""
         self._behind: set[str] = set()
@@ -92,62 +75,46 @@ class FederatedRunMachine:
         self._finish: FinishRounds | None = None
 
     @property
-    def _over(self) -> bool:
+    def over(self) -> bool:
         return self._finish is not None
 
     @property
-    def urgent(self) -> bool:
-        """Whether the next tick is to come soon: a process's exit is about to be known."""
-        return bool(self._ending)
+    def expected(self) -> Collection[str]:
+        return () if self._returns else self._missing
+
+    @property
+    def concerned(self) -> Collection[str]:
+        return self.coordinator.executors
 
     @property
     def due_s(self) -> float | None:
-        """The time, by the host's clock, at which the next tick may decide something, if nothing else happens
-        before."""
-        times = [self.coordinator.due_s, *(until_s for _, until_s in self._ending.values())]
-        if not self._returns and self._missing:
-            times.append(self._join_by_s)
+        times = [self.coordinator.due_s, super().due_s]
+        if self.expected and self._began_s is not None:
+            limits_s = (self._began_s + self._timeout_s, self._began_s + STARTING * self._timeout_s)
+            times.append(next((time_s for time_s in limits_s if time_s > self.now_s), None))
         if self._secure is not None:
             times.append(self._secure.due_s)
         return min((time_s for time_s in times if time_s is not None), default=None)
 
-    def is_here(self, executor: str) -> bool:
-        """Whether messages to it make sense."""
-        return executor in self._here
-
     # What the host says
 
-    def connected(self, executor: str) -> None:
+    def joined(self, executor: str) -> None:
         """An executor's process, or a site, is connected. It joins by a report of its own."""
-        if self._over:
+        if self.over:
             return
-        self._came.add(executor)
-        self._here.add(executor)
+        self._missing.discard(executor)
+        self.connected.add(executor)
         if self._reasons.pop(executor, None) is not None:
             self._note(f"{self._who} {executor} is back")
 
-    def disconnected(self, executor: str, reason: str = CLOSED) -> None:
-        """Its connection closed, or it was silent for too long."""
-        if executor in self._here and not self._over:
-            self._on_ended(executor, reason)
-
     def refused(self, executor: str, reason: str) -> None:
         """It sent values that cannot be believed."""
-        if executor in self._here and not self._over:
+        if self.is_here(executor) and not self.over:
             self.port.dismiss(executor, reason)
-            self._on_ended(executor, reason)
-
-    def failed(self, executor: str, failed: DeviceFailed) -> None:
-        """It reports that it cannot go on."""
-        if self._over:
-            return
-        if failed.fault == "user" and not self._returns:
-            self.finished(FinishRounds("failed", failed.reason))
-        elif executor in self._here:
-            self._on_ended(executor, failed.reason)
+            self.disbelieve(executor, reason)
 
     def heard(self, executor: str, report: ExecutorReport | SecureReport) -> None:
-        if self._over:
+        if self.over:
             return
         if not isinstance(report, ExecutorJoined) and not self._was_opened(report.phase):
             self._on_unopened(executor, report)
@@ -161,20 +128,13 @@ class FederatedRunMachine:
 
     def interrupted(self) -> None:
         """The user wants to stop."""
-        if not self._over:
+        if not self.over:
             self.coordinator.interrupted()
 
     def under_way(self) -> None:
         """The executors have their tasks: there is time to plan the next round."""
-        if not self._over:
+        if not self.over:
             self.coordinator.under_way()
-
-    # Who is here
-
-    @property
-    def _missing(self) -> list[str]:
-        """Who has never been here."""
-        return sorted(set(self.coordinator.executors) - self._came)
 
     def _was_opened(self, phase: PhaseId) -> bool:
         rules = self.coordinator.rules
@@ -187,18 +147,23 @@ class FederatedRunMachine:
             self.port.ignore(executor, report.phase)
         self.refused(executor, f"sent {type(report).__name__} of {report.phase}, which was not opened")
 
-    def _on_ended(self, executor: str, reason: str) -> None:
-        """Its connection is of no more use. How its process ended says more, and is known a little later."""
-        self._here.discard(executor)
-        if self._exit_grace_s and executor not in self._exits:
-            grace_s = EXIT_S if reason == CLOSED else self._exit_grace_s
-            self._ending[executor] = reason, self._now_s + grace_s
-        else:
-            self._lose(executor, reason)
+    # Who is lost
+
+    def missed(self) -> Iterable[tuple[str, str]]:
+        if self._began_s is None:
+            self._began_s = self.now_s
+        return super().missed()
+
+    def lost(self, device: str, failure: IsthmusError, *, permanent: bool) -> None:
+        reason = without_name(failure, device)
+        if isinstance(failure, UserError) and not self._returns:
+            self.finished(FinishRounds("failed", reason))
+            return
+        self._lose(device, reason)
 
     def _lose(self, executor: str, reason: str) -> None:
-        self._here.discard(executor)
-        reason = self._reasons[executor] = self._exits.get(executor, reason)
+        self.connected.discard(executor)
+        self._reasons[executor] = reason
         self.coordinator.lost(executor, reason)
         if (secure := self._masks) is not None:
             secure.gone(executor)
@@ -207,35 +172,15 @@ class FederatedRunMachine:
 
     # Time
 
-    def ticked(self, now_s: float, ended: Mapping[str, str] = {}) -> None:
-        """The host looks at the clock. `ended` is how each executor's process ended, where it has."""
-        if self._over:
-            return
-        self._now_s, self._exits = now_s, ended
-        if self._join_by_s is None:
-            self._join_by_s = now_s + self._timeout_s
-        known = [name for name, (_, by_s) in self._ending.items() if name in ended or now_s >= by_s]
-        for name in known:
-            reason, _ = self._ending.pop(name)
-            if not self._over:
-                self._lose(name, reason)
-        if self._over:
+    def looked(self, seen: Observation) -> None:
+        super().looked(seen)
+        if self.over:
             return
         if self._notes_waits:
-            self._note_waits(now_s)
+            self._note_waits(self.now_s)
         if (secure := self._masks) is not None:
-            secure.clock(now_s)
-        self.coordinator.clock(now_s)
-        if not (self._over or self._returns):
-            self._miss(now_s, self._join_by_s)
-
-    def _miss(self, now_s: float, join_by_s: float) -> None:
-        """One that never joined, of processes that were started for the run."""
-        missing = self._missing
-        if missing and now_s >= join_by_s:
-            self._lose(missing[0], f"it did not join within {self._timeout_s:g} s")
-        elif gone := [name for name in missing if name in self._exits]:
-            self._lose(gone[0], "its process ended before it joined")
+            secure.clock(self.now_s)
+        self.coordinator.clock(self.now_s)
 
     # Lines for people
 
@@ -248,8 +193,8 @@ class FederatedRunMachine:
 
     def _note_waits(self, now_s: float) -> None:
         joining = self.coordinator.phase == "joining"
-        missing = set(self.coordinator.executors) - self._here if joining else set[str]()
-        what = "for sites that left" if self._returns and self._came & missing else "to join"
+        missing = set(filterfalse(self.is_here, self.coordinator.executors)) if joining else set[str]()
+        what = "for sites that left" if self._returns and missing - self._missing else "to join"
         until = self._until(now_s, missing)
         if self._returns and self._all_left(missing):
             missing = {f"all {len(missing)}"}  # the line of each one that left has its reason
@@ -258,7 +203,7 @@ class FederatedRunMachine:
 
     def _all_left(self, missing: Collection[str]) -> bool:
         """Whether several were here, and nobody is any more."""
-        return 1 < len(missing) == len(self.coordinator.executors) and self._came.issuperset(missing)
+        return 1 < len(missing) == len(self.coordinator.executors) and self._missing.isdisjoint(missing)
 
     def _until(self, now_s: float, missing: Collection[str]) -> str:
         """Return which sites the run waits for, how the wait ends, and why sites left."""
@@ -305,7 +250,7 @@ class FederatedRunMachine:
         self.port.ignore(executor, phase)
 
     def dismiss(self, executor: str, reason: str) -> None:
-        self._here.discard(executor)
+        self.connected.discard(executor)
         self._note(f"{self._who} {executor} {reason}: dismissed")
         self.port.dismiss(executor, reason)
 
@@ -340,7 +285,7 @@ class FederatedRunMachine:
     @property
     def _masks(self) -> SecureCoordinator | None:
         """None where sums are not masked, and when the run is over."""
-        return None if self._over else self._secure
+        return None if self.over else self._secure
 
     def _on_masked(self, secure: SecureCoordinator, site: str, sums: SumsSent) -> None:
         """An update that is masked with others, or the news that there is none."""
@@ -351,11 +296,10 @@ class FederatedRunMachine:
         if sums.timed and is_due and not secure.takes(site, sums.phase):
             reason = "sent an update before it had keys to mask it with"
             self.port.ignore(site, sums.phase)
-            self.port.dismiss(site, reason)
-            self._on_ended(site, reason)
+            self.refused(site, reason)
             return
         self.coordinator.heard(site, sums)
-        if not (sums.timed or self._over):
+        if not (sums.timed or self.over):
             secure.gone(site)
 
     # What secure aggregation asks
@@ -364,7 +308,7 @@ class FederatedRunMachine:
         self.port.tell(site, order)
 
     def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
-        self.coordinator.now_s = self._now_s  # a phase that opens next opens now
+        self.coordinator.now_s = self.now_s  # a phase that opens next opens now
         found = self.port.take_masks_off(recovered)
         for holder, owner in sorted(found.wrong):
             what = f"the share that {owner} dealt and {holder} revealed is wrong: one of the two lies"
@@ -380,7 +324,7 @@ class FederatedRunMachine:
         """As if each had said that it has no update of the phase."""
         self._left_out |= set(sites)
         for site in sites:
-            if site in self._here and self.coordinator.rounds_late(site, phase) == 0:
+            if self.is_here(site) and self.coordinator.rounds_late(site, phase) == 0:
                 self._note(f"site {site}: left out of round {phase.round + 1}: {reason}")
                 refused = (RefusedUpdate(self.coordinator.clients[site], reason),)
                 self.coordinator.heard(site, SumsSent(phase=phase, timed=(), refused=refused))

@@ -73,6 +73,11 @@ class RunMachine(Session):
         return self.coordinator.awaited if self.coordinator.phase == JOINING else ()
 
     @property
+    def concerned(self) -> Collection[str]:
+        machine = self.coordinator
+        return {*map(device_of, self.connected), *machine.devices, *machine.awaited, *machine.queued}
+
+    @property
     def epoch(self) -> int:
         return self.coordinator.epoch
 

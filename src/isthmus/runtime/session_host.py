@@ -6,11 +6,12 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from isthmus.plans.worker_ids import device_of
 from isthmus.runtime.coordinator.backend import DevicesAtWork, NoDevices
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -18,15 +19,26 @@ from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
-from isthmus.runtime.transport.message_sender import start_heartbeats
-from isthmus.session.session import TICK_S, Observation, Session
+from isthmus.runtime.transport.message_sender import HeartbeatReceiver, start_heartbeats
+from isthmus.session.failures import CLOSED
+from isthmus.session.session import SOON_S, TICK_S, Observation, Session
+
+SessionT = TypeVar("SessionT", bound=Session)
 
 
-class SessionHost:
+class SessionHost(Generic[SessionT]):
     """Takes connections, and tells the session what happens there, in the thread that calls `drive`. A subclass is the
     port of one program."""
 
-    def __init__(self, session: Session, run: str, devices: Collection[str], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: SessionT,
+        run: str,
+        devices: Collection[str],
+        *,
+        timeout_s: float,
+        acceptor: type[Acceptor] = Acceptor,
+    ) -> None:
         """`run`: the secret name under which these devices come."""
         self.session = session
         self.run = run
@@ -38,7 +50,7 @@ class SessionHost:
         self.over = threading.Event()
         """Set when nothing follows."""
         self.inbox: queue.SimpleQueue[ReceivedMessage | Callable[[], None]] = queue.SimpleQueue()
-        self.acceptor = Acceptor(run, devices, on_message=self.inbox.put, guard=self.guard, timeout_s=timeout_s)
+        self.acceptor = acceptor(run, devices, on_message=self.on_message, guard=self.guard, timeout_s=timeout_s)
         """Takes the devices' connections."""
 
     # What a program's host decides
@@ -46,6 +58,10 @@ class SessionHost:
     def guard(self, device: str, message: AnyMessage) -> None:
         """Refuse (PeerError) what no device sends, before its tensors are received. Any thread."""
         raise NotImplementedError
+
+    def on_message(self, received: ReceivedMessage) -> Callable[[], None] | None:
+        """As the acceptor's: have the thread that drives take it."""
+        self.inbox.put(received)
 
     def joined(self, device: str, join: JoinRun) -> None:
         """A worker is connected."""
@@ -59,21 +75,44 @@ class SessionHost:
         """Whether the session may know of a device that could work."""
         return True
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is decided."""
+        return self.session.over
+
+    def receivers(self) -> Iterable[HeartbeatReceiver]:
+        """Where heartbeats go. Any thread."""
+        return list(self.lanes.values())
+
+    def deciding(self) -> AbstractContextManager[None]:
+        """Inside, the session hears something."""
+        return contextlib.nullcontext()
+
     # What it does
 
     def drive(self) -> None:
         """Until the session is over. `close` is to follow, whatever happens."""
-        start_heartbeats(self.run, self.timeout_s, self.over, lambda: list(self.lanes.values()))
+        start_heartbeats(self.run, self.timeout_s, self.over, self.receivers)
         looked_s = float("-inf")
-        while not self.session.over:
+        while not self.done:
+            taken, due_s = None, looked_s + (SOON_S if self.session.suspects else TICK_S)
+            if (decides_s := self.session.due_s) is not None and decides_s > looked_s:
+                due_s = min(due_s, decides_s)
             with contextlib.suppress(queue.Empty):
-                self._take(self.inbox.get(timeout=TICK_S))
-            now_s = time.monotonic()
-            if self.session.urgent or now_s - looked_s >= TICK_S:
-                looked_s = now_s
-                seen = self._look()
-                self.session.clock(time.monotonic())
-                self.session.looked(seen)
+                taken = self.inbox.get(timeout=max(0.0, due_s - time.monotonic()))
+            with self.deciding():
+                if taken is not None and not self.done:
+                    self.take(taken)
+                now_s = time.monotonic()
+                if not self.done and (self.session.urgent or now_s >= due_s):
+                    looked_s = now_s
+                    self.look()
+
+    def look(self) -> None:
+        """Tell the session of the devices now."""
+        seen = self._observation()
+        self.session.clock(time.monotonic())
+        self.session.looked(seen)
 
     def close(self) -> None:
         self.over.set()
@@ -91,24 +130,24 @@ class SessionHost:
         if lane is not None:
             lane.close(0.0)
 
-    def _take(self, taken: ReceivedMessage | Callable[[], None]) -> None:
+    def take(self, taken: ReceivedMessage | Callable[[], None]) -> None:
         self.session.clock(time.monotonic())
         if not isinstance(taken, tuple):
             taken()
             return
         device, message, tensors = taken
         if isinstance(message, JoinRun):
-            self._connect(device, message)
-        elif device not in self.lanes or isinstance(message, Heartbeat):
+            self.connect(device, message)
+        elif device not in self.session.connected or isinstance(message, Heartbeat):
             return  # of one that was fenced meanwhile, or nothing new
-        elif message is None:
-            self.session.disconnected(device)
-        elif isinstance(message, Exception):
-            self.session.disconnected(device, str(message).removeprefix(f"device {device!r}: "))
+        elif message is None or isinstance(message, Exception):
+            reason = CLOSED if message is None else str(message).removeprefix(f"device {device!r}: ")
+            self.session.disconnected(device, reason)
+            self.look()
         else:
             self.received(device, message, tensors)
 
-    def _connect(self, device: str, join: JoinRun) -> None:
+    def connect(self, device: str, join: JoinRun) -> None:
         channel = self.acceptor.channel(device)
         assert isinstance(channel, SocketChannel), "devices connect by sockets"
         self.lanes[device] = SendLane(channel, timeout_s=self.timeout_s)
@@ -116,9 +155,9 @@ class SessionHost:
         self.addresses[device] = Address(join.host, join.port, party)
         self.joined(device, join)
 
-    def _look(self) -> Observation:
+    def _observation(self) -> Observation:
         devices = self.devices
-        known = {*map(device_of, self.lanes), *self.session.concerned}
+        known = self.session.concerned
         return Observation(
             starting=frozenset(filter(devices.starting, known)),
             ended=devices.ended(),  # after who runs: one that ends meanwhile is in both

@@ -19,11 +19,13 @@ class FailureDetector:
     """Everything heard of devices that are gone, and the verdict."""
 
     def __init__(self, grace_s: float | None = None) -> None:
-        """`grace_s`: how long a first explanation waits for a better one (None: `GRACE_S`); 0 where none can follow."""
+        """`grace_s`: how long a first explanation waits for one of another device (None: `GRACE_S`)."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self._reported: list[tuple[str, IsthmusError]] = []
         self._failed: dict[str, str] = {}
         self._disconnected: dict[str, str] = {}
+        self._silent: set[str] = set()
+        """Those of which nothing more can be heard: their connection is gone, or never came."""
         self._accusers: dict[str, str] = {}
         self._since_s: dict[str, float] = {}
         """When each of those that are disconnected or accuse was first looked at."""
@@ -37,7 +39,8 @@ class FailureDetector:
         self._failed.setdefault(device, reason)
 
     def disconnected(self, device: str, reason: str) -> None:
-        """Its connection closed, or it fell silent."""
+        """Its connection closed, or it fell silent, or did not come."""
+        self._silent.add(device)
         self._disconnected.setdefault(device, reason)
 
     def accused(self, device: str, reason: str) -> None:
@@ -48,6 +51,7 @@ class FailureDetector:
         """Forget the device, which is out of the run, and all accusations: they are of the plan that is given up."""
         self._reported = [(d, failure) for d, failure in self._reported if d != device]
         self._disconnected.pop(device, None)
+        self._silent.discard(device)
         self._failed.pop(device, None)
         self._accusers.clear()
         self._since_s = {d: since_s for d, since_s in self._since_s.items() if d in self._disconnected}
@@ -61,6 +65,13 @@ class FailureDetector:
     def pending(self) -> bool:
         """Whether `decide` will have one."""
         return self.certain or bool(self._disconnected or self._accusers)
+
+    def due_s(self, now_s: float) -> float | None:
+        """When `decide` may have a verdict that it has not now, if nothing else is heard."""
+        if self.certain:
+            return now_s
+        times_s = (since_s + wait_s for since_s in self._since_s.values() for wait_s in (self._grace_s, EXIT_S))
+        return min((time_s for time_s in times_s if time_s > now_s), default=None)
 
     def suspects(self, device: str) -> bool:
         """Whether the device is lost, or about to be."""
@@ -94,7 +105,8 @@ class FailureDetector:
         for device in gone:
             reason, waited_s = self._disconnected[device], now_s - min(self._since_s[device], accused_s)
             exits = reason == CLOSED and device in running and waited_s < EXIT_S
-            if waited_s >= self._grace_s and not exits:
+            grace_s = self._grace_s if device in self._silent else GRACE_S  # its last words may be on their way
+            if waited_s >= grace_s and not exits:
                 return device, _lost(device, reason)
         if gone or not self._accusers or now_s - accused_s < self._grace_s:
             return None

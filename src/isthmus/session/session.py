@@ -20,8 +20,8 @@ from isthmus.plans.worker_ids import device_of
 from isthmus.session.deadlines import Deadlines
 from isthmus.session.failures import CLOSED, FailureDetector, without_name
 
-TICK_S = 0.25
-"""How often a host looks at its devices."""
+TICK_S, SOON_S = 0.25, 0.05
+"""How often a host looks at its devices, and where the exit of a process is about to be known."""
 START_S = 60.0
 """How long a device may take to start its process, on a machine that is busy."""
 Fault = Literal["user", "device", "other"]
@@ -97,6 +97,11 @@ class Session:
         """Whether a device is about to be lost: the host is to look soon."""
         return self._failures.pending
 
+    @property
+    def due_s(self) -> float | None:
+        """When the next look may decide something, if nothing else happens before."""
+        return self._failures.due_s(self.now_s)
+
     def clock(self, now_s: float) -> None:
         """The time, in seconds of whatever clock."""
         self.now_s = now_s
@@ -143,8 +148,8 @@ class Session:
             self._failures.disconnected(device, why)
         found = False
         while not self.over:
-            concerned = {*self.connected, *self.expected}
-            ended = {device: how for device, how in self.seen.ended.items() if device in concerned}
+            expected = self.expected
+            ended = {d: how for d, how in self.seen.ended.items() if d in self.connected or d in expected}
             if (verdict := self._failures.decide(self.now_s, ended, self.seen.starting)) is None:
                 break
             (device, failure), permanent, found = verdict, self._failures.permanent, True

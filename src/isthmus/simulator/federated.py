@@ -37,10 +37,11 @@ from isthmus.protocol.federated_messages import (
     TasksReturned,
 )
 from isthmus.protocol.federated_planning import PlanningProblem, plan_round
-from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
+from isthmus.protocol.federated_run import FederatedRunMachine
 from isthmus.protocol.secure_coordinator import TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SecureReport, SharesDelivered, UnmaskAsked
 from isthmus.protocol.secure_stand_in import SimulatedSecrets
+from isthmus.session.session import Observation
 from isthmus.simulator.clock import VirtualClock
 
 
@@ -212,8 +213,7 @@ class _SimulatedExecutor:
 
 class _RoundsSimulation:
     def __init__(self, machine: FederatedCoordinator, costs: FederatedCosts, seed: int) -> None:
-        grace_s = 0.0 if machine.rules.gathering is not None else EXIT_GRACE_S
-        self._machine = FederatedRunMachine(machine, timeout_s=costs.timeout_s, exit_grace_s=grace_s, notes_waits=False)
+        self._machine = FederatedRunMachine(machine, timeout_s=costs.timeout_s, notes_waits=False)
         self._machine.port = self
         self._costs = costs
         self._clock = VirtualClock(seed)
@@ -231,8 +231,8 @@ class _RoundsSimulation:
         self._names = machine.executors
         self._numbers = {name: number for number, name in enumerate(machine.executors)}
         self._executors: dict[str, _SimulatedExecutor] = {}
-        self._ended: dict[str, str] = {}
-        """Processes that ended, and how."""
+        self._seen = Observation()
+        """Processes that run or have ended; none is known of sites."""
         self._due_s: float | None = None
         """Seconds at which the next tick comes."""
         self._finish: FinishRounds | None = None
@@ -288,12 +288,15 @@ class _RoundsSimulation:
             secrets = SimulatedSecrets(name, secure, partial(self._tell_masked, name), before)
         executor = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secrets, self._tell)
         self._executors[name] = executor
-        self._decide(partial(self._machine.connected, name))
+        if not sites:
+            self._seen = Observation(ended=self._seen.ended, starting=self._seen.starting | {name})
+        self._decide(partial(self._machine.joined, name))
         self._hear_report(name, ExecutorJoined(samples=sites[number] if sites else None))
 
     def _lose(self, name: str) -> None:
         if not self._costs.sites:
-            self._ended[name] = "its process was killed by SIGKILL"
+            ended = {**self._seen.ended, name: "its process was killed by SIGKILL"}
+            self._seen = Observation(ended=ended, starting=self._seen.starting - {name})
         self._cut(name)
 
     def _cut(self, name: str) -> None:
@@ -302,6 +305,7 @@ class _RoundsSimulation:
         executor.gone = True
         self._lost_s = self._clock.now_s
         self._decide(partial(self._machine.disconnected, name))
+        self._decide(self._look, looks=False)
 
     def _decide(self, call: Callable[[], None], *, looks: bool = True) -> None:
         """Most calls may open or close a phase: the machine learns the time first."""
@@ -327,7 +331,8 @@ class _RoundsSimulation:
             self._decide(self._look, looks=False)
 
     def _look(self) -> None:
-        self._machine.ticked(self._clock.now_s, self._ended)
+        self._machine.clock(self._clock.now_s)
+        self._machine.looked(self._seen)
 
     def _handle(self, call: Callable[[], None]) -> None:
         self._has_opened = False

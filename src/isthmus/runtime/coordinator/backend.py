@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -124,6 +124,22 @@ class NoDevices:
 
     def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
         pass
+
+
+class StartedProcesses(NoDevices):
+    """Processes that were started for the run, one for each device: each runs until it is known to have ended."""
+
+    def __init__(self, ended: Callable[[], Mapping[str, str]]) -> None:
+        """`ended` returns whose process has ended otherwise than well, and how."""
+        self._look = ended
+        self._ended: Mapping[str, str] = {}
+
+    def ended(self) -> Mapping[str, str]:
+        self._ended = self._look()
+        return self._ended
+
+    def starting(self, device: str) -> bool:
+        return device not in self._ended
 
 
 class Backend(Protocol):

@@ -57,7 +57,7 @@ class ServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Devices that were lost."""
 
 
-class GenerationHost(SessionHost):
+class GenerationHost(SessionHost[Tokens]):
     """The port of `Tokens`, in the thread that calls `serve`. Prompts may be submitted from any thread."""
 
     def __init__(
@@ -70,7 +70,7 @@ class GenerationHost(SessionHost):
         note: Callable[[str], None],
     ) -> None:
         """`plan` makes a chain of devices that are left; it raises UserError where there is none."""
-        self._program = Tokens(
+        program = Tokens(
             self,
             chain.devices,
             fleet.names,
@@ -78,7 +78,7 @@ class GenerationHost(SessionHost):
             vocabulary=served.vocabulary,
             timeout_s=settings.timeout_s,
         )
-        super().__init__(self._program, settings.run, fleet.names, timeout_s=settings.timeout_s)
+        super().__init__(program, settings.run, fleet.names, timeout_s=settings.timeout_s)
         self._served, self._flow = served, Flow(served.graph)
         self._fleet = fleet
         self._settings = settings
@@ -102,20 +102,20 @@ class GenerationHost(SessionHost):
         with self._numbering:
             number = next(self._numbers)
         self._answers[number] = answer
-        self.inbox.put(partial(self._program.submit, msgspec.structs.replace(prompt, number=number)))
+        self.inbox.put(partial(self.session.submit, msgspec.structs.replace(prompt, number=number)))
         if self.over.is_set():
             self._refuse_all("the service has ended")
         return number
 
     def cancel(self, number: int) -> None:
         self._answers.pop(number, None)
-        self.inbox.put(partial(self._program.cancel, number))
+        self.inbox.put(partial(self.session.cancel, number))
 
     def stop(self) -> None:
-        self.inbox.put(self._program.stop)
+        self.inbox.put(self.session.stop)
 
     def statistics(self) -> ServingStatistics:
-        return ServingStatistics(chain=self._chain, losses=self._program.losses)
+        return ServingStatistics(chain=self._chain, losses=self.session.losses)
 
     # In its own thread
 
@@ -125,7 +125,7 @@ class GenerationHost(SessionHost):
         try:
             self.drive()
             for lane in self.lanes.values():
-                lane.put(ToDevice(run=self.run, body=Halt(epoch=self._program.epoch)))
+                lane.put(ToDevice(run=self.run, body=Halt(epoch=self.session.epoch)))
                 lane.close()
         finally:
             self.close()
@@ -139,12 +139,12 @@ class GenerationHost(SessionHost):
 
     def joined(self, device: str, join: JoinRun) -> None:
         self._has[device] = set()
-        self._program.joined(device)
+        self.session.joined(device)
 
     def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
         if isinstance(message, ServingReport):
-            self._program.heard(device, message.body)
-            if self._program.phase == "serving":
+            self.session.heard(device, message.body)
+            if self.session.phase == "serving":
                 self.ready.set()
 
     # What the program asks
@@ -171,8 +171,8 @@ class GenerationHost(SessionHost):
         return self._chain.devices
 
     def forget(self, number: int) -> None:
-        message = ForgetPrompts(run=self.run, epoch=self._program.epoch, prompts=(number,))
-        for device in self._program.members:
+        message = ForgetPrompts(run=self.run, epoch=self.session.epoch, prompts=(number,))
+        for device in self.session.members:
             self.send(device, message)
 
     def deliver(self, number: int, token: int, *, last: bool) -> None:
@@ -228,7 +228,7 @@ class GenerationHost(SessionHost):
         capacity = min(self._served.context, len(prompt.tokens) + prompt.sampling.max_tokens)
         message = GenerateStep(
             run=self.run,
-            epoch=self._program.epoch,
+            epoch=self.session.epoch,
             prompt=prompt.number,
             source=COORDINATOR,
             start=0,
@@ -236,7 +236,7 @@ class GenerationHost(SessionHost):
             tokens=tokens,
             new=NewPrompt(sampling=prompt.sampling, made=len(made), capacity=capacity),
         )
-        self.send(self._program.members[0], message)
+        self.send(self.session.members[0], message)
 
     def _refuse_all(self, reason: str) -> None:
         for number in list(self._answers):

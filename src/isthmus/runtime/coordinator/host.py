@@ -52,7 +52,7 @@ LATE_ITEMS = 64
 """Spans of an item may come with a later item's report, at most this many later."""
 
 
-class CoordinatorHost(SessionHost):
+class CoordinatorHost(SessionHost[RunMachine]):
     """The port of a run's machine."""
 
     def __init__(
@@ -60,7 +60,6 @@ class CoordinatorHost(SessionHost):
     ) -> None:
         """`others` may join besides the devices of the first plan."""
         super().__init__(machine, run, {*machine.coordinator.devices, *others}, timeout_s=timeout_s)
-        self.machine = machine
         machine.port = self
         self._callbacks = callbacks
         self._planners = ComputeThreads()
@@ -84,7 +83,7 @@ class CoordinatorHost(SessionHost):
         """
         self.devices = devices or self.devices
         try:
-            with (stop or Stop()).calls(lambda: self.inbox.put(self.machine.stop)):
+            with (stop or Stop()).calls(lambda: self.inbox.put(self.session.stop)):
                 self.drive()
             ended_s = time.monotonic()
             for lane in self.lanes.values():
@@ -105,7 +104,7 @@ class CoordinatorHost(SessionHost):
             spans=tuple(self._spans),
             late_s=self._late_s,
             elapsed_s=ended_s - (self._origin_s or ended_s),
-            recoveries=self.machine.recoveries,
+            recoveries=self.session.recoveries,
             origin_s=self._origin_s,
         )
 
@@ -116,11 +115,11 @@ class CoordinatorHost(SessionHost):
         if not isinstance(message, FROM_DEVICES):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
         if isinstance(message, StateMessage | StatePart):
-            self._joiners.check(device, message, self.machine.epoch, self.machine.coordinator.leases.last_step)
+            self._joiners.check(device, message, self.session.epoch, self.session.coordinator.leases.last_step)
             return
         body = content(message)
         item = self._items.get(body.item) if isinstance(body, ItemReported) else None
-        late = isinstance(body, ItemReported) and item is not None and body.epoch != self.machine.epoch
+        late = isinstance(body, ItemReported) and item is not None and body.epoch != self.session.epoch
         wanted = isinstance(body, WeightsRead) and body.item in self._exchanges
         if isinstance(body, StateFetched) or late or wanted:
             self._callbacks.check_parts(message.tensors)
@@ -137,12 +136,12 @@ class CoordinatorHost(SessionHost):
             self._hear(device, message.body, named)
 
     def _pass_on(self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:
-        if message.epoch != self.machine.epoch:
+        if message.epoch != self.session.epoch:
             return
         slow = self._joiners.pass_on(device, message, tensors)
         if slow is not None:
             ended = TransferEnded(number=message.number, epoch=message.epoch)
-            self.machine.heard(slow, ended)
+            self.session.heard(slow, ended)
 
     def _hear(self, device: str, body: DeviceReport | WeightsRead, tensors: Mapping[str, Tensor]) -> None:
         match body:
@@ -150,22 +149,22 @@ class CoordinatorHost(SessionHost):
                 for note in notes:
                     self._callbacks.note(f"{device}: {note}")
                 if is_first(device):
-                    self.devices.linked(device, paths_of(device, paths, self.machine.coordinator.devices))
-            case StateFetched(epoch=epoch) if epoch == self.machine.epoch:
+                    self.devices.linked(device, paths_of(device, paths, self.session.coordinator.devices))
+            case StateFetched(epoch=epoch) if epoch == self.session.epoch:
                 self._callbacks.give(tensors)
             case WeightsRead(epoch=read, item=item):
-                if read == self.machine.epoch and item in self._exchanges:
+                if read == self.session.epoch and item in self._exchanges:
                     self._callbacks.weights_read(self._items[item], tensors)
                 return
             case ItemReported() as report:
                 self._at_hand = report, tensors
             case _:
                 pass
-        self.machine.heard(device, body)
+        self.session.heard(device, body)
 
     def joined(self, device: str, join: JoinRun) -> None:
         self._callbacks.fault("joined", device)
-        self.machine.joined(device, join.holdings)
+        self.session.joined(device, join.holdings)
 
     # What the machine asks
 
@@ -182,7 +181,7 @@ class CoordinatorHost(SessionHost):
             self._callbacks.saved(done, device, state, report.peak)
 
     def begin_epoch(self, start: EpochStart) -> None:
-        self._callbacks.begin(start, self.machine.coordinator.layout)
+        self._callbacks.begin(start, self.session.coordinator.layout)
         self._assigned = {}
         self._joiners.clear()
 
@@ -201,7 +200,7 @@ class CoordinatorHost(SessionHost):
         self.send(device, ToDevice(run=self.run, body=body, tensors=headers), list(weights.values()))
 
     def open_item(self, order: OpenItem) -> None:
-        item, coordinator = order.item, self.machine.coordinator
+        item, coordinator = order.item, self.session.coordinator
         self._origin_s = self._origin_s or time.monotonic()
         self._items[item.index] = item
         self._items.pop(item.index - LATE_ITEMS - coordinator.spec.lease_ahead, None)
@@ -229,7 +228,7 @@ class CoordinatorHost(SessionHost):
             self._spans += fresh
         self._callbacks.advanced(item, loss, fresh)
         if item.kind == "train":
-            self.inbox.put(lambda: self.machine.measured(item.step, fresh))
+            self.inbox.put(lambda: self.session.measured(item.step, fresh))
         if sums:
             self._callbacks.evaluated(item, sums)
         if note:
@@ -253,12 +252,12 @@ class CoordinatorHost(SessionHost):
         self._callbacks.note(f"too few devices are left ({reasons}): {again}")
 
     def receive_state(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]]) -> None:
-        self._joiners.follow(device, number, step, donated, self.machine.epoch)
+        self._joiners.follow(device, number, step, donated, self.session.epoch)
 
     def release_device(self, device: str) -> None:
         self._callbacks.fault("left", device)
         self._callbacks.note(f"{device} has left")
-        self.send(device, ToDevice(run=self.run, body=Halt(epoch=self.machine.epoch)))
+        self.send(device, ToDevice(run=self.run, body=Halt(epoch=self.session.epoch)))
         self.lanes[device].drain()
         self.disconnect(device)
 
@@ -292,9 +291,9 @@ class CoordinatorHost(SessionHost):
             layout, figures = self._callbacks.plan(request)
         except Exception as e:  # of any kind: the run waits for a plan, and must learn that there is none
             reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
-            self.inbox.put(lambda: self.machine.no_plan(request, reason))
+            self.inbox.put(lambda: self.session.no_plan(request, reason))
         else:
-            self.inbox.put(lambda: self.machine.planned(request, layout, figures))
+            self.inbox.put(lambda: self.session.planned(request, layout, figures))
 
     def _probe(self, source: str, target: str) -> None:
         """In a thread of its own: it takes seconds."""
@@ -304,4 +303,4 @@ class CoordinatorHost(SessionHost):
             found = self.devices.bandwidth(source, target) if found is None else found
         finally:  # nothing found, whatever the reason: another probe comes later
             bandwidth_bytes_per_s = found
-            self.inbox.put(lambda: self.machine.probed(source, target, bandwidth_bytes_per_s))
+            self.inbox.put(lambda: self.session.probed(source, target, bandwidth_bytes_per_s))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import sys
 import threading
 import time
@@ -21,26 +20,23 @@ from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_messages import ExecutorOrder, PhaseId, PhaseOpened, PhaseSetup, TasksGranted
 from isthmus.protocol.federated_planning import PlanningProblem, plan_round
-from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
+from isthmus.protocol.federated_run import FederatedRunMachine
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_coordinator import TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
+from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import MessageChannel
-from isthmus.runtime.transport.message_sender import MessageSender, headers_of, start_heartbeats, switch_interval_s
+from isthmus.runtime.transport.message_sender import MessageSender, headers_of, switch_interval_s
 from isthmus.runtime.transport.outbox import Outbox
-from isthmus.session.failures import CLOSED
 from isthmus.training.layout import TensorHeader
-
-TICK_S = 0.25
-EXIT_TICK_S = 0.01
-"""While the exit of a process is about to be known."""
 
 
 class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,12 +86,11 @@ class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     acceptor: type[Acceptor] = Acceptor
     out: Callable[[MessageChannel, float, Callable[[Exception], None]], MessageOutput] = direct_output
     """(channel, timeout in seconds, callback for an error) -> the output for messages to the executor."""
-    exit_grace_s: float = EXIT_GRACE_S
     broadcast_memory: SharedBroadcast | None = None
     """Where executors of this machine read the broadcast."""
 
 
-class FederatedHost:
+class FederatedHost(SessionHost[FederatedRunMachine]):
     """The port of the machine: it does what the machine asks over the connections that its acceptor hands on.
 
     What an executor says is acted on by the thread that receives it, one at a time: another thread would first have to
@@ -115,19 +110,16 @@ class FederatedHost:
     ) -> None:
         """`committed` is called before the next round opens, and what it returns once executors are at work on that
         one. `note` receives a line for each lost executor."""
-        self._machine = FederatedRunMachine(machine, timeout_s=policy.timeout_s, exit_grace_s=policy.exit_grace_s)
-        self._machine.port = self
+        session = FederatedRunMachine(machine, timeout_s=policy.timeout_s)
+        super().__init__(session, policy.run, machine.executors, timeout_s=policy.timeout_s, acceptor=policy.acceptor)
+        session.port = self
         self._server = server
         self._receiver = receiver
         self._policy = policy
-        self._run, self._timeout_s = policy.run, policy.timeout_s
         self._committed = committed
         self._note = note
         self._deciding = threading.Lock()
         self._begun = threading.Event()
-        self._ended: Callable[[], Mapping[str, str]] = dict
-        self._wakeups: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """Wakes the thread in `coordinate`: for Ctrl-C, and at the end. A signal may put where it could not lock."""
         self._senders: dict[str, MessageOutput] = {}
         self._outboxes: dict[str, Outbox] = {}
         """Messages that wait for each executor."""
@@ -145,77 +137,64 @@ class FederatedHost:
         self._counted = (0, 0, 0, 0)
         self._finish: FinishRounds | None = None
         self._failure: BaseException | None = None
-        self._over = threading.Event()
-        self.acceptor = policy.acceptor(
-            self._run, machine.executors, on_message=self._on_message, guard=receiver.guard, timeout_s=self._timeout_s
-        )
-        """Takes the executors' connections."""
 
-    def coordinate(self, ended: Callable[[], Mapping[str, str]] = dict, stop: Stop | None = None) -> FinishRounds:
-        """Run to the end. `ended` returns, by executor, how the executor's process ended. `stop` drops the open round
-        and ends the run.
+    def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> FinishRounds:
+        """Run to the end. `devices` are the executors' processes, where they are known. `stop` drops the open round and
+        ends the run.
         """
-        self._ended = ended
-        start_heartbeats(self._run, self._timeout_s, self._over, self._reachable)
+        self.devices = devices or self.devices
         before_s = sys.getswitchinterval()
-        sys.setswitchinterval(switch_interval_s(len(self._machine.coordinator.executors)))
+        sys.setswitchinterval(switch_interval_s(len(self.session.coordinator.executors)))
         try:
-            with (stop or Stop()).calls(lambda: self._wakeups.put(self._machine.interrupted)):
-                finish = self._watch()
+            self.look()  # before any phase: deadlines count from its opening
+            self._begun.set()
+            with (stop or Stop()).calls(lambda: self.inbox.put(self.session.interrupted)):
+                self.drive()
             for name, out in list(self._senders.items()):
                 self._outboxes[name].finish()
                 out.flush()
             self._later.finish()
         finally:
             sys.setswitchinterval(before_s)
-            self._over.set()
-            self.acceptor.close()
+            self.close()
         if self._failure is not None:
             raise self._failure
-        return finish
+        assert self._finish is not None, "nothing more is decided"
+        return self._finish
 
     def bytes(self) -> tuple[int, int]:
         """Sent and received so far, whole frames, of all executors."""
         counts = [channel.statistics() for channel in self._channels]
         return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
 
-    def _reachable(self) -> list[MessageOutput]:
-        return [out for name, out in list(self._senders.items()) if self._machine.is_here(name)]
+    def receivers(self) -> list[MessageOutput]:
+        return [out for name, out in list(self._senders.items()) if self.session.is_here(name)]
 
     # Threads
 
-    def _watch(self) -> FinishRounds:
-        """Until the run is over: look at the clock, and at processes that ended."""
-        looked_s = time.monotonic()
-        self._look()  # before any phase: deadlines count from its opening
-        self._begun.set()
-        while self._finish is None:
-            calls: list[Callable[[], None]] = []
-            with contextlib.suppress(queue.Empty):
-                if (wakeup := self._wakeups.get(timeout=EXIT_TICK_S if self._machine.urgent else TICK_S)) is not None:
-                    calls.append(wakeup)
-            if self._machine.urgent or time.monotonic() - looked_s >= TICK_S:
-                looked_s = time.monotonic()
-                calls.append(self._look)
-            with self._deciding:
-                for call in calls:
-                    if self._finish is None:
-                        call()
-                send = self._decided()
-            send()
-        return self._finish
+    @property
+    def done(self) -> bool:
+        return self._finish is not None
 
-    def _look(self) -> None:
-        self._machine.ticked(time.monotonic(), self._ended())
+    @contextlib.contextmanager
+    def deciding(self) -> Generator[None]:
+        with self._deciding:
+            yield
+            send = self._decided()
+        send()
 
-    def _on_message(self, received: ReceivedMessage) -> Callable[[], None] | None:
+    def on_message(self, received: ReceivedMessage) -> Callable[[], None] | None:
         """In the thread that receives it, which then calls what this returns."""
         self._begun.wait()
         with self._deciding:
             if self._finish is not None:
                 return None
             with self._guarded():
-                self._receive(received)
+                self.take(received)
+                if self.session.urgent:
+                    self.look()
+            if self.session.suspects:
+                self.inbox.put(lambda: None)  # the thread that drives is to look sooner
             return self._decided()
 
     def _decided(self) -> Callable[[], None]:
@@ -231,7 +210,7 @@ class FederatedHost:
             if opened:
                 with self._deciding:
                     if self._finish is None:
-                        self._machine.under_way()
+                        self.session.under_way()
             self._later.work()
 
     @contextlib.contextmanager
@@ -245,58 +224,45 @@ class FederatedHost:
 
     def _end(self, finish: FinishRounds) -> None:
         self._finish = self._finish or finish
-        self._wakeups.put(None)
+        self.inbox.put(lambda: None)
 
     # What executors say
 
-    def _receive(self, received: ReceivedMessage) -> None:
-        """The caller holds the lock."""
-        executor, message, tensors = received
-        match message:
-            case None | Exception():
-                reason = CLOSED if message is None else str(message)
-                self._wakeups.put(None)  # ticks may have to come sooner
-                self._look()
-                self._machine.disconnected(executor, reason.removeprefix(f"device {executor!r}: "))
-            case JoinRun():
-                self._welcome(executor)
-                self._machine.connected(executor)
-            case FromExecutor():
-                self._reported(executor, message, tensors)
-            case _:  # a heartbeat
-                pass
+    def guard(self, device: str, message: AnyMessage) -> None:
+        self._receiver.guard(device, message)
 
-    def _reported(self, executor: str, message: FromExecutor, tensors: Sequence[Tensor]) -> None:
+    def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
+        if not isinstance(message, FromExecutor):
+            return
         report = message.body
         if isinstance(report, DeviceFailed):
-            self._wakeups.put(None)
-            self._machine.failed(executor, report)
+            self.session.failed(device, report.reason, report.fault)
             return
         if not isinstance(report, SecureReport):
             named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
             try:
-                report = self._receiver.on_report(executor, report, message.values, named)
+                report = self._receiver.on_report(device, report, message.values, named)
             except PeerError as e:
-                self._wakeups.put(None)
-                self._machine.refused(executor, str(e))
+                self.session.refused(device, str(e))
                 return
-        self._machine.heard(executor, report)
+        self.session.heard(device, report)
 
-    def _welcome(self, executor: str) -> None:
-        channel = self.acceptor.channel(executor)
+    def connect(self, device: str, join: JoinRun) -> None:
+        channel = self.acceptor.channel(device)
         self._channels.append(channel)
 
         def fail(error: Exception) -> None:
             channel.close()  # its receiving thread reports the loss
-            if self._machine.is_here(executor) and not self._over.is_set():
-                self._note(f"executor {executor}: {error}")
+            if self.session.is_here(device) and not self.over.is_set():
+                self._note(f"executor {device}: {error}")
 
-        if (former := self._senders.get(executor)) is not None:
+        if (former := self._senders.get(device)) is not None:
             former.close()
-        self._senders[executor] = self._policy.out(channel, self._timeout_s, fail)
-        self._outboxes[executor] = Outbox()
-        if (hello := self._receiver.hello(executor)) is not None:
-            self._put(executor, hello)
+        self._senders[device] = self._policy.out(channel, self.timeout_s, fail)
+        self._outboxes[device] = Outbox()
+        if (hello := self._receiver.hello(device)) is not None:
+            self._put(device, hello)
+        self.session.joined(device)
 
     # What the machine asks
 
@@ -304,18 +270,18 @@ class FederatedHost:
         if not isinstance(order, PhaseOpened):
             if isinstance(order, TasksGranted):
                 self._receiver.settle()  # it will add up where its last sums lie
-            self._put(executor, ToExecutor(run=self._run, body=order))
+            self._put(executor, ToExecutor(run=self.run, body=order))
             return
         self._open(order.opening.phase)
         self._server.open(order.opening)
         self._opened = True
         headers, in_shared_memory = headers_of(self._broadcast), self._in_shared_memory
-        message = ToExecutor(run=self._run, body=order, in_shared_memory=in_shared_memory, tensors=headers)
+        message = ToExecutor(run=self.run, body=order, in_shared_memory=in_shared_memory, tensors=headers)
         self._put(executor, message, list(self._broadcast.values()))
         self._shown_bytes += sum(h.nbytes for h in in_shared_memory)
 
     def tell(self, site: str, order: SecureOrder) -> None:
-        self._put(site, ToExecutor(run=self._run, body=order))
+        self._put(site, ToExecutor(run=self.run, body=order))
 
     def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
         return plan_round(problem)  # a short round's plan is made sooner than another thread wakes up
@@ -351,8 +317,8 @@ class FederatedHost:
 
     def finished(self, finish: FinishRounds) -> None:
         for executor in list(self._senders):
-            if self._machine.is_here(executor):
-                self._put(executor, ToExecutor(run=self._run, body=Halt()))
+            if self.session.is_here(executor):
+                self._put(executor, ToExecutor(run=self.run, body=Halt()))
         self._end(finish)
 
     def _put(self, executor: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:

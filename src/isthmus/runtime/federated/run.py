@@ -43,6 +43,7 @@ from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.run_files import CLIENT_NAMES, write_json
+from isthmus.runtime.coordinator.backend import StartedProcesses
 from isthmus.runtime.federated.emulation import pacers
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
@@ -260,7 +261,7 @@ class FederatedRun:
             listener.start(host.acceptor.on_connection)
             forked.begin(f"127.0.0.1:{listener.port}")
             try:
-                return host.coordinate(forked.ended, stop)
+                return host.coordinate(StartedProcesses(forked.ended), stop)
             finally:
                 listener.close()
 
@@ -293,7 +294,7 @@ class FederatedRun:
             )
             after.start()
             executors.begin(host.acceptor.on_connection)
-            finish = host.coordinate(executors.ended, stop)
+            finish = host.coordinate(StartedProcesses(executors.ended), stop)
             if executors.homes is not None:
                 self.moved_bytes = executors.moved_bytes
                 note(f"{format_size(self.moved_bytes)} of clients' states moved from node to node")

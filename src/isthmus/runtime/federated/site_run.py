@@ -140,7 +140,6 @@ class SiteRun:
             timeout_s=self.job.timeout_s,
             acceptor=SiteAcceptor,
             out=SiteConnection,
-            exit_grace_s=0.0,
         )
         host = FederatedHost(self.machine, self.server, receiver, policy, committed=self._commit, note=note)
         call = RunRequest(
