@@ -105,7 +105,7 @@ class FailureDetector:
         for device in gone:
             reason, waited_s = self._disconnected[device], now_s - min(self._since_s[device], accused_s)
             exits = reason == CLOSED and device in running and waited_s < EXIT_S
-            grace_s = self._grace_s if device in self._silent else GRACE_S  # its last words may be on their way
+            grace_s = self._grace_s if device in self._silent else GRACE_S  # it may have sent why
             if waited_s >= grace_s and not exits:
                 return device, _lost(device, reason)
         if gone or not self._accusers or now_s - accused_s < self._grace_s:
