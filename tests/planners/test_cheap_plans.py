@@ -139,6 +139,7 @@ def test_without_prices_the_fastest_is_chosen_and_it_is_said() -> None:
         check(made, problem)
 
 
+@pytest.mark.long
 def test_a_larger_fleet_is_cheaper_than_the_fastest_plan_and_has_a_bound() -> None:
     fleet = resolve_fleet("random:7:3")
     devices = tuple(

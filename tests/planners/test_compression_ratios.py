@@ -343,6 +343,7 @@ def test_a_plan_beyond_the_budget_is_refused_by_the_check() -> None:
     assert "constraints.compression.loss_budget" in {d.field for d in verify(beyond, question_of(limited)).differences}
 
 
+@pytest.mark.long
 def test_a_plan_packs_the_replica_over_slow_links_alone() -> None:
     """No device holds the model; int4 alone brings a message over the slow link in the time of a stage."""
     ops = [placeholder("tokens", 4), placeholder("labels", 1)]
