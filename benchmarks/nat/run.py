@@ -75,7 +75,7 @@ class Peer:
 
     def __init__(self, service: FleetCoordinator, address: tuple[str, int], folder: Path, *, direct: bool) -> None:
         name = folder.name
-        join_fleet(decode_ticket(service.ticket()), {name: folder}, TIMEOUT_S)
+        join_fleet(decode_ticket(service.state.ticket()), {name: folder}, TIMEOUT_S)
         identity = Identity(folder)
         self.id = identity.id
         self.dialer = PeerDialer(coordinator=address, identity=identity, timeout_s=TIMEOUT_S, direct=direct)

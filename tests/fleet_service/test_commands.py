@@ -23,7 +23,7 @@ from isthmus.protocol import fleet_membership
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.messages.fleet import DevicePresent
 from isthmus.runtime.messages.versions import versions_here
-from isthmus.runtime.service import presence
+from isthmus.runtime.service import fleet_coordinator
 from isthmus.runtime.service.enrollment import check_name
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue
@@ -157,18 +157,17 @@ def test_a_full_disk_does_not_end_the_coordinator(tmp_path: Path, monkeypatch: p
     queue.close()
 
 
-def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_waited_for_is_said(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_membership, "REMIND_S", 0.2)
-    monkeypatch.setattr(presence, "LOOK_S", 0.05)
-    monkeypatch.setattr(fleet.service, "_check_member", lambda *_: None)  # who comes here is not in the roster
+    monkeypatch.setattr(fleet_coordinator, "LOOK_S", 0.05)
+    monkeypatch.setattr(fleet.state.roster, "here", lambda: {"id of bob", "id of eve"})
+    here = contextlib.ExitStack()
 
     def end(name: str = "bob") -> None:
-        here = fleet.service._presence  # pyright: ignore[reportPrivateUsage]
-        with here.deciding() as membership:
+        with fleet.service.deciding() as membership:
             membership.identify(f"id of {name}", name)
-        number = here.connected(mock.Mock(), mock.Mock(), name, DevicePresent(run="", versions=versions_here()))
-        with here.deciding() as membership:
-            membership.connect(name, f"id of {name}", number)
+        present = DevicePresent(run="", versions=versions_here())
+        here.enter_context(fleet.service.connection(mock.Mock(), mock.Mock(), name, f"id of {name}", present))
 
     with in_background(lambda: fleet.service.wait_for(["bob"]), end):
         soon(lambda: len(fleet.said) > 1)
@@ -184,6 +183,7 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
     said = "waiting for eve (it was revoked: a new key and a ticket bring it back) to join"
     with in_background(lambda: fleet.service.wait_for(["eve"]), lambda: end("eve")):
         soon(lambda: any(line.startswith(said) for line in fleet.said))  # bob's last line may come late
+    here.close()
 
 
 def test_a_ticket_on_the_command_line_is_not_repeated(tmp_path: Path) -> None:

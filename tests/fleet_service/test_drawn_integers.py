@@ -3,6 +3,7 @@ a job writes to the coordinator's folder: there are no frames."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import threading
@@ -116,9 +117,12 @@ class Device:
         self.asked.append(message)
         found = self.answer(message)
         _only_fleet(found)
-        self._service._presence.answered(self.name, found)
+        self._service.answered(self.name, found)
 
     def close(self, *_: object) -> None: ...
+
+
+Joined = Callable[[str, Callable[[Any], Any]], Device]
 
 
 @pytest.fixture
@@ -130,23 +134,30 @@ def service(tmp_path: Path) -> Generator[FleetCoordinator]:
     state.close()
 
 
-def joined(service: FleetCoordinator, name: str, answer: Callable[[Any], Any]) -> Device:
-    presence, device = service._presence, Device(service, name, answer)
-    line: Any = device
-    present = DevicePresent(run="", versions=versions_here())
-    with presence.deciding() as membership:
-        membership.identify(name * 2, name)
-    number = presence.connected(line, line, name, present)
-    with presence.deciding() as membership:
-        membership.connect(name, name * 2, number)
-    return device
+@pytest.fixture
+def joined(service: FleetCoordinator) -> Generator[Joined]:
+    """Connects a device of this name, whose answers are made in this way."""
+    with contextlib.ExitStack() as here:
+
+        def join(name: str, answer: Callable[[Any], Any]) -> Device:
+            device = Device(service, name, answer)
+            line: Any = device
+            with service.deciding() as membership:
+                membership.identify(name * 2, name)
+            present = DevicePresent(run="", versions=versions_here())
+            here.enter_context(service.connection(line, line, name, name * 2, present))
+            return device
+
+        yield join
 
 
-def test_a_coordinator_goes_by_what_devices_can_have(service: FleetCoordinator, asked: MeasureSpeed) -> None:
+def test_a_coordinator_goes_by_what_devices_can_have(
+    service: FleetCoordinator, joined: Joined, asked: MeasureSpeed
+) -> None:
     """Their answers, by the guard of their connection and the membership to who asked."""
     lies = Lies(11, 4 * ROUNDS)
     honest = lambda question: answer_of(question, asked.trial)  # noqa: E731
-    oslo, bern = (joined(service, name, honest) for name in NAMES)
+    oslo, bern = (joined(name, honest) for name in NAMES)
 
     def speed() -> Any:
         found = service.ask("oslo", msgspec.structs.replace(asked, run="q"), MeasuredSpeed, 5.0)
@@ -195,19 +206,18 @@ def test_a_coordinator_goes_by_what_devices_can_have(service: FleetCoordinator, 
     lies.told()
 
 
-def test_a_device_of_another_protocol_is_refused_by_name(service: FleetCoordinator) -> None:
+def test_a_device_of_another_protocol_is_refused_by_name(service: FleetCoordinator, joined: Joined) -> None:
     lies = Lies(12, ROUNDS)
-    joined(service, "bern", lambda _: None)
+    joined("bern", lambda _: None)
 
     def take(lie: Any) -> None:
-        presence = service._presence
-        with presence.deciding() as membership:
+        with service.deciding() as membership:
             membership.identify("oslo", "oslo")
         wrong = mismatch(versions_here(), lie.versions) or ""
         if not wrong:
             assert lie.versions == versions_here()
             return
-        with presence.deciding() as membership:
+        with service.deciding() as membership:
             refused = membership.connect("oslo", "oslo", 99, working=lie.working, mismatch=wrong)
         assert service.present == {"bern"} and refused is not None
         raise PeerError(f"oslo: {refused.reason}")

@@ -13,6 +13,7 @@ from tests.programs.ports import Asked, Recorder
 
 from isthmus.protocol.fleet_membership import REMIND_S, REVOKED, FleetMembership, FleetPort, Refusal
 from isthmus.protocol.membership import FleetMember, MemberPort
+from isthmus.protocol.run_messages import PeerPath
 from isthmus.session.program import OVER
 
 DEVICES = ("bergen", "oslo", "tokyo")
@@ -135,7 +136,7 @@ class World:
         id = self.ids[device]
         known = id in self.machine.names
         self.revoked.add(id)
-        self.later().revoke(device, id)
+        self.later().revoke(id)
         assert device not in self.machine.connected
         assert not known or all(device in self.machine.failed(run) for run in self.runs)
 
@@ -363,7 +364,7 @@ def test_a_revoked_device_has_ended_for_its_run_and_is_refused_for_good() -> Non
     machine = fleet.machine
     machine.open_run("run", ("oslo",))
     fleet.took()
-    machine.revoke("oslo", "oslo")
+    machine.revoke("oslo")
     assert fleet.took() == [("note", f"oslo is out: {REVOKED}", "oslo"), ("cut", "oslo")]
     assert machine.failed("run") == {"oslo": REVOKED} and machine.names == {}
     machine.call("oslo", "run")
@@ -383,6 +384,48 @@ def test_a_worker_of_a_run_that_is_expected_waits_for_it() -> None:
     assert fleet.machine.admit_worker("oslo", "oslo", "run") == "admitted"
     assert fleet.machine.admit_worker("oslo", "tokyo", "run") == "refused"
     assert fleet.took() == []
+
+
+def test_idle_devices_are_of_the_kind_of_all_that_are_named() -> None:
+    fleet = Fleet("bergen", "oslo", "tokyo")
+    machine = fleet.machine
+    kinds = {"bergen": "a", "oslo": "b", "tokyo": "a", "rome": "c"}
+    assert machine.idle((), kinds) == ["bergen", "oslo", "tokyo"]
+    assert machine.idle(("bergen",), kinds) == ["bergen", "tokyo"]
+    assert machine.idle(("bergen", "oslo"), kinds) == [], "none is of two kinds"
+    assert machine.idle(("rome",), kinds) == machine.idle(("unknown",), kinds) == []
+    machine.open_run("run", ("tokyo",))
+    assert machine.idle(("bergen",), kinds) == ["bergen"]
+
+
+def test_a_lost_device_returns_if_it_is_here_or_is_brought_back() -> None:
+    machine = Fleet("oslo").machine
+    machine.brought_back = machine.in_queue = frozenset({"oslo", "tokyo"})
+    machine.open_run("run", ("oslo",))
+    assert machine.queued == {"tokyo"}
+    assert [machine.returns(device, "run") for device in DEVICES] == [False, True, True]
+    machine.disconnect("oslo", 1)
+    machine.brought_back = frozenset()
+    assert machine.queued == {"oslo", "tokyo"} and not any(machine.returns(device, "run") for device in DEVICES)
+    machine.connect("oslo", "oslo", 2, working="run")
+    assert machine.returns("oslo", "run")
+    machine.drain("oslo")
+    assert not machine.returns("oslo", "run")
+
+
+def test_links_are_those_of_devices_at_work_for_a_run_that_goes_on() -> None:
+    machine = Fleet("oslo").machine
+    path = PeerPath(device="tokyo", relayed=False, latency_s=0.1)
+    machine.linked("tokyo", "run", (path,))
+    machine.linked("oslo", "run", (path,))
+    assert machine.links == {} and not machine.works("oslo")
+    machine.open_run("run", ("oslo",))
+    assert machine.links == {"oslo": (path,)} and machine.works("oslo")
+    machine.open_run("other", ())
+    machine.linked("oslo", "other", (path,))
+    assert machine.links == {}
+    machine.close_run("run")
+    assert not machine.works("oslo")
 
 
 def test_a_long_lived_run_calls_its_devices_whenever_they_connect() -> None:

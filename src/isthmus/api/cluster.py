@@ -15,12 +15,12 @@ from isthmus.errors import IsthmusError, PeerError
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, Launcher
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
+from isthmus.session.deadlines import few
 from isthmus.units import format_duration
 
 LOOK_S = 0.2
 REMIND_S = 30.0
 """How often to say which agents are waited for."""
-MOST_NAMES = 5
 MOST_RESTARTS = 3
 """Restarts in a row of one agent that never joined."""
 PAUSE_S = 5.0
@@ -62,7 +62,7 @@ class Cluster:
             self._launcher.stop()
         finally:
             for ticket in self._tickets.values():
-                self._service.withdraw(ticket)
+                self._service.state.withdraw(ticket)
 
     def joined(self, stop: Stop) -> list[str]:
         """The names of their devices, once all have joined. PeerError for an agent that ended before, with what it
@@ -78,13 +78,13 @@ class Cluster:
                 reminded_s = now_s
                 self._note(_waiting(missing, states, now_s - began_s))
             self._over.wait(LOOK_S)
-        self._devices = {name: self._service.devices_of(name) for name in self._specs}
+        self._devices = {name: self._service.state.devices_of(name) for name in self._specs}
         return [device for devices in self._devices.values() for device in devices]
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
         """Lost agents are brought back meanwhile."""
-        self._service.brings_back(self._expected())
+        self._expect_back()
         keeper = threading.Thread(target=self._keep, name="agents", daemon=True)
         keeper.start()
         try:
@@ -92,8 +92,8 @@ class Cluster:
         finally:
             self._over.set()
             keeper.join()
-            self._service.brings_back(())
-            self._service.are_queued(())
+            with self._service.deciding() as fleet:
+                fleet.brought_back = fleet.in_queue = frozenset()
 
     def _keep(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -113,9 +113,10 @@ class Cluster:
 
     def _wait_for(self, queued: frozenset[str]) -> None:
         if fresh := sorted(queued - self._queued):
-            self._note(f"{_few(fresh)}: in the queue of the engine, which starts it once it has a node")
+            self._note(f"{few(fresh)}: in the queue of the engine, which starts it once it has a node")
         if queued != self._queued:
-            self._service.are_queued(device for name in queued for device in self._devices[name])
+            with self._service.deciding() as fleet:
+                fleet.in_queue = frozenset(device for name in queued for device in self._devices[name])
         self._queued = queued
 
     def _bring_back(self, name: str) -> None:
@@ -127,34 +128,34 @@ class Cluster:
         if self._restarts[name].given_up:
             tried = f"after {restarts.count} restarts" if self._launcher.restarts else "the engine cannot restart it"
             self._note(f"{lost}: the run goes on without it, {tried}")
-            self._service.brings_back(self._expected())
+            self._expect_back()
             return
         self._note(f"{lost}: starting it again")
         try:
-            for device in self._service.devices_of(name):
+            for device in self._service.state.devices_of(name):
                 self._service.revoke(device)
             self._launcher.restart(self._with_ticket(self._specs[name]))
         except IsthmusError as e:
             self._note(f"{name}: cannot be started again: {e}")
 
-    def _expected(self) -> list[str]:
-        """Devices of all agents that are started again when they are lost."""
-        if not self._launcher.restarts:
-            return []
-        names = [name for name in self._specs if not self._restarts.get(name, AgentRestarts()).given_up]
-        return [device for name in names for device in self._devices[name]]
+    def _expect_back(self) -> None:
+        """Say which devices come back when they are lost: of the agents that are started again."""
+        able = self._specs if self._launcher.restarts else ()
+        names = [name for name in able if not self._restarts.get(name, AgentRestarts()).given_up]
+        with self._service.deciding() as fleet:
+            fleet.brought_back = frozenset(device for name in names for device in self._devices[name])
 
     def _with_ticket(self, spec: AgentSpec) -> AgentSpec:
         """With a new one; the one before it is void."""
-        before, ticket = self._tickets.get(spec.name), self._service.ticket()
+        before, ticket = self._tickets.get(spec.name), self._service.state.ticket()
         if before is not None:
-            self._service.withdraw(before)
+            self._service.state.withdraw(before)
         self._tickets[spec.name] = ticket
         return msgspec.structs.replace(spec, ticket=ticket)
 
     def _is_here(self, name: str) -> bool:
         """A machine's devices join together, and connect one after another."""
-        devices = self._service.devices_of(name)
+        devices = self._service.state.devices_of(name)
         return bool(devices) and self._service.present.issuperset(devices)
 
     def _why(self, name: str) -> str:
@@ -182,9 +183,4 @@ class AgentRestarts(msgspec.Struct, frozen=True):
 
 def _waiting(missing: Sequence[str], states: Mapping[str, AgentState], waited_s: float) -> str:
     named = [f"{name} ({states.get(name, AgentState.STARTING).value})" for name in missing]
-    return f"waiting for {_few(named)} to join, for {format_duration(waited_s)}"
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"{', '.join(names[:MOST_NAMES])}{more}"
+    return f"waiting for {few(named)} to join, for {format_duration(waited_s)}"

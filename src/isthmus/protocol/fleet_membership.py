@@ -9,15 +9,15 @@ Pure: the host says what time it is, and what the roster says. `membership` has 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.membership import FleetMember, MemberPort
-from isthmus.session.deadlines import MOST_NAMES
+from isthmus.protocol.run_messages import PeerPath
+from isthmus.session.deadlines import few
 from isthmus.units import format_duration
 
 REMIND_S = 30.0
@@ -100,6 +100,10 @@ class FleetMembership:
         self.port = port
         self.names: dict[str, str] = {}
         """Names of the devices that were here and are not revoked, by id."""
+        self.brought_back: frozenset[str] = frozenset()
+        """Devices that will join again if they are lost: a run that has too few devices waits for them."""
+        self.in_queue: frozenset[str] = frozenset()
+        """Devices that wait for a node in the queue of their engine: a run that has too few waits for as long."""
         self._members: dict[str, FleetMember] = {}
         self._runs: dict[str, _Run] = {}
         self._expected, self._expected_until_s = "", 0.0
@@ -128,6 +132,21 @@ class FleetMembership:
         """To be read only."""
         return self._members.get(device)
 
+    @property
+    def queued(self) -> frozenset[str]:
+        """Devices in the queue of their engine that are not here."""
+        return frozenset(d for d in self.in_queue if not self._is_here(d))
+
+    @property
+    def links(self) -> dict[str, tuple[PeerPath, ...]]:
+        """How devices at work for a run that goes on have got to others."""
+        members = [m for m in self._members.values() if m.run in self._runs and m.paths[0] == m.run]
+        return {member.name: member.paths[1] for member in members}
+
+    def works(self, device: str) -> bool:
+        """Whether a process of the device works for a run that goes on, or is called to it."""
+        return device in self._members and self._members[device].run in self._runs
+
     def at_work(self, device: str, run: str) -> bool:
         """Whether the device is connected, and a process of it works for the run or is called to it."""
         member = self._members.get(device)
@@ -138,6 +157,16 @@ class FleetMembership:
         no run that goes on, or one that yields. Without a run: those that work for none."""
         here = [d for d in devices if self._is_here(d) and not self.leaves(d, run)]
         return [d for d in here if not self.at_work(d, run) and self._is_free(d, run)]
+
+    def idle(self, like: Collection[str], kinds: Mapping[str, object]) -> list[str]:
+        """Devices that work for no run, each of the same kind as all of `like`. `kinds`: by device; devices of equal
+        kinds compute the same bits."""
+        free = self.offers(sorted(self.connected), run="")
+        return [device for device in free if all(kinds.get(device) == kinds.get(other) for other in like)]
+
+    def returns(self, device: str, run: str) -> bool:
+        """Whether a device that the run has lost can work for it again."""
+        return (self._is_here(device) or device in self.brought_back) and not self.leaves(device, run)
 
     def leaves(self, device: str, run: str) -> bool:
         """Whether the device was asked to leave the run: once its process has ended, the run gets it no more."""
@@ -158,16 +187,14 @@ class FleetMembership:
         """A peer has shown a certificate of the fleet. `name` is as the roster has it: None for a peer that is no
         device, never joined, or was revoked."""
         member = self._members.get(name or "")
-        refused = None
         if name is None or (member is not None and member.id == id and member.over):
-            refused = _not_in_fleet(id)
-        elif member is None or member.id != id:
+            return _not_in_fleet(id)
+        if member is None or member.id != id:
             if member is not None:  # the name's former device was revoked, or this one could not have it
-                self._revoke(member)
+                self.revoke(member.id)
             self._members[name] = FleetMember(self.port, name, id)
             self.names[id] = name
-        self._look_at_waits()
-        return refused
+        return None
 
     def connect(
         self, device: str, id: str, connection: int, *, working: str = "", mismatch: str = ""
@@ -176,31 +203,42 @@ class FleetMembership:
         run that a process of the device works for already. `mismatch`: why the software of both sides cannot work
         together."""
         member = self._members.get(device)
-        refused = None
         if member is None or member.id != id or member.over:
-            refused = _not_in_fleet(id)
-        elif mismatch:
-            refused = Refusal("version", mismatch)
-        else:
-            self._admit(member, connection, working)
-        self._look_at_waits()
-        return refused
+            return _not_in_fleet(id)
+        if mismatch:
+            return Refusal("version", mismatch)
+        self._leave_unanswered(device)
+        member.connect(connection, working)
+        runs = {name: run for name, run in self._runs.items() if run.long_lived}
+        wanted = [name for name, run in runs.items() if device in run.devices]
+        idle = "" if wanted else "; ".join(map(_meant_for, runs.values()))
+        self.port.admit(device, connection, idle)
+        self.port.note(f"{device} is here{', and waits: ' if idle else ''}{idle}", device)
+        for name in wanted:
+            self.call(device, name)
+        self._count(device)
+        return None
 
     def disconnect(self, device: str, connection: int) -> None:
         """A connection closed, or was silent for too long."""
         if (member := self._members.get(device)) is not None:
             if member.connection == connection:
                 self._leave_unanswered(device)
-                self._note(device, "has left")
+                self.port.note(f"{device} has left", device)
             member.disconnect(connection)
             self._count(device)
-        self._look_at_waits()
 
-    def revoke(self, device: str, id: str) -> None:
+    def revoke(self, id: str) -> None:
         """The roster has the device no more."""
-        if (member := self._members.get(device)) is not None and member.id == id:
-            self._revoke(member)
-        self._look_at_waits()
+        if (name := self.names.pop(id, None)) is None:
+            return
+        self._leave_unanswered(name)
+        for run in self._runs.values():
+            run.failed.setdefault(name, REVOKED)
+        if self._is_here(name):
+            self.port.note(f"{name} is out: {REVOKED}", name)
+        self._members[name].revoke()
+        self._count(name)
 
     def drain(self, device: str) -> None:
         """A person asks the device to leave its run without loss."""
@@ -208,7 +246,6 @@ class FleetMembership:
             if (run := self._runs.get(member.run)) is not None:
                 run.leaving.add(device)
             member.drain()
-        self._look_at_waits()
 
     def worker_failed(self, device: str, connection: int, run: str, how: str) -> None:
         """The device says that its process for the run has ended otherwise than well."""
@@ -216,46 +253,23 @@ class FleetMembership:
             if member.connection == connection and run in self._runs:
                 self._runs[run].failed[device] = how  # also where the device came back without its process
             member.worker_failed(connection, run)
-        self._look_at_waits()
 
     def admit_worker(self, device: str, worker: str, run: str) -> Admission:
         """A process of the device asks to join a run, on a connection of its own. `worker` is the name that it joins
         under: the device's, or that of one of its workers."""
         member = self._members.get(device)
-        found: Admission = "refused"
-        if member is not None and not member.over and device_of(worker) == device:
-            if run in self._runs and self._is_free(device, run):
-                member.admit_worker(run)
-                found = "admitted"
-            elif run not in self._runs and run == self._expected and self._now_s < self._expected_until_s:
-                found = "held"
-        self._look_at_waits()
-        return found
+        if member is None or member.over or device_of(worker) != device:
+            return "refused"
+        if run in self._runs and self._is_free(device, run):
+            member.admit_worker(run)
+            return "admitted"
+        expected = run not in self._runs and run == self._expected and self._now_s < self._expected_until_s
+        return "held" if expected else "refused"
 
-    def _admit(self, member: FleetMember, connection: int, working: str) -> None:
-        device = member.name
-        self._leave_unanswered(device)
-        member.connect(connection, working)
-        self._count(device)
-        runs = {name: run for name, run in self._runs.items() if run.long_lived}
-        wanted = [name for name, run in runs.items() if device in run.devices]
-        idle = "" if wanted else "; ".join(map(_meant_for, runs.values()))
-        self.port.admit(device, connection, idle)
-        self._note(device, f"is here, and waits: {idle}" if idle else "is here")
-        for name in wanted:
-            self._call(device, name)
-
-    def _revoke(self, member: FleetMember) -> None:
-        if member.over:
-            return
-        self._leave_unanswered(member.name)
-        for run in self._runs.values():
-            run.failed.setdefault(member.name, REVOKED)
-        if member.connected:
-            self._note(member.name, f"is out: {REVOKED}")
-        member.revoke()
-        self._count(member.name)
-        self.names.pop(member.id, None)
+    def linked(self, device: str, run: str, paths: Sequence[PeerPath]) -> None:
+        """A process of the device, which works for the run, has got to others."""
+        if (member := self._members.get(device)) is not None:
+            member.paths = (run, tuple(paths))
 
     def _is_here(self, device: str) -> bool:
         member = self._members.get(device)
@@ -279,18 +293,20 @@ class FleetMembership:
             for device in sorted(self.connected - set(devices)):
                 self.port.note(f"{device} waits: {_meant_for(opened)}")
         for device in devices:
-            self._call(device, run)
-        self._look_at_waits()
+            self.call(device, run)
 
     def expect_run(self, run: str, within_s: float) -> None:
         """Devices may be at work for this run, which opens within that time."""
         self._expected, self._expected_until_s = run, self._now_s + within_s
-        self._look_at_waits()
 
     def call(self, device: str, run: str) -> None:
         """A run wants the device."""
-        self._call(device, run)
-        self._look_at_waits()
+        member, wanted = self._members.get(device), self._runs.get(run)
+        if member is None or wanted is None or member.over or not self._is_free(device, run):
+            return
+        if not self.leaves(device, run):
+            wanted.failed.pop(device, None)  # what is known to have ended is not at work
+            member.call(run)
 
     def close_run(self, run: str) -> None:
         if (closed := self._runs.pop(run, None)) is not None:
@@ -299,15 +315,6 @@ class FleetMembership:
                     self.port.stop_worker(self._members[device].connection, run)
             for member in self._members.values():
                 member.close_run(run)
-        self._look_at_waits()
-
-    def _call(self, device: str, run: str) -> None:
-        member, wanted = self._members.get(device), self._runs.get(run)
-        if member is None or wanted is None or member.over or not self._is_free(device, run):
-            return
-        if not self.leaves(device, run):
-            wanted.failed.pop(device, None)  # what is known to have ended is not at work
-            member.call(run)
 
     def _is_free(self, device: str, run: str) -> bool:
         """Whether the device works for no other run that goes on, or for one that yields to this run."""
@@ -330,7 +337,6 @@ class FleetMembership:
     def stop_wait(self, wait: int) -> None:
         """Nobody waits any more."""
         self._waits.pop(wait, None)
-        self._look_at_waits()
 
     def ask(self, question: str, device: str, within_s: float) -> None:
         self._questions[question] = _Question(device, self._now_s + within_s, within_s)
@@ -338,22 +344,20 @@ class FleetMembership:
             self.port.put_question(question, self._members[device].connection)
         else:
             self._leave_unanswered(device)
-        self._look_at_waits()
 
     def answered(self, question: str, device: str) -> bool:
         """Return whether somebody waits for this device's answer."""
         asked = self._questions.get(question)
-        taken = asked is not None and asked.device == device
-        if taken:
+        if taken := asked is not None and asked.device == device:
             del self._questions[question]
-        self._look_at_waits()
         return taken
 
     def tick(self, revoked: frozenset[str] = frozenset()) -> None:
         """Time passes. `revoked`: names of awaited devices that the roster has as revoked."""
         self._revoked = revoked
-        late = [q for q, asked in self._questions.items() if self._now_s >= asked.until_s]
-        self._fail(late, "did not answer for {within_s:g} s")
+        for question, asked in list(self._questions.items()):
+            if self._now_s >= asked.until_s:
+                self._fail(question, f"did not answer for {asked.within_s:g} s")
         self._look_at_waits()
 
     def _count(self, device: str) -> None:
@@ -363,25 +367,24 @@ class FleetMembership:
                 wait.away.discard(device)
             elif device in wait.devices and not self._is_here(device):
                 wait.away.add(device)
+        self._look_at_waits()
 
     def _look_at_waits(self) -> None:
-        """End waits, and remind of the others. Every method ends with it."""
+        """End waits, and remind of the others."""
         for number, wait in list(self._waits.items()):
             if not wait.goes_on:
                 del self._waits[number]
                 self.port.end_wait(number, tuple(filter(self._is_here, wait.devices)))
             elif wait.noted_s is None or (wait.every and self._now_s - wait.noted_s >= REMIND_S):
                 wait.noted_s = self._now_s
-                self.port.note(self._reminder(wait, wait.missing, self._now_s - wait.began_s))
+                self.port.note(self._reminder(wait, self._now_s - wait.began_s))
 
-    def _reminder(self, wait: _Wait, missing: Collection[str], waited_s: float) -> str:
-        few = list(itertools.islice(missing, MOST_NAMES))
-        more = f" and {len(missing) - len(few)} more" if len(missing) > len(few) else ""
-        names = ", ".join(map(self._shown, few)) + more
+    def _reminder(self, wait: _Wait, waited_s: float) -> str:
+        missing, total = wait.missing, len(wait.devices)
+        names = few([self._shown(d) for d in missing])
         if not wait.every:
             return f"waiting for one of {names} to join"
         since = f", for {format_duration(waited_s)}" if waited_s >= REMIND_S else ""
-        total = len(wait.devices)
         return f"waiting for {names} to join ({total - len(missing)} of {total} are here){since}"
 
     def _shown(self, device: str) -> str:
@@ -390,16 +393,11 @@ class FleetMembership:
 
     def _leave_unanswered(self, device: str) -> None:
         """Its connection is gone: whatever it was asked, it will not answer."""
-        self._fail([q for q, asked in self._questions.items() if asked.device == device], "left before it answered")
+        for question in [q for q, asked in self._questions.items() if asked.device == device]:
+            self._fail(question, "left before it answered")
 
-    def _fail(self, questions: Iterable[str], why: str) -> None:
-        for question in questions:
-            asked = self._questions.pop(question)
-            reason = why.format(within_s=asked.within_s)
-            self.port.fail_question(question, f"device {asked.device!r}: {reason}")
-
-    def _note(self, device: str, what: str) -> None:
-        self.port.note(f"{device} {what}", device)
+    def _fail(self, question: str, why: str) -> None:
+        self.port.fail_question(question, f"device {self._questions.pop(question).device!r}: {why}")
 
 
 def _not_in_fleet(id: str) -> Refusal:
@@ -407,5 +405,4 @@ def _not_in_fleet(id: str) -> Refusal:
 
 
 def _meant_for(run: _Run) -> str:
-    few = ", ".join(run.devices[:MOST_NAMES]) + (" ..." if len(run.devices) > MOST_NAMES else "")
-    return f"the run is for {few}"
+    return f"the run is for {few(run.devices)}"

@@ -4,14 +4,20 @@
        ▲                 ▲ ▲              │                        │
        └── disconnect ───┘ └─ run over, or the worker failed ──────┴── drain ──► draining
 
-A new connection of a device replaces the old one: the device noticed first that the old one is dead. A device works for
-one run at most. A revoked device is over: its key is refused for ever.
+A device works for one run at most. A revoked device is over: its key is refused for ever.
+
+A device is absent as soon as its connection closes or is silent. A session first waits for a better explanation
+(`isthmus.session.failures`): it hears how the device's process ended. The coordinator of a fleet has started no process
+of a device, and knows only its connection. Absence ends no work: a process has a connection of its own to its run, and
+the run's session decides whether the device is lost. A new connection replaces the old one, as at every acceptor of
+devices that dial again: the device noticed first that the old one is dead.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from isthmus.protocol.run_messages import PeerPath
 from isthmus.session.program import OVER, Policy
 
 NO_CONNECTION = 0
@@ -43,6 +49,8 @@ class FleetMember(Policy[MemberPort]):
         self.run = ""
         """That a process of the device works for, or is called to. It is kept while the device is absent: the process
         has a connection of its own."""
+        self.paths: tuple[str, tuple[PeerPath, ...]] = ("", ())
+        """A run, and how a process of the device got to others for it."""
 
     @property
     def connected(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 FIRST_S, MOST_S = 3.0, 30.0
 """A wait is logged after FIRST_S, then after pauses that double up to MOST_S."""
@@ -20,11 +20,15 @@ WHAT = {
 BOUNDED: dict[str, str] = {"joining": "join", "holding": "stop", "recalling": "come back"}
 """Phases that take no longer than a message. In the other phases data are sent: the connection notices a device that
 makes no progress or is silent."""
-
-
 STARTING = 3.0
 """Factor on the time limit for joining while the device's process is known to run. Slow is not dead: on a machine with
 ten times more work than it can do, importing torch takes a minute."""
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the names, but of many only the first, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 class Waits:
@@ -51,9 +55,8 @@ class Waits:
             self._pause_s = min(2 * self._pause_s, max(MOST_S, usual_s))
             self._next_s = now_s + self._pause_s
             longest = sorted(self._since.items(), key=lambda wait: wait[1])
-            waited = ", ".join(f"{device} for {now_s - since_s:.0f} s" for device, since_s in longest[:MOST_NAMES])
-            more = f" and {len(longest) - MOST_NAMES} more" if len(longest) > MOST_NAMES else ""
-            self._log(f"waiting {what}: {waited}{more}{until}")
+            waited = few([f"{device} for {now_s - since_s:.0f} s" for device, since_s in longest])
+            self._log(f"waiting {what}: {waited}{until}")
         return self._since
 
 

@@ -1,8 +1,7 @@
 """A fleet of machines that join, stay, are probed and are called to work.
 
-`fleet_coordinator` with `fleet_state`, `enrollment`, `job_queue` and `status_file` is the coordinator's side;
-`presence` is the host of the fleet's membership (`isthmus.protocol.fleet_membership`). `agent`, `device_group` and
-`machine` are the device's side. A probe: `fleet_probe` asks joined devices, `local_probe` this machine, `device_probe`
-answers; `operators` and `layer_questions` choose what is measured, `speed` and `layer_speed` measure it,
-`probe_results` rank it. `data_queries` and `data_answers` compare data. `doctor` finds a broken hop.
+`fleet_coordinator` with `fleet_state`, `enrollment`, `job_queue` and `status_file` is the coordinator's side: the host
+of the fleet's membership (`isthmus.protocol.fleet_membership`). `agent`, `device_group` and `machine` are the device's
+side. A probe: `fleet_probe` asks devices, `device_probe` answers; `probe_questions` chooses what is measured, `speed`
+and `layer_speed` measure it, `probe_results` rank it. `data_queries` compares data. `doctor` finds a broken hop.
 """

@@ -6,7 +6,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
@@ -25,24 +24,14 @@ COMPARE_S = 60.0
 LOOK_S = 0.2
 
 
-class DeviceWaiting(Asking, Protocol):
-    """The fleet (`Service`)."""
-
-    def wait_for_any(self, devices: Sequence[str], stop: Stop) -> list[str]: ...
-    def wait_for(self, devices: Sequence[str], stop: Stop) -> None: ...
-
-
 class FleetDataQueries:
-    """As `Asks`."""
+    """As `DataQueries`."""
 
-    def __init__(self, service: DeviceWaiting, stop: Stop) -> None:
+    def __init__(self, service: Asking, stop: Stop) -> None:
         self._service, self._stop = service, stop
 
     def here(self, devices: Sequence[str], *, every: bool) -> list[str]:
-        if every:
-            self._service.wait_for(devices, self._stop)
-            return list(devices)
-        return self._service.wait_for_any(devices, self._stop)
+        return self._service.wait_for(devices, self._stop, every=every)
 
     def describe(
         self, devices: Sequence[str], data: DataSpec, *, heldout: bool

@@ -2,19 +2,21 @@
 
 One address for everything. Who shows no certificate can join with a ticket and do nothing else. A device keeps one
 connection for as long as it is in the fleet (`DevicePresent`), and opens one more for each run that it works for
-(`JoinRun`).
+(`JoinRun`). `FleetMembership` decides what follows from what happens there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from isthmus.errors import PeerError, UserError
-from isthmus.protocol.fleet_membership import Admission, Refusal
+from isthmus.protocol.fleet_membership import FleetMembership, Refusal
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import DevicesAtWork, RunRequest
 from isthmus.runtime.identity import Party
@@ -23,6 +25,7 @@ from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.keys import id_of
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import (
+    MOST_HARDWARE,
     MOST_REQUEST_BYTES,
     DataCompared,
     DataDescribed,
@@ -30,6 +33,9 @@ from isthmus.runtime.messages.fleet import (
     Rejected,
     Renew,
     Renewed,
+    StartRun,
+    StopRun,
+    Welcome,
 )
 from isthmus.runtime.messages.fleet import ProcessEnded as EndedMessage
 from isthmus.runtime.messages.message import Message
@@ -41,16 +47,23 @@ from isthmus.runtime.service.data_queries import FleetDataQueries
 from isthmus.runtime.service.enrollment import admit
 from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
-from isthmus.runtime.service.presence import Presence
-from isthmus.runtime.service.status_file import CoordinatorStatus, remove_status, write_status
+from isthmus.runtime.service.status_file import (
+    CoordinatorStatus,
+    DeviceStatus,
+    LinkStatus,
+    remove_status,
+    write_status,
+)
 from isthmus.runtime.transport.acceptor import Acceptor, first_message
-from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.channel import Channel, SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.listener import Listener, allow_many_connections
-from isthmus.runtime.transport.rate_limit import Rate, limited
+from isthmus.runtime.transport.rate_limit import LogLimiter, Rate, limited
 from isthmus.runtime.transport.relay import Relay
+from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.runtime.transport.secure import Connection
-from isthmus.training.engine_operators import EngineOperators
+from isthmus.sanitize import sanitize
+from isthmus.training.engine_operators import EngineOperators, engine_operators
 
 Answer = TypeVar("Answer", bound=Message)
 ANSWERS = ExpectingDial | LinkTimes | MeasuredSpeed | DataDescribed | DataCompared
@@ -59,12 +72,23 @@ WATCH_S = 1.0
 """How often to check for revoked devices."""
 BEAT_S = 0.5
 """How often a device that waits for an expected run gets a heartbeat."""
+LOOK_S = 1.0
+"""How often a wait checks whether it is to stop."""
+FLUSH_S = 1.0
 WITHOUT_WORK = Rate(5.0, 50.0)
 """A device that is in the fleet sends heartbeats, and sometimes a renewal."""
 
 
+class DeviceKind(NamedTuple):
+    """Devices of equal kinds compute the same bits."""
+
+    hardware: str
+    """As the device calls it."""
+    computes: EngineOperators | None
+
+
 class FleetCoordinator:
-    """Listens from `start` on. `log` gets one line for whatever a person may want to know; any thread."""
+    """The host and the port of a `FleetMembership`; any thread. It listens from `start` on."""
 
     def __init__(
         self,
@@ -76,21 +100,31 @@ class FleetCoordinator:
         log: Callable[[str], None],
         renew_after_absence_s: float = 0.0,
     ) -> None:
-        """A device that was away for less than `renew_after_absence_s` needs no ticket when its certificate has
-        ended."""
-        self._state = state
+        """`log` gets one line for whatever a person may want to know. A device that was away for less than
+        `renew_after_absence_s` needs no ticket when its certificate has ended."""
+        self.state = state
         self._renew_after_absence_s = renew_after_absence_s
         self._timeout_s = timeout_s
-        self._log = log
-        self._presence = Presence(state.roster, log, timeout_s=timeout_s, cut=self._cut)
+        self._write = log
+        self._limiter = LogLimiter(self._log)
+        self._relay = Relay(timeout_s)
+        self._membership = FleetMembership(self)
         self._changed = threading.Condition()
-        """Guards the attributes below."""
+        """Guards the membership and the attributes below. Notified when a wait ends and when a run opens."""
+        self._asked: list[Callable[[], object]] = []
+        """Actions on connections that the membership asks for."""
+        self._notes: list[tuple[str, str]] = []
+        self._numbers = itertools.count(1)
+        """Numbers of connections and waits."""
         self._channels: dict[str, set[SocketChannel]] = {}
         """All connections of each device, by id."""
-        self._acceptors: dict[str, Acceptor] = {}
-        """The acceptor of each run."""
-        self._relay = Relay(timeout_s)
-        self._brought_back = self._queued = frozenset[str]()
+        self._lanes: dict[int, tuple[SendLane, Channel]] = {}
+        """The lane and the channel of each connection that stays."""
+        self._kinds: dict[str, DeviceKind] = {}
+        self._runs: dict[str, tuple[RunRequest, Acceptor]] = {}
+        self._ended_waits: dict[int, list[str]] = {}
+        """The devices that are here, by wait that is over."""
+        self._questions: dict[str, tuple[AnyMessage, queue.SimpleQueue[AnyMessage | str]]] = {}
         self._over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._listener = Listener(
@@ -101,7 +135,7 @@ class FleetCoordinator:
     def start(self) -> None:
         """UserError if the fleet's status cannot be written to the state folder."""
         allow_many_connections()
-        write_status(self._state.folder, self.current_status())
+        write_status(self.state.folder, self.current_status())
         self._listener.start(self._on_connection)
         self._watching.start()
 
@@ -110,8 +144,9 @@ class FleetCoordinator:
         self._listener.close()
         if self._watching.ident is not None:
             self._watching.join(WATCH_S)
-            remove_status(self._state.folder)
-        self._presence.close()
+            remove_status(self.state.folder)
+        for lane, _ in list(self._lanes.values()):
+            lane.close(FLUSH_S)
         self._relay.close()
         for channel in [c for channels in self._channels.values() for c in channels]:
             channel.close()
@@ -122,113 +157,213 @@ class FleetCoordinator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def deciding(self) -> Generator[FleetMembership]:
+        """Inside, ask the membership, or tell it what happened. Connections get what it asks when it has decided. Lines
+        of the log come last, and without the lock: a reader of them may be slow."""
+        with self._changed:
+            try:
+                self._membership.clock(time.monotonic())
+                yield self._membership
+                asked, self._asked = self._asked, []
+                for carry_out in asked:
+                    carry_out()
+            finally:
+                notes, self._notes = self._notes, []
+        for text, device in notes:
+            if device:
+                self._limiter.about(device, text)
+            else:
+                self._log(text)
+
+    def _log(self, text: str) -> None:
+        """A line that cannot be written, as the disk is full or nobody reads it, changes nothing for the fleet."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the file is closed
+            self._write(text)
+
+    # What the membership asks
+
+    def admit(self, device: str, connection: int, idle: str) -> None:
+        self._put(connection, Welcome(run="", device=device, timeout_s=self._timeout_s, idle=idle))
+
+    def start_worker(self, device: str, connection: int, run: str) -> None:
+        call, _ = self._runs[run]
+        stages = call.stages.get(device, 1)
+        message = StartRun(
+            run=run, timeout_s=call.timeout_s, threads=call.threads, stages=stages, replica=call.replicas
+        )
+        self._put(connection, message)
+
+    def stop_worker(self, connection: int, run: str) -> None:
+        self._put(connection, StopRun(run=run))
+
+    def close_connection(self, connection: int) -> None:
+        def close() -> None:
+            lane, channel = self._lanes[connection]
+            lane.close(0.0)
+            channel.close()
+
+        self._asked.append(close)
+
+    def cut(self, id: str) -> None:
+        self._asked.append(lambda: self._cut(id))
+
+    def end_wait(self, wait: int, devices: Sequence[str]) -> None:
+        self._ended_waits[wait] = list(devices)
+        self._changed.notify_all()
+
+    def put_question(self, question: str, connection: int) -> None:
+        self._put(connection, self._questions[question][0])
+
+    def fail_question(self, question: str, reason: str) -> None:
+        self._questions[question][1].put(reason)
+
+    def note(self, text: str, device: str = "") -> None:
+        self._notes.append((text, device))
+
+    def _put(self, connection: int, message: AnyMessage) -> None:
+        self._asked.append(lambda: self._lanes[connection][0].put(message))
+
+    def _cut(self, id: str) -> None:
+        with self._changed:
+            channels = list(self._channels.get(id, ()))
+        for channel in channels:
+            channel.close()
+        self._relay.cut(id)
+
+    # What users of the fleet ask
+
     @property
     def present(self) -> frozenset[str]:
         """Names of the devices that are connected."""
-        return self._presence.names
+        with self.deciding() as membership:
+            return membership.connected
 
-    def ticket(self) -> str:
-        """A new one, as text."""
-        return self._state.ticket()
-
-    def withdraw(self, ticket: str) -> None:
-        """As `FleetState`."""
-        self._state.withdraw(ticket)
-
-    def devices_of(self, machine: str) -> list[str]:
-        """Names of the devices that joined from a machine, sorted; it may have one of its own name, or one for each
-        accelerator."""
-        names = (member.name for member in self._state.roster.members() if member.revoked_s is None)
-        return sorted(name for name in names if name.partition("/")[0] == machine)
+    def id_of(self, device: str) -> str:
+        """Return the id of a device that is connected. PeerError for any other."""
+        with self.deciding() as membership:
+            member = membership.member(device)
+            if member is None or not member.connected:
+                raise PeerError(f"device {device!r}: is not connected")
+            return member.id
 
     def revoke(self, device: str) -> None:
         """Shut out a device that joined. On return its connections are closed, and another may take its name."""
-        member = self._state.roster.revoke(device, time.time())
-        with self._presence.deciding() as membership:
-            membership.revoke(member.name, member.id)
+        member = self.state.roster.revoke(device, time.time())
+        with self.deciding() as membership:
+            membership.revoke(member.id)
         self._cut(member.id)  # also what the membership has not seen yet
 
-    def brings_back(self, devices: Iterable[str]) -> None:
-        """Those of them that are lost will join again: a run that has too few devices waits for them."""
-        self._brought_back = frozenset(devices)
+    def wait_for(self, devices: Sequence[str], stop: Stop | None = None, *, every: bool = True) -> list[str]:
+        """Return those that are connected, once all or any of them are, however long that takes: machines are started
+        by people. Interrupted where that is to stop."""
+        stop, revoked = stop or Stop(), self._revoked(devices)
+        with self.deciding() as membership:
+            number = next(self._numbers)
+            membership.begin_wait(number, devices, every=every, revoked=revoked)
+        try:
+            with self._changed:
+                while number not in self._ended_waits:
+                    stop.check()
+                    self._changed.wait(LOOK_S)
+                return self._ended_waits[number]
+        finally:
+            with self.deciding() as membership:
+                membership.stop_wait(number)
+                self._ended_waits.pop(number, None)
 
-    def are_queued(self, devices: Iterable[str]) -> None:
-        """These wait for a node in the queue of their engine: a run that has too few devices waits for as long."""
-        self._queued = frozenset(devices)
+    def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
+        """Ask a device a question, which `run` names; return the answer. PeerError when it does not answer, or
+        leaves."""
+        answers: queue.SimpleQueue[AnyMessage | str] = queue.SimpleQueue()
+        with self.deciding() as membership:
+            self._questions[message.run] = (message, answers)
+            membership.ask(message.run, device, within_s)
+        answer = answers.get()
+        with self._changed:
+            del self._questions[message.run]
+        if isinstance(answer, str):
+            raise PeerError(answer)
+        if not isinstance(answer, kind):
+            raise PeerError(f"device {device!r}: sent {type(answer).__name__}, expected {kind.__name__}")
+        return answer
 
-    def queued(self) -> frozenset[str]:
-        return self._queued - self._presence.names
+    def waiting_at_relay(self, run: str, id: str) -> int:
+        """Connections of a device by which others may reach it for `run`."""
+        return self._relay.waiting(run, id)
 
-    def may_return(self, device: str) -> bool:
-        """Whether a device that a run has lost can work for it again."""
-        return device in self._presence.names or device in self._brought_back
+    def current_status(self) -> CoordinatorStatus:
+        """Who is here, and how devices at work reach each other."""
+        relayed = tuple(self._relay.links())
+        with self.deciding() as membership:
+            members = [member for name in sorted(membership.connected) if (member := membership.member(name))]
+            devices = tuple(
+                DeviceStatus(
+                    name=m.name, id=m.id, hardware=self._kinds[m.name].hardware, working=membership.works(m.name)
+                )
+                for m in members
+            )
+            links, awaited = membership.links, membership.awaited
+        return CoordinatorStatus(
+            at_s=time.time(),
+            port=self.port,
+            devices=devices,
+            links=tuple(_link_status(d, path, relayed) for d, paths in sorted(links.items()) for path in paths),
+            relayed=relayed,
+            awaited=awaited,
+        )
 
-    def wait_for(self, devices: Sequence[str], stop: Stop | None = None) -> None:
-        """Until all of them are connected. Interrupted where that is to stop."""
-        self._presence.wait(devices, stop or Stop(), every=True)
-
-    def wait_for_any(self, devices: Sequence[str], stop: Stop) -> list[str]:
-        """Those of them that are connected, once there is one. Interrupted where that is to stop."""
-        return self._presence.wait(devices, stop, every=False)
+    # As `Backend`
 
     @property
     def survives_coordinator(self) -> bool:
         return True
 
     def expects_reconnect(self, run: str) -> None:
-        """As `Backend`."""
-        with self._presence.deciding() as membership:
+        with self.deciding() as membership:
             membership.expect_run(run, self._timeout_s)
 
     def asks(self, stop: Stop | None = None) -> FleetDataQueries:
-        """As `Backend`."""
         return FleetDataQueries(self, stop or Stop())
 
     @property
     def computes(self) -> Mapping[str, EngineOperators]:
-        """As `Backend`."""
-        return self._presence.computes
+        with self._changed:
+            return {name: kind.computes for name, kind in self._kinds.items() if kind.computes is not None}
 
     def idle(self, like: Collection[str]) -> list[str]:
-        """As `Backend`."""
-        return self._presence.idle(like)
+        with self.deciding() as membership:
+            return membership.idle(like, self._kinds)
 
     @contextlib.contextmanager
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
-        """As `Backend`: waits until all devices of the call are here."""
+        """Waits until all devices of the call are here."""
         self.wait_for(call.devices, call.stop)
-        with self._accepting(call.run, acceptor), self._presence.run(call):
-            yield _FleetDevices(self, self._presence, call)
+        with self._opened(call, acceptor, long_lived=False):
+            yield _FleetDevices(self, call)
+
+    def long_lived_run(self, call: RunRequest, acceptor: Acceptor) -> contextlib.AbstractContextManager[None]:
+        """Start a run on those of its devices that are connected, and on the others when they connect."""
+        return self._opened(call, acceptor, long_lived=True)
 
     @contextlib.contextmanager
-    def long_lived_run(self, call: RunRequest, acceptor: Acceptor) -> Generator[None]:
-        """Start a run on those of its devices that are connected, and on the others when they connect."""
-        with self._accepting(call.run, acceptor), self._presence.run(call, long_lived=True):
+    def _opened(self, call: RunRequest, acceptor: Acceptor, *, long_lived: bool) -> Generator[None]:
+        with self.deciding() as membership:
+            self._runs[call.run] = call, acceptor
+            membership.open_run(call.run, call.devices, call.others, long_lived=long_lived, yields=call.yields)
+            self._changed.notify_all()
+        try:
             yield
+        finally:
+            with self.deciding() as membership:
+                membership.close_run(call.run)
+                del self._runs[call.run]
 
-    def leaving(self) -> list[str]:
-        """Who was asked to leave, by whatever process (`isthmus drain`), since this was called last."""
-        devices = self._state.take_leaving()
-        with self._presence.deciding() as membership:
-            for device in devices:
-                membership.drain(device)
-        return devices
-
-    def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
-        """Ask a device a question, which `run` names; return the answer. PeerError when it does not answer, or
-        leaves."""
-        answer = self._presence.ask(device, message, within_s)
-        if not isinstance(answer, kind):
-            raise PeerError(f"device {device!r}: sent {type(answer).__name__}, expected {kind.__name__}")
-        return answer
-
-    def id_of(self, device: str) -> str:
-        """Return the id of a device that is connected. PeerError for any other."""
-        return self._presence.id_of(device)
+    # Connections
 
     def _unknown_peer(self, connection: Connection) -> None:
         with contextlib.suppress(OSError, PeerError, StoreError):
-            name = admit(connection, self._state.authority, self._state.roster, self._renew_after_absence_s)
+            name = admit(connection, self.state.authority, self.state.roster, self._renew_after_absence_s)
             if name is not None:
                 self._log(f"certificate for {name}")
 
@@ -239,8 +374,8 @@ class FleetCoordinator:
             self._channels.setdefault(party.id, set()).add(channel)
         name = None
         try:
-            name = self._state.roster.name_of(party.id) if party.role == "device" else None
-            with self._presence.deciding() as membership:
+            name = self.state.roster.name_of(party.id) if party.role == "device" else None
+            with self.deciding() as membership:
                 refused = membership.identify(party.id, name)
             if refused is not None:
                 _refuse(channel, refused)
@@ -251,11 +386,11 @@ class FleetCoordinator:
             if isinstance(first, DevicePresent):
                 self._stay(channel, first, name, party)
             elif isinstance(first, RelayWait | RelayConnect):
-                self._relay.serve(channel, first, self._presence.names_by_id)
+                self._relay.serve(channel, first, self._membership.names)
             elif first is not None and (run := self._acceptor(channel, first, name)) is not None:
                 run.admit(channel, first)
         except (OSError, PeerError, StoreError) as e:
-            self._presence.about(name or party.id, str(e))
+            self._limiter.about(name or party.id, str(e))
         finally:
             channel.close()
             with self._changed:
@@ -264,44 +399,56 @@ class FleetCoordinator:
     def _acceptor(self, channel: SocketChannel, join: JoinRun, name: str) -> Acceptor | None:
         """Return the acceptor of the run, if the device may work for it. For a run that is expected a device waits
         here."""
-        while (admission := self._admission(name, join)) == "held" and not self._over.is_set():
+        while True:
+            with self.deciding() as membership:
+                admission = membership.admit_worker(name, join.device, join.run)
+                if admission == "admitted":
+                    return self._runs[join.run][1]
+            if admission == "refused" or self._over.is_set():
+                return None
             channel.send(Heartbeat(run=join.run))
             with self._changed:
-                self._changed.wait_for(lambda: join.run in self._acceptors, BEAT_S)
-        with self._changed:
-            return self._acceptors.get(join.run) if admission == "admitted" else None
-
-    def _admission(self, name: str, join: JoinRun) -> Admission:
-        with self._presence.deciding() as membership:
-            return membership.admit_worker(name, join.device, join.run)
-
-    @contextlib.contextmanager
-    def _accepting(self, run: str, acceptor: Acceptor) -> Generator[None]:
-        with self._changed:
-            self._acceptors[run] = acceptor
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            del self._acceptors[run]
+                self._changed.wait_for(lambda: join.run in self._runs, BEAT_S)
 
     def _stay(self, channel: SocketChannel, present: DevicePresent, name: str, party: Party) -> None:
         """For as long as the device stays connected."""
         lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
-        number = self._presence.connected(lane, channel, name, present)
-        wrong = mismatch(versions_here(), present.versions) or ""
-        try:
-            with self._presence.deciding() as membership:
-                refused = membership.connect(name, party.id, number, working=present.working, mismatch=wrong)
+        with self.connection(lane, channel, name, party.id, present) as (number, refused):
             if refused is not None:
                 _refuse(channel, refused)
                 raise PeerError(f"{channel.other}: refused: {refused.reason}")
-            self._state.roster.seen(party.id, time.time())
-            self._on_message(channel, lane, number, name, party)
-        finally:
-            self._presence.disconnected(name, number)
+            self.state.roster.seen(party.id, time.time())
+            self._receive(channel, lane, number, name, party)
 
-    def _on_message(self, channel: SocketChannel, lane: SendLane, number: int, name: str, party: Party) -> None:
+    @contextlib.contextmanager
+    def connection(
+        self, lane: SendLane, channel: Channel, device: str, id: str, present: DevicePresent
+    ) -> Generator[tuple[int, Refusal | None]]:
+        """The number of a connection that stays while inside, unless the device is refused."""
+        wrong = mismatch(versions_here(), present.versions) or ""
+        computes = present.computes
+        if computes is not None and computes == (alike := engine_operators(computes.engine)):
+            computes = alike  # most are: kept once
+        kind = DeviceKind(sanitize(present.hardware)[:MOST_HARDWARE].strip(), computes)
+        with self._changed:
+            number = next(self._numbers)
+            self._lanes[number] = (lane, channel)
+        try:
+            with self.deciding() as membership:
+                refused = membership.connect(device, id, number, working=present.working, mismatch=wrong)
+                if refused is None:
+                    self._kinds[device] = kind
+            yield number, refused
+        finally:
+            try:
+                with self.deciding() as membership:
+                    membership.disconnect(device, number)
+            finally:
+                with self._changed:
+                    del self._lanes[number]
+                lane.close(FLUSH_S)
+
+    def _receive(self, channel: SocketChannel, lane: SendLane, number: int, name: str, party: Party) -> None:
         check = limited(WITHOUT_WORK, _only_fleet)
         while (received := channel.receive(check, idle_s=self._timeout_s)) is not None:
             message = received[0]
@@ -310,18 +457,27 @@ class FleetCoordinator:
             elif isinstance(message, Renew):
                 lane.put(Renewed(run="", certificate=self._renewed(message.request, party)))
             elif isinstance(message, EndedMessage):
-                self._check_member(name, party.id)
-                how = message.how[:500]
-                with self._presence.deciding() as membership:
-                    membership.worker_failed(name, number, message.run, how)
+                revoked = self.state.roster.name_of(party.id) is None
+                with self.deciding() as membership:
+                    if revoked:
+                        membership.revoke(party.id)
+                    membership.worker_failed(name, number, message.run, message.how[:500])
             elif isinstance(message, ANSWERS):
-                self._presence.answered(name, message)
+                self.answered(name, message)
+
+    def answered(self, device: str, message: AnyMessage) -> None:
+        """A device has sent an answer."""
+        with self.deciding() as membership:
+            if membership.answered(message.run, device):
+                self._questions[message.run][1].put(message)  # `ask` keeps it until an answer is there
 
     def _renewed(self, request: bytes, party: Party) -> bytes:
         if len(request) > MOST_REQUEST_BYTES or id_of(requested_key(request)) != party.id:
             raise PeerError(f"device {party.id}: asked for a certificate of another key")
-        self._state.roster.seen(party.id, time.time())
-        return self._state.authority.certify(request, "device")[1]
+        self.state.roster.seen(party.id, time.time())
+        return self.state.authority.certify(request, "device")[1]
+
+    # As time passes
 
     def _watch(self) -> None:
         """Tell the membership of the time, and of revoked devices: any process may revoke them."""
@@ -332,69 +488,64 @@ class FleetCoordinator:
                 self._log(f"checking the fleet failed: {type(e).__name__}: {e}")
 
     def _look(self) -> None:
-        self._presence.tick()
-        here = self._state.roster.here()  # one query, however many devices there are
-        for id, name in dict(self._presence.names_by_id).items():
-            if id not in here:
-                self._check_member(name, id)
-        self._state.renew()
-        write_status(self._state.folder, self.current_status())
+        self._limiter.look()
+        with self.deciding() as membership:
+            missing, ids = membership.missing, set(membership.names)
+        revoked = self._revoked(missing)
+        with self.deciding() as membership:
+            membership.tick(revoked)
+        gone = ids - self.state.roster.here()  # one query, however many devices there are
+        with self.deciding() as membership:
+            for id in gone:
+                membership.revoke(id)
+        self.state.renew()
+        write_status(self.state.folder, self.current_status())
 
-    def _check_member(self, name: str, id: str) -> None:
-        if self._state.roster.name_of(id) is None:
-            with self._presence.deciding() as membership:
-                membership.revoke(name, id)
-
-    def _cut(self, id: str) -> None:
-        with self._changed:
-            channels = list(self._channels.get(id, ()))
-        for channel in channels:
-            channel.close()
-        self._relay.cut(id)
-
-    def waiting_at_relay(self, run: str, id: str) -> int:
-        """Connections of a device by which others may reach it for `run`."""
-        return self._relay.waiting(run, id)
-
-    def current_status(self) -> CoordinatorStatus:
-        """Who is here, and how devices at work reach each other."""
-        relayed = tuple(self._relay.links())
-        return CoordinatorStatus(
-            at_s=time.time(),
-            port=self.port,
-            devices=self._presence.devices(),
-            links=self._presence.links(relayed),
-            relayed=relayed,
-            awaited=self._presence.awaited,
-        )
+    def _revoked(self, devices: Collection[str]) -> frozenset[str]:
+        with contextlib.suppress(StoreError):
+            return frozenset(filter(self.state.roster.is_revoked, devices))
+        return frozenset()
 
 
 class _FleetDevices:
-    def __init__(self, service: FleetCoordinator, presence: Presence, call: RunRequest) -> None:
+    def __init__(self, service: FleetCoordinator, call: RunRequest) -> None:
         self._service = service
-        self._presence = presence
         self._call = call
 
     def ended(self) -> Mapping[str, str]:
-        return self._presence.failed(self._call.run)
+        with self._service.deciding() as membership:
+            return membership.failed(self._call.run)
 
     def starting(self, device: str) -> bool:
-        return self._presence.at_work(device, self._call.run)
+        with self._service.deciding() as membership:
+            return membership.at_work(device, self._call.run)
 
     def returns(self, device: str) -> bool:
-        return self._service.may_return(device) and not self._presence.leaves(device, self._call.run)
+        with self._service.deciding() as membership:
+            return membership.returns(device, self._call.run)
 
     def queued(self) -> frozenset[str]:
-        return self._service.queued()
+        with self._service.deciding() as membership:
+            return membership.queued
 
     def offers(self) -> list[str]:
-        return self._presence.offers((*self._call.devices, *self._call.others), self._call.run)
+        with self._service.deciding() as membership:
+            return membership.offers((*self._call.devices, *self._call.others), self._call.run)
 
     def leaving(self) -> list[str]:
-        return [] if self._call.yields else self._service.leaving()  # each is said once, to the run that does not yield
+        """Who was asked to leave, by whatever process (`isthmus drain`): each is said once, to the run that does not
+        yield."""
+        if self._call.yields:
+            return []
+        devices = self._service.state.take_leaving()
+        with self._service.deciding() as membership:
+            for device in devices:
+                membership.drain(device)
+        return devices
 
     def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
-        self._presence.linked(device, self._call.run, paths)
+        with self._service.deciding() as membership:
+            membership.linked(device, self._call.run, paths)
 
     def bandwidth(self, source: str, target: str) -> float | None:
         """Measure the link by the two devices' agents, while their other processes work."""
@@ -404,8 +555,23 @@ class _FleetDevices:
             return None
 
     def call(self, device: str) -> None:
-        with self._presence.deciding() as membership:
+        with self._service.deciding() as membership:
             membership.call(device, self._call.run)
+
+
+def _link_status(device: str, path: PeerPath, relayed: Sequence[RelayedLink]) -> LinkStatus:
+    """Return the status of a device's way to another one. `relayed`: all connections that are relayed now."""
+    pair = (device, path.device)
+    carried = [link for link in relayed if set(link.devices) == set(pair)] if path.relayed else []
+    halves = [link.latency_s for link in carried if link.latency_s is not None]
+    return LinkStatus(
+        devices=pair,
+        relayed=path.relayed,
+        carried_bytes=sum(link.carried_bytes for link in carried),
+        latency_s=path.latency_s if not path.relayed else max(halves, default=None),
+        streams=path.streams,
+        bbr=path.bbr,
+    )
 
 
 def _refuse(channel: SocketChannel, refused: Refusal) -> None:

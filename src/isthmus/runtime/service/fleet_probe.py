@@ -23,6 +23,7 @@ from isthmus.runtime.messages.probe import (
     MeasureLink,
     MeasureSpeed,
 )
+from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.probe_results import measurements_of, planned_speed
 from isthmus.sanitize import sanitize
 from isthmus.units import significant
@@ -34,13 +35,15 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class Asking(Protocol):
-    """Who can ask the devices of a fleet (`Service`)."""
+    """Who can ask the devices of a fleet (`FleetCoordinator`)."""
 
     def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
         """PeerError when it does not answer."""
         ...
 
     def id_of(self, device: str) -> str: ...
+
+    def wait_for(self, devices: Sequence[str], stop: Stop, *, every: bool) -> list[str]: ...
 
 
 def probe_fleet(
