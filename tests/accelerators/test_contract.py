@@ -45,6 +45,7 @@ from isthmus_testing.emulated_accelerator.accelerator import CheckedEvent
 from tests.accelerators.thread_backend import ThreadCrew
 from tests.runtime.jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, random_cut
 from tests.runtime.test_run_parity import BERT, GPT, pairs
+from tests.tiers import represented_by
 
 HARDWARE = sorted({name.partition(":")[0] for name in accelerator_names()}) or [
     pytest.param("", marks=pytest.mark.skip("no accelerator here: `make test-gpu` runs it on one"))
@@ -156,7 +157,7 @@ def emulated() -> list[Checked]:
     return [open_checked(index, fresh=True) for index in range(max(case.stages for case in CASES.values()))]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", represented_by(CASES, "gpt-bf16", "bert-dropout"))
 def test_the_emulated_accelerator_trains_to_the_cpus_bits(
     name: str,
     ready: Callable[[str], Ready],
