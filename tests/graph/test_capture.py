@@ -262,6 +262,7 @@ print(found.train.parameter_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_m
 """
 
 
+@pytest.mark.long
 def test_a_model_of_six_gigabytes_is_captured_without_its_weights():
     pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)

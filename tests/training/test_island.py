@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from in_process import Pipeline, batches, capture_of, copies, weights_of
 from tests.interpreters import script
+from tests.tiers import represented_by
 from torch import Tensor, nn
 from torch.nn import functional
 from zoo import X, model
@@ -111,8 +112,8 @@ def _trained(pipeline: Pipeline, data: list[list[dict[str, Tensor]]]) -> tuple[l
     return losses, pipeline.state()
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", ["gpt-tied", "unet", "Counted", "cnn"])
+@pytest.mark.parametrize("sharded", represented_by([False, True], True))
+@pytest.mark.parametrize("name", represented_by(["gpt-tied", "unet", "Counted", "cnn"], "gpt-tied", "unet"))
 def test_two_ranks_train_as_one(ranks: Ranks, name: str, sharded: bool) -> None:
     """Skips, tied parameters, a counted loss and batch norm; the island has the stage with the data, one in the middle,
     or the one with the loss."""
