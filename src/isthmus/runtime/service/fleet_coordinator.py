@@ -116,8 +116,6 @@ class FleetCoordinator:
         self._notes: list[tuple[str, str]] = []
         self._numbers = itertools.count(1)
         """Numbers of connections and waits."""
-        self._channels: dict[str, set[SocketChannel]] = {}
-        """All connections of each device, by id."""
         self._lanes: dict[int, tuple[SendLane, Channel]] = {}
         """The lane and the channel of each connection that stays."""
         self._kinds: dict[str, DeviceKind] = {}
@@ -148,8 +146,7 @@ class FleetCoordinator:
         for lane, _ in list(self._lanes.values()):
             lane.close(FLUSH_S)
         self._relay.close()
-        for channel in [c for channels in self._channels.values() for c in channels]:
-            channel.close()
+        self._listener.cut()
 
     def __enter__(self) -> FleetCoordinator:
         return self
@@ -225,10 +222,7 @@ class FleetCoordinator:
         self._asked.append(lambda: self._lanes[connection][0].put(message))
 
     def _cut(self, id: str) -> None:
-        with self._changed:
-            channels = list(self._channels.get(id, ()))
-        for channel in channels:
-            channel.close()
+        self._listener.cut(id)
         self._relay.cut(id)
 
     # What users of the fleet ask
@@ -370,8 +364,6 @@ class FleetCoordinator:
     def _on_connection(self, channel: SocketChannel) -> None:
         party = channel.party
         assert party is not None, "the listener admits no unknown peer"
-        with self._changed:
-            self._channels.setdefault(party.id, set()).add(channel)
         name = None
         try:
             name = self.state.roster.name_of(party.id) if party.role == "device" else None
@@ -393,8 +385,6 @@ class FleetCoordinator:
             self._limiter.about(name or party.id, str(e))
         finally:
             channel.close()
-            with self._changed:
-                self._channels[party.id].discard(channel)
 
     def _acceptor(self, channel: SocketChannel, join: JoinRun, name: str) -> Acceptor | None:
         """Return the acceptor of the run, if the device may work for it. For a run that is expected a device waits

@@ -7,7 +7,6 @@ import contextlib
 import resource
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
 
@@ -55,8 +54,8 @@ class Listener:
         self._unknown_peers = PendingConnections()
         self._adopted = PendingConnections()
         """Relayed connections are counted apart, so unknown peers cannot take their places."""
-        self._known: Counter[str] = Counter()
-        """Number of connections of authenticated peers, by id."""
+        self._known: dict[str, set[SocketChannel]] = {}
+        """Connections that were handed on, by the peer's id; empty without TLS."""
         self._closed = threading.Event()
         self._counting = threading.Lock()
         self._socket = listening_socket(host, port)
@@ -75,6 +74,13 @@ class Listener:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in its thread: close does not
         self._socket.close()
+
+    def cut(self, peer: str | None = None) -> None:
+        """Close the connections that were handed on, of the peer with this id or of all."""
+        with self._counting:
+            channels = [c for id, known in self._known.items() if peer in (None, id) for c in known]
+        for channel in channels:
+            channel.close()
 
     def _accept(self, on_connection: Greet) -> None:
         while True:
@@ -135,8 +141,10 @@ class Listener:
     def _attend(self, channel: SocketChannel, on_connection: Greet) -> None:
         id = channel.party.id if channel.party is not None else ""
         with self._counting:
-            full = id != "" and self._known[id] >= MOST_OF_ONE
-            self._known[id] += not full
+            known = self._known.setdefault(id, set())
+            full = id != "" and len(known) >= MOST_OF_ONE
+            if not full:
+                known.add(channel)
         if full:
             channel.close()
             return
@@ -144,8 +152,9 @@ class Listener:
             on_connection(channel)
         finally:
             with self._counting:
-                self._known[id] -= 1
-                self._known += Counter()
+                known.discard(channel)
+                if not known:
+                    del self._known[id]
 
     def _authenticated(self, connection: socket.socket, identity: Identity, other: str) -> SocketChannel | None:
         """None for an unknown peer, who has been dealt with."""
