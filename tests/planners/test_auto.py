@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 from term_cases import every_plan
+from tests.tiers import represented_by
 
 from isthmus.cost import Problem, layouts_of
 from isthmus.errors import FleetTooSmall, UserError
@@ -51,7 +52,14 @@ def test_auto_is_within_two_percent_of_brute_force_and_above_its_bound(
     assert found.predicted.step_s <= chain(problem).predicted.step_s
 
 
-@pytest.mark.parametrize("fleet", ("random:2:5", "random:4:1", "random:6:7", "random:8:3", "dtfm-case2", "three-sites"))
+@pytest.mark.parametrize(
+    "fleet",
+    represented_by(
+        ("random:2:5", "random:4:1", "random:6:7", "random:8:3", "dtfm-case2", "three-sites"),
+        "random:2:5",
+        "dtfm-case2",
+    ),
+)
 def test_auto_is_no_worse_than_the_others(fleet: str) -> None:
     whole = resolve_fleet(fleet)
     problem = problem_of(gpt_graph(3), whole.thin(min(8, len(whole.devices))), micro_batches=8)

@@ -87,6 +87,7 @@ def test_a_search_that_is_ended_has_its_best_plan_and_an_honest_bound(number: in
     assert ended > 1
 
 
+@pytest.mark.long
 def test_more_looks_never_make_a_worse_plan() -> None:
     steps_s = [planned("auto", larger(), Patient(looks, plans=1))[0].predicted.step_s for looks in (0, 500, 10**9)]
     assert steps_s == sorted(steps_s, reverse=True)

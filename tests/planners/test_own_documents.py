@@ -222,6 +222,7 @@ def test_a_bound_that_is_raised_for_no_time_gets_the_work_of_planning() -> None:
     assert ended(int(proof.PLANNING_WORK) + 1)
 
 
+@pytest.mark.long
 def test_a_better_pipeline_that_the_proof_comes_upon_is_the_plan() -> None:
     problem = problem_of(gpt_graph(1), fleet_of([2e6, 2e6, 3e6], 2, memory=[900_000] * 3), micro_batches=4)
     places = [cut.position for cut in cuts(problem.flow)]

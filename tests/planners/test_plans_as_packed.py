@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import all_orders_of, fleet_of, problem_of, random_graph
 from test_verify import check
+from tests.tiers import represented_by
 
 from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, preference
 from isthmus.cost.compression import ratio_planner_names
@@ -70,7 +71,7 @@ def test_the_exact_planner_finds_the_best_of_all_packed_pipelines(method: str, s
     check(made, problem)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", represented_by(METHODS, "adatopk", "just-enough"))
 @settings(deadline=None, max_examples=2)
 @given(seed=st.integers(0, 100_000))
 def test_auto_is_no_slower_than_any_planner(method: str, seed: int) -> None:

@@ -39,6 +39,7 @@ def test_the_best_set_is_that_of_brute_force(seed: int) -> None:
     assert found == pytest.approx(min(steps), rel=1e-9)
 
 
+@pytest.mark.long
 def test_auto_is_no_worse_on_a_fleet_that_it_does_not_settle() -> None:
     problem = alike([10.0, 20.0, 30.0, 10.0, 20.0, 30.0, 25.0, 15.0], 3)
     found = min(made.predicted.step_s for made in replicas_per_device(problem))

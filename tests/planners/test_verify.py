@@ -170,6 +170,7 @@ def test_its_search_over_several_replicas_is_brute_force(
     assert found_s == (pytest.approx(min(several), rel=1e-9) if several else inf)
 
 
+@pytest.mark.long
 def test_a_bound_that_takes_too_much_work_is_no_pass() -> None:
     problem = problem_of(gpt_graph(2), fleet_of([1e4, 2e4, 3e4, 1e4, 2e4, 3e4, 1e4], 4), micro_batches=8)
     plan = make_plan("even", problem)

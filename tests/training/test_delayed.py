@@ -211,9 +211,9 @@ def steps_of(columns: Mapping[str, ColumnSpec]) -> Batches:
     ("name", "optimizers", "recompute"),
     [
         ("gpt", MUON, False),
-        ("gpt", (OptimizerConfig(lr=0.01),), True),
-        ("unet", (OptimizerConfig(lr=0.01),), False),
-        ("hf-resnet", (OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),), False),
+        pytest.param("gpt", (OptimizerConfig(lr=0.01),), True, marks=pytest.mark.long),
+        pytest.param("unet", (OptimizerConfig(lr=0.01),), False, marks=pytest.mark.long),
+        pytest.param("hf-resnet", (OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),), False, marks=pytest.mark.long),
         ("unet-batch-norm", (OptimizerConfig(lr=0.01),), True),
     ],
 )

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from in_process import Pipeline, module_of, weights_of
+from tests.tiers import represented_by
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import MODELS
@@ -101,7 +102,7 @@ def captured_of(build: Build, columns: Mapping[str, Column]) -> Captured:
 
 
 @pytest.mark.parametrize("jax", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", represented_by(CASES, "llama", "nll", "masked inside"))
 def test_the_number_of_micro_batches_changes_no_objective(name: str, jax: bool) -> None:
     build, (columns, data) = CASES[name]
     if jax and name not in ("nll", "weighted"):
@@ -275,7 +276,9 @@ def own_job(build: Build, batch: int = BATCH, **more: object) -> tuple[Job, Data
     return checked(msgspec.convert(job, Job)), samples
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", represented_by(LOSSES, "token mean", "token mean of no label", "with a term", "experts")
+)
 def test_by_default_a_step_is_that_of_the_plain_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss and the gradients of a step, on one device and on two: of the whole batch by default, whatever the loss;
     with a number that was asked for too where it does not depend on it. Else they are means over the micro-batches."""

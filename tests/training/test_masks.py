@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from in_process import Pipeline, capture_of, copies, module_of, weights_of
+from tests.tiers import represented_by
 from tests.training.reference import reference_loss, reference_step
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -226,7 +227,7 @@ def micro_batches() -> list[dict[str, Tensor]]:
     return drawn
 
 
-@pytest.mark.parametrize("idiom", IDIOMS)
+@pytest.mark.parametrize("idiom", represented_by(IDIOMS, BoolOnce, Learned, FusedInfinity, EmptyRows))
 def test_a_mask_may_cross_any_cut(idiom: type[Attention]) -> None:
     captured, data = capture_of(idiom, COLUMNS), micro_batches()
     module, weights = module_of(idiom), weights_of(idiom, captured)

@@ -43,12 +43,12 @@ def own_names(module: nn.Module) -> dict[str, Tensor]:
     ("name", "optimizer", "clip_norm"),
     [
         ("gpt", SGD, 0.5),
-        ("gpt", ADAMW, 0.0),
-        ("cnn", SGD, 0.0),
+        pytest.param("gpt", ADAMW, 0.0, marks=pytest.mark.long),
+        pytest.param("cnn", SGD, 0.0, marks=pytest.mark.long),
         ("cnn", ADAMW, 0.5),
-        ("Frozen", SGD, 0.5),
+        pytest.param("Frozen", SGD, 0.5, marks=pytest.mark.long),
         ("Frozen", ADAMW, 0.5),
-        ("Counted", SGD, 0.5),
+        pytest.param("Counted", SGD, 0.5, marks=pytest.mark.long),
         ("Counted", ADAMW, 0.0),
     ],
 )
