@@ -42,7 +42,6 @@ class AgentLog:
             self._echo(f"{name}: {line}")
 
     def last(self, name: str) -> list[str]:
-        """The lines that the agent printed last."""
         with self._lock:
             return list(self._last[name])
 

@@ -35,12 +35,9 @@ from isthmus.training.snapshot import part_of
 LATENCY_S, BYTES_PER_S = 0.01, 12.5e6
 """Links between idle devices: no plan of an audit need be the best."""
 Leaves = dict[str, dict[str, str]]
-"""Leaves by node."""
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an audit."""
-
     run: str
     step: int
     after: int
@@ -214,8 +211,6 @@ def _judged(found: Audited, kept: Mapping[int, Fingerprinted], expected: Mapping
 
 
 class _Again(NamedTuple):
-    """How steps are computed again."""
-
     prepared: Prepared
     plan: Plan
     fleet: Fleet

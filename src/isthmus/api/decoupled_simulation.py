@@ -117,7 +117,6 @@ class PlannedReplicas(NamedTuple):
     fleet: Fleet
     graph: OpGraph
     plans: Mapping[str, Plan]
-    """Plans by replica."""
     models: Sequence[ReplicaModel]
     sizes: FragmentBytes
     note: str

@@ -21,7 +21,6 @@ class Examined(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong."""
         return self.findings[-1].good if self.joined else all(finding.good for finding in self.findings)
 
     def table(self) -> Table:

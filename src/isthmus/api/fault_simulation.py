@@ -156,7 +156,7 @@ def simulate_faults(
     prepared = prepared.cut_into(plan.micro_batches)
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
     replan = partial(plan_for, again, bound=least)  # nobody reads what is proven of these
-    planner = _Planner(prepared, plan, fleet, Plans(prepared, plan, fleet, replan, emulate=False))
+    planner = _Planner(prepared, Plans(prepared, plan, fleet, replan, emulate=False))
     ways = {name: 1.0 / fleet.line_bytes_per_s(name) for name in fleet.names}
     times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S, control_s_per_byte=ways)
     unused = tuple(Fault(kind="join", device=name, time_s=0) for name in present if name not in plan.devices)
@@ -180,7 +180,7 @@ def _undisturbed_s(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationO
 class _Planner:
     """The plans of a run that is simulated: those that the real one would make."""
 
-    def __init__(self, prepared: Prepared, plan: Plan, fleet: Fleet, plans: Plans) -> None:
+    def __init__(self, prepared: Prepared, plans: Plans) -> None:
         self._prepared = prepared
         self._plans = plans
 
@@ -202,7 +202,6 @@ class _Planner:
 
 
 def fault_text(fault: Fault) -> str:
-    """Describe a fault in words."""
     lasts = f" for {format_duration(fault.lasts_s)}" if math.isfinite(fault.lasts_s) else ""
     match fault.kind:
         case "lost":

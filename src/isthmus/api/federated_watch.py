@@ -42,7 +42,6 @@ class FederatedWatch:
         self._callbacks.fault(RunFault(step=self._done, kind="note", text=text))
 
     def round_done(self, line: RoundLine) -> None:
-        """A round is committed."""
         self._uploads.look(self.noted)
         self._observer.round_done(line)
         self._done = done = line.record.round + 1

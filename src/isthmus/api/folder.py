@@ -240,7 +240,6 @@ class RunFolder:
 
     @property
     def is_federated(self) -> bool:
-        """Whether the run is of a federated job."""
         return "federated" in self._decode(JOB, dict[str, object])
 
     def check_kind(self, *, federated: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,9 +21,3 @@ class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def losses_file(run: Path) -> LinesFile[LossPoint]:
     return LinesFile(run / LOSSES, LossPoint, "losses")
-
-
-def losses_in(run: Path, note: Callable[[str], None] = lambda _: None) -> list[LossPoint]:
-    """The losses so far, in their order; none where there is no such file. `note` receives lines that cannot be
-    read."""
-    return losses_file(run).lines(note)

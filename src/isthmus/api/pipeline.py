@@ -59,8 +59,6 @@ from isthmus.training.engine_operators import engine_operators
 
 
 class Choices(RunChoices, frozen=True, kw_only=True):
-    """How the job is run."""
-
     plan: Path | None = None
     """A plan document to follow."""
     backend: Backend | None = None

@@ -145,13 +145,11 @@ class _Replica:
         """Number of attempts at steps: one that was begun before a device was lost is void."""
         self.train = 0
         """Samples of all replicas, at the step under way."""
-        self.up_free_s = self.down_free_s = 0.0
+        self.up_free_s = 0.0
         self.receiving = False
 
 
 class _ReplicaPort:
-    """The port of one replica to the simulation."""
-
     def __init__(self, simulation: DecoupledSimulation, one: _Replica) -> None:
         self._simulation, self._one = simulation, one
 

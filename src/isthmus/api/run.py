@@ -185,7 +185,6 @@ class Run:
 
 
 def loss_unit(job: Job, samples: DataDescription) -> str:
-    """Return the unit of a loss."""
     labels = samples.columns.get("labels")
     if "input_ids" not in samples.columns or labels is None or not labels.shape:
         return "nats per sample"
@@ -198,7 +197,6 @@ def finite_points(points: Sequence[LossPoint]) -> list[tuple[int, float]]:
 
 
 def is_federated_run(path: Path) -> bool:
-    """Whether a run's folder is of a federated one."""
     return RunFolder.existing(path).is_federated
 
 

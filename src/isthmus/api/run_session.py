@@ -29,8 +29,6 @@ PYTHON_AGAIN = "resume=True, run={run}"
 
 
 class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """How the job is run."""
-
     resume: bool = False
     run: Path | None = None
     again: str = PYTHON_AGAIN

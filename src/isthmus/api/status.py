@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.api.losses import losses_in
+from isthmus.api.losses import losses_file
 from isthmus.disclosure import read_spent
 from isthmus.documents import read_lines
 from isthmus.run_files import ROUND_LINES
@@ -90,7 +90,7 @@ def progressed(job: Submitted) -> Progressed:
             of=document["federated"]["rounds"],
             loss=evaluated[-1] if evaluated else None,
         )
-    points = [p for p in losses_in(folder) if p.split == "train"] if job.folder else []
+    points = [p for p in losses_file(folder).lines() if p.split == "train"] if job.folder else []
     spent = read_spent(folder) if job.folder else None
     return Progressed(
         privacy=str(spent) if spent is not None else "",

@@ -17,8 +17,6 @@ from isthmus.runtime.processes.memory_use import family_bytes
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The task of a process of a sweep."""
-
     job: str
     """Path of its file."""
     federated: bool

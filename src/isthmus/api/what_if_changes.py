@@ -45,9 +45,7 @@ class Change(NamedTuple):
     what: str
     """In words."""
     overrides: Mapping[str, object]
-    """Overrides of the job."""
     edits: tuple[Edit, ...]
-    """Edits of its fleet."""
 
 
 AS_IT_IS = Change("", "as it is", {}, ())

@@ -121,7 +121,6 @@ def _stop(stop: Callable[[str], None], name: str, reason: str = "") -> None:
 
 
 def outcome_of(error: BaseException) -> Literal["interrupted", "lost", "diverged", "failed"]:
-    """Return the outcome of a run that an error ended."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return "lost" if isinstance(error, PeerError) else "diverged" if isinstance(error, Diverged) else "failed"

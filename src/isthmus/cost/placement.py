@@ -118,7 +118,6 @@ def _packed(placed: Placement) -> Placement:
 
 
 def packed_as(placed: Placement, edges: tuple[Edge, ...]) -> Placement:
-    """The same stages with these edges."""
     if edges == placed.edges:
         return placed
     times = pipeline(placed.problem, placed.order, placed.flops, edges, placed.shared)

@@ -147,7 +147,6 @@ class Problem:
     micro_batches: int
     schedule: str = "1f1b"
     sync: SyncPolicy = field(default_factory=SyncPolicy)
-    """How several replicas synchronise."""
     state: ParameterState = field(default_factory=ParameterState)
     constraints: Constraints = field(default_factory=Constraints)
     """With data holders, `flow` becomes one whose columns are all read by the first stage."""

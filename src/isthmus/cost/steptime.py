@@ -91,7 +91,6 @@ class PipelineTime:
 
     @cached_property
     def stages_of(self) -> dict[str, list[int]]:
-        """The stages on each device."""
         found: dict[str, list[int]] = {}
         for stage, device in enumerate(self.devices):
             found.setdefault(device, []).append(stage)

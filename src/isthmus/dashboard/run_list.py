@@ -18,7 +18,6 @@ def runs_in(folder: Path) -> list[Shown]:
 
 
 def runs_table(folder: Path, runs: list[Shown]) -> RenderableType:
-    """Return the table of the runs that `runs_in` found in the folder."""
     if not runs:
         return Text(f"{folder}: no run has begun here")
     table = new_table(("run", "state", "done", "loss", ""), ("loss",))

@@ -29,8 +29,6 @@ class ClientsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ClientFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of one client."""
-
     name: str
     kind: str
     options: dict[str, object]

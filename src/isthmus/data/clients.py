@@ -89,7 +89,6 @@ class PartitionedData:
         self._drawn = (0, 0)
 
     def of_round(self, seed: int, round_: int) -> PartitionedData:
-        """As `Redrawn`."""
         drawn = copy.copy(self)
         drawn._drawn = (seed, round_)
         return drawn
@@ -126,7 +125,6 @@ class GroupedClients:
         self._sizes = np.add.reduceat(data.sizes, self._first[:-1])
 
     def of_round(self, seed: int, round_: int) -> GroupedClients:
-        """As `Redrawn`."""
         drawn = copy.copy(self)
         drawn._data = self._data.of_round(seed, round_) if isinstance(self._data, Redrawn) else self._data
         return drawn
@@ -301,7 +299,6 @@ class ClientFolders:
         self._drawn = (0, 0)
 
     def of_round(self, seed: int, round_: int) -> ClientFolders:
-        """As `Redrawn`."""
         drawn = copy.copy(self)
         drawn._drawn = (seed, round_)
         return drawn

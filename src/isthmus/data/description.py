@@ -90,8 +90,6 @@ def describe(spec: DataSpec, *, heldout: bool, conceal: Callable[[str], str] | N
 
 
 class _DescriptionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A description and the data that it is of."""
-
     version: Literal[1] = 1
     kind: str
     options: dict[str, object]

@@ -125,8 +125,6 @@ class TextOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class _Texts:
-    """Those of a split."""
-
     def __init__(self, files: Mapping[str, Path], options: TextOptions, split: Split) -> None:
         """`files`: relative name to path. Raises `UserError` if the split would be empty."""
         refuse_empty_holdout(split, options.holdout, "text")

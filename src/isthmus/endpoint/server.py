@@ -71,8 +71,6 @@ class KeyGuard:
 
 
 class _Work(NamedTuple):
-    """The work of the model for a request."""
-
     asked: AnyRequest
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
@@ -82,8 +80,6 @@ class _Work(NamedTuple):
 
 
 class ModelEndpoint:
-    """Answers of one model."""
-
     def __init__(self, service: ModelService) -> None:
         self._service = service
 

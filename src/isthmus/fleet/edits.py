@@ -145,7 +145,6 @@ def with_speed(fleet: Fleet, names: Container[str], factor: float) -> Fleet:
 
 
 def with_memory_scaled(fleet: Fleet, names: Container[str], factor: float) -> Fleet:
-    """Devices with `factor` times the memory."""
     return _with_devices(
         fleet,
         [

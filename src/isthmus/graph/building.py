@@ -141,7 +141,6 @@ def _without_warning() -> Generator[None]:
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A fake tensor like `tensor`."""
     if isinstance(tensor, FakeTensor) and tensor.dtype == dtype:
         return tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)

@@ -142,8 +142,6 @@ def _check_memory(overlapping: Sequence[tuple[str, str]], ops: Sequence[Op]) -> 
 
 
 class _Example(NamedTuple):
-    """The example on which a module is captured."""
-
     columns: Mapping[str, Column]
     batch: int
     dtype: torch.dtype

@@ -221,7 +221,6 @@ def _reduction(op: Op) -> object:
 
 
 def _argument(op: Op, name: str, otherwise: object) -> object:
-    """Return the argument of this name; `otherwise` where the operator has no such argument."""
     packet, _, overload = op.target.removeprefix("aten.").partition(".")
     schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
     for position, argument in enumerate(schema.arguments):

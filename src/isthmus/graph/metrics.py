@@ -50,8 +50,6 @@ MetricSums = Callable[[object, Batch, Compared | None], Tensor]
 
 
 class Metric(NamedTuple):
-    """A metric of a job."""
-
     name: str
     """As people read it: of `package.module:function` the function's."""
     function: MetricFunction | None

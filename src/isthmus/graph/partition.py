@@ -92,7 +92,7 @@ def partition(flow: Flow, stage_of: Mapping[str, int]) -> tuple[StageGraph, ...]
     """
     users = _users(flow, stage_of)
     home = _homes(flow, stage_of, users)
-    crossings = _crossings(flow, users, home)
+    crossings = _crossings(flow, home)
     return tuple(_stage(flow, index, users, home, crossings) for index in range(max(stage_of.values()) + 1))
 
 
@@ -127,7 +127,7 @@ def _homes(flow: Flow, stage_of: Mapping[str, int], users: Mapping[str, list[int
     return home
 
 
-def _crossings(flow: Flow, users: Mapping[str, list[int]], home: Mapping[str, int]) -> list[Crossing]:
+def _crossings(flow: Flow, home: Mapping[str, int]) -> list[Crossing]:
     found: list[Crossing] = []
     for op in flow.graph.ops:
         if op.kind not in ("placeholder", "operator") or op.name in flow.free:

@@ -143,8 +143,6 @@ class Place:
 
 
 class _Globals(Place):
-    """A module's globals."""
-
     __slots__ = ("names", "whole")
 
     def __init__(self, variables: dict[str, Any]) -> None:

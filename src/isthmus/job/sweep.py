@@ -50,8 +50,6 @@ class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a sweep."""
-
     point: dict[str, object]
     """Its settings, the seed left out."""
     seed: int | None

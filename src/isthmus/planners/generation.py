@@ -105,7 +105,6 @@ class ServingProblem:
         return link.latency_s + (size_bytes + FRAME_BYTES) / link.bandwidth_bytes_per_s
 
     def priced(self, devices: Sequence[str], boundaries: Sequence[int]) -> Chain:
-        """The chain with its figures."""
         ends = [*boundaries, len(self.flow.operators)]
         stages = zip(devices, [0, *boundaries], ends, strict=True)
         compute = [self.flops(a, b) / self.fleet.device(d).sustained_flops_per_s for d, a, b in stages]

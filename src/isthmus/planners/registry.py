@@ -64,8 +64,6 @@ ABILITIES: Mapping[str, str] = {
 
 
 class PlannerEntry(NamedTuple):
-    """One of our planners."""
-
     function: str
     """`module:function`."""
     can: Capabilities = Capabilities()

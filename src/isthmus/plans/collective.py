@@ -51,8 +51,6 @@ class CollectiveMessage(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """One round of one member."""
-
     sends: Many[CollectiveMessage] = ()
     receives: Many[CollectiveMessage] = ()
     adds: bool = False

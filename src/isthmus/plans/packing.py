@@ -148,7 +148,6 @@ CODECS: Mapping[str, CodecEntry] = {
         is_sparse=True,
     ),
 }
-"""The codecs by name: one entry each."""
 DENSE = tuple(name for name, codec in CODECS.items() if not codec.is_sparse and name != "none")
 """Codecs that send every element in fewer bytes: `[compression]` takes each as a method."""
 

@@ -158,7 +158,6 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def worker_edges(self) -> tuple[Edge, ...]:
-        """The edges between workers."""
         return tuple(
             msgspec.structs.replace(edge, source=a, target=b)
             for edge in self.edges

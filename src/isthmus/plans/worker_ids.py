@@ -20,7 +20,6 @@ def worker_id(device: str, number: int) -> str:
 
 
 def device_of(name: str) -> str:
-    """Whose worker it is."""
     return _FURTHER.sub("", name)
 
 
@@ -30,7 +29,6 @@ def is_first(name: str) -> bool:
 
 
 def worker_ids_of(devices: Sequence[str]) -> tuple[str, ...]:
-    """Name the workers of a plan, by the devices that they are on."""
     counted: Counter[str] = Counter()
     found: list[str] = []
     for device in devices:

@@ -91,7 +91,6 @@ class FederatedProgress:
             self._unseen = None
 
     def note(self, text: str) -> None:
-        """Say something now."""
         self._console.print(Text(sanitize(text)), soft_wrap=True, highlight=False)
 
 

@@ -156,7 +156,6 @@ def matrix_table(fleet: Fleet) -> Table:
 
 
 def device_text(device: Device) -> str:
-    """Describe a device for people."""
     copies = f", {format_bandwidth(device.host_bytes_per_s)} to and from the host" if device.host_bytes_per_s else ""
     speeds = "".join(f", {m.what} {format_compute(m.flops_per_s)}" for m in device.measured)
     engine = "" if device.engine == "torch" else f" by {device.engine}"

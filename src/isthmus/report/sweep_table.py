@@ -19,8 +19,6 @@ SECONDS = "step"
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a sweep."""
-
     point: dict[str, object]
     """Its settings, the seed left out."""
     seed: int | None
@@ -43,8 +41,6 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A point of a sweep."""
-
     point: dict[str, object]
     runs: int
     done: int

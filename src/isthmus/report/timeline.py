@@ -107,7 +107,7 @@ def draw_timeline(
     traces = [trace for trace in (predicted, measured) if trace is not None]
     windows = [_window(trace, steps) for trace in traces]
     devices = _devices(traces)
-    shape = _shape(devices, windows, steps)
+    shape = _shape(devices, windows)
     if len(notes) > _NOTES + 1:
         notes = [*notes[:_NOTES], f"... and {len(notes) - _NOTES} more"]
     shape = shape._replace(bottom=shape.bottom + 0.18 * len(notes))
@@ -166,7 +166,7 @@ def _devices(traces: Iterable[Trace]) -> list[str]:
     return sorted(first, key=first.__getitem__)
 
 
-def _shape(devices: list[str], windows: list[_Window], steps: int) -> _TimelineShape:
+def _shape(devices: list[str], windows: list[_Window]) -> _TimelineShape:
     tasklets = sum(1 for s in windows[0].spans if s.device == devices[0] and s.track == "compute")
     name = max(_text_width_in(_short(device), 9) for device in devices)
     return _TimelineShape(

@@ -46,10 +46,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def every_s(self) -> float:
-        """Seconds."""
         return parse_duration(self.every, "every")
 
     @property
     def drain_s(self) -> float:
-        """Seconds."""
         return parse_duration(self.drain, "drain")

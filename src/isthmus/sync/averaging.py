@@ -119,8 +119,6 @@ class Averager:
 
 
 class PendingAverage:
-    """Averages on their way."""
-
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
         self._started_s = time.perf_counter()

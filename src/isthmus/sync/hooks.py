@@ -92,7 +92,6 @@ class GradientHooks:
 
 
 def gradients(layer: Layer) -> list[torch.Tensor]:
-    """The gradients of a layer that is ready."""
     found = [parameter.grad for parameter in layer.parameters]
     assert all(grad is not None for grad in found), f"{layer.name} is not ready"
     return [grad for grad in found if grad is not None]

@@ -78,7 +78,6 @@ class Mode:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this worker sent."""
         return self.setting.averager.sent_bytes
 
     def ready(self, number: int) -> None:

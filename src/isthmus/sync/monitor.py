@@ -89,7 +89,6 @@ class Monitor:
         self._divergence += distance
 
     def stepped(self) -> None:
-        """A step is over."""
         end_s = time.perf_counter()
         self._compute_s += end_s - self._since_s - self._waited_s
         self._wait_s += self._waited_s

@@ -54,7 +54,6 @@ def tracker_names() -> list[str]:
 
 
 def tracker_options(name: str) -> type[msgspec.Struct]:
-    """The options of one of ours."""
     return cast("type[msgspec.Struct]", import_object("track.to", _OURS[name].options))
 
 

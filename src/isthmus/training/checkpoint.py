@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -56,8 +56,6 @@ def split_replica(name: str) -> tuple[int, str]:
 
 
 class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of a checkpoint."""
-
     tensors: tuple[str, ...]
     """Names."""
     sha256: str
@@ -241,16 +239,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_tensors(checkpoint: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Tensors by name (all by default); UserError for a truncated or altered file."""
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Tensors by name; UserError for a truncated or altered file."""
     found: dict[str, Tensor] = {}
     manifest = read_manifest(checkpoint)
     for name, file in manifest.files.items():
-        wanted = [t for t in file.tensors if names is None or t in names]
         _check_bytes(checkpoint, name, manifest)
         try:
             with safe_open(checkpoint / name, framework="pt") as opened:
-                for tensor in wanted:
+                for tensor in file.tensors:
                     found[tensor] = opened.get_tensor(tensor)
         except (SafetensorError, OSError) as e:
             raise UserError(f"checkpoint {checkpoint}: file {name} does not hold what its manifest says: {e}") from None

@@ -30,7 +30,6 @@ class LossAccumulator:
 
     @property
     def last(self) -> Tensor:
-        """The loss that was added last."""
         return self._pending[-1][0]
 
     def begin(self) -> None:

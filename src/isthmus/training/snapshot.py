@@ -120,7 +120,6 @@ def by_part(state: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 def joined(parts: Collection[Part]) -> dict[str, Tensor]:
-    """The tensors of many parts together."""
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 

@@ -133,7 +133,6 @@ class SplitProgram:
         return step._replace(call=partial(self._called, step, refs)) if takes_parameters else step
 
     def run(self, values: Values, step: int, micro_batch: int) -> Values:
-        """As `Program.run`."""
         self._values, self._calls = values, self.calls.setdefault(micro_batch, [])
         for s in self._steps:
             self._program.call(s, values, step, micro_batch)

@@ -23,8 +23,6 @@ from isthmus.training.optim import DELTA, MOMENTUM, VALUE, OuterStep, joined
 
 
 class GroupBuffer(Protocol):
-    """One group's buffer."""
-
     flat: Tensor
 
     def fill(self, count: float) -> None:

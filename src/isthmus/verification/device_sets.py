@@ -61,7 +61,6 @@ class DeviceKinds:
 
 
 def set_count(kinds: DeviceKinds, tracked: Iterable[int]) -> int:
-    """How many sets there are of these kinds' devices."""
     return math.prod(int(kinds.counts[kind]) + 1 for kind in tracked)
 
 

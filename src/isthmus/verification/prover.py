@@ -201,7 +201,6 @@ class Prover:
 
     @property
     def lowest(self) -> BoundPart:
-        """The part that bounds lowest."""
         return min((part for parts in self._counts for part in parts.all), key=lambda part: part.bound_s)
 
     @property

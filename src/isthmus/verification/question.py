@@ -84,7 +84,6 @@ class Question:
 
     @property
     def shares_uplinks(self) -> bool:
-        """Whether links of a site share an uplink."""
         return any(site.uplink_bytes_per_s is not None for site in self.fleet.region_info)
 
     def room_bytes(self, device: str) -> int:

@@ -99,8 +99,6 @@ class Distinguished(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """All periods."""
-
     each: list[Periods]
     prices: Floats
     among: Distinguished

@@ -55,7 +55,6 @@ class StageArrays:
 
 
 def stage_arrays(reading: GraphReading) -> StageArrays:
-    """The arrays of one problem."""
     return _Builder(reading).arrays()
 
 

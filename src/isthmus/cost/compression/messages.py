@@ -29,7 +29,6 @@ class StageMessage(NamedTuple):
     """Its number among the pipeline's edges."""
     backward: bool
     source: str
-    """Device that sends."""
     target: str
     size_bytes: int
     tensors: tuple[tuple[int, str], ...]

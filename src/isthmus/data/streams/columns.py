@@ -43,8 +43,6 @@ class BlockRows(msgspec.Struct, frozen=True):
 
 
 class StreamColumn(Protocol):
-    """One column of the model's."""
-
     @property
     def spec(self) -> ColumnSpec:
         """The first block may be read for it."""

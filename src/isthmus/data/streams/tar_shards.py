@@ -69,7 +69,6 @@ class _Listed(msgspec.Struct, frozen=True):
 
     url: str
     nsamples: Annotated[int, msgspec.Meta(ge=0)]
-    md5sum: str = ""
 
 
 class _List(msgspec.Struct, frozen=True):

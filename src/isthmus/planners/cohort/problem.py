@@ -95,7 +95,6 @@ class CohortSchedule:
 
 
 def scheduled(problem: CohortProblem, executor_of: Integers, *, algorithm: str) -> CohortSchedule:
-    """The schedule that `executor_of` describes."""
     return CohortSchedule(algorithm=algorithm, executor_of=executor_of, load_s=problem.load_s(executor_of))
 
 

@@ -136,7 +136,6 @@ def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bo
 
 
 def _plans(problem: Problem, found: FoundOrder | None) -> Iterator[Plan]:
-    """One or none."""
     if found is not None:
         order = [problem.fleet.names[d] for d in found.devices]
         with contextlib.suppress(FleetTooSmall):  # two stages may each fit the device that they share

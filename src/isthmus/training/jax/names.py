@@ -18,7 +18,6 @@ that only TorchScript calls."""
 
 
 def is_computed(target: str) -> bool:
-    """Whether JAX computes the operator."""
     return base_name(target) in NAMES and target not in LEFT_OUT
 
 

@@ -186,7 +186,6 @@ class RunTooLarge(FleetTooSmall):
 
 
 def too_small(problem: LayerProblem, device: int, start: int, end: int) -> RunTooLarge:
-    """The refusal of a run that a device cannot hold."""
     need = float(problem.memory_before[end] - problem.memory_before[start])
     has = float(problem.device_memory_bytes[device])
     refusal = f"device {device} cannot hold layers {start}..{end - 1}"
