@@ -213,7 +213,7 @@ def _waits(fleet: Fleet, device: ReachableDevice, before: int) -> SocketChannel:
     """One more connection of the device that waits at the relay, and says nothing."""
     channel, _ = device.dialer.coordinator_channel()
     channel.send(RelayWait(run=RUN))
-    soon(lambda: fleet.service.waiting_at_relay(RUN, device.identity.id) == before + 1)
+    soon(lambda: fleet.service.relay.waiting(RUN, device.identity.id) == before + 1)
     return channel
 
 
@@ -221,13 +221,13 @@ def test_a_request_that_is_refused_leaves_nothing_at_the_relay(fleet: Fleet, tmp
     """Each for a run of its own: beyond the most that may wait, or with an id that is none."""
     with _devices(fleet, tmp_path) as (_, far):
         far.standby.close()
-        soon(lambda: not fleet.service.waiting_at_relay(RUN, far.identity.id))
+        soon(lambda: not fleet.service.relay.waiting(RUN, far.identity.id))
         asked = [*(f"run {n}" for n in range(relay.MOST_WAITING + 4)), *(f"{n}" * 65 for n in range(3))]
         channels = [far.dialer.coordinator_channel()[0] for _ in asked]
         for n, (run, channel) in enumerate(zip(asked, channels, strict=True)):
             channel.send(RelayWait(run=run))
             if n < relay.MOST_WAITING:
-                soon(lambda waited=run: fleet.service.waiting_at_relay(waited, far.identity.id) == 1)
+                soon(lambda waited=run: fleet.service.relay.waiting(waited, far.identity.id) == 1)
             else:
                 with contextlib.suppress(PeerError):  # as TCP says it
                     assert channel.receive(idle_s=5) is None, "it waits"
@@ -241,10 +241,10 @@ def test_the_newest_connection_of_a_device_is_taken_that_is_not_closed(fleet: Fl
     """A device whose address has changed waits again, long before the coordinator misses its old connection."""
     with _devices(fleet, tmp_path) as (near, far):
         far.standby.close()
-        soon(lambda: not fleet.service.waiting_at_relay(RUN, far.identity.id))
+        soon(lambda: not fleet.service.relay.waiting(RUN, far.identity.id))
         silent = _waits(fleet, far, 0)
         far.standby = RelayStandby(far.dialer, RUN, lambda found: far.listener.adopt(found, "relayed", far.came.put))
-        soon(lambda: fleet.service.waiting_at_relay(RUN, far.identity.id) == 2)
+        soon(lambda: fleet.service.relay.waiting(RUN, far.identity.id) == 2)
         _waits(fleet, far, 2).close()
         channel, relayed = near.dialer.dial(far.route())
         assert relayed

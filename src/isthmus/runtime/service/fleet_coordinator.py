@@ -88,7 +88,11 @@ class DeviceKind(NamedTuple):
 
 
 class FleetCoordinator:
-    """The host and the port of a `FleetMembership`; any thread. It listens from `start` on."""
+    """The host and the port of a `FleetMembership`. It listens from `start` on.
+
+    Unlike a `SessionHost` it has no thread that decides: any thread does, as what asks the membership waits for its
+    answer, and as nothing here takes long.
+    """
 
     def __init__(
         self,
@@ -107,7 +111,7 @@ class FleetCoordinator:
         self._timeout_s = timeout_s
         self._write = log
         self._limiter = LogLimiter(self._log)
-        self._relay = Relay(timeout_s)
+        self.relay = Relay(timeout_s)
         self._membership = FleetMembership(self)
         self._changed = threading.Condition()
         """Guards the membership and the attributes below. Notified when a wait ends and when a run opens."""
@@ -145,7 +149,7 @@ class FleetCoordinator:
             remove_status(self.state.folder)
         for lane, _ in list(self._lanes.values()):
             lane.close(FLUSH_S)
-        self._relay.close()
+        self.relay.close()
         self._listener.cut()
 
     def __enter__(self) -> FleetCoordinator:
@@ -223,7 +227,7 @@ class FleetCoordinator:
 
     def _cut(self, id: str) -> None:
         self._listener.cut(id)
-        self._relay.cut(id)
+        self.relay.cut(id)
 
     # What users of the fleet ask
 
@@ -282,13 +286,9 @@ class FleetCoordinator:
             raise PeerError(f"device {device!r}: sent {type(answer).__name__}, expected {kind.__name__}")
         return answer
 
-    def waiting_at_relay(self, run: str, id: str) -> int:
-        """Connections of a device by which others may reach it for `run`."""
-        return self._relay.waiting(run, id)
-
     def current_status(self) -> CoordinatorStatus:
         """Who is here, and how devices at work reach each other."""
-        relayed = tuple(self._relay.links())
+        relayed = tuple(self.relay.links())
         with self.deciding() as membership:
             members = [member for name in sorted(membership.connected) if (member := membership.member(name))]
             devices = tuple(
@@ -378,7 +378,7 @@ class FleetCoordinator:
             if isinstance(first, DevicePresent):
                 self._stay(channel, first, name, party)
             elif isinstance(first, RelayWait | RelayConnect):
-                self._relay.serve(channel, first, self._membership.names)
+                self.relay.serve(channel, first, self._membership.names)
             elif first is not None and (run := self._acceptor(channel, first, name)) is not None:
                 run.admit(channel, first)
         except (OSError, PeerError, StoreError) as e:
