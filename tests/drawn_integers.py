@@ -21,7 +21,7 @@ from isthmus.runtime.transport.channel import Guard, check_message, decode_messa
 from isthmus.training.layout import pack
 from tests.tiers import THOROUGH
 
-DRAWN = 10_000 if THOROUGH else 400
+DRAWN = 10_000 if THOROUGH else 200
 EDGES = (
     *(-(1 << 63), -1, 0, 1, 2, 3, 4, 5, 8, 1 << 31, 1 << 32, 10**15),
     *((1 << 48) - 1, 1 << 48, (1 << 48) + 1, (1 << 63) - 1, (1 << 64) - 1),

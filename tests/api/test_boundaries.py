@@ -55,6 +55,7 @@ def job_of(folder: Path, model: str = "gpt", options: str = GPT, data: str = "te
     return load_job(folder / "job.toml")
 
 
+@pytest.mark.long
 def test_a_budget_buys_boundaries_and_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expected_loss, "CODECS", {"bf16": 0.0, "int8": 0.001, "int4": 0.01})
     monkeypatch.setattr(expected_loss, "TOPK", {1.0: 0.0, 50.0: 0.5})

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.tiers import represented_by
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from isthmus.errors import UserError
@@ -72,7 +73,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "example", "class_name"), CASES, ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(
+    ("name", "options", "example", "class_name"), represented_by(CASES, CASES[3], CASES[4]), ids=[c[0] for c in CASES]
+)
 def test_builds_trains_and_exports(name, options, example, class_name):
     torch.manual_seed(0)
     module = build(name, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
+from tests.tiers import represented_by
 
 from isthmus.cost.blocks import Blocks
 from isthmus.errors import FleetTooSmall, UserError
@@ -15,7 +16,7 @@ from isthmus.planners.placement.on_fleet import equal_cut
 NAMES = ("dtfm-genetic", "dtfm-genetic-code", "dtfm-kl", "islands", "random")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", represented_by(NAMES, "dtfm-kl", "islands", "random"))
 def test_each_device_runs_one_equal_stage(name: str) -> None:
     problem = problem_of(gpt_graph(2), resolve_fleet("dtfm-case3").thin(4), micro_batches=10)
     made = plan(name, problem)

@@ -237,6 +237,7 @@ def _any_kernels_afterwards() -> Generator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_any_kernels_afterwards")
 def test_what_an_accelerator_computed_is_computed_again_on_one(
     gpt: Prepared, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def test_losses_gradients_and_buffers_are_torchs(name: str) -> None:
         assert other.evaluate(copies(data)) == pytest.approx(plain.evaluate(copies(data)), rel=CLOSE)
 
 
+@pytest.mark.long
 def test_a_gpt_over_stages_of_both_in_every_order() -> None:
     """All steps of training stay within 1e-4 of torch's."""
     config = EngineConfig(

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from in_process import Pipeline, batches, capture_of, module_of, random_cut, weights_of
+from tests.tiers import represented_by
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import X, model
@@ -121,7 +122,9 @@ def halves(columns):
     return data
 
 
-@pytest.mark.parametrize(("name", "clip_norm"), [("gpt", 0.5), ("cnn", 0.0), ("steep", 0.5)])
+@pytest.mark.parametrize(
+    ("name", "clip_norm"), represented_by([("gpt", 0.5), ("cnn", 0.0), ("steep", 0.5)], ("steep", 0.5))
+)
 def test_bits_of_torchs_scaler(name: str, clip_norm: float) -> None:
     build, columns = (Steep, X) if name == "steep" else model(name)
     found = capture_of(build, columns, torch.float16)
