@@ -231,7 +231,7 @@ def test_a_request_that_is_refused_leaves_nothing_at_the_relay(fleet: Fleet, tmp
             else:
                 with contextlib.suppress(PeerError):  # as TCP says it
                     assert channel.receive(idle_s=5) is None, "it waits"
-        kept = fleet.service._relay._waiting_devices  # pyright: ignore[reportPrivateUsage]
+        kept = fleet.service.relay._waiting_devices  # pyright: ignore[reportPrivateUsage]
         assert {run for run, id in kept if id == far.identity.id} == set(asked[: relay.MOST_WAITING])
         for channel in channels:
             channel.close()
