@@ -279,3 +279,15 @@ def test_what_the_command_reads() -> None:
             prompts_of(texts, ids)
     with pytest.raises(UserError, match=r"sampling: top_p: got 0\.0, expected `float` > 0\.0"):
         sampling_of(top_p=0.0)
+
+
+def test_a_service_is_predicted_also_under_faults(run: Path) -> None:
+    asked = ("generate", run, "--tokens", "1,2,3", "--max-tokens", "20")
+    quiet, lost = isthmus(*asked, "--simulate"), isthmus(*asked, "--simulate", "--fault", "d1@1ms")
+    assert "answer 1: 20 tokens, the first after" in quiet.out
+    assert quiet.out.splitlines()[-1].startswith("predicted: ")
+    assert "lost d1: its process was killed by SIGKILL; 1 requests go on" in lost.out
+    assert "answer 1: 20 tokens" in lost.out
+    command_refused(isthmus(*asked, "--fault", "d1@1ms"), 2, "--fault: got it without --simulate, expected both")
+    command_refused(isthmus(*asked, "--simulate", "--fault", "d9@1s"), 2, "unknown device in --fault 'd9'")
+    command_refused(isthmus(*asked, "--simulate", "--leave", "d1@1s"), 2, "got a fault of kind 'leave'")

@@ -43,7 +43,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import JoinRun, ToCoordinator, ToDevice, ToPeer
 from isthmus.session.program import OVER
 from isthmus.session.session import Observation
-from isthmus.simulator import connections
+from isthmus.simulator import run as simulation
 from isthmus.simulator.device import SimulatedWorker
 from isthmus.training.layout import header_of
 from tests.faults import simulated
@@ -332,7 +332,7 @@ class LiedTo(simulated.FollowedRun):
 
 
 def conversation(monkeypatch: pytest.MonkeyPatch, lies: dict[str, Lies] | None) -> LiedTo:
-    monkeypatch.setattr(connections, "SimulatedWorker", LiedWorker)
+    monkeypatch.setattr(simulation, "SimulatedWorker", LiedWorker)
     monkeypatch.setattr(simulated, "FollowedRun", LiedTo)
     run = simulated.Simulated(SCHEDULE)
     found = cast(LiedTo, run.simulation)

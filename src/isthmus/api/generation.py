@@ -22,13 +22,18 @@ from isthmus.api.serve import Serving, address_of, serving_fleet
 from isthmus.api.states import PORT
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from isthmus.errors import PeerError, UserError
+from isthmus.fleet import Fleet
 from isthmus.graph import Flow, assign
 from isthmus.graph.partition import align
+from isthmus.job import Job
 from isthmus.job.served import Served, prepare_served
 from isthmus.planners.generation import Chain, Objective, ServingProblem, chain_of_plan, plan_chain
 from isthmus.protocol.generation import Prompt, Sampling
 from isthmus.runtime.coordinator.backend import Backend, DevicesAtWork, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.generation_host import GenerationHost, HostAnswer, ServingSettings, ServingStatistics
+from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
+from isthmus.simulator.serving import ServedRequest, ServingSimulation, SimulatedServing, check_serving_faults
+from isthmus.simulator.simulate import check_faults
 from isthmus.units import format_duration
 
 INCOMPLETE = "\ufffd"
@@ -116,6 +121,29 @@ class _Answer:
         return Piece(token, "" if self._text is None else self._text.add(token), self.over)
 
 
+def _known(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise UserError("prompt: the run's data have no tokenizer: expected token ids (--tokens 1,2,3)")
+    return tokenizer
+
+
+def _prompt_tokens(prompt: str | Sequence[int], served: Served, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        try:
+            text = prompt.encode()
+        except UnicodeEncodeError as e:
+            raise UserError(f"prompt: got {prompt[e.start]!r} at {e.start}, expected a text in UTF-8") from None
+        found = _known(tokenizer).tokens(text).tolist()
+    else:
+        found = prompt
+    most, vocabulary = served.context - 1, served.vocabulary
+    if not 0 < len(found) <= most:
+        raise UserError(f"prompt: got {len(found)} tokens, expected 1 to {most}: the model knows {most + 1} places")
+    if strange := [token for token in found if not 0 <= token < vocabulary]:
+        raise UserError(f"prompt: got token {strange[0]}, the model has 0 to {vocabulary - 1}")
+    return tuple(found)
+
+
 class ModelService:
     """A model that answers. Any thread may ask."""
 
@@ -141,20 +169,7 @@ class ModelService:
 
     def tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """A prompt as token ids. UserError for one that is empty or too long, or has other ids than the model."""
-        if isinstance(prompt, str):
-            try:
-                text = prompt.encode()
-            except UnicodeEncodeError as e:
-                raise UserError(f"prompt: got {prompt[e.start]!r} at {e.start}, expected a text in UTF-8") from None
-            found = self.tokenizer.tokens(text).tolist()
-        else:
-            found = prompt
-        most, vocabulary = self._served.context - 1, self._served.vocabulary
-        if not 0 < len(found) <= most:
-            raise UserError(f"prompt: got {len(found)} tokens, expected 1 to {most}: the model knows {most + 1} places")
-        if strange := [token for token in found if not 0 <= token < vocabulary]:
-            raise UserError(f"prompt: got token {strange[0]}, the model has 0 to {vocabulary - 1}")
-        return tuple(found)
+        return _prompt_tokens(prompt, self._served, self._tokenizer)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of a prompt's token ids. UserError where the run's data have no tokenizer."""
@@ -169,9 +184,7 @@ class ModelService:
     @property
     def tokenizer(self) -> Tokenizer:
         """UserError where the run's data have none."""
-        if self._tokenizer is None:
-            raise UserError("prompt: the run's data have no tokenizer: expected token ids (--tokens 1,2,3)")
-        return self._tokenizer
+        return _known(self._tokenizer)
 
     def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
         """The answer's tokens as they come. PeerError when there are no further ones, UserError where that is the
@@ -218,17 +231,23 @@ class ModelService:
         self._host.over.wait()
 
 
-@contextlib.contextmanager
-def served_run(
-    run: str | Path,
-    choices: ServingChoices,
-    note: Callable[[str], None],
-    prompts: Sequence[str | tuple[int, ...]] = (),
-) -> Generator[ModelService]:
-    """The model of a run's newest checkpoint, served while the block lasts: by a process for each device, or by devices
-    that joined, once all of the chain are there. UserError, before a device begins, for a run that is not there, has no
-    checkpoint or has a model that cannot be served, and where the model cannot take one of the prompts; PeerError when
-    too few devices come."""
+class _Prepared(NamedTuple):
+    """A run's model, and the first chain of devices that serves it."""
+
+    folder: RunFolder
+    job: Job
+    fleet: Fleet
+    served: Served
+    problem: Callable[[Sequence[str]], ServingProblem]
+    chain: Chain
+    objective: Objective
+
+    def plan(self, devices: Sequence[str]) -> Chain:
+        """UserError where none of these devices can serve it."""
+        return plan_chain(self.problem(devices), self.objective)
+
+
+def _prepared(run: str | Path, choices: ServingChoices, note: Callable[[str], None]) -> _Prepared:
     folder = RunFolder.existing(Path(run))
     folder.check_kind(federated=False)
     job, fleet = folder.job(), folder.fleet()
@@ -242,14 +261,29 @@ def served_run(
         return ServingProblem(flow, fleet.subset(devices), context=served.context, at_once=choices.at_once)
 
     chain = _first_chain(folder, problem(fleet.names), choices.objective)
-    again = choices.objective or "latency"
+    return _Prepared(folder, job, fleet, served, problem, chain, choices.objective or "latency")
+
+
+@contextlib.contextmanager
+def served_run(
+    run: str | Path,
+    choices: ServingChoices,
+    note: Callable[[str], None],
+    prompts: Sequence[str | tuple[int, ...]] = (),
+) -> Generator[ModelService]:
+    """The model of a run's newest checkpoint, served while the block lasts: by a process for each device, or by devices
+    that joined, once all of the chain are there. UserError, before a device begins, for a run that is not there, has no
+    checkpoint or has a model that cannot be served, and where the model cannot take one of the prompts; PeerError when
+    too few devices come."""
+    ready = _prepared(run, choices, note)
+    folder, served, job, fleet, chain = ready.folder, ready.served, ready.job, ready.fleet, ready.chain
     settings = ServingSettings(
         run=secrets.token_hex(16),
         timeout_s=job.timeout_s,
         threads=job.runtime.threads,
         emulate=choices.joined is None and job.runtime.emulate,
     )
-    host = GenerationHost(served, chain, fleet, settings, lambda left: plan_chain(problem(left), again), note)
+    host = GenerationHost(served, chain, fleet, settings, ready.plan, note)
     service = ModelService(host, served, tokenizer_of(folder), folder.path.resolve().name)
     for prompt in prompts:
         service.tokens(prompt)
@@ -426,3 +460,26 @@ def generate(
         for number, (prompt, one) in enumerate(zip(prompts, found, strict=True))
     ]
     return Generation(answers, sum(len(one) for one in found) / elapsed_s, service.statistics)
+
+
+def simulate_generation(
+    run: str | Path,
+    choices: ServingChoices,
+    prompts: Sequence[str | tuple[int, ...]],
+    most_tokens: int,
+    faults: tuple[Fault, ...] = (),
+    note: Callable[[str], None] = lambda _: None,
+) -> SimulatedServing:
+    """When the tokens of answers would come, of `most_tokens` each, on the run's fleet; faults strike meanwhile. Errors
+    as `served_run`, and UserError for a fault of what is not there or that ends a service."""
+    if choices.joined is not None:
+        raise UserError("--joined: got it with --simulate, expected one: nothing is computed on devices")
+    check_serving_faults(faults)
+    ready = _prepared(run, choices, note)
+    check_faults(faults, ready.fleet)
+    tokenizer = tokenizer_of(ready.folder)
+    sizes = [len(_prompt_tokens(prompt, ready.served, tokenizer)) for prompt in prompts]
+    note(chain_text(ready.chain))
+    requests = [ServedRequest(size, min(most_tokens, ready.served.context - size)) for size in sizes]
+    options = SimulationOptions(faults=faults, recovery=RecoveryTimes(timeout_s=ready.job.timeout_s))
+    return ServingSimulation(ready.problem(ready.fleet.names), ready.chain, ready.plan, requests, options).run()

@@ -10,7 +10,8 @@ import typer
 
 from isthmus import api
 from isthmus.cli.console import log, print_json
-from isthmus.cli.options import JsonOption, RunFolder, StateOption, with_groups
+from isthmus.cli.options import FaultOptions, JsonOption, RunFolder, StateOption, with_groups
+from isthmus.errors import UserError
 
 app = typer.Typer()
 
@@ -68,12 +69,16 @@ def generate(
     run: RunFolder,
     where: ChainOptions,
     how: SamplingOptions,
+    faults: FaultOptions,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="What the text begins with; repeatable: answered side by side.")
     ] = None,
     tokens: Annotated[
         list[str] | None, typer.Option("--tokens", metavar="IDS", help="Token ids in place of a text, as 1,2,3.")
     ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Compute nothing: predict when tokens come, also under faults.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Let a run's model continue a text, on the run's devices: stages with key-value caches on emulated links.
@@ -81,6 +86,13 @@ def generate(
     Of one prompt the answer appears as it comes. A device that is lost is replaced.
     """
     prompts, sampling = api.generation.prompts_of(prompt or (), tokens or ()), how.sampling
+    struck = api.fault_simulation.read_faults(faults.given)
+    if simulate:
+        found = api.generation.simulate_generation(run, where.choices, prompts, sampling.max_tokens, struck, log)
+        _show_simulated(found, json=json)
+        return
+    if struck:
+        raise UserError(f"{struck[0].option}: got it without --simulate, expected both")
     streams = len(prompts) == 1 and bool(prompt) and not json
     with api.generation.served_run(run, where.choices, log, prompts) as service:
         if streams:
@@ -97,6 +109,17 @@ def generate(
         typer.echo("\n".join(answer.shown() for answer in found.answers))
     found.check()
     log(f"{found.tokens_per_s:.3g} tokens/s")
+
+
+def _show_simulated(found: api.generation.SimulatedServing, *, json: bool) -> None:
+    if json:
+        print_json(found.document())
+        return
+    for time_s, text in found.notes:
+        typer.echo(f"{time_s:.1f} s: {text}")
+    for number, answer in enumerate(found.answers, 1):
+        typer.echo(f"answer {number}: {answer.described()}")
+    typer.echo(f"predicted: {found.tokens_per_s:.3g} tokens/s")
 
 
 @app.command()

@@ -104,11 +104,15 @@ class ServingProblem:
         link = self.fleet.link(source, target)
         return link.latency_s + (size_bytes + FRAME_BYTES) / link.bandwidth_bytes_per_s
 
-    def priced(self, devices: Sequence[str], boundaries: Sequence[int]) -> Chain:
+    def stage_costs(self, devices: Sequence[str], boundaries: Sequence[int]) -> tuple[list[float], list[int]]:
+        """Return seconds of each stage, and bytes from each to the next, for one token."""
         ends = [*boundaries, len(self.flow.operators)]
         stages = zip(devices, [0, *boundaries], ends, strict=True)
         compute = [self.flops(a, b) / self.fleet.device(d).sustained_flops_per_s for d, a, b in stages]
-        crossings = [self.crossing_bytes.get(position, 0) for position in boundaries]
+        return compute, [self.crossing_bytes.get(position, 0) for position in boundaries]
+
+    def priced(self, devices: Sequence[str], boundaries: Sequence[int]) -> Chain:
+        compute, crossings = self.stage_costs(devices, boundaries)
         hops = zip(devices, devices[1:], crossings, strict=False)
         links = [self.link_s(*hop) for hop in hops] + [self.link_s(devices[-1], devices[0], 0)]
         token_s, slowest_s = sum(compute) + sum(links), max(compute)

@@ -5,36 +5,38 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol
 
 from isthmus.plans.worker_ids import device_of
-from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.run_messages import DeviceReport
 from isthmus.simulator.clock import Jitter
-from isthmus.simulator.device import SimulatedDevice, SimulatedWorker
 from isthmus.simulator.options import SimulationOptions
-from isthmus.simulator.world import World
+from isthmus.simulator.parties import Parties, Party, WorkerT
 
 
-class Hearing(Protocol):
+class Hearing(Protocol[WorkerT]):
     """The coordinator hears of devices."""
 
-    def joined(self, device: str, holdings: tuple[StateHolding, ...]) -> None: ...
+    def made(self, worker_id: str, device: Party[WorkerT]) -> WorkerT:
+        """Return a worker of a process that has started."""
+        ...
 
-    def heard(self, device: str, body: DeviceReport) -> None: ...
+    def arrived(self, worker: WorkerT) -> None:
+        """It is connected."""
+        ...
 
     def disconnected(self, device: str, reason: str) -> None: ...
 
 
-class ControlSession(NamedTuple):
+class ControlSession(NamedTuple, Generic[WorkerT]):
     """A connection; a worker that connects again has another one."""
 
     number: int
-    worker: SimulatedWorker
+    worker: WorkerT
+    device: Party[WorkerT]
 
 
-class Connections:
-    def __init__(self, world: World, options: SimulationOptions, hearing: Hearing) -> None:
+class Connections(Generic[WorkerT]):
+    def __init__(self, world: Parties[WorkerT], options: SimulationOptions, hearing: Hearing[WorkerT]) -> None:
         self._world = world
         self._options = options
         self._hearing = hearing
@@ -43,7 +45,7 @@ class Connections:
         self._arrivals: dict[tuple[str, int], float] = {}
         self._released: set[str] = set()
         """Devices that do not come back."""
-        self.open: dict[str, ControlSession] = {}
+        self.open: dict[str, ControlSession[WorkerT]] = {}
         """Open sessions by worker id."""
         self.answered = True
         """Whether the coordinator is there."""
@@ -53,11 +55,8 @@ class Connections:
         """Seconds that a message takes; 0 before the first item."""
         return self._options.control_latency_s if self._world.setting_up else 0.0
 
-    def up(self, worker: SimulatedWorker, body: DeviceReport) -> None:
+    def up(self, worker: WorkerT, act: Callable[[], None], seconds: float = 0.0) -> None:
         """A message to the coordinator; it is lost with the connection that it travels on."""
-        self.act_up(worker, lambda: self._hearing.heard(worker.name, body))
-
-    def act_up(self, worker: SimulatedWorker, act: Callable[[], None], seconds: float = 0.0) -> None:
         session = self.open.get(worker.name)
         if session is None:
             return
@@ -68,7 +67,7 @@ class Connections:
 
         self._travel("coordinator", session, arrive, seconds)
 
-    def down(self, worker_id: str, act: Callable[[SimulatedWorker], None], seconds: float = 0.0) -> None:
+    def down(self, worker_id: str, act: Callable[[WorkerT], None], seconds: float = 0.0) -> None:
         """A message from the coordinator, which takes `seconds` besides the latency."""
         session = self.open.get(worker_id)
         if session is None:
@@ -77,11 +76,11 @@ class Connections:
 
         def arrive() -> None:
             if self.open.get(worker_id) == session:
-                self._world.on(worker.device, partial(act, worker))
+                self._world.on(session.device, partial(act, worker))
 
         self._travel("control", session, arrive, seconds)
 
-    def _travel(self, way: str, session: ControlSession, arrive: Callable[[], None], seconds: float) -> None:
+    def _travel(self, way: str, session: ControlSession[WorkerT], arrive: Callable[[], None], seconds: float) -> None:
         """Messages on one connection stay in order, and their bytes follow each other."""
         now_s, key = self._world.clock.now_s, (way, session.number)
         free_s = max(now_s + self.latency_s() * self._factor(), self._arrivals.get(key, 0.0))
@@ -96,15 +95,15 @@ class Connections:
             return
         device = self._world.devices.get(name)
         if device is None:
-            device = self._world.devices[name] = SimulatedDevice(name)
+            device = self._world.devices[name] = Party(name)
         if not self.answered or device.waiting is not None:
             self._redial(worker_id)
             return
         worker = device.workers.get(worker_id)
         if worker is None:
-            worker = device.workers[worker_id] = SimulatedWorker(worker_id, device, self._world)
-        self.open[worker_id] = ControlSession(next(self._numbers), worker)
-        self._hearing.joined(worker_id, worker.session.memory.holdings())
+            worker = device.workers[worker_id] = self._hearing.made(worker_id, device)
+        self.open[worker_id] = ControlSession(next(self._numbers), worker, device)
+        self._hearing.arrived(worker)
 
     def _redial(self, worker_id: str) -> None:
         def again() -> None:
@@ -118,7 +117,7 @@ class Connections:
         if self.open.pop(worker_id, None) is not None and self._world.worker(worker_id) is not None:
             self._redial(worker_id)
 
-    def release(self, worker_id: str) -> SimulatedWorker | None:
+    def release(self, worker_id: str) -> WorkerT | None:
         """A device has left."""
         self._released.add(device_of(worker_id))
         session = self.open.pop(worker_id, None)
@@ -131,13 +130,13 @@ class Connections:
         for worker_id in closed:
             self._redial(worker_id)
 
-    def closed(self, device: SimulatedDevice, reason: str, after_s: float = 0.0) -> None:
+    def closed(self, device: Party[WorkerT], reason: str, after_s: float = 0.0) -> None:
         """The connections of a device are closed; the coordinator notices, unless they are history."""
         for worker_id in device.workers:
             if (session := self.open.get(worker_id)) is not None:
                 noticed = partial(self._noticed, worker_id, session, reason)
                 self._world.later(after_s, ("notice", worker_id), noticed)
 
-    def _noticed(self, worker_id: str, session: ControlSession, reason: str) -> None:
+    def _noticed(self, worker_id: str, session: ControlSession[WorkerT], reason: str) -> None:
         if self.open.get(worker_id) == session:
             self._hearing.disconnected(worker_id, reason)

@@ -6,12 +6,10 @@ crosses a link, is for the surroundings to say.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.device_session import DeviceSession
 from isthmus.protocol.run_messages import (
     Arrived,
@@ -27,8 +25,8 @@ from isthmus.protocol.work import Item, Work
 from isthmus.protocol.worker import Worker
 from isthmus.simulator.epoch import Costs, Epoch
 from isthmus.simulator.history import HistoryEntry, State, after, updated
+from isthmus.simulator.parties import Act, Party
 
-Act = Callable[[], None]
 KEPT_ITEMS = 1000
 
 
@@ -69,20 +67,8 @@ class Surroundings(Protocol):
     def left(self, worker: SimulatedWorker) -> None: ...
 
 
-class SimulatedDevice:
-    """One that runs. It is made anew when its process starts again."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.lane = ComputeLane()
-        self.workers: dict[str, SimulatedWorker] = {}
-        self.died_s = math.inf
-        self.waiting: list[Act] | None = None
-        """Actions that follow once it goes on, while it is silent."""
-
-
 class SimulatedWorker:
-    def __init__(self, name: str, device: SimulatedDevice, around: Surroundings) -> None:
+    def __init__(self, name: str, device: Party[SimulatedWorker], around: Surroundings) -> None:
         self.name = name
         self.device = device
         self.session: DeviceSession[HistoryEntry | None] = DeviceSession()

@@ -46,6 +46,7 @@ from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.epoch import Epoch
 from isthmus.simulator.history import State, check_state
 from isthmus.simulator.options import Fault, SimulationOptions
+from isthmus.simulator.parties import Party
 from isthmus.simulator.state_donations import StateDonations
 from isthmus.simulator.strikes import Strikes
 from isthmus.simulator.world import World
@@ -220,6 +221,12 @@ class RunSimulation:
         if machine.urgent and self.finish is None:
             self.world.later(0.0, "urgent", partial(self._urgent, machine))
 
+    def made(self, worker_id: str, device: Party[SimulatedWorker]) -> SimulatedWorker:
+        return SimulatedWorker(worker_id, device, self.world)
+
+    def arrived(self, worker: SimulatedWorker) -> None:
+        self.joined(worker.name, worker.session.memory.holdings())
+
     def joined(self, device: str, holdings: tuple[StateHolding, ...]) -> None:
         self.tell(lambda machine: machine.joined(device, holdings))
 
@@ -236,12 +243,12 @@ class RunSimulation:
     # What workers say
 
     def say(self, worker: SimulatedWorker, body: DeviceReport) -> None:
-        self.connections.up(worker, body)
+        self.connections.up(worker, lambda: self.heard(worker.name, body))
 
     def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None:
         if self.connections.answered and self.machine.epoch == epoch:
             self._store = {**self._store, **values}
-        self.connections.up(worker, StateFetched(epoch=epoch))
+        self.say(worker, StateFetched(epoch=epoch))
 
     def report(self, worker: SimulatedWorker, item: Item, saved: State) -> None:
         report = ItemReported(item=item.index, epoch=worker.session.epoch)
@@ -251,7 +258,7 @@ class RunSimulation:
             self.heard(worker.name, report)
 
         saves = item.kind == "save" and worker.number < self._epoch.savers
-        self.connections.act_up(worker, arrive, self.world.copy_s(worker) if saves else 0.0)
+        self.connections.up(worker, arrive, self.world.copy_s(worker) if saves else 0.0)
 
     def stepped(self, worker: SimulatedWorker) -> None:
         self._donations.stepped(worker)

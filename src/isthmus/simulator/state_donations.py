@@ -26,7 +26,7 @@ class _Donation(NamedTuple):
 class StateDonations:
     """The coordinator passes on what donors send; it takes as long as both lines take."""
 
-    def __init__(self, world: World, connections: Connections) -> None:
+    def __init__(self, world: World, connections: Connections[SimulatedWorker]) -> None:
         self._world = world
         self._connections = connections
         self._receivers: dict[str, list[tuple[str, frozenset[str]]]] = {}
@@ -67,7 +67,7 @@ class StateDonations:
         if self._through_s[donor.name] - self._world.clock.now_s > MOST_BACKLOG * donation.copy_s > 0.0:
             del self._donations[donor.name]
             ended = TransferEnded(number=donation.asked.number, epoch=donation.asked.epoch)
-            self._connections.up(donor, ended)
+            self._world.say(donor, ended)
             return
         self._give(donation, donation.copy_s if first else donation.copy_s / 3)
 
@@ -90,6 +90,6 @@ class StateDonations:
         def received() -> None:
             joiner.session.kept(asked.epoch, step, values)
             told = StateReceived(of=donor, step=step, number=asked.number, epoch=asked.epoch)
-            self._connections.up(joiner, told)
+            self._world.say(joiner, told)
 
         self._world.on(joiner.device, received)

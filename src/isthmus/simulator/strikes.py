@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from isthmus.session.session import Observation
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.options import Fault, SimulationOptions
-from isthmus.simulator.world import World
+from isthmus.simulator.parties import Parties
 
 
 class Strikes:
     def __init__(
-        self, world: World, connections: Connections, options: SimulationOptions, restart: Callable[[], None]
+        self,
+        world: Parties[Any],
+        connections: Connections[Any],
+        options: SimulationOptions,
+        restart: Callable[[], None],
     ) -> None:
         """`restart` starts a coordinator that was away again."""
         self._world = world

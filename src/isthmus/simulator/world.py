@@ -12,11 +12,11 @@ from isthmus.fleet import Fleet
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.run_messages import Arrived, DeviceFailed, DeviceReport, PartsArrived
 from isthmus.protocol.work import Item
-from isthmus.simulator.clock import Jitter, VirtualClock
-from isthmus.simulator.device import Act, SimulatedDevice, SimulatedWorker
+from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.history import State
-from isthmus.simulator.network import Network, Transmission
+from isthmus.simulator.network import Transmission
 from isthmus.simulator.options import SimulationOptions
+from isthmus.simulator.parties import Act, Parties, Party
 from isthmus.trace import Span
 
 SPARE_SHARE = 0.5
@@ -37,43 +37,20 @@ class Coordination(Protocol):
     def left(self, worker: SimulatedWorker) -> None: ...
 
 
-class World:
-    """Carries out what workers ask for; `coordination` hears what they say."""
+class World(Parties[SimulatedWorker]):
+    """Carries out what workers of a pipeline ask for; `coordination` hears what they say."""
 
     def __init__(self, fleet: Fleet, options: SimulationOptions, coordination: Coordination) -> None:
-        self.clock = VirtualClock(options.seed)
-        self.devices: dict[str, SimulatedDevice] = {}
-        """Those that run."""
+        super().__init__(fleet, options)
         self.spans: list[Span] = []
-        self._options = options
-        self._fleet = fleet
         self._coordination = coordination
-        self._factor = Jitter(options.jitter, options.seed)
-        self._network = Network(fleet, options.overheads.message_s, self._factor)
-        self._slow: dict[str, float] = {}
-        self._cuts: dict[frozenset[str], float] = {}
-        """Seconds until which nothing passes between two devices, by pair."""
-        self.setting_up = False
-        """Whether connecting and starting take time: before a run's first item they take none."""
         self.say = coordination.say
         self.give = coordination.give
         self.report = coordination.report
         self.stepped = coordination.stepped
         self.left = coordination.left
 
-    # Time
-
-    def later(self, seconds: float, lane: object, act: Act) -> None:
-        self.clock.at(self.clock.now_s + seconds, str(lane) if not isinstance(lane, tuple) else lane, act)
-
-    def on(self, device: SimulatedDevice, act: Act) -> None:
-        """Now, or when the device goes on; never if it is gone."""
-        if self.devices.get(device.name) is not device:
-            return
-        if device.waiting is not None:
-            device.waiting.append(partial(self.on, device, act))
-        else:
-            act()
+    # Stages
 
     def at_once(self, worker: SimulatedWorker, act: Act) -> None:
         self.later(0.0, ("compute", worker.number), partial(self.on, worker.device, act))
@@ -109,9 +86,6 @@ class World:
 
         lane.take(name, worker.number, begin)
 
-    def slow(self, device: str, factor: float) -> None:
-        self._slow[device] = factor
-
     # Stages
 
     def connect(self, worker: SimulatedWorker, connected: Act) -> None:
@@ -119,7 +93,7 @@ class World:
         assert epoch is not None, "who connects has a stage"
         number, now_s = worker.session.epoch, self.clock.now_s
         others = [device_of(other) for other in epoch.neighbours[worker.name]]
-        until_s = max((self._cut_until_s(worker.device.name, other) for other in others), default=0.0)
+        until_s = max((self.cut_until_s(worker.device.name, other) for other in others), default=0.0)
         if until_s - now_s > self._options.recovery.timeout_s:
             lost = partial(self._give_up, worker, number, "cannot connect to another device")
             self.later(
@@ -160,7 +134,7 @@ class World:
         if source == there:  # it never leaves the device
             self.clock.at(now_s + handover_s, lane, partial(self._deliver, receiver, there, body))
             return
-        until_s = self._cut_until_s(source, there)
+        until_s = self.cut_until_s(source, there)
         if until_s - now_s > self._options.recovery.timeout_s:
             return  # nobody waits for so long
         sent_bytes = size_bytes + self._options.header_bytes
@@ -181,7 +155,12 @@ class World:
         self.clock.at(times.arrived_s + handover_s, lane, arrive)
 
     def _arrive(
-        self, source: SimulatedDevice, sent: Span, times: Transmission, receiver: str, body: Arrived | PartsArrived
+        self,
+        source: Party[SimulatedWorker],
+        sent: Span,
+        times: Transmission,
+        receiver: str,
+        body: Arrived | PartsArrived,
     ) -> None:
         if source.died_s < times.sent_s:
             return
@@ -217,7 +196,7 @@ class World:
 
         def arrive() -> None:
             there, alive = self.devices.get(target), self.devices.get(source) is worker.device
-            until_s = self._cut_until_s(source, target)
+            until_s = self.cut_until_s(source, target)
             if until_s > self.clock.now_s:
                 self.later(until_s - self.clock.now_s, ("snapshot", worker.name), arrive)
             elif there is not None and alive and (keeper := there.workers.get(holder)) is not None:
@@ -227,15 +206,7 @@ class World:
 
     # What goes wrong
 
-    def kill(self, name: str) -> SimulatedDevice | None:
-        """The device's process dies; returns what it was. Its neighbours notice."""
-        device = self.devices.pop(name, None)
-        if device is not None:
-            device.died_s = self.clock.now_s
-            self._noticed(device, lambda other: self._fleet.link(other, name).latency_s, "closed the connection")
-        return device
-
-    def _noticed(self, device: SimulatedDevice, after_s: Callable[[str], float], how: str) -> None:
+    def noticed(self, device: Party[SimulatedWorker], after_s: Callable[[str], float], how: str) -> None:
         """Who has links to a device's stages gives up."""
         own = {worker.name: worker for worker in device.workers.values() if worker.epoch is not None}
         for other in list(self.devices.values()):
@@ -248,53 +219,16 @@ class World:
                 lost = partial(self._give_up, worker, number, f"device {device.name!r} {how}")
                 self.later(after_s(other.name), ("notice", worker.name), partial(self.on, other, lost))
 
-    def silence(self, device: SimulatedDevice) -> None:
-        """The device does nothing from now on; after a while its neighbours give up."""
-        device.waiting = []
-        waiting = device.waiting
-
-        def noticed() -> None:
-            if device.waiting is waiting:
-                self._noticed(device, lambda other: 0.0, f"is silent for {self._options.recovery.timeout_s:g} s")
-
-        self.later(self._options.recovery.timeout_s, ("silent", device.name), noticed)
-
-    def wake(self, device: SimulatedDevice) -> None:
-        waiting, device.waiting = device.waiting, None
-        for act in waiting or ():
-            act()
-
-    def cut(self, one: str, other: str, lasts_s: float) -> None:
-        """Nothing passes between two devices for so long."""
-        now_s, timeout_s = self.clock.now_s, self._options.recovery.timeout_s
-        self._cuts[frozenset((one, other))] = max(self._cut_until_s(one, other), now_s + lasts_s)
-        if lasts_s < timeout_s:
-            return
-        for a, b in ((one, other), (other, one)):
-            self.later(timeout_s, ("cut", a), partial(self._blame, a, b))
-
-    def _cut_until_s(self, one: str, other: str) -> float:
-        """Until when nothing passes between two devices; 0 if their link is whole."""
-        return self._cuts.get(frozenset((one, other)), 0.0) if self._cuts else 0.0
-
-    def _blame(self, name: str, other: str) -> None:
+    def blame(self, name: str, other: str) -> None:
         """A device has heard nothing from another one for too long."""
         device, there = self.devices.get(name), self.devices.get(other)
-        if device is None or there is None or self._cut_until_s(name, other) <= self.clock.now_s:
+        if device is None or there is None or self.cut_until_s(name, other) <= self.clock.now_s:
             return
         for worker in device.workers.values():
             epoch = worker.epoch
             if epoch is not None and any(n in there.workers for n in epoch.neighbours[worker.name]):
                 why = f"device {other!r}: stalled for {self._options.recovery.timeout_s:g} s"
                 self.on(device, partial(self._give_up, worker, worker.session.epoch, why))
-
-    def bandwidth(self, source: str, target: str) -> float:
-        return self._fleet.link(source, target).bandwidth_bytes_per_s
-
-    def worker(self, worker_id: str) -> SimulatedWorker | None:
-        """If its device runs."""
-        device = self.devices.get(device_of(worker_id))
-        return device.workers.get(worker_id) if device is not None else None
 
     def copy_s(self, worker: SimulatedWorker) -> float:
         assert worker.epoch is not None, "who gives or gets its state has a stage"

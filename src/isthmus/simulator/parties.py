@@ -1,0 +1,129 @@
+"""Simulated devices of any program: processes that start, die, fall silent and go on, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from isthmus.fleet import Fleet
+from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.compute_lane import ComputeLane
+from isthmus.simulator.clock import Jitter, VirtualClock
+from isthmus.simulator.network import Network
+from isthmus.simulator.options import SimulationOptions
+
+Act = Callable[[], None]
+WorkerT = TypeVar("WorkerT", bound="PartyWorker")
+
+
+class PartyWorker(Protocol):
+    """A worker of a device, as its coordinator knows it."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Party(Generic[WorkerT]):
+    """A device that runs. It is made anew when its process starts again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lane = ComputeLane()
+        self.workers: dict[str, WorkerT] = {}
+        self.died_s = math.inf
+        self.waiting: list[Act] | None = None
+        """Actions that follow once it goes on, while it is silent."""
+
+
+class Parties(Generic[WorkerT]):
+    """Time, devices, links and faults. A subclass has what one program's workers do. No decision is made here."""
+
+    def __init__(self, fleet: Fleet, options: SimulationOptions) -> None:
+        self.clock = VirtualClock(options.seed)
+        self.devices: dict[str, Party[WorkerT]] = {}
+        """Those that run."""
+        self.setting_up = False
+        """Whether connecting and starting take time: before a run's first item they take none."""
+        self._options = options
+        self._fleet = fleet
+        self._factor = Jitter(options.jitter, options.seed)
+        self._network = Network(fleet, options.overheads.message_s, self._factor)
+        self._slow: dict[str, float] = {}
+        self._cuts: dict[frozenset[str], float] = {}
+        """Seconds until which nothing passes between two devices, by pair."""
+
+    # What a program's world says
+
+    def noticed(self, device: Party[WorkerT], after_s: Callable[[str], float], how: str) -> None:
+        """Devices that have links to this one find them broken, each after so long."""
+        raise NotImplementedError
+
+    def blame(self, name: str, other: str) -> None:
+        """A device has heard nothing from another one for too long."""
+        raise NotImplementedError
+
+    # Time
+
+    def later(self, seconds: float, lane: object, act: Act) -> None:
+        self.clock.at(self.clock.now_s + seconds, str(lane) if not isinstance(lane, tuple) else lane, act)
+
+    def on(self, device: Party[WorkerT], act: Act) -> None:
+        """Now, or when the device goes on; never if it is gone."""
+        if self.devices.get(device.name) is not device:
+            return
+        if device.waiting is not None:
+            device.waiting.append(partial(self.on, device, act))
+        else:
+            act()
+
+    def slow(self, device: str, factor: float) -> None:
+        self._slow[device] = factor
+
+    # What goes wrong
+
+    def kill(self, name: str) -> Party[WorkerT] | None:
+        """The device's process dies; returns what it was. Its neighbours notice."""
+        device = self.devices.pop(name, None)
+        if device is not None:
+            device.died_s = self.clock.now_s
+            self.noticed(device, lambda other: self._fleet.link(other, name).latency_s, "closed the connection")
+        return device
+
+    def silence(self, device: Party[WorkerT]) -> None:
+        """The device does nothing from now on; after a while its neighbours give up."""
+        device.waiting = []
+        waiting = device.waiting
+
+        def noticed() -> None:
+            if device.waiting is waiting:
+                self.noticed(device, lambda other: 0.0, f"is silent for {self._options.recovery.timeout_s:g} s")
+
+        self.later(self._options.recovery.timeout_s, ("silent", device.name), noticed)
+
+    def wake(self, device: Party[WorkerT]) -> None:
+        waiting, device.waiting = device.waiting, None
+        for act in waiting or ():
+            act()
+
+    def cut(self, one: str, other: str, lasts_s: float) -> None:
+        """Nothing passes between two devices for so long."""
+        now_s, timeout_s = self.clock.now_s, self._options.recovery.timeout_s
+        self._cuts[frozenset((one, other))] = max(self.cut_until_s(one, other), now_s + lasts_s)
+        if lasts_s < timeout_s:
+            return
+        for a, b in ((one, other), (other, one)):
+            self.later(timeout_s, ("cut", a), partial(self.blame, a, b))
+
+    def cut_until_s(self, one: str, other: str) -> float:
+        """Until when nothing passes between two devices; 0 if their link is whole."""
+        return self._cuts.get(frozenset((one, other)), 0.0) if self._cuts else 0.0
+
+    def bandwidth(self, source: str, target: str) -> float:
+        return self._fleet.link(source, target).bandwidth_bytes_per_s
+
+    def worker(self, worker_id: str) -> WorkerT | None:
+        """If its device runs."""
+        device = self.devices.get(device_of(worker_id))
+        return device.workers.get(worker_id) if device is not None else None

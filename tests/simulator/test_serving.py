@@ -1,0 +1,113 @@
+"""A simulated service: its times are the plan's, and drawn faults lose no request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from tests.planners.test_generation_chains import fleet_of, problem_of
+
+from isthmus.errors import UserError
+from isthmus.planners.generation import Chain, Objective, plan_chain
+from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
+from isthmus.simulator.serving import ServedRequest, ServingSimulation, SimulatedServing
+
+BLOCKS, EACH = 10, 220
+QUICK = RecoveryTimes(process_s=0.4, timeout_s=3.0, start_s=5.0)
+
+
+def simulated(
+    seed: int,
+    requests: Sequence[ServedRequest],
+    *faults: Fault,
+    at_once: int = 4,
+    devices: int = 3,
+    objective: Objective = "latency",
+) -> tuple[SimulatedServing, Chain]:
+    problem = problem_of(fleet_of(seed, devices), at_once)
+
+    def plan(names: Sequence[str]) -> Chain:
+        return plan_chain(problem_of(problem.fleet.subset(names), at_once), objective)
+
+    chain = plan(problem.fleet.names)
+    options = SimulationOptions(faults=faults, recovery=QUICK, control_latency_s=0.01, seed=seed)
+    return ServingSimulation(problem, chain, plan, requests, options).run(), chain
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_token_of_one_request_takes_what_the_plan_says(seed: int) -> None:
+    found, chain = simulated(seed, [ServedRequest(prompt=1, new=9)])
+    (answer,) = found.answers
+    between_s = [later - before for before, later in zip(answer.token_s, answer.token_s[1:], strict=False)]
+    assert between_s == [pytest.approx(chain.token_s)] * 8 and not answer.refused and found.chain == chain
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_requests_come_near_the_rate_of_the_plan_and_never_above(seed: int) -> None:
+    found, chain = simulated(seed, [ServedRequest(prompt=1, new=200)] * 4)
+    assert 0.9 * chain.tokens_per_s <= found.tokens_per_s <= chain.tokens_per_s * (1 + 1e-9)
+
+
+def test_requests_go_on_where_they_were_when_a_device_is_lost() -> None:
+    requests = [ServedRequest(prompt=3, new=40), ServedRequest(prompt=1, new=20, arrives_s=0.2)]
+    quiet, chain = simulated(1, requests)
+    at_s = quiet.answers[0].token_s[10]
+    found, _ = simulated(1, requests, Fault(time_s=at_s, device=chain.devices[0]))
+    assert found.losses == 1 and chain.devices[0] not in found.chain.devices
+    assert [len(answer.token_s) for answer in found.answers] == [40, 20]
+    before = [time_s for time_s in found.answers[0].token_s if time_s <= at_s]
+    assert before == list(quiet.answers[0].token_s[: len(before)]) and len(before) >= 10
+
+
+@pytest.mark.parametrize("kind", ["coordinator", "leave"])
+def test_what_no_service_goes_on_after_is_refused(kind: str) -> None:
+    fault = Fault(time_s=1.0, kind=kind, device="d0", lasts_s=1.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=f"got a fault of kind '{kind}', expected one of a device or link"):
+        simulated(0, [], fault)
+
+
+def drawn(seed: int) -> SimulatedServing:
+    """Up to eight faults strike a service of up to four devices."""
+    draw = random.Random(seed)
+    devices, at_once = draw.randint(2, 4), draw.randint(1, 4)
+    requests = [
+        ServedRequest(prompt=draw.randint(1, 6), new=draw.randint(1, 300), arrives_s=draw.uniform(0.0, 4.0))
+        for _ in range(draw.randint(1, 8))
+    ]
+    faults = []
+    for _ in range(draw.randint(1, 8)):
+        kind = draw.choice(("lost", "silent", "link", "slow", "join"))
+        one, other = draw.sample(range(4), 2)
+        if max(one, other if kind == "link" else 0) >= devices:
+            continue
+        fault = Fault(
+            time_s=draw.uniform(0.0, 8.0),
+            kind=kind,
+            device=f"d{one}",
+            other=f"d{other}" if kind == "link" else "",
+            lasts_s=draw.choice((0.2, 2.0, 8.0)),
+            factor=4.0 if kind == "slow" else 1.0,
+        )
+        faults.append(fault)
+    found, _ = simulated(seed, requests, *faults, at_once=at_once, devices=devices, objective="throughput")
+    for request, answer in zip(requests, found.answers, strict=True):
+        assert list(answer.token_s) == sorted(answer.token_s)
+        assert answer.refused or len(answer.token_s) == request.new, f"seed {seed}: {found.notes}"
+        assert len(answer.token_s) <= request.new and all(t >= request.arrives_s for t in answer.token_s)
+    return found
+
+
+@pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_under_drawn_faults_each_request_gets_its_tokens_once_and_in_order_or_a_reason(block: int) -> None:
+    seeds = range(EACH) if block == 0 else range(EACH, BLOCKS * EACH)
+    runs = [drawn(seed) for seed in seeds]
+    answers = [answer for found in runs for answer in found.answers]
+    assert sum(found.losses for found in runs) > len(runs) / 3, "the schedules must do harm"
+    assert sum(not answer.refused for answer in answers) > len(answers) / 2
+    for reason in {answer.refused for answer in answers if answer.refused}:
+        assert reason.startswith(("no device is left", "a second device", "fleet ")), reason
+
+
+def test_a_seed_gives_the_same_service_again() -> None:
+    assert [drawn(seed) for seed in range(20)] == [drawn(seed) for seed in range(20)]
