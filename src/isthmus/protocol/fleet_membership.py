@@ -119,11 +119,6 @@ class FleetMembership:
         return frozenset(name for name, member in self._members.items() if member.connected)
 
     @property
-    def missing(self) -> frozenset[str]:
-        """Devices that somebody waits for."""
-        return frozenset(d for wait in self._waits.values() for d in wait.missing)
-
-    @property
     def awaited(self) -> tuple[str, ...]:
         """Devices without which a run does not begin, as is shown of them."""
         return tuple(dict.fromkeys(self._shown(d) for wait in self._waits.values() for d in wait.missing))
@@ -353,7 +348,7 @@ class FleetMembership:
         return taken
 
     def tick(self, revoked: frozenset[str] = frozenset()) -> None:
-        """Time passes. `revoked`: names of awaited devices that the roster has as revoked."""
+        """Time passes. `revoked`: names that the roster has as revoked."""
         self._revoked = revoked
         for question, asked in list(self._questions.items()):
             if self._now_s >= asked.until_s:

@@ -103,11 +103,11 @@ class Roster:
         with self._database.reading() as database:
             return frozenset(id for (id,) in database.execute("SELECT id FROM devices WHERE revoked_s IS NULL"))
 
-    def is_revoked(self, name: str) -> bool:
-        """Whether the last device of this name was revoked, and no other has taken it."""
+    def revoked_names(self) -> frozenset[str]:
+        """Names whose last device was revoked, and that no other has taken."""
+        query = "SELECT name FROM devices GROUP BY name HAVING min(revoked_s NOT NULL)"
         with self._database.reading() as database:
-            found = database.execute("SELECT min(revoked_s NOT NULL) FROM devices WHERE name = ?", (name,)).fetchone()
-        return found[0] == 1
+            return frozenset(name for (name,) in database.execute(query))
 
     def returning(self, device: str, now_s: float, within_s: float) -> str:
         """The name of a device that was here within so many seconds. PeerError for any other."""

@@ -255,7 +255,7 @@ class FleetCoordinator:
     def wait_for(self, devices: Sequence[str], stop: Stop | None = None, *, every: bool = True) -> list[str]:
         """Return those that are connected, once all or any of them are, however long that takes: machines are started
         by people. Interrupted where that is to stop."""
-        stop, revoked = stop or Stop(), self._revoked(devices)
+        stop, revoked = stop or Stop(), self._revoked()
         with self.deciding() as membership:
             number = next(self._numbers)
             membership.begin_wait(number, devices, every=every, revoked=revoked)
@@ -480,8 +480,8 @@ class FleetCoordinator:
     def _look(self) -> None:
         self._limiter.look()
         with self.deciding() as membership:
-            missing, ids = membership.missing, set(membership.names)
-        revoked = self._revoked(missing)
+            ids = set(membership.names)
+        revoked = self._revoked()
         with self.deciding() as membership:
             membership.tick(revoked)
         gone = ids - self.state.roster.here()  # one query, however many devices there are
@@ -491,9 +491,9 @@ class FleetCoordinator:
         self.state.renew()
         write_status(self.state.folder, self.current_status())
 
-    def _revoked(self, devices: Collection[str]) -> frozenset[str]:
+    def _revoked(self) -> frozenset[str]:
         with contextlib.suppress(StoreError):
-            return frozenset(filter(self.state.roster.is_revoked, devices))
+            return self.state.roster.revoked_names()
         return frozenset()
 
 
