@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
-import msgspec
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -166,40 +165,25 @@ PASSES = 3
 """Passes of each way to compute, in turn; the quickest counts."""
 
 
-class CompileChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """How a stage computes from here on, and why."""
-
-    compiled: bool
-    note: str
-    """One line for people."""
-
-
-class _Inductor(Protocol):
-    """Settings of torch's compiler."""
-
-    compile_threads: int
-
-
-def compile_where_it_pays(
-    engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend = "inductor"
-) -> CompileChoice:
+def compile_where_it_pays(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend = "inductor") -> str:
     """Compile the engine's training program, time forward and backward of a micro-batch both ways, and keep the
-    quicker. Weights, buffers, gradients and random generators stay as they are.
+    quicker. Weights, buffers, gradients and random generators stay as they are. Return one line for people: whether it
+    is compiled, and why.
 
     `columns` are those of the stage, of one micro-batch; what other stages send is made up. A stage that cannot be
-    compiled computes as before, and the note says why. An error of the accelerator's driver is raised.
+    compiled computes as before, and the line says why. An error of the accelerator's driver is raised.
     """
     with _ONE_AT_A_TIME:
-        choice = _chosen(engine, columns, backend)
+        note = _chosen(engine, columns, backend)
     engine.accelerator.release_cached()  # what compiling took is no part of what the stage takes
     engine.accelerator.reset_peak()
-    return choice
+    return note
 
 
-def _chosen(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend) -> CompileChoice:
+def _chosen(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend) -> str:
     started_s = time.perf_counter()
     # Imported when it is needed: with it comes torch's compiler, for seconds.
-    inductor = cast("_Inductor", importlib.import_module("torch._inductor.config"))
+    inductor: Any = importlib.import_module("torch._inductor.config")
     inductor.compile_threads = 1  # others are processes that outlive this one, or forks of a process with threads
     batch = {**made_up(engine), **columns}
     try:
@@ -215,12 +199,12 @@ def _chosen(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend
         if is_drivers(e):
             raise
         why = "out of memory" if is_short_of_memory(e) else f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        return CompileChoice(compiled=False, note=f"not compiled: {why}")
+        return f"not compiled: {why}"
     times = f"{format_duration(taken[True])} per micro-batch, {format_duration(taken[False])} without"
     if taken[True] >= taken[False]:
-        return CompileChoice(compiled=False, note=f"not compiled: it would take {times}")
+        return f"not compiled: it would take {times}"
     engine.program = compiled
-    return CompileChoice(compiled=True, note=f"compiled in {format_duration(compile_s)}: {times}")
+    return f"compiled in {format_duration(compile_s)}: {times}"
 
 
 def _seconds(engine: TorchEngine, act: Callable[[], object]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import Protocol, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -16,10 +16,6 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _TF32_KIND = "cuda"
 
 
-class _Backend(Protocol):
-    fp32_precision: str
-
-
 class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tf32: bool | None = None
     """Whether float32 products and convolutions may use TF32; None: as torch has it, in convolutions alone."""
@@ -27,7 +23,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Whether equal inputs must give equal bits: an operator that has no such kernel is refused when it runs."""
 
     compile: bool = False
-    """Whether stages compute compiled where that is quicker (`compile_choice`)."""
+    """Whether stages compute compiled where that is quicker (`compile_where_it_pays`)."""
 
     def use(self, accelerator: Accelerator) -> str:
         """In this whole process, before it has computed anything. Returns what the hardware cannot do, if anything."""
@@ -40,6 +36,6 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if accelerator.device.type != _TF32_KIND:
             return f"runtime.tf32: ignored: {accelerator.name} has none" if self.tf32 else ""
         for family in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
-            backend = cast(_Backend, operator.attrgetter(family)(torch.backends))
+            backend: Any = operator.attrgetter(family)(torch.backends)
             backend.fp32_precision = "tf32" if self.tf32 else "ieee"
         return ""

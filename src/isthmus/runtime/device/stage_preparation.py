@@ -53,7 +53,7 @@ def compile_stage(
     if not isinstance(engine, TorchEngine):
         return ("not compiled: the ranks of an island compute operator by operator",)
     columns = _columns(engine, assignment, batches)
-    return (unless_outdated(lambda: compile_where_it_pays(engine, columns).note, outdated),)
+    return (unless_outdated(lambda: compile_where_it_pays(engine, columns), outdated),)
 
 
 def _by_jax(engine: Engine, assignment: Assignment, batches: Batches) -> str:
