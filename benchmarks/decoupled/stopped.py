@@ -67,7 +67,7 @@ def stopped(replica: str) -> Stopped:
         note=print,
     )
     stop = Stop()
-    with tempfile.TemporaryDirectory() as folder, DecoupledRun(job, fleet, Path(folder)) as run:
+    with tempfile.TemporaryDirectory() as folder, (run := DecoupledRun(job, fleet, Path(folder))).processes:
         pid = run.processes.pids()[replica]
 
         def act() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.cost import Decoupled
 from isthmus.errors import PeerError
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled import Merger, MergerPort
+from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_events import (
     Contributed,
     FinishMerges,
@@ -29,11 +29,12 @@ from isthmus.runtime.decoupled.merger_link import MergerLink, Received
 from isthmus.runtime.decoupled.replica import ReplicaHost
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.decoupled import FromReplica, ToReplica
+from isthmus.session.session import Observation
 from isthmus.training.decoupled import MergedFragments, ReplicaFragments, change_codec, delta_codec
 from isthmus.training.layout import header_of
 
 from ..drawn_integers import Lies, landed, received
-from ..programs.ports import Asked, Recorder
+from ..programs.ports import Asked, MergerRecorder
 
 pytestmark = pytest.mark.thorough
 
@@ -90,7 +91,7 @@ class Conversation:
         merged = MergedFragments(
             [torch.ones(n) for n in SIZES], OuterOptimizer(rate=0.7, momentum=0.9), change_codec(PLAIN)
         )
-        self.machine = Merger(RULES)
+        self.machine = Merger(RULES, "ab")
         watch = MergerWatch(stepped=lambda *_: None, merged=lambda *_: None, note=lambda _: None)
         self._merger = MergerHost(self.machine, merged, delta_codec(PLAIN), dict.fromkeys("ab"), RUN, 60.0, watch)
         self._own = {name: [[torch.zeros(n)] for n in SIZES] for name in "ab"}
@@ -108,7 +109,7 @@ class Conversation:
 
     @property
     def finish(self) -> FinishMerges | None:
-        return self._merger._finish
+        return self.machine.finish
 
     def run(self) -> None:
         merger = self._merger
@@ -138,7 +139,8 @@ class Conversation:
         """Its connection is lost, and it trains on."""
         merger, replica = self._merger, self._replicas[name]
         if begins:
-            merger._lost(name, "test")
+            self.machine.disconnected(name, "test")
+            self.machine.looked(Observation())
             replica._receive((None, []))
         if ends:
             merger._links[name].delivery.restart()
@@ -148,7 +150,7 @@ class Conversation:
 
     def _deliver(self, name: str) -> None:
         replica, link = self._replicas[name], self._merger._links[name]
-        while name in self.machine.connected and (outgoing := link._following(0)) is not None:
+        while name in self.machine.present and (outgoing := link._following(0)) is not None:
             message, tensors = outgoing
             assert isinstance(message, ToReplica)
             self.messages += self._to_replicas
@@ -193,18 +195,19 @@ class Conversation:
             self._now_s += 0.001
             self.machine.clock(self._now_s)
             message, tensors = link.sent.popleft(), link.tensors.popleft()
-            if name not in self.machine.connected:
+            if name not in self.machine.present:
                 continue
             self.messages += not self._to_replicas
             if self._lies is not None and not self._to_replicas:
                 self._lies.about(message, lambda lie, own=tensors: self._lie_of(name, lie, own))
-            right, arrived = landed(received(message), tensors, lambda m: self._merger._guard(name, m))
-            self._merger._on_message(name, right, arrived)
-            assert name in self.machine.connected, "the right message is taken"
+            right, arrived = landed(received(message), tensors, lambda m: self._merger.guard(name, m))
+            self._merger.received(name, right, arrived)
+            self.machine.looked(Observation())
+            assert name in self.machine.present, "the right message is taken"
 
     def _lie_of(self, name: str, message: AnyMessage, tensors: list[Tensor]) -> None:
         merger, before = self._merger, self.machine
-        message, arrived = landed(message, tensors, lambda m: merger._guard(name, m))
+        message, arrived = landed(message, tensors, lambda m: merger.guard(name, m))
         assert isinstance(message, FromReplica)
         body = message.body
         assert isinstance(body, StepsMade | Contributed | LastStepMade)
@@ -213,7 +216,7 @@ class Conversation:
         if isinstance(body, Contributed):
             for fragment, payload in zip(body.fragments, arrived, strict=True):
                 assert merger._merged.unpacked(fragment, payload, merger._codec) is not None
-        port = Recorder(MergerPort)
+        port = MergerRecorder()
         machine = copy.deepcopy(before, {id(merger): port})
         machine.heard(name, body)
         self._is_of_the_plan(machine, port.took(), name)
@@ -223,11 +226,11 @@ class Conversation:
         members = self.machine._members
         if not members[name].reports and members[name].connections > 1:  # as many as it may have made while away
             made[name] = self.machine._most_steps(name)
-        assert machine.connected == self.machine.connected
+        assert machine.present == self.machine.present
         assert machine.samples <= STEP_SAMPLES * sum(made.values())
         for other, steps in made.items():
             assert machine.steps(other) <= steps
-        assert not any(one[0] == "finished" for one in said) or self.machine.phase == "closing"
+        assert not any(one[0] == "ended" for one in said) or self.machine.phase == "closing"
         for merge in (one[1] for one in said if one[0] == "merge"):
             assert isinstance(merge, MergeChanges)
             assert merge.merge == self.machine.merge

@@ -51,12 +51,12 @@ class _Run:
             merged=lambda merge, _: self.merges.append(merge),
             note=self.notes.append,
         )
-        machine = Merger(rules(samples=None, fragments=1, quorum=quorum))
+        machine = Merger(rules(samples=None, fragments=1, quorum=quorum), names, final_s=TIMEOUT_S)
         links = dict.fromkeys(names)
-        host = MergerHost(machine, self.merged, delta_codec(PLAIN), links, RUN, TIMEOUT_S, watch, final_s=TIMEOUT_S)
+        host = MergerHost(machine, self.merged, delta_codec(PLAIN), links, RUN, TIMEOUT_S, watch)
         self._listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
         self._listener.start(host.acceptor.on_connection)
-        self._thread = threading.Thread(target=host.coordinate, args=(dict[str, str], lambda: False), daemon=True)
+        self._thread = threading.Thread(target=host.coordinate, daemon=True)
         self._thread.start()
 
     def link(self, name: str) -> MergerLink:

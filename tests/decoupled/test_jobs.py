@@ -31,6 +31,7 @@ from isthmus.models import ModelSpec, build_model
 from isthmus.models.registry import give_model
 from isthmus.protocol.decoupled_events import FinishMerges
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
+from isthmus.runtime.decoupled.merger import MergeTraffic
 from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated
@@ -248,15 +249,15 @@ def test_a_merged_model_that_is_not_finite_is_saved_as_such_and_ends_the_run_as_
     spoilt: bool, tmp_path: Path
 ) -> None:
     job = job_of()
-    run = MergedRun(job, 2)
+    run = MergedRun(job, ["a", "b"])
     run.model.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # a constant of the model's own decides nothing
     if spoilt:
         run.merged.known[0][3] = math.nan
         run.fill()
     folder = RunFolder(tmp_path)
     watch = _Watch(job, run, RunSession(folder, Callbacks(()), None), Silent())  # type: ignore[arg-type]
-    sizes = dict.fromkeys(("sent_bytes", "received_bytes", "plain_bytes", "whole_bytes"), 1)
-    outcome = DecoupledOutcome(finish=FinishMerges("done"), samples=16, merges=1, late=0, seconds=1.0, **sizes)
+    traffic = MergeTraffic(1, 1, 1, 1)
+    outcome = DecoupledOutcome(finish=FinishMerges("done"), samples=16, merges=1, late=0, seconds=1.0, traffic=traffic)
     with pytest.raises(Diverged, match="not finite") if spoilt else contextlib.nullcontext():
         watch.end(outcome, "done", {})
     assert read_manifest(latest_checkpoint(folder.checkpoints)).finite is not spoilt

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
 
 import msgspec
 import torch
 
 from isthmus.data import load_dataset
 from isthmus.protocol.decoupled_events import MergeChanges
+from isthmus.runtime.coordinator.backend import NoDevices
 from isthmus.runtime.decoupled.joined import serve_joined
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.merger_link import ReplicaPlace
 from isthmus.runtime.decoupled.replica import serve_replica
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.device.peer_connections import Endpoint
+from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.decoupled import delta_codec
 from isthmus_testing.decoupled_replay import replay
@@ -31,8 +32,13 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
     job = job_of(quorum=1)
     job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=20_000))
     run, _, _ = ordered(job, "a")
-    merges, notes = list[MergeChanges](), list[str]()
-    watch = MergerWatch(stepped=lambda *_: None, merged=lambda merge, _: merges.append(merge), note=notes.append)
+    merges, stop = list[MergeChanges](), Stop()
+
+    def note(text: str) -> None:
+        if text == "b has left":
+            stop.request()
+
+    watch = MergerWatch(stepped=lambda *_: None, merged=lambda merge, _: merges.append(merge), note=note)
     links = dict.fromkeys(NAMES, None)
     host = MergerHost(
         run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch, begin=run.first
@@ -47,19 +53,18 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
         )
         for name in NAMES[:2]
     ]
-    released = False
 
-    def look() -> Mapping[str, str]:
-        nonlocal released
-        given = {c.replica for merge in merges for f in merge.fragments for c in f.contributions}
-        if not released and given == {"a", "b"}:
-            released = True
-            host.release("b")
-        return {}
+    class Devices(NoDevices):
+        def starting(self, device: str) -> bool:
+            return device in NAMES[:2]
+
+        def leaving(self) -> list[str]:
+            given = {c.replica for merge in merges for f in merge.fragments for c in f.contributions}
+            return ["b"] if given == {"a", "b"} else []
 
     for thread in threads:
         thread.start()
-    finish = host.coordinate(look, lambda: "b has left" in notes)
+    finish = host.coordinate(Devices(), stop)
     for thread in threads:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
@@ -70,9 +75,15 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
 
 
 def test_the_merger_hears_why_a_replica_cannot_begin() -> None:
-    job, notes = job_of(), list[str]()
+    job, notes, stop = job_of(), list[str](), Stop()
     run, _, _ = ordered(job, "a")
-    watch = MergerWatch(stepped=lambda *_: None, merged=lambda *_: None, note=notes.append)
+
+    def note(text: str) -> None:
+        notes.append(text)
+        if "no room" in text:
+            stop.request()
+
+    watch = MergerWatch(stepped=lambda *_: None, merged=lambda *_: None, note=note)
     links = dict.fromkeys(NAMES, None)
     host = MergerHost(run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch)
     listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
@@ -88,7 +99,7 @@ def test_the_merger_hears_why_a_replica_cannot_begin() -> None:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    host.coordinate(dict, lambda: any("no room" in note for note in notes))
+    host.coordinate(stop=stop)
     thread.join(TIMEOUT_S)
     listener.close()
     assert any(note.startswith("a is lost: RuntimeError: no room") for note in notes)

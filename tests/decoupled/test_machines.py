@@ -16,7 +16,7 @@ from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplica
 from isthmus.cost import Decoupled
 from isthmus.errors import PeerError, UserError
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled import Merger, MergerPort
+from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
@@ -33,19 +33,30 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.decoupled_replica import DecoupledReplica, ReplicaPort
 from isthmus.protocol.run_messages import Halt
+from isthmus.session.failures import EXIT_S, GRACE_S
+from isthmus.session.session import Observation
 from isthmus.simulator import Fault
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 
-from ..programs.ports import Asked, Recorder
+from ..programs.ports import Asked, MergerRecorder, Recorder
 from .small import NAMES, SIZES, STEP_S, replicas, rules
 
 
 class Host:
     """Says the time, and returns what the merger asks."""
 
-    def __init__(self, *, quorum: int = 2, samples: int | None = 1000, fragments: int = 1) -> None:
-        self.machine = Merger(rules(samples=samples, fragments=fragments, quorum=quorum))
-        self.port = Recorder(MergerPort)
+    def __init__(
+        self,
+        *,
+        quorum: int = 2,
+        samples: int | None = 1000,
+        fragments: int = 1,
+        calls: bool = False,
+        final_s: float | None = None,
+    ) -> None:
+        wanted = rules(samples=samples, fragments=fragments, quorum=quorum)
+        self.machine = Merger(wanted, "abc", calls=calls, final_s=final_s)
+        self.port = MergerRecorder()
         self.machine.port = self.port.port
         self.now_s = 0.0
         self.steps: Counter[str] = Counter()
@@ -76,11 +87,26 @@ class Host:
         return self.port.took()
 
     def lose(self, name: str) -> list[Asked]:
-        self.machine.lost(name, "test")
-        return self.port.took()
+        """Its connection closes, and no process of it is known."""
+        self.machine.disconnected(name)
+        rejected, *found = self.look()
+        assert rejected == ("reject", name, False)
+        return found
 
     def release(self, name: str) -> list[Asked]:
-        self.machine.released(name)
+        return self.look(leaving=frozenset({name}))
+
+    def look(
+        self,
+        *,
+        ended: Mapping[str, str] = {},
+        starting: str = "",
+        offers: str = "",
+        leaving: frozenset[str] = frozenset(),
+    ) -> list[Asked]:
+        self.machine.looked(
+            Observation(ended=ended, starting=frozenset(starting), offers=frozenset(offers), leaving=leaving)
+        )
         return self.port.took()
 
 
@@ -232,7 +258,177 @@ def test_without_a_replica_the_run_waits_and_then_ends() -> None:
     host.join("a")
     host.lose("a")
     assert host.machine.phase == "waiting"
-    assert host.at(61.0) == [("finished", FinishMerges("lost", "no replica came within 60 s"))]
+    assert host.at(61.0) == [("ended", "no replica came within 60 s")]
+    assert host.machine.finish == FinishMerges("lost", "no replica came within 60 s")
+
+
+def test_how_a_process_ended_says_why_its_replica_is_lost_and_no_merge_waits_for_that() -> None:
+    host = Host()
+    announced(host)
+    host.give("b", 1)
+    host.machine.disconnected("a")
+    rejected, merge = host.look(starting="a")
+    assert rejected == ("reject", "a", False), "another connection of it is admitted"
+    assert merged([merge]) == [("b", 1, 32)]
+    assert host.machine.due_s is not None
+    host.at(2.0)
+    assert host.look(starting="a") == []
+    killed = {"a": "its process was killed by SIGKILL"}
+    lost = ("note", "a is lost: its process was killed by SIGKILL; the others go on")
+    assert host.look(ended=killed) == [lost]
+    assert host.look(ended=killed) == []
+
+
+def test_one_whose_process_goes_on_may_come_back_before_its_loss_is_decided() -> None:
+    host = Host()
+    announced(host)
+    host.machine.disconnected("a")
+    host.look(starting="a")
+    host.machine.joined("a")
+    assert host.port.took() == [
+        ("note", "a is lost: its connection closed; the others go on"),
+        ("note", "a is back after 1 steps: it takes the current fragments and goes on"),
+        ("send_all", "a"),
+    ]
+    host.at(1.0 + 2 * EXIT_S)
+    assert host.look(starting="a") == [] and host.machine.present == ["a", "b", "c"]
+
+
+def test_a_loss_that_is_not_decided_is_noted_at_the_end() -> None:
+    host = Host(samples=None)
+    host.join("a", "b")
+    host.step("a", 8)
+    host.machine.disconnected("b")
+    host.look(starting="ab")
+    host.ready("a")
+    assert host.give("a", 1, 8)[1:] == [
+        ("note", "b is lost: its connection closed; the others go on"),
+        ("ended", ""),
+    ]
+    assert host.machine.over
+
+
+def test_one_that_says_why_it_fails_is_lost_at_once_and_its_exit_is_not_noted() -> None:
+    host = Host()
+    announced(host)
+    host.machine.failed("a", "no room", "user")
+    assert host.machine.urgent
+    lost = [("reject", "a", False), ("note", "a is lost: no room; the others go on")]
+    assert host.look(starting="abc") == lost
+    assert host.look(ended={"a": "its process ended with code 1"}) == []
+
+
+def test_a_run_ends_when_every_process_has_ended_and_says_how() -> None:
+    host, how = Host(), "its process ended with code 1"
+    host.join("a")
+    host.machine.failed("a", "no room", "device")
+    host.look()
+    ended = {"b": how, "c": how}
+    host.at(1.0)
+    assert host.look(ended=ended) == []  # one may have sent why
+    host.at(1.0 + GRACE_S)
+    assert host.look(ended=ended) == [
+        ("note", f"b: {how}"),
+        ("note", f"c: {how}"),
+        ("ended", "every replica's process has ended"),
+    ]
+    assert host.machine.finish == FinishMerges("lost", "every replica's process has ended")
+
+
+def test_one_that_sends_what_it_cannot_have_is_rejected_for_good() -> None:
+    host = Host()
+    announced(host)
+    host.port.inadmissible = "its change of fragment 0 is not finite"
+    assert host.give("a", 1) == []
+    assert host.look(starting="abc") == [
+        ("reject", "a", True),
+        ("note", "a is lost: its change of fragment 0 is not finite; the others go on"),
+    ]
+    host.machine.heard("b", StepsMade(steps=7, samples=32))
+    assert host.look() == [
+        ("reject", "b", True),
+        ("note", "b is lost: reported 7 steps after 1, expected at most 2; the others go on"),
+    ]
+    assert [name for name, _ in host.port.counted] == ["a", "b"], "their steps before"
+
+
+def test_changes_that_are_not_merged_are_in_no_later_merge_either() -> None:
+    host = Host(fragments=2)
+    host.join("a", "b", "c")
+    host.at(1.0)
+    host.step("a")
+    host.step("b")
+    for name in "ab":  # of both fragments, though one is asked for
+        host.heard(name, Contributed(merge=1, fragments=(1,), steps=1, samples=(32,)))
+    host.give("a", 1)
+    host.port.refused = {"b": "too large"}
+    first, *asked, second = host.give("b", 1)
+    assert whom(asked) == ["a", "b", "c"]
+    assert [merged([one]) for one in (first, second)] == [[("a", 1, 32), ("b", 1, 32)], [("a", 1, 32)]]
+    assert host.look() == [("reject", "b", True), ("note", "b is lost: too large; the others go on")]
+
+
+def test_replicas_receive_the_end_until_they_hang_up() -> None:
+    host = Host(samples=None, final_s=60.0)
+    closing(host)
+    for name in "ab":
+        host.give(name, 1, 8)
+    found = host.heard("c", Contributed(merge=1, fragments=(), steps=0, samples=()))
+    assert found[-1] == ("ended", "") and host.machine.phase == "ending"
+    assert host.step("a") == [] and host.machine.stop() is None
+    assert host.lose("a") == []
+    host.machine.joined("a")  # it has received nothing
+    assert host.port.took() == [("send_all", "a")]
+    for name in "ab":
+        host.lose(name)
+    assert not host.machine.over
+    assert host.machine.due_s == 60.0
+    host.lose("c")
+    assert host.machine.over and host.machine.finish == FinishMerges("done")
+
+
+def test_one_that_does_not_receive_the_end_holds_nobody_up_for_ever() -> None:
+    host = Host(samples=None, final_s=60.0)
+    closing(host)
+    for name in "abc":
+        host.heard(name, Contributed(merge=1, fragments=(), steps=host.steps[name], samples=()))
+    host.at(100.0)
+    assert host.machine.phase == "ending" or host.machine.over
+    host.at(200.0)
+    assert host.machine.over
+
+
+def test_devices_of_a_fleet_are_called_when_they_are_there_and_later_where_they_failed() -> None:
+    host, how = Host(calls=True), {"a": "its process ended with code 1"}
+    host.machine.rules = msgspec.structs.replace(host.machine.rules, timeout_s=math.inf)
+    called = [("note", "a is here, and is called to train"), ("call", "a")]
+    assert host.look(offers="a") == called
+    for pause_s in (30.0, 60.0):
+        host.join("a")
+        host.machine.disconnected("a")
+        host.look(starting="a")
+        failed_s = host.now_s + 1.0
+        host.at(failed_s)
+        (lost, alone) = host.look(ended=how)
+        assert lost == ("note", "a is lost: its process ended with code 1; the others go on")
+        assert str(alone[1]).startswith("no device is left")
+        assert host.look(ended=how, offers="a") == []
+        host.at(failed_s + pause_s - 0.1)
+        assert host.look(ended=how, offers="a") == []
+        host.at(failed_s + pause_s)
+        assert host.look(ended=how, offers="a") == called
+
+
+def test_a_device_that_is_to_leave_while_it_starts_leaves_when_it_has_come() -> None:
+    host = Host(calls=True)
+    host.look(offers="a")
+    assert host.look(starting="a", leaving=frozenset("a")) == []
+    host.join("a")
+    assert host.look(starting="a") == [("ask", "a", CollectChanges(merge=0, fragments=(0,), last=True))]
+    host.machine.disconnected("a")
+    rejected, note, alone = host.look(starting="a")
+    assert (rejected, note) == (("reject", "a", False), ("note", "a has left"))
+    assert str(alone[1]).startswith("no device is left")
 
 
 def closing(host: Host) -> None:
@@ -255,7 +451,8 @@ def test_a_run_without_a_number_of_samples_ends_when_all_are_ready() -> None:
     assert host.at(100.0) == []  # b has nothing else to do
     found = host.give("b", 1, 8)
     assert merged(found) == [("a", 1, 8), ("b", 1, 8)]
-    assert found[-1] == ("finished", FinishMerges("done"))
+    assert found[-1] == ("ended", "")
+    assert host.machine.finish == FinishMerges("done")
 
 
 def test_a_loss_ends_a_run_whose_others_are_ready() -> None:
@@ -308,7 +505,6 @@ def test_one_that_is_ready_gives_at_once_until_the_last_merge() -> None:
 
 def test_a_slow_link_gets_the_newest_version_whole_and_an_end_first() -> None:
     delivery = Delivery(1)
-    delivery.publish(0, 0, 0)
     first = delivery.next()
     assert first == FragmentSent(fragment=0, merge=0, whole=True, included=NEVER, first=True, samples=0)
     delivery.publish(0, 1, 32, included=1)

@@ -64,7 +64,8 @@ def run_of(
     after so many samples: one replica alone may make them all before the other has started. The device alone is stopped
     while it is ahead of the pipeline."""
     merges, notes, steps, stop = list[MergeChanges](), list[str](), Counter[str](), Stop()
-    with DecoupledRun(job, FLEET, folder, plan_again) as run:
+    run = DecoupledRun(job, FLEET, folder, plan_again)
+    with run.processes:
         alone = run.processes.pids()["d"]
 
         def made(name: str, made: StepsMade, samples: int, seconds: float) -> None:

@@ -33,7 +33,8 @@ def test_the_others_go_on_where_one_is_stopped_and_one_is_killed(tmp_path: Path)
     merges, steps = list[MergeChanges](), dict.fromkeys(NAMES, 0)
     stopped_at = dict[str, int]()
 
-    with DecoupledRun(job, FLEET, tmp_path) as run:
+    run = DecoupledRun(job, FLEET, tmp_path)
+    with run.processes:
         pids = run.processes.pids()
 
         def stepped(name: str, made: StepsMade, samples: int, seconds: float) -> None:

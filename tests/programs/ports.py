@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.programs.tokens import ServingPort
+from isthmus.protocol.decoupled import MergerPort
+from isthmus.protocol.decoupled_events import Contributed, MergeChanges, StepsMade
 from isthmus.protocol.federated_messages import PhaseId
 from isthmus.protocol.generation import Prompt
 from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SharesRevealed, SiteKeys
@@ -88,6 +90,31 @@ class ServingRecorder(Recorder):
 
     def start(self, prompt: Prompt, made: Sequence[int]) -> None:
         self.asked.append(("start", prompt.number, *made))
+
+
+class MergerRecorder(Recorder):
+    """Steps and contributions that count are written down apart."""
+
+    def __init__(self) -> None:
+        super().__init__(MergerPort)
+        self.counted: list[tuple[str, StepsMade | Contributed]] = []
+        self.inadmissible = ""
+        """Why no contribution is admitted, if none is."""
+        self.refused: dict[str, str] = {}
+        """Whose changes the next merge does not take, and why."""
+
+    def stepped(self, replica: str, made: StepsMade) -> None:
+        self.counted.append((replica, made))
+
+    def admit(self, replica: str, body: Contributed) -> None:
+        if self.inadmissible:
+            raise PeerError(self.inadmissible)
+        self.counted.append((replica, body))
+
+    def merge(self, merge: MergeChanges) -> Mapping[str, str]:
+        self.asked.append(("merge", merge))
+        refused, self.refused = self.refused, {}
+        return refused
 
 
 class SiteRecorder(Recorder):

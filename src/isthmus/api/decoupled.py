@@ -83,7 +83,8 @@ class _Running(NamedTuple):
     def here(self) -> tuple[DecoupledOutcome, Ended]:
         """Run on processes of this machine."""
         path = self.session.folder.path
-        with DecoupledRun(self.job, self.fleet, path, plan_again) as run:  # forks, so it comes first
+        run = DecoupledRun(self.job, self.fleet, path, plan_again)  # forks, so it comes first
+        with run.processes:
             prepared = prepare(self.job, least=len(run.groups))
             plans = replica_plans(prepared, self.fleet)
             pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
@@ -285,15 +286,16 @@ class _Watch:
         saved = writer.commit(manifest)
         self._log.saved(step)
         self._observer.saved(step, saved)
-        changes_bytes = outcome.received_bytes + outcome.sent_bytes
+        traffic = outcome.traffic
+        changes_bytes = traffic.received_bytes + traffic.sent_bytes
         more = outcome.samples - training.steps * training.batch_size
         over = f", {more:,} more than asked: replicas train on until the last merge" if more > 0 else ""
         self._noted(f"{outcome.samples:,} samples in {format_duration(outcome.seconds)}{over}")
         self._noted(f"{outcome.merges} merges; {outcome.late} contributions came too late, and counted in a later one")
         self._noted(
-            f"changes: {format_size(outcome.received_bytes)} received, {format_size(outcome.sent_bytes)} sent, "
-            f"{outcome.plain_bytes / max(1, changes_bytes):.1f} times fewer than as float32; "
-            f"{format_size(outcome.whole_bytes)} of whole fragments sent"
+            f"changes: {format_size(traffic.received_bytes)} received, {format_size(traffic.sent_bytes)} sent, "
+            f"{traffic.plain_bytes / max(1, changes_bytes):.1f} times fewer than as float32; "
+            f"{format_size(traffic.whole_bytes)} of whole fragments sent"
         )
         for text in overruns(self._ended_s, emulated_s):
             self._noted(text)

@@ -20,14 +20,15 @@ from isthmus.protocol.decoupled_events import (
     Contributed,
     FinishMerges,
     FragmentSent,
-    LastStepMade,
     MergeChanges,
     MergeRules,
     ReplicaOrder,
+    ReplicaReport,
     StepsMade,
     VersionTaken,
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica
+from isthmus.session.session import Observation
 from isthmus.simulator.clock import VirtualClock
 from isthmus.simulator.options import Fault
 
@@ -151,19 +152,10 @@ class _Replica:
 
 class _ReplicaPort:
     def __init__(self, simulation: DecoupledSimulation, one: _Replica) -> None:
-        self._simulation, self._one = simulation, one
-
-    def take(self, sent: FragmentSent) -> None:
-        self._simulation.take(self._one, sent)
-
-    def train(self, samples: int) -> None:
-        self._simulation.train(self._one, samples)
-
-    def contribute(self, collect: CollectChanges) -> None:
-        self._simulation.contribute(self._one, collect)
-
-    def say(self, body: StepsMade | LastStepMade) -> None:
-        self._simulation.report(self._one, body, SMALL_BYTES)
+        self.take = partial(simulation.take, one)
+        self.train = partial(simulation.train, one)
+        self.contribute = partial(simulation.contribute, one)
+        self.say = partial(simulation.report, one)
 
     def stop(self) -> None:
         """Nothing is under way that the end of the run does not end."""
@@ -181,17 +173,15 @@ class DecoupledSimulation:
         computing: Computing | None = None,
         seed: int = 0,
     ) -> None:
-        self._machine, self._sizes, self._computing = Merger(rules), sizes, computing
+        self._machine, self._sizes, self._computing = Merger(rules, {one.name for one in replicas}), sizes, computing
         self._machine.port = self
+        self._machine.clock(0.0)
         self._clock = VirtualClock(seed)
         batch = sum(model.samples for model in replicas)
         self._replicas = {model.name: _Replica(model, rules.fragments, batch) for model in replicas}
         self._result = SimulatedReplicas()
         self._over = False
         self._due_s: float | None = None
-        for one in self._replicas.values():
-            for fragment in range(rules.fragments):
-                one.delivery.publish(fragment, 0, 0)
         self._of = {device: one for one in self._replicas.values() for device in one.pipeline.present}
         self._since_s = dict.fromkeys(self._of, 0.0)
         """Since when each device is there."""
@@ -273,7 +263,7 @@ class DecoupledSimulation:
     def _cut(self, one: _Replica, reason: str) -> None:
         if one.connected:
             one.connected = one.receiving = False
-            self._decide(partial(self._machine.lost, one.model.name, reason))
+            self._decide(partial(self._machine.disconnected, one.model.name, reason))
 
     def _silence(self, fault: Fault) -> None:
         """Its process is stopped, and goes on later where it was. A pipeline waits for its device."""
@@ -316,6 +306,7 @@ class DecoupledSimulation:
         self._machine.clock(self._clock.now_s)
         if happened is not None:
             happened()
+            self._machine.looked(Observation())
         for one in self._replicas.values():
             self._send(one)
         due_s = self._machine.due_s
@@ -336,17 +327,30 @@ class DecoupledSimulation:
     def let_go(self, replica: str) -> None:
         """No simulated device leaves without loss."""
 
+    def call(self, device: str) -> None:
+        """Replicas come by themselves."""
+
+    def reject(self, device: str, *, permanent: bool) -> None:
+        """Its connection is gone already."""
+
     def send_all(self, replica: str) -> None:
         """Every decision is followed by what links can send."""
 
     def note(self, text: str) -> None:
         self._result.notes.append((self._clock.now_s, text))
 
-    def finished(self, finish: FinishMerges) -> None:
-        self._result.finish, self._result.seconds = finish, self._clock.now_s
+    def ended(self, reason: str) -> None:
+        assert self._machine.finish is not None, "it has ended"
+        self._result.finish, self._result.seconds = self._machine.finish, self._clock.now_s
         self._over = True
 
-    def merge(self, merge: MergeChanges) -> None:
+    def stepped(self, replica: str, made: StepsMade) -> None:
+        self._result.steps.append((self._clock.now_s, replica, made))
+
+    def admit(self, replica: str, body: Contributed) -> None:
+        """Simulated replicas are believed."""
+
+    def merge(self, merge: MergeChanges) -> Mapping[str, str]:
         self._result.merges.append((self._clock.now_s, merge))
         if self._computing is not None:
             self._computing.merge(merge)
@@ -354,6 +358,7 @@ class DecoupledSimulation:
             numbers = {contribution.replica: contribution.number for contribution in merged.contributions}
             for name, one in self._replicas.items():
                 one.delivery.publish(merged.fragment, merge.merge, merge.samples, numbers.get(name, NEVER))
+        return {}
 
     def _send(self, one: _Replica) -> None:
         """The next message to a replica, if its link is free."""
@@ -451,15 +456,13 @@ class DecoupledSimulation:
             )
             self.report(one, body, SMALL_BYTES + sum(self._sizes.delta[fragment] for fragment in fragments))
 
-    def report(self, one: _Replica, body: StepsMade | LastStepMade | Contributed, size_bytes: int) -> None:
+    def report(self, one: _Replica, body: ReplicaReport, size_bytes: int = SMALL_BYTES) -> None:
         left_s, latency_s = _times(one.model.up, size_bytes)
         one.up_free_s = max(one.up_free_s, self._clock.now_s) + left_s
         life = one.life
 
         def arrived() -> None:
             if one.life == life and one.connected:
-                if isinstance(body, StepsMade):
-                    self._result.steps.append((self._clock.now_s, one.model.name, body))
                 self._decide(partial(self._machine.heard, one.model.name, body))
 
         self._clock.at(one.up_free_s + latency_s, f"from {one.model.name}", arrived)

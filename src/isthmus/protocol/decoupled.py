@@ -2,21 +2,28 @@
 arXiv 2604.21428).
 
     waiting ──a replica joins──► training ──enough samples──► collecting ──all, or quorum and grace──► training
-                                     └─ samples of the whole run, or all are ready ─► closing ──► over
+                                     └─ samples of the whole run, or all are ready ─► closing ──► ending ──► over
 
 Fragments take turns. Nobody waits for a merge: replicas contribute after the step that they make, and go on. A merge
 waits for those that have made a step since it was announced or since the merge before, so not for one that is away; it
 ends when all of them have contributed, or when the quorum has and the grace is over. A contribution counts by the
 samples that it was trained on. One that comes too late is part of the fragment's next merge: a slow replica gives less
 often, and nothing that it has learned is lost.
+
+A replica whose connection closes is out of every merge from then on. Its loss is noted once it is known how its process
+ended, where that process is known to run. In the phase `ending` replicas receive the merged model, and hang up.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Literal, Protocol
 
-from isthmus.errors import PeerError
+import msgspec
+
+from isthmus.errors import IsthmusError, PeerError
 from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,
@@ -29,7 +36,9 @@ from isthmus.protocol.decoupled_events import (
     StepsMade,
 )
 from isthmus.session.deadlines import STARTING
-from isthmus.session.program import OVER, Policy, report
+from isthmus.session.failures import CLOSED, without_name
+from isthmus.session.program import OVER, OutOfPhase, Policy, Port, report
+from isthmus.session.session import Fault, Observation, Session
 
 _INTERVAL_DECAY = 0.5
 """Weight of the newest time between two merges in their mean."""
@@ -41,21 +50,26 @@ _FASTEST_STEP_S = 1e-3
 """Seconds per step that an absent replica is assumed to need where no replica's speed is known."""
 _FASTER = 8
 """Times the fastest pace that was seen: what one that was away may have had."""
+_AGAIN_S = 30.0
+"""After so long a device whose process failed is called again; twice as long each further time."""
 
 
 class _Member:
     """A replica that is connected, or was."""
 
-    def __init__(self, now_s: float, steps: int = 0) -> None:
-        self.connected = True
-        self.joined_s = self.heard_s = now_s
+    def __init__(self, now_s: float, before: _Member | None) -> None:
+        """`before`: on the connection before."""
+        self.present = True
+        """Whether merges count on it."""
+        self.joined_s = now_s
+        self.heard_s = before.heard_s if before is not None else now_s
         self.reports = 0
         """Steps that it has reported on this connection."""
-        self.connections = 1
-        self.merged_steps: dict[int, int] = {}
+        self.connections = before.connections + 1 if before is not None else 1
+        self.merged_steps: dict[int, int] = before.merged_steps if before is not None else {}
         """Steps that it had made when it gave the newest contribution that is merged, by fragment."""
         self.leaves = False
-        self.steps = steps
+        self.steps = before.steps if before is not None else 0
         self.shows_life = False
         """Whether it has made a step since the newest merge was announced."""
         self.is_ready = False
@@ -66,8 +80,8 @@ class _Member:
         return last if self.is_ready else self.shows_life
 
 
-class MergerPort(Protocol):
-    """The merger asks this of its host."""
+class MergerPort(Port, Protocol):
+    """The merger asks this of its host. Where it has ended, `finish` says how, and replicas are to end."""
 
     def ask(self, replica: str, collect: CollectChanges) -> None:
         """Ask a replica for a contribution."""
@@ -78,30 +92,50 @@ class MergerPort(Protocol):
     def send_all(self, replica: str) -> None:
         """Give a replica every fragment, whatever it was given before."""
 
-    def merge(self, merge: MergeChanges) -> None:
-        """Make an outer step; then every replica is to have the result."""
+    def stepped(self, replica: str, made: StepsMade) -> None:
+        """A replica has made a step, which counts."""
 
-    def note(self, text: str) -> None:
-        """Tell people."""
+    def admit(self, replica: str, body: Contributed) -> None:
+        """Keep the changes of the contribution at hand. PeerError for those that no replica can have made."""
 
-    def finished(self, finish: FinishMerges) -> None:
-        """The run is over."""
+    def merge(self, merge: MergeChanges) -> Mapping[str, str]:
+        """Make an outer step; then every replica is to have the result. Return the replicas whose changes are not
+        merged, as the weights would be too large, each with the reason."""
+        ...
 
 
-class Merger(Policy[MergerPort]):
+class Merger(Policy[MergerPort], Session):
     """Its host sets `port`, and says `clock` before each other call that may open or end a merge, and at `due_s`."""
 
-    def __init__(self, rules: MergeRules) -> None:
-        super().__init__("waiting")
-        self.rules = rules
+    def __init__(
+        self, rules: MergeRules, replicas: Collection[str], *, calls: bool = False, final_s: float | None = None
+    ) -> None:
+        """`calls`: replicas are devices of a fleet, called whenever they are there; else each has one process, and no
+        other one where that has ended. `final_s`: how long replicas may take to receive the merged model at the end;
+        None: they do not get it."""
+        Policy.__init__(self, "waiting")
+        Session.__init__(self, lambda text: self.port.note(text), timeout_s=rules.timeout_s, grace_s=0.0)
+        self.rules, self.final_s = rules, final_s
+        self.finish: FinishMerges | None = None
+        """How the run ended, once nothing more is merged."""
         self.samples = 0
         """Samples that all replicas have trained on so far."""
         self.merge = 0
         """Number of the newest merge that was announced."""
-        self.due_s: float | None = STARTING * rules.timeout_s
-        """When the host is to say `clock`, whatever else happens."""
+        self._admissible = set(replicas)
+        """All but those that sent what no replica can have done: these do not come back."""
+        self._calls = calls
+        self._processes = set[str]() if calls else set(replicas)
+        """Replicas whose process is not known to have ended."""
+        self._failures_of: Counter[str] = Counter()
+        self._call_from_s: dict[str, float] = {}
+        """When a device whose process failed may be called again."""
+        self._leaving: set[str] = set()
+        """Devices that were asked to leave while they were called or at work."""
+        self._due_s: float | None = None
+        """When time alone opens or ends a merge, or the run."""
         self._members: dict[str, _Member] = {}
-        self._now_s = self._announced_s = 0.0
+        self._announced_s = 0.0
         self._step_s = math.inf
         """Seconds per step of the fastest replica, as far as is known."""
         self._interval_s = 0.0
@@ -124,16 +158,25 @@ class Merger(Policy[MergerPort]):
         self._outcome: Literal["done", "interrupted"] = "done"
 
     @property
-    def connected(self) -> list[str]:
-        """Replicas that are there, by name."""
-        return sorted(name for name, member in self._members.items() if member.connected)
+    def present(self) -> list[str]:
+        """Replicas that merges count on, by name."""
+        return sorted(name for name, member in self._members.items() if member.present)
+
+    @property
+    def expected(self) -> Collection[str]:
+        return self._processes - self.connected
+
+    @property
+    def due_s(self) -> float | None:
+        times_s = (self._due_s, super().due_s)
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def steps(self, replica: str) -> int:
         """That it has made, as far as is known."""
         return self._members[replica].steps if replica in self._members else 0
 
     def check(self, replica: str, body: StepsMade | Contributed) -> None:
-        """Say it before `heard`. PeerError for figures that are not of what this replica can have done."""
+        """PeerError for figures that are not of what this replica can have done."""
         member, most = self._members[replica], self._most_steps(replica)
         least = 0 if isinstance(body, Contributed) else most if member.reports else 1
         if not least <= body.steps <= most:
@@ -178,102 +221,175 @@ class Merger(Policy[MergerPort]):
         if member.reports or member.connections == 1:
             return member.steps + 1
         step_s = self._step_s if math.isfinite(self._step_s) else _FASTER * _FASTEST_STEP_S
-        return member.steps + 1 + int(_FASTER * (self._now_s - member.heard_s) / step_s)
+        return member.steps + 1 + int(_FASTER * (self.now_s - member.heard_s) / step_s)
 
     # What the host says
+
+    def clock(self, now_s: float) -> None:
+        if self.over:
+            return
+        super().clock(now_s)
+        if self.phase == "waiting" and self._due_s is None:
+            self._due_s = now_s + STARTING * self.rules.timeout_s
+        if self._due_s is None or now_s < self._due_s:
+            return
+        if self.phase == "waiting":
+            self._finish(FinishMerges("lost", f"no replica came within {self.rules.timeout_s:g} s"))
+        elif self.phase == "ending":
+            self.phase = OVER
+        else:
+            self._due_s = None
+            self._look(grace_is_over=True)
 
     def joined(self, replica: str) -> None:
         """It has a connection: the first one, or one after another was lost."""
         if self.over:
             return
-        again = replica in self._members
-        steps = self._members[replica].steps if again else 0
-        member = _Member(self._now_s, steps)
-        if again:
-            before = self._members[replica]
-            member.heard_s, member.merged_steps = before.heard_s, before.merged_steps
-            member.connections = before.connections + 1
-        self._members[replica] = member
+        if replica in self.connected:  # how its process ended was waited for, and it goes on
+            self.lost(replica, PeerError(CLOSED), permanent=False)
+        before = self._members.get(replica)
+        self._members[replica] = _Member(self.now_s, before)
+        self.connected.add(replica)
+        self._processes.add(replica)
         self._invited.discard(replica)
         self._expected.discard(replica)
         for held in self._held:
             held.pop(replica, None)  # it gives the same again
         if self.phase == "waiting":
-            self.phase, self.due_s = "training", None
-            self._announced_s = self._announced_s if self.merge else self._now_s
-        if again:
-            self.port.note(f"{replica} is back after {steps} steps: it takes the current fragments and goes on")
+            self.phase, self._due_s = "training", None
+            self._announced_s = self._announced_s if self.merge else self.now_s
+        if before is not None and self.finish is None:
+            text = f"is back after {before.steps} steps: it takes the current fragments and goes on"
+            self.port.note(f"{replica} {text}")
         self.port.send_all(replica)
 
-    def lost(self, replica: str, reason: str) -> None:
-        """Its connection is lost."""
-        if self.over:
+    def failed(self, device: str, reason: str, fault: Fault, *, starts_again: bool = False) -> None:
+        """Its process ends, and accuses no other replica. The exit is not noted besides."""
+        self._ended(device)
+        super().failed(device, reason, "device", starts_again=True)
+
+    def heard(self, device: str, body: msgspec.Struct) -> None:
+        try:
+            super().heard(device, body)
+        except (PeerError, OutOfPhase) as e:
+            self.disbelieve(device, e)
+
+    def is_late(self, device: str, body: msgspec.Struct) -> bool:
+        return self.finish is not None or device not in self.present
+
+    def looked(self, seen: Observation) -> None:
+        super().looked(seen)
+        for replica in filter(self._failures.silent, self.present):
+            if self._members[replica].leaves:
+                self.lost(replica, PeerError(CLOSED), permanent=False)
+            else:
+                self.port.reject(replica, permanent=False)
+                self._leave(replica)
+        if self.finish is not None:
             return
-        member = self._members[replica]
-        member.connected = False
+        self._leaving |= seen.leaving & (self.connected | seen.starting)
+        for replica in sorted(self._leaving):  # also one whose process connects later, or again
+            self._release(replica)
+        for device in sorted(self._admissible.intersection(seen.offers) - self.connected):
+            if self.now_s >= self._call_from_s.get(device, self.now_s):
+                self._processes.add(device)
+                self.port.note(f"{device} is here, and is called to train")
+                self.port.call(device)
+
+    def lost(self, device: str, failure: IsthmusError, *, permanent: bool) -> None:
+        reason, was_connected = without_name(failure, device), device in self.connected
+        self.forget(device)
+        if device in self.seen.ended:
+            self._ended(device)
+        if permanent:
+            self._admissible.discard(device)
+            self._processes.discard(device)
+        if permanent or device in self.present:
+            self.port.reject(device, permanent=permanent)
+        if was_connected and self.finish is None:
+            self._note_loss(device, reason)
+        elif permanent or not was_connected:
+            self.port.note(f"{device}{' is left out' if permanent else ''}: {reason}")
+        self._leave(device)
+        if self.finish is not None or self.connected:
+            return
+        if not (self._admissible if self._calls else self._processes):
+            self._finish(FinishMerges("lost", "every replica's process has ended"))
+        elif was_connected and self._calls:
+            self.port.note("no device is left: the run waits for one; if it is stopped, what is merged is saved")
+
+    def stop(self) -> None:
+        """Somebody wants the run to end."""
+        if self.finish is not None:
+            return
+        self._outcome = "interrupted"
+        if not self.present:
+            self._asked = None
+            self._finish()
+        elif self.phase != "closing":
+            self._announce(tuple(range(self.rules.fragments)), last=True)
+
+    def missed(self) -> tuple[()]:
+        """A replica may be away for as long as it likes."""
+        return ()
+
+    def _ended(self, replica: str) -> None:
+        """Its process has ended other than well, or is about to."""
+        if replica in self._processes:
+            self._processes.remove(replica)
+            self._call_from_s[replica] = self.now_s + _AGAIN_S * 2 ** self._failures_of[replica]
+            self._failures_of[replica] += 1
+
+    def _leave(self, replica: str) -> None:
+        """Merges count on it no more."""
+        if self.over or replica not in self.present:
+            return
+        self._members[replica].present = False
         self._expected.discard(replica)
-        self.port.note(f"{replica} {'has left' if member.leaves else f'is lost: {reason}; the others go on'}")
+        if self.phase == "ending":
+            self.phase = self.phase if self.present else OVER
+            return
         self._look()
-        if self.phase == "training" and self.connected:
+        if self.phase == "training" and self.present:
             self._close()  # the others may all be ready
-        elif self.connected or self.over:
+        elif self.present or self.over:
             return
         elif self.phase == "closing":
             self._finish()
         else:
             self.phase, self._asked = "waiting", None
-            self.due_s = self._now_s + self.rules.timeout_s
+            self._due_s = self.now_s + self.rules.timeout_s
 
-    def released(self, replica: str) -> None:
-        """Its device is to leave without loss. Said again, it is for those that were not asked on this connection."""
-        if self.over or replica not in self.connected or self._members[replica].leaves:
+    def _release(self, replica: str) -> None:
+        """Have it contribute all that it has, and end; once on each connection."""
+        if replica not in self.present or self._members[replica].leaves:
             return
         self._members[replica].leaves = True
         fragments = tuple(range(self.rules.fragments))
         self.port.ask(replica, CollectChanges(merge=self.merge, fragments=fragments, last=True))
 
-    def clock(self, now_s: float) -> None:
-        """Seconds since the run began."""
-        if self.over:
-            return
-        self._now_s = now_s
-        if self.due_s is None or now_s < self.due_s:
-            return
-        if self.phase == "waiting":
-            self._finish(FinishMerges("lost", f"no replica came within {self.rules.timeout_s:g} s"))
-            return
-        self.due_s = None
-        self._look(grace_is_over=True)
-
-    def stop(self) -> None:
-        """Somebody wants the run to end."""
-        if self.over:
-            return
-        self._outcome = "interrupted"
-        if self.phase == "closing":
-            return
-        if not self.connected:
-            self._asked = None
-            self._finish()
-            return
-        self._announce(tuple(range(self.rules.fragments)), last=True)
+    def _note_loss(self, replica: str, reason: str) -> None:
+        leaves = self._members[replica].leaves
+        self.port.note(f"{replica} {'has left' if leaves else f'is lost: {reason}; the others go on'}")
 
     # What replicas report
 
     @report(StepsMade, "training", "collecting", "closing")
     def stepped(self, replica: str, made: StepsMade) -> None:
+        self.check(replica, made)
         member = self._members[replica]
         self.samples += made.samples * max(1, made.steps - member.steps)  # also those made without a connection
         if made.steps < member.steps:
             member.merged_steps = {}  # it has begun anew
         member.steps, member.shows_life = made.steps, True
-        member.heard_s, member.reports = self._now_s, member.reports + 1
-        if member.reports > 1 and self._now_s > member.joined_s:
-            self._step_s = min(self._step_s, (self._now_s - member.joined_s) / member.reports)
+        member.heard_s, member.reports = self.now_s, member.reports + 1
+        if member.reports > 1 and self.now_s > member.joined_s:
+            self._step_s = min(self._step_s, (self.now_s - member.joined_s) / member.reports)
         if replica in self._invited:
             self._expected.add(replica)  # it will answer: what it was asked is on its way
         if self.phase == "training":
             self._next()
+        self.port.stepped(replica, made)
 
     @report(LastStepMade, "training", "collecting", "closing")
     def last_step(self, replica: str, body: LastStepMade) -> None:
@@ -283,6 +399,8 @@ class Merger(Policy[MergerPort]):
 
     @report(Contributed, "training", "collecting", "closing")
     def contributed(self, replica: str, body: Contributed) -> None:
+        self.check(replica, body)
+        self.port.admit(replica, body)
         for fragment, samples in zip(body.fragments, body.samples, strict=True):
             self._held[fragment][replica] = Contribution(
                 replica=replica,
@@ -316,7 +434,7 @@ class Merger(Policy[MergerPort]):
     def _close(self) -> None:
         """Announce the last merge where nobody is to train on. Any other one comes with a step: replicas that are back
         after all were lost may have made none since, though samples for a merge are there. No merge is open."""
-        if self.connected and self._is_over:
+        if self.present and self._is_over:
             self._announce(tuple(range(self.rules.fragments)), last=True)
 
     @property
@@ -327,22 +445,22 @@ class Merger(Policy[MergerPort]):
     @property
     def _are_ready(self) -> bool:
         """Whether nobody trains on."""
-        return all(self._members[name].is_ready for name in self.connected)
+        return all(self._members[name].is_ready for name in self.present)
 
     def _announce(self, fragments: tuple[int, ...], *, last: bool) -> None:
         self.merge += 1
-        lately_s = self._now_s - self._announced_s
+        lately_s = self.now_s - self._announced_s
         self._interval_s += (lately_s - self._interval_s) * (_INTERVAL_DECAY if self.merge > 1 else 1.0)
-        self._announced_s, self._merged_samples = self._now_s, self.samples
+        self._announced_s, self._merged_samples = self.now_s, self.samples
         self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
-        self._invited = {name for name in self.connected if not self._members[name].leaves}
+        self._invited = {name for name in self.present if not self._members[name].leaves}
         self._expected = {name for name in self._invited if self._members[name].answers(last=last)}
         self._answered = set()
         for member in self._members.values():
             member.shows_life = False
         self.phase = "closing" if last else "collecting"
         self._has_quorum = False
-        self.due_s = self._now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
+        self._due_s = self.now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
         for name in sorted(self._invited):
             self.port.ask(name, self._asked)
 
@@ -361,8 +479,8 @@ class Merger(Policy[MergerPort]):
     @property
     def _needed(self) -> int:
         """The quorum, or as many as are at work if those are fewer."""
-        there = {name for name in self.connected if self._members[name].shows_life} | self._given
-        if self._now_s - self._announced_s < _QUORUM_TIMEOUT * self._interval_s:
+        there = {name for name in self.present if self._members[name].shows_life} | self._given
+        if self.now_s - self._announced_s < _QUORUM_TIMEOUT * self._interval_s:
             there |= self._expected
         return max(1, min(self.rules.quorum, len(there)))
 
@@ -382,24 +500,37 @@ class Merger(Policy[MergerPort]):
             reached = len(given) >= self._needed and not self._has_quorum
             if grace_is_over or reached:
                 self._has_quorum |= reached
-                self.due_s = self._now_s + max(self._grace_s, _SHORTEST_S)
+                self._due_s = self.now_s + max(self._grace_s, _SHORTEST_S)
             return
-        asked, self._asked, self.due_s = self._asked, None, None
+        asked, self._asked, self._due_s = self._asked, None, None
         self._invited, self._expected = set(), set()
         fragments = tuple(self._taken_out(fragment) for fragment in asked.fragments if self._held[fragment])
-        self.port.merge(MergeChanges(merge=asked.merge, fragments=fragments, samples=self.samples))
+        refused = self.port.merge(MergeChanges(merge=asked.merge, fragments=fragments, samples=self.samples))
+        self._admissible -= refused.keys()
         if asked.last:
             self._finish()
-            return
-        self.phase = "training"
-        self._next()
+        else:
+            self.phase = "training"
+            self._next()
+        for replica, why in refused.items():
+            if self.over:
+                self.port.note(f"{replica} is left out: {why}")
+            else:
+                self.disbelieve(replica, why)
 
     def _taken_out(self, fragment: int) -> MergedFragment:
         held, self._held[fragment] = self._held[fragment], {}
         for name, contribution in held.items():
             self._members[name].merged_steps[fragment] = contribution.steps
-        return MergedFragment(fragment=fragment, contributions=tuple(held[name] for name in sorted(held)))
+        contributions = tuple(held[name] for name in sorted(self._admissible.intersection(held)))
+        return MergedFragment(fragment=fragment, contributions=contributions)
 
     def _finish(self, finish: FinishMerges | None = None) -> None:
-        self.phase, self.due_s = OVER, None
-        self.port.finished(finish or FinishMerges(self._outcome))
+        for replica in sorted(self.connected.difference(self.present)):
+            self.forget(replica)
+            self._note_loss(replica, CLOSED)
+        self.phase, self._due_s = OVER, None
+        if self.final_s is not None and self.present:
+            self.phase, self._due_s = "ending", self.now_s + self.final_s
+        self.finish = finish or FinishMerges(self._outcome)
+        self.port.ended(self.finish.reason)

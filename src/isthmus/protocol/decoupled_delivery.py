@@ -16,7 +16,7 @@ class Delivery:
     def __init__(self, fragments: int) -> None:
         self._sent = [NEVER] * fragments
         """The version of each fragment that it has, or will once what is on its way has arrived."""
-        self._newest = [NEVER] * fragments
+        self._newest = [0] * fragments
         self._before = [NEVER] * fragments
         """The version that each newest one was made from."""
         self._included = [NEVER] * fragments

@@ -78,6 +78,10 @@ class FailureDetector:
         reported = any(device == of for of, _ in self._reported)
         return reported or device in self._failed or device in self._disconnected
 
+    def silent(self, device: str) -> bool:
+        """Whether nothing more can be heard of the device."""
+        return device in self._silent
+
     def accuses(self, device: str) -> bool:
         return device in self._accusers
 

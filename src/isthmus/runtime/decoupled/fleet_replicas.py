@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,27 +14,22 @@ from isthmus.graph import StageGraph
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
 from isthmus.protocol.run_ports import EpochStart
-from isthmus.runtime.coordinator.backend import Backend, DevicesAtWork, RunRequest
+from isthmus.runtime.coordinator.backend import Backend, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.decoupled.groups import FIELD, Groups, replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
-from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
+from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.outgoing import Outgoing
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.messages.decoupled import ReplicaShare, TrainReplica
 from isthmus.runtime.processes.signals import Stop
-from isthmus.sanitize import sanitize
 from isthmus.training.decoupled import fragments_of
 from isthmus.training.layout import header_of
 from isthmus.training.weights import parameter_names, weights_of
 
-LOOK_S = 0.5
-"""Between looks at devices that came."""
-AGAIN_S = 30.0
-"""After so long a device whose process failed is called again; twice as long each further time."""
 _NOTHING = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
 """A replica does not evaluate."""
 
@@ -59,23 +52,14 @@ class FleetReplicas(MergedRun):
         """`plans` are those of each device alone; `holders` says which devices have the data. UserError for a model
         that cannot be merged."""
         self._groups: Groups = replica_groups(prepared.job, fleet)
-        super().__init__(prepared.job, len(self._groups), timeout_s=float("inf"))  # devices may be away for long
+        super().__init__(prepared.job, self._groups, calls=True)
         self._prepared, self._fleet, self._plans, self._holders = prepared, fleet, plans, holders
         self._shapes = _shapes(self.model, prepared)
-        self._looked_s = 0.0
-        self._trains = False
-        """Whether any did at the last look."""
-        self._failed: dict[str, int] = {}
-        """How many times a device's process has."""
-        self._waits_s: dict[str, float] = {}
-        """Until when it is not called."""
-        self._leaving: set[str] = set()
-        """Devices that were asked to leave while they were called or at work: they are not called again."""
 
     def run(self, backend: Backend, watch: MergerWatch, stop: Stop, logs: Path) -> DecoupledOutcome:
         """To the end."""
         job = self._job
-        host = self._host(dict.fromkeys(self._groups, None), watch, self.first)
+        host = self._host(dict.fromkeys(self._groups), watch, self.first, self._has_data)
         call = RunRequest(
             run=self._run,
             devices=(),
@@ -86,35 +70,11 @@ class FleetReplicas(MergedRun):
             replicas=True,
             stop=stop,
         )
-        with backend.at_work(call, host.acceptor) as session, stop.calls(lambda: None):
-            finish = host.coordinate(partial(self._look, host, session, watch.note), lambda: stop.requested)
-        return self._outcome(host, finish)
+        with backend.at_work(call, host.acceptor) as devices:
+            return self._coordinate(host, devices, stop)
 
-    def _look(self, host: MergerHost, session: DevicesAtWork, note: Callable[[str], None]) -> Mapping[str, str]:
-        """Call devices that came, and let those go that are to leave. None has ended for good: all may come again."""
-        now_s = time.monotonic()
-        if now_s < self._looked_s + LOOK_S:
-            return {}
-        self._looked_s = now_s
-        if self._trains and not self.machine.connected:
-            note("no device is left: the run waits for one; if it is stopped, what is merged is saved")
-        self._trains = bool(self.machine.connected)
-        for name, how in session.ended().items():
-            if name not in self._waits_s:
-                self._failed[name] = self._failed.get(name, 0) + 1
-                self._waits_s[name] = now_s + AGAIN_S * 2 ** (self._failed[name] - 1)
-                note(f"{name}: its process ended: {sanitize(how)}")
-        there = {name for name in self._groups if name in self.machine.connected or session.starting(name)}
-        self._leaving |= there.intersection(session.leaving())
-        for name in sorted(self._leaving):  # also one whose process connects later, or again
-            host.release(name)
-        for name in session.offers():
-            has_data = self._holders.is_known(name) and name in self._holders.described
-            if has_data and now_s >= self._waits_s.get(name, 0.0):
-                self._waits_s.pop(name, None)
-                note(f"{name} is here, and is called to train")
-                session.call(name)
-        return {}
+    def _has_data(self, device: str) -> bool:
+        return self._holders.is_known(device) and device in self._holders.described
 
     def first(self, replica: str) -> Outgoing:
         """Return the merger's first message to a device that joins the run."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -14,9 +15,11 @@ from isthmus.fleet import Link
 from isthmus.job import Job
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_events import FinishMerges, MergeRules
-from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
+from isthmus.runtime.coordinator.backend import DevicesAtWork
+from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch, MergeTraffic
 from isthmus.runtime.decoupled.outgoing import Outgoing
 from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
+from isthmus.runtime.processes.signals import Stop
 from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, fragments_of
 
 
@@ -44,29 +47,23 @@ class DecoupledOutcome:
     merges: int
     late: int
     """Contributions that came after their merge had ended, and were part of the next."""
-    sent_bytes: int
-    """Bytes of changes that were sent, to all replicas."""
-    received_bytes: int
-    """Bytes of contributions."""
-    plain_bytes: int
-    """Bytes of both, if they were sent as float32."""
-    whole_bytes: int
-    """Bytes of fragments that were sent whole: to a replica that begins, or missed a change."""
+    traffic: MergeTraffic
     seconds: float
 
 
 class MergedRun:
     """Replicas may be processes here or devices of a fleet."""
 
-    def __init__(self, job: Job, replicas: int, timeout_s: float | None = None) -> None:
-        """Without a replica it ends after `timeout_s`, None: that of the job. UserError for a model that cannot be
-        merged."""
+    def __init__(self, job: Job, replicas: Collection[str], *, calls: bool = False) -> None:
+        """`calls`: as `Merger`. UserError for a model that cannot be merged."""
         torch.set_num_threads(job.runtime.threads)
         self._job = job
         self.model: nn.Module = seeded_model(job)
         check_model(self.model)
-        rules = merge_rules(job, replicas)
-        self.machine = Merger(rules if timeout_s is None else msgspec.structs.replace(rules, timeout_s=timeout_s))
+        rules = merge_rules(job, len(replicas))
+        if calls:
+            rules = msgspec.structs.replace(rules, timeout_s=math.inf)  # devices may be away for long
+        self.machine = Merger(rules, replicas, calls=calls)
         self.merged: MergedFragments = merged_fragments(job)
         self._run = secrets.token_hex(16)
 
@@ -74,33 +71,32 @@ class MergedRun:
         self,
         links: Mapping[str, Link | None],
         watch: MergerWatch,
-        begin: Callable[[str], Outgoing] | None = None,
+        begin: Callable[[str], Outgoing | None] = lambda _: None,
+        has_data: Callable[[str], bool] = lambda _: True,
     ) -> MergerHost:
         """As `MergerHost`."""
-        job = self._job
         return MergerHost(
             self.machine,
             self.merged,
-            delta_codec(job.sync.decoupled),
+            delta_codec(self._job.sync.decoupled),
             links,
             self._run,
-            job.timeout_s,
+            self._job.timeout_s,
             watch,
             begin=begin,
+            has_data=has_data,
         )
 
-    def _outcome(self, host: MergerHost, finish: FinishMerges) -> DecoupledOutcome:
-        """Return the outcome of a run that is over, and fill `model` with the merged weights."""
+    def _coordinate(self, host: MergerHost, devices: DevicesAtWork, stop: Stop) -> DecoupledOutcome:
+        """Run to the end, and fill `model` with the merged weights."""
+        finish = host.coordinate(devices, stop)
         self.fill()
         return DecoupledOutcome(
             finish=finish,
             samples=self.machine.samples,
             merges=self.machine.merge,
             late=self.machine.late,
-            sent_bytes=host.sent_bytes,
-            received_bytes=host.received_bytes,
-            plain_bytes=host.plain_bytes,
-            whole_bytes=host.whole_bytes,
+            traffic=host.traffic,
             seconds=host.now_s,
         )
 

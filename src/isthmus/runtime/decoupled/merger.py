@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,28 +23,25 @@ from isthmus.protocol.decoupled_events import (
     Contributed,
     FinishMerges,
     FragmentSent,
-    LastStepMade,
     MergeChanges,
     MergedFragment,
     StepsMade,
 )
 from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
-from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.sanitize import sanitize
-from isthmus.session.failures import CLOSED
 from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments, size_of
 from isthmus.training.layout import header_of
 
-POLL_S = 0.2
-"""Between looks at processes that may have ended."""
 HALT_S = 5.0
 """For the last message to a replica."""
 
@@ -60,24 +56,35 @@ class MergerWatch:
     note: Callable[[str], None]
 
 
+@dataclass
+class MergeTraffic:
+    """Traffic between the merger and all replicas."""
+
+    sent_bytes: int = 0
+    """Bytes of changes that were sent."""
+    received_bytes: int = 0
+    """Bytes of contributions."""
+    plain_bytes: int = 0
+    """Bytes of both, if they were sent as float32."""
+    whole_bytes: int = 0
+    """Bytes of fragments that were sent whole: to a replica that begins, or missed a change."""
+
+
 class _ReplicaLink:
     """One replica's connection, and the messages that wait for it."""
 
-    def __init__(self, run: str, merged: MergedFragments, lock: threading.Lock, shape: Link | None) -> None:
-        """The `lock` is held while versions change, and while it is decided what is sent."""
-        fragments = len(merged.known)
-        self.delivery = Delivery(fragments)
+    def __init__(
+        self, run: str, merged: MergedFragments, traffic: MergeTraffic, lock: threading.Lock, shape: Link | None
+    ) -> None:
+        """The `lock` is held while versions and `traffic` change, and while it is decided what is sent."""
+        self.delivery = Delivery(len(merged.known))
         self.outgoing: OutgoingLink | None = None
         self._connections = 0
         self.changes: dict[int, Tensor] = {}
         """The payload of each fragment's newest change."""
-        self._run, self._merged, self._lock, self._shape = run, merged, lock, shape
+        self._run, self._merged, self._traffic, self._lock, self._shape = run, merged, traffic, lock, shape
         self._heartbeats = 0
         self._first: Outgoing | None = None
-        self.sent_bytes = self.plain_bytes = self.whole_bytes = 0
-        """Bytes of changes, of these as float32, and of fragments that are sent whole."""
-        for fragment in range(fragments):
-            self.delivery.publish(fragment, 0, 0)
 
     def connect(self, channel: SocketChannel, first: Outgoing | None) -> None:
         """From now on over this channel, and no other; `first` is sent before all else."""
@@ -118,24 +125,23 @@ class _ReplicaLink:
             first, self._first = self._first, None
             order = self.delivery.next() if first is None else None
             if isinstance(order, FragmentSent):
-                tensors = [self._merged.known[order.fragment] if order.whole else self.changes[order.fragment]]
+                known = self._merged.known[order.fragment]
+                tensors = [known if order.whole else self.changes[order.fragment]]
+                if order.whole:
+                    self._traffic.whole_bytes += known.nbytes
+                else:
+                    self._traffic.sent_bytes += tensors[0].nbytes
+                    self._traffic.plain_bytes += known.nbytes
         if first is not None:
             return first
         if order is None:
             beats, self._heartbeats = self._heartbeats, 0
             return (Heartbeat(run=self._run), []) if beats else None
         headers = tuple(header_of("fragment", tensor) for tensor in tensors)
-        if isinstance(order, FragmentSent):
-            size_bytes, plain_bytes = tensors[0].nbytes, self._merged.known[order.fragment].nbytes
-            if order.whole:
-                self.whole_bytes += size_bytes
-            else:
-                self.sent_bytes += size_bytes
-                self.plain_bytes += plain_bytes
         return ToReplica(run=self._run, body=order, tensors=headers), tensors
 
 
-class MergerHost:
+class MergerHost(SessionHost[Merger]):
     """The merger's port over TCP. `coordinate` returns when the run is over."""
 
     def __init__(
@@ -148,176 +154,85 @@ class MergerHost:
         timeout_s: float,
         watch: MergerWatch,
         *,
-        begin: Callable[[str], Outgoing] | None = None,
-        final_s: float | None = None,
+        begin: Callable[[str], Outgoing | None] = lambda _: None,
+        has_data: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`links` are those of all replicas, emulated or None; `codec` is that of their payloads. `begin` is what a
-        replica is sent first, where it does not know the job: then it may come again after it has failed. `final_s`:
-        how long replicas may take to receive the merged model at the end; None: they do not get it."""
-        self._machine, self._merged, self._codec = machine, merged, codec
+        replica is sent first, where it does not know the job; `has_data` says whether a device can train."""
+        super().__init__(machine, run, list(links), timeout_s=timeout_s)
         machine.port = self
-        self._run, self._timeout_s, self._watch = run, timeout_s, watch
-        self._begin, self._final_s = begin, final_s
+        self._merged, self._codec, self._watch = merged, codec, watch
+        self._begin, self._has_data = begin, has_data
         self._lock = threading.Lock()
-        self._links = {name: _ReplicaLink(run, merged, self._lock, shape) for name, shape in links.items()}
-        self._events: queue.SimpleQueue[ReceivedMessage] = queue.SimpleQueue()
+        self.traffic = MergeTraffic()
+        self._links = {n: _ReplicaLink(run, merged, self.traffic, self._lock, shape) for n, shape in links.items()}
+        self._at_hand: Sequence[Tensor] = ()
+        """The changes of the contribution that the machine hears of."""
         self._deltas: list[dict[str, Tensor]] = [{} for _ in range(machine.rules.fragments)]
         """That are not merged yet, by fragment and replica."""
         self._growth = [FragmentGrowth(size_of(values)) for values in merged.known]
-        self._unlike: dict[str, str] = {}
-        """Replicas that are to be left out for a change that was not merged, and why."""
-        self.received_bytes = self._plain_bytes = 0
-        """Bytes of contributions, and of these as float32."""
         self._began_s = time.monotonic()
-        self._finish: FinishMerges | None = None
-        self._gone: set[str] = set()
-        """Replicas that have ended otherwise than well."""
-        self._left_out: set[str] = set()
-        """Those that sent what no replica can have done: they do not come back."""
-        self.acceptor = Acceptor(run, list(links), on_message=self._events.put, guard=self._guard, timeout_s=timeout_s)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of changes that were sent, to all replicas."""
-        return sum(link.sent_bytes for link in self._links.values())
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of fragments that were sent whole."""
-        return sum(link.whole_bytes for link in self._links.values())
-
-    @property
-    def plain_bytes(self) -> int:
-        """Bytes of changes both ways, if they were sent as float32."""
-        return self._plain_bytes + sum(link.plain_bytes for link in self._links.values())
-
-    def coordinate(self, ended: Callable[[], Mapping[str, str]], stopped: Callable[[], bool]) -> FinishMerges:
-        """`ended` names processes that have ended other than well, and how; `stopped` says that somebody wants the run
-        to end."""
-        over = threading.Event()
-        start_heartbeats(self._run, self._timeout_s, over, lambda: list(self._links.values()))
-        noted: set[str] = set()
-        stopping = False
+    def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> FinishMerges:
+        """Run to the end. `devices` are at work; without them replicas come by themselves. `stop` ends the run with
+        what replicas have; without it Ctrl-C is somebody else's."""
+        self.devices = devices or self.devices
         try:
-            while self._finish is None:
-                self._machine.clock(self.now_s)
-                if stopped() and not stopping:
-                    stopping = True
-                    self._machine.stop()
-                for name, how in ended().items():
-                    if name not in noted:
-                        noted.add(name)
-                        self._gone.add(name)
-                        self._watch.note(f"{name}: {how}")
-                if len(self._gone) == len(self._links) and not self._machine.connected:
-                    self._finish = FinishMerges("lost", "every replica's process has ended")
-                self._receive()
-                while self._unlike:
-                    self._leave_out(*self._unlike.popitem())
-            return self._finish
+            with contextlib.nullcontext() if stop is None else stop.calls(lambda: self.inbox.put(self.session.stop)):
+                self.drive()
         finally:
-            over.set()
-            self._end()
+            self.close()
+        assert self.session.finish is not None, "it is over"
+        return self.session.finish
 
     @property
     def now_s(self) -> float:
         """Since the run began."""
         return time.monotonic() - self._began_s
 
-    def _receive(self) -> None:
-        due_s = self._machine.due_s
-        wait_s = POLL_S if due_s is None else min(POLL_S, max(0.0, due_s - self.now_s))
+    def close(self) -> None:
+        self.over.set()
+        self._halt()
+        deadline_s = time.monotonic() + HALT_S
+        for link in self._links.values():
+            if link.outgoing is not None:
+                link.outgoing.finish(max(0.0, deadline_s - time.monotonic()))
+        super().close()
+
+    def _halt(self) -> None:
+        for link in self._links.values():
+            link.halt(newest_first=self.session.final_s is not None)
+
+    def takes_offer(self, device: str) -> bool:
+        return self._has_data(device)
+
+    # What replicas say
+
+    def receivers(self) -> Iterable[_ReplicaLink]:
+        return self._links.values()
+
+    def connect(self, device: str, join: JoinRun) -> None:
         try:
-            received = self._events.get(timeout=wait_s)
-        except queue.Empty:
-            return
-        self._machine.clock(self.now_s)
-        self._on_message(*received)
-
-    def _on_message(self, replica: str, message: AnyMessage | Exception | None, tensors: list[Tensor]) -> None:
-        if isinstance(message, JoinRun):
-            self._join(replica)
-            return
-        if replica not in self._machine.connected:  # received before it was lost
-            return
-        match message:
-            case FromReplica(body=DeviceFailed(reason=reason)):
-                if self._begin is None:
-                    self._gone.add(replica)
-                self._lost(replica, sanitize(reason))
-            case FromReplica(body=(StepsMade() | Contributed()) as body) if refused := self._refusal(replica, body):
-                self._leave_out(replica, refused)
-            case FromReplica(body=StepsMade() as body):
-                self._machine.heard(replica, body)
-                self._watch.stepped(replica, body, self._machine.samples, self.now_s)
-            case FromReplica(body=Contributed() as body):
-                self._contributed(replica, body, tensors)
-            case FromReplica(body=ReplicaNote(text=text)):
-                self._watch.note(f"{replica}: {sanitize(text)}")
-            case FromReplica(body=LastStepMade() as body):
-                self._machine.heard(replica, body)
-            case Heartbeat():
-                pass
-            case _:
-                self._lost(replica, str(message) if message is not None else CLOSED)
-
-    def _refusal(self, replica: str, body: StepsMade | Contributed) -> str:
-        """Why it is not taken; empty if it is."""
-        try:
-            self._machine.check(replica, body)
-        except PeerError as e:
-            return str(e)
-        return ""
-
-    def _leave_out(self, replica: str, reason: str) -> None:
-        self._gone.add(replica)
-        self._left_out.add(replica)
-        if self._finish is None and replica in self._machine.connected:
-            self._lost(replica, reason)
-        else:
-            self._watch.note(f"{replica} is left out: {reason}")
-
-    def _join(self, replica: str) -> None:
-        if replica in self._left_out:
-            self.acceptor.forget(replica)
-            return
-        try:
-            channel = self.acceptor.channel(replica)
+            channel = self.acceptor.channel(device)
         except KeyError:  # it is gone already
             return
         assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
-        self._links[replica].connect(channel, self._begin(replica) if self._begin is not None else None)
-        self._machine.joined(replica)
+        self._links[device].connect(channel, self._begin(device))
+        self.session.joined(device)
 
-    def _lost(self, replica: str, reason: str) -> None:
-        self.acceptor.forget(replica)
-        self._machine.lost(replica, reason)
+    def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
+        if not isinstance(message, FromReplica):
+            return
+        match message.body:
+            case DeviceFailed(reason=reason, fault=fault):
+                self.session.failed(device, sanitize(reason), fault)
+            case ReplicaNote(text=text):
+                self._watch.note(f"{device}: {sanitize(text)}")
+            case body:
+                self._at_hand = tensors
+                self.session.heard(device, body)
 
-    def release(self, replica: str) -> None:
-        """Have a replica contribute all that it has, and end. In the thread of `coordinate`."""
-        self._machine.released(replica)
-
-    def _contributed(self, replica: str, body: Contributed, tensors: list[Tensor]) -> None:
-        deltas: dict[int, Tensor] = {}
-        for fragment, payload in zip(body.fragments, tensors, strict=True):
-            try:
-                delta = self._merged.unpacked(fragment, payload, self._codec)
-            except PeerError as e:
-                self._leave_out(replica, str(e))
-                return
-            if delta is None:
-                self._leave_out(replica, f"its change of fragment {fragment} is not finite")
-                return
-            deltas[fragment] = delta
-            self.received_bytes, self._plain_bytes = (
-                self.received_bytes + payload.nbytes,
-                self._plain_bytes + delta.nbytes,
-            )
-        for fragment, delta in deltas.items():
-            self._deltas[fragment][replica] = delta
-        self._machine.heard(replica, body)
-
-    def _guard(self, replica: str, message: AnyMessage) -> None:
+    def guard(self, device: str, message: AnyMessage) -> None:
         """In the connection's thread: PeerError for a message whose tensors must not be received."""
         if isinstance(message, Heartbeat):
             return
@@ -346,14 +261,36 @@ class MergerHost:
     def send_all(self, replica: str) -> None:
         self._links[replica].wake()
 
+    def stepped(self, replica: str, made: StepsMade) -> None:
+        self._watch.stepped(replica, made, self.session.samples, self.now_s)
+
+    def call(self, device: str) -> None:
+        self.devices.call(device)
+
+    def reject(self, device: str, *, permanent: bool) -> None:
+        self.acceptor.forget(device, permanent=permanent)
+
     def note(self, text: str) -> None:
         self._watch.note(text)
 
-    def finished(self, finish: FinishMerges) -> None:
-        self._finish = finish
+    def ended(self, reason: str) -> None:
+        self._halt()
 
-    def merge(self, merge: MergeChanges) -> None:
-        admitted = tuple(found for merged in merge.fragments if (found := self._admitted(merged)).contributions)
+    def admit(self, replica: str, body: Contributed) -> None:
+        deltas: list[Tensor] = []
+        for fragment, payload in zip(body.fragments, self._at_hand, strict=True):
+            if (delta := self._merged.unpacked(fragment, payload, self._codec)) is None:
+                raise PeerError(f"its change of fragment {fragment} is not finite")
+            deltas.append(delta)
+            with self._lock:
+                self.traffic.received_bytes += payload.nbytes
+                self.traffic.plain_bytes += delta.nbytes
+        for fragment, delta in zip(body.fragments, deltas, strict=True):
+            self._deltas[fragment][replica] = delta
+
+    def merge(self, merge: MergeChanges) -> Mapping[str, str]:
+        refused: dict[str, str] = {}
+        admitted = tuple(f for merged in merge.fragments if (f := self._admitted(merged, refused)).contributions)
         merge = msgspec.structs.replace(merge, fragments=admitted)
         for merged in admitted:
             fragment, own = merged.fragment, self._deltas[merged.fragment]
@@ -367,45 +304,21 @@ class MergerHost:
         for link in self._links.values():
             link.wake()
         self._watch.merged(merge, self.now_s)
+        return refused
 
-    def _admitted(self, merged: MergedFragment) -> MergedFragment:
-        """Without contributions of replicas that are left out, or are to be: they make the weights too large."""
+    def _admitted(self, merged: MergedFragment, refused: dict[str, str]) -> MergedFragment:
+        """Without contributions of replicas that are refused. Those that make the weights too large become so."""
         fragment, own = merged.fragment, self._deltas[merged.fragment]
-        given = [c for c in merged.contributions if c.replica not in {*self._left_out, *self._unlike}]
+        given = [c for c in merged.contributions if c.replica not in refused]
         changes = {c.replica: (size_of(own[c.replica]), c.samples) for c in given}
         unlike = self._growth[fragment].unlike_others(size_of(self._merged.known[fragment]), changes)
         for replica, times in unlike.items():
             size, samples = changes[replica]
             than = f"{times:.3g} times as much for each sample as others" if math.isfinite(times) else "others of 0"
-            self._unlike[replica] = (
+            refused[replica] = (
                 f"its change of fragment {fragment} has a root mean square of {size:.3g} after {samples} samples, "
                 f"{than}: the merged weights would be too large"
             )
         kept = tuple(c for c in given if c.replica not in unlike)
         self._deltas[fragment] = {c.replica: own[c.replica] for c in kept}
         return msgspec.structs.replace(merged, contributions=kept)
-
-    def _wait_for_hang_ups(self, deadline_s: float) -> None:
-        """A replica hangs up when it has received the end. One that comes back meanwhile receives it too."""
-        connected = set(self._machine.connected)
-        while connected and (left_s := deadline_s - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                replica, message, _ = self._events.get(timeout=left_s)
-                if isinstance(message, JoinRun):
-                    self._join(replica)
-                    if replica not in self._left_out:
-                        connected.add(replica)
-                        self._links[replica].wake()  # the machine is over, and says nothing more
-                elif message is None or isinstance(message, Exception):
-                    connected.discard(replica)
-
-    def _end(self) -> None:
-        for link in self._links.values():
-            link.halt(newest_first=self._final_s is not None)
-        deadline_s = time.monotonic() + (HALT_S if self._final_s is None else self._final_s)
-        if self._final_s is not None:
-            self._wait_for_hang_ups(deadline_s)
-        for link in self._links.values():
-            if link.outgoing is not None:
-                link.outgoing.finish(max(0.0, deadline_s - time.monotonic()))
-        self.acceptor.close()

@@ -104,18 +104,17 @@ def serve() -> None:
         sys.exit(1)
     outer = OuterOptimizer(rate=spec.decoupled.rate, momentum=spec.decoupled.momentum)
     host = MergerHost(
-        Merger(spec.rules),
+        Merger(spec.rules, spec.replicas, final_s=FINAL_S),
         MergedFragments([start[str(number)] for number in range(len(start))], outer, change_codec(spec.decoupled)),
         delta_codec(spec.decoupled),
         dict.fromkeys(spec.replicas),
         spec.run,
         spec.rules.timeout_s,
         watch,
-        final_s=FINAL_S,
     )
     listener.start(host.acceptor.on_connection)
     _answer(_Started(port=listener.port))
-    finish = host.coordinate(dict[str, str], lambda: False)
+    finish = host.coordinate()
     if finish.outcome == "lost":
         _note(f"the run ended: {finish.reason}")
     listener.close()

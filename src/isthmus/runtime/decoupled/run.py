@@ -18,7 +18,7 @@ from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job, Prepared, keep_prepared, kept_prepared
 from isthmus.plans import Plan, load_plan, save_plan
-from isthmus.runtime.coordinator.backend import local_places
+from isthmus.runtime.coordinator.backend import StartedProcesses, local_places
 from isthmus.runtime.decoupled.groups import Groups, replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.merger import MergerWatch
@@ -105,15 +105,16 @@ class _Begin(msgspec.Struct, frozen=True):
 
 
 class DecoupledRun(MergedRun):
-    """Replicas are forked when it is made, so before this process has threads. A context manager, which ends them."""
+    """Replicas are forked when it is made, so before this process has threads. `processes` is a context manager, which
+    ends them."""
 
     def __init__(self, job: Job, fleet: Fleet, folder: Path, replan: MakePlan | None = None) -> None:
         """`replan` plans a pipeline anew where some of its devices are lost, or came. UserError for a job or a model
         that does not fit."""
         check_decoupled(job, fleet)
-        super().__init__(job, len(replica_groups(job, fleet)))
-        self._folder = folder
         self.groups = groups = replica_groups(job, fleet)
+        super().__init__(job, groups)
+        self._folder = folder
         self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
         places = local_places(job.runtime.device, fleet.names)
         data = load_dataset(job.used_data, "train")
@@ -177,16 +178,6 @@ class DecoupledRun(MergedRun):
         begin = _Begin(f"127.0.0.1:{listener.port}", dict(step_s), time.monotonic(), micro_batches or job.micro_batches)
         self.processes.begin(msgspec.json.encode(begin).decode())
         try:
-            with stop.calls(lambda: None):
-                finish = host.coordinate(self.processes.ended, lambda: stop.requested)
+            return self._coordinate(host, StartedProcesses(self.processes.ended), stop)
         finally:
             listener.close()
-        return self._outcome(host, finish)
-
-    def __enter__(self) -> DecoupledRun:
-        self.processes.__enter__()
-        return self
-
-    def __exit__(self, *why: object) -> None:
-        kind, error, trace = why
-        self.processes.__exit__(kind, error, trace)  # pyright: ignore[reportArgumentType]
