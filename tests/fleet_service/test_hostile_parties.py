@@ -19,12 +19,14 @@ import torch
 
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import ItemReported
+from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.fleet import DevicePresent, JoinRequest, NewDevice, Renew
+from isthmus.runtime.messages.fleet import DevicePresent, JoinRequest, NewDevice, ProcessEnded, Renew
 from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, JoinRun, ToCoordinator
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service.agent import join_fleet
+from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
 from isthmus.runtime.transport.rate_limit import Rate, RateLimit
 from isthmus.training.layout import TensorHeader, pack
@@ -191,6 +193,22 @@ def _length(channel: SocketChannel) -> None:
     channel.send_chunk(memoryview(PREFIX.pack(b"ISTH", 1, 10, 1 << 40) + bytes(10)))
 
 
+def _present(fleet: Fleet, folder: Path) -> SocketChannel:
+    """The connection of a device that has joined, of the folder's name."""
+    join_fleet(fleet.ticket(), {folder.name: folder}, 5.0)
+    channel = dial(
+        "127.0.0.1",
+        fleet.service.port,
+        "coordinator",
+        5.0,
+        identity=Identity(folder),
+        expected=Party("coordinator", ""),
+    )
+    channel.send(DevicePresent(run="", versions=versions_here()))
+    soon(lambda: fleet.service.present)
+    return channel
+
+
 @pytest.mark.parametrize(
     ("attack", "words"),
     [(_flood, "messages a second"), (_tensors, "sent ToPeer"), (_length, "not a known message")],
@@ -198,20 +216,21 @@ def _length(channel: SocketChannel) -> None:
 def test_one_who_has_joined_is_shut_out_and_named_once(
     fleet: Fleet, tmp_path: Path, attack: Callable[[SocketChannel], None], words: str
 ) -> None:
-    join_fleet(fleet.ticket(), {"mallory": tmp_path / "mallory"}, 5.0)
-    channel = dial(
-        "127.0.0.1",
-        fleet.service.port,
-        "coordinator",
-        5.0,
-        identity=Identity(tmp_path / "mallory"),
-        expected=Party("coordinator", ""),
-    )
-    channel.send(DevicePresent(run="", versions=versions_here()))
-    soon(lambda: fleet.service.present)
+    channel = _present(fleet, tmp_path / "mallory")
     with contextlib.suppress(PeerError):  # shut out in the middle of it
         attack(channel)
     soon(lambda: not fleet.service.present)
     soon(lambda: any(words in line for line in fleet.said))
     assert sum("mallory" in line and words in line for line in fleet.said) == 1
+    channel.close()
+
+
+def test_how_a_process_ended_steers_no_terminal(fleet: Fleet, tmp_path: Path) -> None:
+    channel = _present(fleet, tmp_path / "mallory")
+    call = RunRequest(run="secret", devices=("mallory",), timeout_s=5.0, threads=1, logs=tmp_path)
+    acceptor = Acceptor(call.run, call.devices, on_message=lambda _: None, guard=lambda *_: None, timeout_s=5.0)
+    with fleet.service.at_work(call, acceptor) as devices:
+        channel.send(ProcessEnded(run=call.run, how="well\x1b[2J\nindeed"))
+        soon(devices.ended)
+        assert devices.ended() == {"mallory": "well [2J indeed"}
     channel.close()

@@ -62,7 +62,7 @@ from isthmus.runtime.transport.rate_limit import LogLimiter, Rate, limited
 from isthmus.runtime.transport.relay import Relay
 from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.runtime.transport.secure import Connection
-from isthmus.sanitize import sanitize
+from isthmus.sanitize import MOST_SHOWN, sanitize
 from isthmus.training.engine_operators import EngineOperators, engine_operators
 
 Answer = TypeVar("Answer", bound=Message)
@@ -451,7 +451,7 @@ class FleetCoordinator:
                 with self.deciding() as membership:
                     if revoked:
                         membership.revoke(party.id)
-                    membership.worker_failed(name, number, message.run, message.how[:500])
+                    membership.worker_failed(name, number, message.run, sanitize(message.how)[:MOST_SHOWN])
             elif isinstance(message, ANSWERS):
                 self.answered(name, message)
 
