@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -55,7 +56,7 @@ def read_optimizer(optimizer: Optimizer, model: nn.Module) -> tuple[OptimizerCon
     groups = _named_groups(made, model)
     if len(groups) == 1:
         return (_config(made, groups[0][0], "*"),)
-    return tuple(_config(made, group, _exactly(name)) for group, names in groups for name in names)
+    return tuple(_config(made, group, glob.escape(name)) for group, names in groups for name in names)
 
 
 def _refuse_what_is_lost(made: torch.optim.Optimizer) -> None:
@@ -144,8 +145,3 @@ def _config(made: torch.optim.Optimizer, group: Mapping[str, object], pattern: s
 
 def _number(value: object) -> float:
     return float(value.item() if isinstance(value, torch.Tensor) else cast(float, value))
-
-
-def _exactly(name: str) -> str:
-    """A pattern that this name alone matches."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -18,7 +18,8 @@ from isthmus.cost.compression import least_bytes
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.cost.problem import FLOAT32_BYTES, Problem
 from isthmus.cost.stage_costs import elements, trainable, variable_bytes
-from isthmus.graph import Op, Ref, cuts
+from isthmus.graph import Ref, cuts
+from isthmus.graph.cuts import users_of
 
 
 class BlockItem(NamedTuple):
@@ -102,7 +103,7 @@ class Blocks:
                 found += [item] if item else []
         for op in filter(trainable, flow.graph.ops):
             size = op.outputs[0].nbytes(1)
-            item = self._item(None, self._users(op), size, size, size)
+            item = self._item(None, users_of(flow, op.name, self._position), size, size, size)
             found += [item._replace(per_step=True)] if item else []
         return tuple(found)
 
@@ -158,29 +159,16 @@ class Blocks:
 
     @cached_property
     def variables(self) -> tuple[BlockVariable, ...]:
-        found: list[BlockVariable] = []
-        for op in self.problem.flow.graph.ops:
+        flow, found = self.problem.flow, list[BlockVariable]()
+        for op in flow.graph.ops:
             if op.kind in ("parameter", "buffer", "constant"):
                 # The last stage holds what nothing uses.
-                uses = self._users(op) or [len(self.problem.flow.operators) - 1]
+                uses = users_of(flow, op.name, self._position) or [len(flow.operators) - 1]
                 blocks = tuple(sorted({self.block_of(u) for u in uses}))
                 owned, shared_copy = (variable_bytes(self.problem, op, shared_copy=b).total for b in (False, True))
                 gradient = FLOAT32_BYTES * elements(op) if trainable(op) else 0
                 found.append(BlockVariable(blocks, owned, shared_copy, gradient))
         return tuple(found)
-
-    def _users(self, variable: Op) -> list[int]:
-        """Positions of the operators that use a variable, directly or through free operators."""
-        found: list[int] = []
-        todo, seen = [variable.name], {variable.name}
-        while todo:
-            for consumer in self.problem.flow.consumers.get(Ref(todo.pop()), ()):
-                if consumer in self._position:
-                    found.append(self._position[consumer])
-                elif consumer not in seen:
-                    seen.add(consumer)
-                    todo.append(consumer)
-        return found
 
     @cached_property
     def live(self) -> tuple[tuple[tuple[int, int], ...], ...]:

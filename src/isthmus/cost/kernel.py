@@ -67,14 +67,12 @@ def fill_s(forward_s: Floats, backward_s: Floats, messages: Sequence[MessageTime
 
 def hindered_s(round_trip_s: Floats, held: Floats, micro_batches: int) -> Floats:
     """[candidates, stages]: the period that the memory of each stage imposes, trip / held where held < n."""
-    found: Floats = np.where(held < micro_batches, round_trip_s / np.maximum(held, 1), 0.0)
-    return found
+    return np.where(held < micro_batches, round_trip_s / np.maximum(held, 1), 0.0)
 
 
 def period_s(busy_s: Floats, round_trip_s: Floats, held: Floats, micro_batches: int) -> Floats:
     """[candidates]"""
-    found: Floats = np.maximum(busy_s, hindered_s(round_trip_s, held, micro_batches).max(axis=1))
-    return found
+    return np.maximum(busy_s, hindered_s(round_trip_s, held, micro_batches).max(axis=1))
 
 
 def held(free_bytes: Floats, each_bytes: Floats, most: float) -> Floats:
@@ -89,8 +87,7 @@ def device_loads(order: Ints, compute_s: Floats) -> Floats:
     if not repeats(order):
         return compute_s
     same = order[:, :, None] == order[:, None, :]
-    found: Floats = (same * compute_s[:, None, :]).sum(axis=2)
-    return found
+    return (same * compute_s[:, None, :]).sum(axis=2)
 
 
 def link_loads(order: Ints, messages: Sequence[MessageTimes]) -> list[tuple[Floats, Floats]]:

@@ -82,8 +82,7 @@ class SpanTable:
 
     def steps(self) -> list[int]:
         """Those with a forward, ascending."""
-        found: list[int] = np.unique(self.whole[self._named(2, "F"), 4]).tolist()
-        return found
+        return np.unique(self.whole[self._named(2, "F"), 4]).tolist()
 
     def step_window(self, step: int, rows: slice = slice(None)) -> tuple[float, float] | None:
         """From the first forward of a step to that of the next, or to its last span; None where it was not done.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 
 import msgspec
@@ -104,17 +105,11 @@ def cuts(flow: Flow) -> tuple[Cut, ...]:
     position = {op.name: i for i, op in enumerate(flow.operators)}
     spans = live_spans(flow)
     written = {name for op in flow.graph.ops for name in op.mutates}
-    banned = [
-        (min(uses), max(uses))
-        for name in written
-        if len(uses := [position[c] for c in _assigned_users(flow, name, position)]) > 1
-    ]
+    banned = [(min(uses), max(uses)) for name in written if len(uses := users_of(flow, name, position)) > 1]
     shared = {
         op.target: (min(uses), max(uses))
         for op in flow.graph.ops
-        if op.kind == "parameter"
-        and any(op.requires_grad)
-        and (uses := [position[c] for c in _assigned_users(flow, op.name, position)])
+        if op.kind == "parameter" and any(op.requires_grad) and (uses := users_of(flow, op.name, position))
     }
     last_return = {ref: max(position[c] for c in names) for ref, names in flow.returning.items() if names}
     found: list[Cut] = []
@@ -155,13 +150,17 @@ def live_spans(flow: Flow) -> dict[Ref, tuple[int, int]]:
     return spans
 
 
-def _assigned_users(flow: Flow, variable: str, position: dict[str, int]) -> list[str]:
-    """Operators with a position that use the variable, directly or through free operators."""
-    found: list[str] = []
-    todo = [variable]
+def users_of(flow: Flow, variable: str, position: Mapping[str, int]) -> list[int]:
+    """Positions of the operators that use the variable, directly or through free operators, which have none."""
+    found: list[int] = []
+    todo, seen = [variable], {variable}
     while todo:
         for consumer in flow.consumers.get(Ref(todo.pop()), ()):
-            (found if consumer in position else todo).append(consumer)
+            if consumer in position:
+                found.append(position[consumer])
+            elif consumer not in seen:
+                seen.add(consumer)
+                todo.append(consumer)
     return found
 
 

@@ -107,8 +107,7 @@ def _from_16_bits(image: Image, mode: str) -> Image:
 
 
 def _fractions(values: NDArray[np.float32]) -> Image:
-    image: Image = import_extra("PIL.Image").fromarray(values)
-    return image
+    return import_extra("PIL.Image").fromarray(values)
 
 
 def pixels(image: Image) -> NDArray[np.float32]:

@@ -32,7 +32,6 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 PaddingMode = Literal["constant", "edge", "reflect", "symmetric"]
 Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 _PILLOWS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
-_LEFT_RIGHT, _TOP_BOTTOM = 0, 1
 _TRIES = 10
 
 
@@ -188,7 +187,7 @@ class RandomHorizontalFlip(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     p: Share = 0.5
 
     def apply(self, image: Image, draws: np.random.Generator) -> Image:
-        return _flipped(image, _LEFT_RIGHT) if draws.random() < self.p else image
+        return import_extra("PIL.ImageOps").mirror(image) if draws.random() < self.p else image
 
     def heldout(self) -> Sequence[Transform]:
         return []
@@ -200,7 +199,7 @@ class RandomVerticalFlip(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     p: Share = 0.5
 
     def apply(self, image: Image, draws: np.random.Generator) -> Image:
-        return _flipped(image, _TOP_BOTTOM) if draws.random() < self.p else image
+        return import_extra("PIL.ImageOps").flip(image) if draws.random() < self.p else image
 
     def heldout(self) -> Sequence[Transform]:
         return []
@@ -246,14 +245,7 @@ def _padded(image: Image, margins: tuple[int, int, int, int], fill: float, mode:
         padded = np.pad(values, widths, constant_values=fill / 255 if image.mode == "F" else fill)
     else:
         padded = np.pad(values, widths, mode)
-    made: Image = import_extra("PIL.Image").fromarray(padded)
-    return made
-
-
-def _flipped(image: Image, axis: int) -> Image:
-    pillow = import_extra("PIL.Image")
-    flipped: Image = image.transpose(pillow.Transpose(axis))
-    return flipped
+    return import_extra("PIL.Image").fromarray(padded)
 
 
 def _check_area(width: int, height: int) -> None:
