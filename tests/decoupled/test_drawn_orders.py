@@ -18,6 +18,8 @@ import socket
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -54,7 +56,7 @@ class _Link(MergerLink):
     """To a merger that has said this."""
 
     def __init__(self, *said: Order) -> None:
-        self._place, self._connection = PLACE, None
+        self._place, self._connection = PLACE, cast(Any, SimpleNamespace(current=None))
         self.received, self._was_assigned = merger_link.queue.SimpleQueue(), True
         self.orders = deque(said)
 

@@ -56,6 +56,7 @@ from isthmus.runtime.messages.federated import FromExecutor, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.channel import ChannelStatistics, in_host_memory
 from isthmus.runtime.transport.message_sender import MessageSender
+from isthmus.runtime.transport.reconnection import OpenConnection
 from isthmus.training.layout import pack
 from tests.drawn_integers import Lies, landed, received
 from tests.federated.populations import LOCAL, ListedData, module, population
@@ -257,10 +258,7 @@ class Rounds:
         channel: Any = line
         link = SiteLink(
             name=name,
-            run=RUN,
-            channel=channel,
-            sender=MessageSender(channel, on_error=lambda _: None),
-            timeout_s=60.0,
+            connection=OpenConnection(channel, MessageSender(channel, on_error=lambda _: None), RUN, 60.0),
             log=lambda _: None,
             check=partial(self.task_spec(client).check_order, passes=site.passes, samples=self._stated(client)),
         )

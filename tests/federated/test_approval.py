@@ -27,6 +27,7 @@ from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.messages.federated import ToExecutor
 from isthmus.runtime.transport.message_sender import MessageSender
+from isthmus.runtime.transport.reconnection import OpenConnection
 from tests.runtime.commands import isthmus
 
 ASKED = TaskSpec(
@@ -137,7 +138,7 @@ class Coordinator:
         setup = PhaseSetup(phase=PhaseId(round_), clients=1, samples=1)
         self._opened = ToExecutor(run=ASKED.run, body=PhaseOpened(opening=setup, tasks=()))
 
-    def receive(self, **_: object) -> tuple[ToExecutor, list[Tensor]]:
+    def receive(self, *_: object, **__: object) -> tuple[ToExecutor, list[Tensor]]:
         return self._opened, []
 
 
@@ -146,10 +147,7 @@ def test_a_site_hangs_up_on_a_coordinator_that_opens_a_round_that_the_run_has_no
     beyond: Any = Coordinator(round_)
     link = SiteLink(
         name="north",
-        run=ASKED.run,
-        channel=beyond,
-        sender=MessageSender(beyond, on_error=lambda _: None),
-        timeout_s=1.0,
+        connection=OpenConnection(beyond, MessageSender(beyond, on_error=lambda _: None), ASKED.run, 1.0),
         log=lambda _: None,
         check=partial(ASKED.check_order, passes=1, samples=8),
     )

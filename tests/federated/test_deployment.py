@@ -27,10 +27,11 @@ from isthmus.federated.site import OwnData, Site
 from isthmus.federated.task_spec import load_site
 from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
 from isthmus.runtime.federated.site_run import SiteRun
-from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
+from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.service.agent import Agent, membership_in
+from isthmus.runtime.transport.tcp import WAITS_S
 from tests.federated.sites import attend, free_port, listens, model, samples, write_job, write_tickets
 from tests.fleet_service.parties import Fleet, in_background, serving, soon
 from tests.runtime.commands import Done, edited, isthmus, refused
@@ -338,7 +339,7 @@ def attending(folder: Path) -> Iterator[None]:
     said: list[object] = []
     run_starter = SiteRunner(load_site(folder / "a.toml"), "a", home, log=said.append, fail=said.append, plan=plan_for)
     agent = Agent(
-        home, membership, ProcessPlace(), timeout_s=5.0, log=said.append, run_starter=run_starter, retries_s=RETRIES_S
+        home, membership, ProcessPlace(), timeout_s=5.0, log=said.append, run_starter=run_starter, waits_s=WAITS_S
     )
     with in_background(agent.run, agent.stop):
         yield

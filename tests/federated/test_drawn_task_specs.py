@@ -29,13 +29,16 @@ from isthmus.models import build_model
 from isthmus.protocol.federated_messages import ClientTask, ExecutorJoined, PhaseId, PhaseOpened, PhaseSetup, SumsSent
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import KeysSent
-from isthmus.runtime.federated import executor, site_runner
-from isthmus.runtime.federated.site_runner import SiteRunner, _SiteRun
+from isthmus.runtime.federated import site_runner
+from isthmus.runtime.federated.executor import take_part
+from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.identity import Authority
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
-from isthmus.runtime.messages.fleet import StartRun
+from isthmus.runtime.messages.run import JoinRun
+from isthmus.runtime.transport import reconnection
 from isthmus.runtime.transport.message_sender import headers_of
+from isthmus.runtime.transport.reconnection import CoordinatorConnection
 from isthmus.training.learning_rate import LearningRate
 from tests.drawn_integers import Lies, possible_threads, received
 from tests.federated.hostile import MODEL
@@ -45,7 +48,6 @@ from tests.fleet_service.parties import certified
 pytestmark = pytest.mark.thorough
 
 NAMES, MOST, RUN = ("a", "b", "c", "d"), 64, "f" * 32
-CALL = StartRun(run=RUN, timeout_s=60.0, threads=1)
 MOST_EPOCHS = 8
 """That are trained here. A site's owner reads how many a coordinator asks for."""
 
@@ -61,23 +63,29 @@ class _Line:
     def __init__(self, *said: tuple[AnyMessage, Sequence[Tensor]]) -> None:
         self._said = list(said)
         self.sent: list[Any] = []
-        self._answered = threading.Event()
+        self.answered, self._closed = threading.Event(), threading.Event()
+        self._halted = False
 
     def receive(self, *_: object, **__: object) -> Any:
         if self._said:
             message, tensors = self._said.pop(0)
             return message, list(tensors)
-        self._answered.wait()
+        self.answered.wait()
+        if self._halted:
+            self._closed.wait()
+            return None
+        self._halted = True
         return ToExecutor(run=RUN, body=Halt()), []
 
     def put(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         self.sent.append(received(message).body if isinstance(message, FromExecutor) else message)
         if isinstance(self.sent[-1], SumsSent | KeysSent | DeviceFailed):
-            self._answered.set()
+            self.answered.set()
 
     def flush(self) -> None: ...
-    def close(self) -> None:
-        self._answered.set()
+    def close(self, flush_s: float = 0.0) -> None:
+        self.answered.set()
+        self._closed.set()
 
 
 class Site:
@@ -105,9 +113,7 @@ class Site:
         resident = Resident(build_model(MODEL))
         server = Server(load_algorithm(self.task_spec.algorithm), resident.vector(), resident.buffers(), len(NAMES))
         self._broadcast = server.broadcast()
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(executor, "MessageSender", lambda line, on_error: line)
-        monkeypatch.setattr(executor, "start_heartbeats", lambda *_: None)
+        monkeypatch.setattr(reconnection, "start_heartbeats", lambda *_: None)
         monkeypatch.setattr(site_runner, "own_mean_of", lambda *_: "")  # a line for people, which takes long
 
     def asked(self, asked: AnyMessage) -> list[Any]:
@@ -120,10 +126,11 @@ class Site:
         opens = task_spec.local.epochs <= MOST_EPOCHS
         line = _Line((asked, ()), *[(opening, [*self._broadcast.values()])] * opens)
         if not opens:
-            line.close()
-        self._monkeypatch.setattr(site_runner, "dial", lambda *_, **__: line)
+            line.answered.set()
+        join, dialled = JoinRun(run=RUN, device="a", host="", port=0), cast(Any, lambda: (line, line))
+        connection = CoordinatorConnection(dialled, lambda: join, run=RUN, timeout_s=60.0)
         try:
-            self.runner._take_part(_SiteRun(RUN), CALL, ("127.0.0.1", 1))
+            take_part(connection, self.runner._take_part)
         except UserError as e:  # by the word of its owner, which the coordinator is told
             assert isinstance(line.sent[-1], DeviceFailed) and "coordinator" in str(e)
             raise PeerError(str(e)) from None

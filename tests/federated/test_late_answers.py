@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import Executor
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
+from isthmus.runtime.transport.reconnection import OpenConnection
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 QUICK_S, SLOW_S, DEADLINE_S = 0.01, 7.8, 1.0
@@ -156,7 +158,7 @@ class Wire:
         self.outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.asked = threading.Semaphore(0)
 
-    def receive(self, idle_s: float) -> tuple[object, list[object]]:
+    def receive(self, guard: object, idle_s: float) -> tuple[object, list[object]]:
         self.asked.release()
         return self.inbox.get(), []
 
@@ -168,7 +170,8 @@ class Wire:
 
 def test_a_device_does_not_train_for_turns_that_are_over() -> None:
     site, wire = Sites(), Wire()
-    executor = Executor(site, wire, wire, "run", 60.0, 1)  # pyright: ignore[reportArgumentType]
+    connection: Any = OpenConnection(wire, wire, "run", 60.0)  # pyright: ignore[reportArgumentType]
+    executor = Executor(site, connection, 1)  # pyright: ignore[reportArgumentType]
     running = threading.Thread(target=executor.run, daemon=True)
     running.start()
     for round_ in range(4):

@@ -48,7 +48,7 @@ def _comes_back(fleet: Fleet, folder: Path) -> None:
     membership = join_fleet(fleet.ticket(), {"desk": folder}, 5.0)["desk"]
     _end_certificate(fleet, Identity(folder))
     said: list[str] = []
-    agent = Agent(folder, membership, ProcessPlace(), timeout_s=5.0, log=said.append, retries_s=(0.1,))
+    agent = Agent(folder, membership, ProcessPlace(), timeout_s=5.0, log=said.append, waits_s=(0.1,))
     with in_background(agent.run, agent.stop):
         soon(lambda: fleet.service.present or any("trying again" in line for line in said))
         if not fleet.service.present:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import math
 import subprocess
-import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -274,8 +274,8 @@ def test_an_agent_does_what_a_coordinator_can_ask(
     agent = Agent(
         tmp_path, Membership("oslo", (HERE,)), ProcessPlace(ranks=2, local_ranks=2), timeout_s=5.0, log=lambda _: None
     )
-    line, gone = Line(), threading.Event()
-    way: Any = line
+    line = Line()
+    way: Any = SimpleNamespace(sender=line, start_heartbeats=lambda _: None)
 
     def take(message: Any) -> None:
         try:
@@ -283,7 +283,7 @@ def test_an_agent_does_what_a_coordinator_can_ask(
         except PeerError as e:
             raise PeerError(f"coordinator: {e}") from None
         agent._end_work()  # a call to the run that it works for changes nothing
-        agent._follow(message, HERE, way, gone)
+        agent._follow(message, way)
 
     orders: list[Any] = [
         StartRun(run="r", timeout_s=5.0, threads=2, stages=3),

@@ -52,7 +52,7 @@ def test_they_live_together_and_one_that_is_lost_is_only_that_one(fleet: Fleet, 
             ProcessPlace(hardware=f"chip ({name})"),
             timeout_s=5.0,
             log=said.append,
-            retries_s=(0.2,),  # on a busy machine several attempts fail: their waits would add up to minutes
+            waits_s=(0.2,),  # on a busy machine several attempts fail: their waits would add up to minutes
         )
         for name, joined in join_fleet(fleet.ticket(), desk, 5.0).items()
     }

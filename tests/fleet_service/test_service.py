@@ -26,6 +26,7 @@ from isthmus.runtime.service.agent import Agent, Membership, join_fleet, members
 from isthmus.runtime.service.enrollment import Dismissal
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.reconnection import Retry
 from isthmus.runtime.transport.secure import TlsConnection, secure_unknown
 
 from .parties import Fleet, certified, in_background, serving, soon
@@ -160,10 +161,11 @@ def test_what_does_not_change_is_not_said_at_every_attempt(fleet: Fleet, tmp_pat
     said: list[str] = []
     agent = _agent(fleet, tmp_path / "desk", said=said)
     fleet.service.close()
-    agent._retries_s = (0.0, 0.001)  # pyright: ignore[reportPrivateUsage]
+    connection = agent._connection  # pyright: ignore[reportPrivateUsage]
+    connection._retry = Retry((0.0, 0.001), log_s=0.0)  # pyright: ignore[reportPrivateUsage]
     with in_background(agent.run, agent.stop):
-        soon(lambda: agent._failed > 50)  # pyright: ignore[reportPrivateUsage]
-    assert [text.partition("; ")[2] for text in said] == ["trying again in 0 s", "trying again in 0.001 s"]
+        soon(lambda: connection._failed > 50)  # pyright: ignore[reportPrivateUsage]
+    assert [text.partition("; ")[2] for text in said] == ["trying again in 0 s"]
 
 
 def test_a_device_whose_certificate_has_ended_says_so(fleet: Fleet, tmp_path: Path) -> None:

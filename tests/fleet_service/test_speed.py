@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,7 +219,7 @@ def test_a_site_computes_no_stage_of_a_coordinators(gpt: MeasureSpeed, tmp_path:
             mock.patch.object(agents, "compute_speed", computed),
             mock.patch.object(agent, "_beside", lambda act: act()),
         ):
-            agent._follow(gpt, ("127.0.0.1", 1), mock.Mock(), threading.Event())  # pyright: ignore[reportPrivateUsage]
+            agent._follow(gpt, mock.Mock())  # pyright: ignore[reportPrivateUsage]
     device, site = asked
     assert device == gpt and site.trial is None and site.operators == gpt.operators
 

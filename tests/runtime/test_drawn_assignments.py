@@ -99,7 +99,12 @@ class _Worker(DeviceWorker):
 
     # As the link to the coordinator
 
-    def send(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: object = None) -> None:
+    def send(
+        self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: object = None, background: bool = False
+    ) -> None:
+        if background:
+            self.lent.append(cast(Any, message))
+            return
         body = cast(Any, message).body
         self.said.append(body)
         if isinstance(body, DeviceFailed):
@@ -108,11 +113,9 @@ class _Worker(DeviceWorker):
         elif isinstance(body, ItemReported) and body.item == self._last:
             self._inbox.put(HALT)
 
-    def send_background(self, message: AnyMessage, tensors: Sequence[Tensor], of: object = None) -> None:
-        self.lent.append(cast(Any, message))
-
     def hear(self, message: AnyMessage, tensors: list[Tensor]) -> None:
-        link: Any = SimpleNamespace(_inbox=self._inbox, _newest_epoch=-1, _over=threading.Event())
+        link: Any = SimpleNamespace(_inbox=self._inbox, _newest_epoch=-1)
+        link._connection = SimpleNamespace(over=threading.Event())
         CoordinatorLink._on_message(link, message, tensors)
 
     def background_bytes(self) -> int:

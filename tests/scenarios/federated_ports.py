@@ -29,10 +29,11 @@ from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage
-from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import MessageSender
+from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, direct
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 from tests.federated.populations import LOCAL, module, population
 from tests.federated.twins import SEED
@@ -202,23 +203,24 @@ class _Run:
         channel = dial("127.0.0.1", port, "coordinator", TIMEOUT_S)
         self._channels[name] = channel
         take = self._as_site if self._scenario.sites else self._as_executor
+        join = JoinRun(run=RUN, device=name, host="", port=0)
+        connection = CoordinatorConnection(lambda: direct(channel), lambda: join, run=RUN, timeout_s=TIMEOUT_S)
         with contextlib.suppress(PeerError):  # its connection was closed
-            take_part(channel, name, RUN, TIMEOUT_S, functools.partial(take, name, channel))
+            take_part(connection, functools.partial(take, name))
 
-    def _as_executor(self, name: str, channel: SocketChannel, sender: MessageSender) -> None:
+    def _as_executor(self, name: str, connection: OpenConnection[MessageSender]) -> None:
         trainer = ClientTrainer(self._task, module(), self._data, None, pacer=Pacer(self._lasts(name)))
-        sender.put(FromExecutor(run=RUN, body=ExecutorJoined()))
-        Executor(trainer, channel, sender, RUN, TIMEOUT_S, 1).run()
+        connection.sender.put(FromExecutor(run=RUN, body=ExecutorJoined()))
+        Executor(trainer, connection, 1).run()
 
-    def _as_site(self, name: str, channel: SocketChannel, sender: MessageSender) -> None:
-        while (received := channel.receive(idle_s=TIMEOUT_S)) is not None and isinstance(received[0], Heartbeat):
+    def _as_site(self, name: str, connection: OpenConnection[MessageSender]) -> None:
+        while isinstance(message := connection.next()[0], Heartbeat):
             pass
-        assert received is not None and isinstance(received[0], TaskMessage)
+        assert isinstance(message, TaskMessage)
         site = Site(self._task, module(), self._data, None, pacer=Pacer(self._lasts(name)))
         samples = int(self._data.sizes[self._scenario.executors.index(name)])
-        sender.put(FromExecutor(run=RUN, body=ExecutorJoined(samples=samples)))
-        link = SiteLink(name=name, run=RUN, channel=channel, sender=sender, timeout_s=TIMEOUT_S, log=lambda _: None)
-        SiteExecutor(site, link).run()
+        connection.sender.put(FromExecutor(run=RUN, body=ExecutorJoined(samples=samples)))
+        SiteExecutor(site, SiteLink(name=name, connection=connection, log=lambda _: None)).run()
 
     def _depart(self, departure: Departure, port: int) -> None:
         assert self._machine.wait_for(departure.after, LIMIT_S)

@@ -24,7 +24,7 @@ from isthmus.extensions import import_extra
 from isthmus.federated.task_spec import SiteConfig, load_site
 from isthmus.locking import hold
 from isthmus.runtime.device.island_ranks import Island, attend, island_here
-from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
+from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.identity import Identity, Ticket, decode_ticket, read_ticket, read_ticket_of
 from isthmus.runtime.processes.children import end_with_input
 from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
@@ -34,6 +34,7 @@ from isthmus.runtime.service.device_group import run_group
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.runtime.service.hardware import hardware_of
 from isthmus.runtime.service.machine import Finding
+from isthmus.runtime.transport.tcp import WAITS_S
 from isthmus.units import parse_size, whole_number
 
 Ask = Callable[[], str]
@@ -267,7 +268,7 @@ def _attend(
 
     run_starter = SiteRunner(config, membership.name, folder, log=log, fail=fail, plan=plan_for)
     agent = Agent(
-        folder, membership, joining.place, timeout_s=timeout_s, log=log, run_starter=run_starter, retries_s=RETRIES_S
+        folder, membership, joining.place, timeout_s=timeout_s, log=log, run_starter=run_starter, waits_s=WAITS_S
     )
     try:
         agent.run()

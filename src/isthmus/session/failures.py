@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from typing import Literal
 
-from isthmus.errors import IsthmusError, PeerError
+from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 
 GRACE_S = 1.0
 """How long to wait for a better explanation than the first one."""
@@ -126,3 +127,17 @@ def _lost(device: str, reason: str) -> PeerError:
 def without_name(failure: IsthmusError, device: str) -> str:
     """For who names the device itself."""
     return str(failure).removeprefix(f"device {device!r} was lost: ").removeprefix(f"device {device!r}: ")
+
+
+def in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def reason_and_fault(error: Exception) -> tuple[str, Literal["user", "device", "other"]]:
+    """Return the text and the fault by which a party reports an error that ends its work (`DeviceFailed`)."""
+    text = in_one_line(error)
+    if isinstance(error, PeerError):
+        return text, "other"
+    if isinstance(error, UserError | StepError):
+        return text, "user"
+    return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}", "device"

@@ -21,11 +21,11 @@ from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.decoupled.groups import FIELD, Groups, replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.merger import MergerWatch
-from isthmus.runtime.decoupled.outgoing import Outgoing
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.messages.decoupled import ReplicaShare, TrainReplica
 from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.transport.lanes import Outgoing
 from isthmus.training.decoupled import fragments_of
 from isthmus.training.layout import header_of
 from isthmus.training.weights import parameter_names, weights_of

@@ -17,9 +17,9 @@ from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_events import FinishMerges, MergeRules
 from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch, MergeTraffic
-from isthmus.runtime.decoupled.outgoing import Outgoing
 from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
 from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.transport.lanes import Outgoing
 from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, fragments_of
 
 

@@ -30,13 +30,13 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.coordinator.backend import DevicesAtWork
-from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.lanes import Outgoing, SendLane
 from isthmus.sanitize import sanitize
 from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments, size_of
@@ -78,7 +78,7 @@ class _ReplicaLink:
     ) -> None:
         """The `lock` is held while versions and `traffic` change, and while it is decided what is sent."""
         self.delivery = Delivery(len(merged.known))
-        self.outgoing: OutgoingLink | None = None
+        self.outgoing: SendLane | None = None
         self._connections = 0
         self.changes: dict[int, Tensor] = {}
         """The payload of each fragment's newest change."""
@@ -93,8 +93,9 @@ class _ReplicaLink:
             self._first = first
             self._connections += 1
         if self.outgoing is not None:
-            self.outgoing.finish(0.0)
-        self.outgoing = OutgoingLink(channel, self._shape, partial(self._following, self._connections))
+            self.outgoing.close(0.0)
+        following = partial(self._following, self._connections)
+        self.outgoing = SendLane(channel, shape=self._shape, following=following, on_error=lambda _: channel.close())
 
     def wake(self) -> None:
         if self.outgoing is not None:
@@ -196,7 +197,7 @@ class MergerHost(SessionHost[Merger]):
         deadline_s = time.monotonic() + HALT_S
         for link in self._links.values():
             if link.outgoing is not None:
-                link.outgoing.finish(max(0.0, deadline_s - time.monotonic()))
+                link.outgoing.close(max(0.0, deadline_s - time.monotonic()))
         super().close()
 
     def _halt(self) -> None:

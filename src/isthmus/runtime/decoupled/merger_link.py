@@ -7,15 +7,13 @@ import math
 import queue
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.protocol.decoupled_events import (
     NEVER,
@@ -29,17 +27,22 @@ from isthmus.protocol.decoupled_events import (
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
-from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica, TrainReplica
-from isthmus.runtime.messages.run import Heartbeat, JoinRun
-from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
-from isthmus.runtime.transport.message_sender import PER_TIMEOUT
+from isthmus.runtime.messages.run import JoinRun
+from isthmus.runtime.transport.reconnection import (
+    CoordinatorConnection,
+    CoordinatorGone,
+    Outage,
+    Retry,
+    dial_lane,
+    reporting,
+)
 from isthmus.training.layout import header_of
 
-REDIAL_S = 1.0
-FIRST_S, POLL_S = 2.0, 0.02
-"""For a connection over which an error goes; between looks for it."""
+FIRST_S = 2.0
+"""For a connection over which an error goes."""
 EXIT_GRACE_S = 10.0
 """For what is on its way when a replica ends."""
 Received = tuple[ReplicaOrder | None, list[Tensor]]
@@ -74,12 +77,16 @@ class MergerLink:
         self.received: queue.SimpleQueue[Received] = queue.SimpleQueue()
         self._assigned: queue.SimpleQueue[tuple[TrainReplica, list[Tensor]] | None] = queue.SimpleQueue()
         self._was_assigned = False
-        self._heard_s = time.monotonic()
-        self._connection: tuple[deque[Outgoing], OutgoingLink, SocketChannel] | None = None
-        """Messages that wait to be sent, the link that sends them, and its channel."""
-        self._over = threading.Event()
-        threading.Thread(target=self._live, name="connect to merger", daemon=True).start()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        host, _, port = place.address.rpartition(":")
+        self._connection = CoordinatorConnection(
+            lambda: dial_lane((host, int(port)), "merger", place.timeout_s, place.identity, place.link),
+            lambda: JoinRun(run=place.run, device=place.name, host="", port=0),
+            run=place.run,
+            timeout_s=place.timeout_s,
+            retry=Retry(away_s=place.away_timeout_s),
+            on_lost=self._lost,
+        )
+        threading.Thread(target=self._receive, name="connect to merger", daemon=True).start()
 
     def assigned(self) -> tuple[TrainReplica, list[Tensor]]:
         """Wait for the merger's first message to a device that joined. PeerError where it cannot be reached."""
@@ -94,29 +101,22 @@ class MergerLink:
     ) -> None:
         """Send it, when the link is free; what is put while there is no connection is dropped."""
         headers = tuple(header_of(f"delta {n}", t) for n, t in enumerate(tensors or []))
-        self._put((FromReplica(run=self._place.run, body=body, tensors=headers), tensors or []))
+        self._connection.put(FromReplica(run=self._place.run, body=body, tensors=headers), tensors or [])
 
     @contextlib.contextmanager
     def reporting(self) -> Generator[None]:
         """Errors of the block reach the merger before they are raised. The connection ends with the block."""
         try:
-            yield
-        except Exception as e:
-            reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
-            fault = "user" if isinstance(e, UserError) else "device"
-            give_up_s = time.monotonic() + FIRST_S
-            while self._connection is None and time.monotonic() < give_up_s:  # it failed sooner than it was connected
-                time.sleep(POLL_S)
-            self.put(DeviceFailed(reason=" ".join(reason.split())[:500], fault=fault))
-            raise
+            with reporting(self._report):
+                yield
         finally:
             self.close()
 
     def refuse(self, error: PeerError) -> None:
         """Hang up on a merger that said what none says. It is dialled again, and then sends everything anew."""
-        print(f"replica {self._place.name}: merger: {error}; dialling it again", file=sys.stderr, flush=True)
-        if (connection := self._connection) is not None:
-            connection[2].close()
+        self._say(f"{error}; dialling it again")
+        if (connection := self._connection.current) is not None:
+            connection.channel.close()
 
     def refuse_order(self, error: PeerError) -> None:
         """As `refuse`, of what came first: it is said again on the next connection, and all that follows it."""
@@ -127,65 +127,33 @@ class MergerLink:
 
     def close(self, grace_s: float = EXIT_GRACE_S) -> None:
         """Send what waits, but take no longer than this, and end."""
-        self._over.set()
-        if (connection := self._connection) is not None:
-            connection[1].finish(grace_s)
-            connection[2].close()
+        self._connection.close(grace_s)
 
-    def _put(self, message: Outgoing) -> None:
-        if (connection := self._connection) is not None:
-            waiting, outgoing, _ = connection
-            waiting.append(message)
-            outgoing.wake()
+    def _report(self, failed: DeviceFailed) -> None:
+        self._connection.connected.wait(FIRST_S)  # it may fail sooner than it is connected
+        self.put(failed)
 
-    def _beat(self) -> None:
-        while not self._over.wait(self._place.timeout_s / PER_TIMEOUT):
-            self._put((Heartbeat(run=self._place.run), []))
+    def _say(self, text: str) -> None:
+        print(f"replica {self._place.name}: merger: {text}", file=sys.stderr, flush=True)
 
-    def _live(self) -> None:
-        while not self._over.is_set():
-            try:
-                self._connect()
-            except PeerError:
-                self.received.put((None, []))
-            if time.monotonic() - self._heard_s > self._place.away_timeout_s:
-                self._assigned.put(None)
-                self.received.put((Halt(), []))
-                return
-            self._over.wait(REDIAL_S)
+    def _lost(self, outage: Outage) -> None:
+        self.received.put((None, []))
+        if outage.log:
+            self._say(f"no message for {outage.silent_s:.0f} s: {outage.error}")
 
-    def _connect(self) -> None:
-        """Receive until the connection ends."""
-        place = self._place
-        host, _, port = place.address.rpartition(":")
-        channel = dial(
-            host,
-            int(port),
-            "merger",
-            place.timeout_s,
-            identity=place.identity,
-            expected=Party("coordinator", ""),
-            most_header_bytes=MAX_ASSIGNMENT_BYTES,
-        )
-        join = JoinRun(run=place.run, device=place.name, host="", port=0)
-        waiting = deque[Outgoing]([(join, [])])
-        outgoing = OutgoingLink(channel, place.link, lambda: waiting.popleft() if waiting else None)
-        self._connection = waiting, outgoing, channel
+    def _receive(self) -> None:
         try:
-            outgoing.wake()
-            while (received := channel.receive(idle_s=place.timeout_s)) is not None:
-                message, tensors = received
-                self._heard_s = time.monotonic()
-                if isinstance(message, ToReplica):
-                    self.received.put((message.body, tensors))
-                elif isinstance(message, TrainReplica) and not self._was_assigned:
-                    self._was_assigned = True
-                    self._assigned.put((message, tensors))
-            raise PeerError("merger: closed the connection")
-        finally:
-            self._connection = None
-            outgoing.finish(0.0)
-            channel.close()
+            self._connection.serve(lambda connection: connection.receive(self._on_message))
+        except CoordinatorGone:
+            self._assigned.put(None)
+            self.received.put((Halt(), []))
+
+    def _on_message(self, message: AnyMessage, tensors: list[Tensor]) -> None:
+        if isinstance(message, ToReplica):
+            self.received.put((message.body, tensors))
+        elif isinstance(message, TrainReplica) and not self._was_assigned:
+            self._was_assigned = True
+            self._assigned.put((message, tensors))
 
 
 def check_received(machine: DecoupledReplica, received: Received, elements: Sequence[int]) -> None:

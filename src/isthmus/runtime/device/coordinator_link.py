@@ -10,43 +10,36 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError, StepError, UserError
+from isthmus.errors import IsthmusError, PeerError, StepError
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import DeviceFailed, Halt, OpenItem
 from isthmus.runtime.device.weight_exchange import OpenedExchange
-from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.generation import ServeStage, ServingOrder
 from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
-from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
-from isthmus.runtime.transport.lanes import PackedMessage, Packer, SendLane
-from isthmus.runtime.transport.message_sender import start_heartbeats
-from isthmus.runtime.transport.tcp import WAITS_S, Unreached, until_reached
+from isthmus.runtime.transport.lanes import FLUSH_S, PackedMessage, Packer, SendLane
+from isthmus.runtime.transport.reconnection import CoordinatorConnection, CoordinatorGone, Outage, Retry, dial_lane
+from isthmus.runtime.transport.tcp import Unreached, until_reached
+from isthmus.session.failures import reason_and_fault
 from isthmus.session.program import OutOfPhase
 from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot
 
-TELL_S = 3.0
-"""After so long without word from it a device says so, then each time after twice as long."""
 AWAY_TIMEOUTS = 10
 """For so many times its timeout a device waits for a coordinator that went away."""
 ORDERS = ToDevice | AssignMessage | ReceiveStateMessage | StateMessage | StatePart | ServingOrder
-
-
-class CoordinatorGone(PeerError):
-    """It stays away, or does not speak as one."""
 
 
 class CoordinatorLink:
@@ -62,90 +55,68 @@ class CoordinatorLink:
         timeout_s: float,
     ) -> None:
         """Dials: PeerError when nobody answers before the timeout. `holdings` may be called by another thread."""
-        self._coordinator = coordinator
-        self._identity = identity
         self._join = join
         self._inbox = inbox
         self._holdings = holdings
-        self._timeout_s = timeout_s
-        self._over = threading.Event()
+        self._away_s = AWAY_TIMEOUTS * timeout_s
         self._newest_epoch = -1
-        self._channel, self._lane = until_reached(self._connected, timeout_s, Unreached)
+        self._connection = CoordinatorConnection(
+            lambda: dial_lane(coordinator, "coordinator", timeout_s, identity),
+            self._joining,
+            run=join.run,
+            timeout_s=timeout_s,
+            retry=Retry(away_s=self._away_s),
+            on_lost=self._lost,
+        )
+        until_reached(self._connection.connect, timeout_s, Unreached)
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
-        start_heartbeats(join.run, timeout_s, self._over, lambda: (self._lane,))
 
-    def send(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
+    def send(
+        self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None, background: bool = False
+    ) -> None:
         """Put a message into the lane; the caller does not wait. A message is lost while the coordinator is away: it
-        will ask anew. Tensors `of` a snapshot are sent when that is copied."""
-        self._lane.put(message, tensors, _when_whole(message, tensors, of))
-
-    def send_background(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
-        """Put a message that all others are sent before."""
-        self._lane.put(message, tensors, _when_whole(message, tensors, of), background=True)
+        will ask anew. Tensors `of` a snapshot are sent when that is copied; a `background` message after all others."""
+        if (lane := self._lane) is not None:
+            lane.put(message, tensors, _when_whole(message, tensors, of), background=background)
 
     def background_bytes(self) -> int:
         """Return the bytes of background messages that wait to be sent."""
-        return self._lane.background_bytes()
+        return lane.background_bytes() if (lane := self._lane) is not None else 0
 
     def forget_meanwhile(self) -> None:
-        self._lane.drop_background()
+        if (lane := self._lane) is not None:
+            lane.drop_background()
 
     def outdated(self, epoch: int) -> bool:
         """Whether the coordinator has begun another epoch since, or the run is over."""
-        return self._newest_epoch > epoch or self._over.is_set()
+        return self._newest_epoch > epoch or self._connection.over.is_set()
 
     def close(self) -> None:
-        self._over.set()
-        self._lane.close()
-        self._channel.close()
+        self._connection.close(FLUSH_S)
 
-    def _connected(self) -> tuple[SocketChannel, SendLane]:
-        channel = dial(
-            *self._coordinator,
-            "coordinator",
-            self._timeout_s,
-            identity=self._identity,
-            expected=Party("coordinator", ""),
-            most_header_bytes=MAX_ASSIGNMENT_BYTES,
-        )
-        lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
-        lane.put(msgspec.structs.replace(self._join, holdings=self._holdings()))
-        return channel, lane
+    @property
+    def _lane(self) -> SendLane | None:
+        return connection.sender if (connection := self._connection.current) is not None else None
+
+    def _joining(self) -> JoinRun:
+        self._newest_epoch = -1  # a coordinator that was started again does not know of epochs that never began
+        return msgspec.structs.replace(self._join, holdings=self._holdings())
+
+    def _lost(self, outage: Outage) -> None:
+        if outage.log:
+            print(
+                f"device {self._join.device}: waiting for the coordinator: no message for {outage.silent_s:.0f} s, the "
+                f"limit is {self._away_s:g} s: {outage.error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _listen(self) -> None:
-        """Until the end of the run: on one connection after another."""
-        received_s = time.monotonic()
-        failed, why, sent_s = 0, PeerError("coordinator: closed the connection"), TELL_S
-        while not self._over.is_set():
-            try:
-                while (received := self._channel.receive(idle_s=self._timeout_s)) is not None:
-                    received_s, failed, sent_s = time.monotonic(), 0, TELL_S
-                    self._on_message(*received)
-            except PeerError as e:
-                why = e
-            if self._over.is_set():
-                return
-            away_s, gone_s = AWAY_TIMEOUTS * self._timeout_s, time.monotonic() - received_s
-            if gone_s >= sent_s:
-                sent_s = 2 * max(gone_s, TELL_S)
-                print(
-                    f"device {self._join.device}: waiting for the coordinator: no message for {gone_s:.0f} s, the "
-                    f"limit is {away_s:g} s: {why}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            if gone_s > away_s:
-                self._inbox.put(CoordinatorGone(f"{why}; it did not come back for {away_s:g} s"))
-                return
-            self._over.wait(WAITS_S[min(failed, len(WAITS_S) - 1)])
-            failed += 1
-            try:
-                lane = self._lane
-                self._channel, self._lane = self._connected()
-                self._newest_epoch = -1  # a coordinator that was started again does not know of epochs that never began
-                lane.close(0.0)
-            except PeerError as e:
-                why = e
+        """Until the end of the run."""
+        try:
+            self._connection.serve(lambda connection: connection.receive(self._on_message))
+        except CoordinatorGone as e:
+            self._inbox.put(e)
 
     def _on_message(self, message: AnyMessage, tensors: list[Tensor]) -> None:
         body = message.body if isinstance(message, ToDevice) else None
@@ -156,7 +127,7 @@ class CoordinatorLink:
             begun = message if isinstance(message, ServeStage) else body
             self._newest_epoch = max(self._newest_epoch, begun.epoch if begun is not None else -1)
             if isinstance(body, Halt):
-                self._over.set()
+                self._connection.over.set()
             self._inbox.put(CoordinatorMessage(message, tensors))
         elif not isinstance(message, Heartbeat):
             self._inbox.put(CoordinatorGone(f"coordinator: sent {type(message).__name__}, not for a device"))
@@ -193,7 +164,7 @@ def unfollowable(error: Exception, order: msgspec.Struct) -> Exception:
     if known or is_short_of_memory(error) or is_drivers(error):
         return error
     traceback.print_exception(error)
-    return PeerError(f"sent {type(content(order)).__name__} that cannot be followed: {_reason(error)}")
+    return PeerError(f"sent {type(content(order)).__name__} that cannot be followed: {reason_and_fault(error)[0]}")
 
 
 def failed(
@@ -203,28 +174,14 @@ def failed(
     shortage: MemoryShortage | None = None,
 ) -> DeviceFailed:
     """`failure` and `shortage` of an error that was for want of memory."""
+    reason, fault = reason_and_fault(error)
     if isinstance(error, StepError) and failure is None:
-        failure = StepFailure(step=error.step, what=error.what, reason=_reason(error))
+        failure = StepFailure(step=error.step, what=error.what, reason=reason)
     return DeviceFailed(
         epoch=epoch,
-        reason=failure.reason if shortage is not None and failure is not None else _reason(error),
-        fault="device" if shortage is not None else _fault(error),
+        reason=failure.reason if shortage is not None and failure is not None else reason,
+        fault="device" if shortage is not None else fault,
         failure=failure,
         shortage=shortage,
         starts_again=shortage is None and is_drivers(error),
     )
-
-
-def _reason(error: Exception) -> str:
-    text = in_one_line(error)
-    return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}"
-
-
-def in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
-
-
-def _fault(error: Exception) -> Literal["user", "device", "other"]:
-    if isinstance(error, UserError):
-        return "user"
-    return "other" if isinstance(error, PeerError) else "device"

@@ -37,14 +37,7 @@ from isthmus.protocol.run_messages import (
     WeightsRead,
 )
 from isthmus.runtime.device.assignment_checks import check_assignment
-from isthmus.runtime.device.coordinator_link import (
-    CoordinatorGone,
-    CoordinatorLink,
-    CoordinatorMessage,
-    failed,
-    in_one_line,
-    of_order,
-)
+from isthmus.runtime.device.coordinator_link import CoordinatorLink, CoordinatorMessage, failed, of_order
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import Expected, StageLinks
@@ -63,7 +56,9 @@ from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, 
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reconnection import CoordinatorGone
 from isthmus.runtime.transport.rendezvous import PeerDialer
+from isthmus.session.failures import in_one_line
 from isthmus.training.delayed import DelayedEngine
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_short_of_memory, shortage
@@ -277,9 +272,8 @@ class DeviceWorker:
             self._control.forget_meanwhile()
             return
         control, executor = self._control, self._executor
-        donor = StateDonor(
-            asked, self._run, self._site.device, control.send_background, control.background_bytes, executor.copied
-        )
+        send = partial(control.send, background=True)
+        donor = StateDonor(asked, self._run, self._site.device, send, control.background_bytes, executor.copied)
         ended = TransferEnded(number=asked.number, epoch=asked.epoch)
         self._executor.set_donor(donor, lambda: self._send(ended))
 

@@ -25,13 +25,13 @@ from isthmus.engines import ENGINES
 from isthmus.errors import InternalError, IsthmusError, PeerError
 from isthmus.plans.worker_ids import worker_id
 from isthmus.runtime.decoupled.joined import serve_joined
-from isthmus.runtime.device.coordinator_link import in_one_line
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.tasklets import ComputeTurns
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.processes.children import end_with_parent
 from isthmus.runtime.processes.memory import limit_memory
+from isthmus.session.failures import in_one_line
 
 
 def main(arguments: Sequence[str]) -> None:

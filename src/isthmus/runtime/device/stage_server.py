@@ -24,7 +24,7 @@ from isthmus.accelerators.copies import to_host
 from isthmus.errors import Diverged, IsthmusError, PeerError, UserError
 from isthmus.graph.opgraph import Ref
 from isthmus.protocol.generation import PromptFailed, StageLoaded, StageReport, StageUnable, TokenGenerated
-from isthmus.runtime.device.coordinator_link import CoordinatorLink, in_one_line
+from isthmus.runtime.device.coordinator_link import CoordinatorLink
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.device.served_steps import check_stage, check_step, weights_of
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -40,6 +40,7 @@ from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import headers_of, start_heartbeats
+from isthmus.session.failures import in_one_line
 from isthmus.training.engine_operators import engine_operators
 from isthmus.training.generation import PromptCache, ServedStage, TokenChooser
 

@@ -18,7 +18,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
@@ -32,13 +31,15 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
     TasksReturned,
 )
-from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SharesDelivered, UnmaskAsked
 from isthmus.runtime.federated.shared_memory import SharedMemory
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.channel import MessageChannel, dial
-from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of, start_heartbeats
+from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
+from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, direct, reporting
 
 Broadcast = dict[str, Tensor]
 
@@ -49,20 +50,16 @@ class Executor:
     def __init__(
         self,
         site: ClientTrainer,
-        channel: MessageChannel,
-        sender: MessageSender,
-        run: str,
-        timeout_s: float,
+        connection: OpenConnection[MessageSender],
         clients_per_vmap: int,
         shared: SharedMemory | None = None,
     ) -> None:
         """Without `shared` memory all values are sent."""
         self.policy = FederatedExecutor(self, clients_per_vmap)
         self.site = site
-        self._channel = channel
-        self._sender = sender
-        self._run = run
-        self._timeout_s = timeout_s
+        self._connection = connection
+        self._sender = connection.sender
+        self._run = connection.run
         self._deciding = threading.Lock()
         self._acting = threading.Lock()
         self._acts: deque[Callable[[], None]] = deque()
@@ -100,17 +97,13 @@ class Executor:
 
     def _listen(self) -> None:
         try:
-            while (received := self._channel.receive(idle_s=self._timeout_s)) is not None:
-                message, tensors = received
-                if isinstance(message, ToExecutor):  # else a heartbeat
-                    self._take(message, tensors)
-                    if isinstance(message.body, Halt):
-                        return
-            self._wakeups.put(PeerError("coordinator: closed the connection"))
+            self._connection.receive(self._take)
         except Exception as e:  # the main thread decides
             self._wakeups.put(e)
 
-    def _take(self, message: ToExecutor, tensors: Sequence[Tensor]) -> None:
+    def _take(self, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
+        if not isinstance(message, ToExecutor):  # a heartbeat
+            return
         match body := message.body:
             case PhaseOpened(brief=brief):
                 broadcast = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
@@ -161,7 +154,7 @@ class Executor:
         if self.policy.works_for(phase):  # else it was dropped while a client of an earlier phase was trained
             self.site.expect((*tasks, *upcoming))
             if self._shared is not None:
-                self._shared.accumulator.wait(self._timeout_s)
+                self._shared.accumulator.wait(self._connection.timeout_s)
             timed, refused = self.site.train(tasks)
         with self._deciding:
             self.policy.trained(phase, timed, refused)
@@ -209,33 +202,22 @@ def train_over(
 ) -> None:
     """Join the coordinator, train until halted. The coordinator receives an error before it is raised."""
 
-    def act(sender: MessageSender) -> None:
+    def act(connection: OpenConnection[MessageSender]) -> None:
         site = prepare()
-        sender.put(FromExecutor(run=run, body=ExecutorJoined()))
-        Executor(site, channel, sender, run, timeout_s, clients_per_vmap, shared).run()
+        connection.sender.put(FromExecutor(run=run, body=ExecutorJoined()))
+        Executor(site, connection, clients_per_vmap, shared).run()
 
-    take_part(channel, name, run, timeout_s, act)
+    join = JoinRun(run=run, device=name, host="", port=0)
+    take_part(CoordinatorConnection(lambda: direct(channel), lambda: join, run=run, timeout_s=timeout_s), act)
 
 
 def take_part(
-    channel: MessageChannel, name: str, run: str, timeout_s: float, act: Callable[[MessageSender], None]
+    connection: CoordinatorConnection[MessageSender], act: Callable[[OpenConnection[MessageSender]], None]
 ) -> None:
-    """Join a run over a connection, and act while heartbeats are sent. An error is reported to the coordinator, then
-    raised."""
-    sender = MessageSender(channel, on_error=lambda _: channel.close())
-    sender.put(JoinRun(run=run, device=name, host="", port=0))
-    over = threading.Event()
-    start_heartbeats(run, timeout_s, over, lambda: (sender,))
-    try:
-        act(sender)
-    except Exception as e:
-        jobs = isinstance(e, UserError | StepError)
-        fault = "user" if jobs else "other" if isinstance(e, PeerError) else "device"
-        reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
-        failed = DeviceFailed(reason=" ".join(reason.split())[:500], fault=fault)
-        sender.put(FromExecutor(run=run, body=failed))
-        raise
-    finally:
-        over.set()
-        sender.flush()
-        channel.close()
+    """Act over one connection after another. An error is reported to the coordinator, then raised."""
+
+    def reported(opened: OpenConnection[MessageSender]) -> None:
+        with reporting(lambda failed: opened.sender.put(FromExecutor(run=opened.run, body=failed))):
+            act(opened)
+
+    connection.serve(reported)

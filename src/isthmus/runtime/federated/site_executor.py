@@ -20,8 +20,8 @@ from isthmus.protocol.secure_messages import SecureOrder
 from isthmus.protocol.secure_site import Revealed
 from isthmus.runtime.federated.executor import Broadcast, Executor
 from isthmus.runtime.messages.federated import FromExecutor, SiteValues
-from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.message_sender import MessageSender, headers_of
+from isthmus.runtime.transport.reconnection import OpenConnection
 
 
 class SharesOf(NamedTuple):
@@ -38,14 +38,11 @@ Left = Callable[[PhaseId, str, int, SharesOf | None], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SiteLink:
-    """A site's connection to the coordinator of a run."""
+    """A site's connection to the coordinator of a run, and its owner's rules for it."""
 
     name: str
     """The site's."""
-    run: str
-    channel: SocketChannel
-    sender: MessageSender
-    timeout_s: float
+    connection: OpenConnection[MessageSender]
     log: Callable[[str], None]
     left: Left = lambda phase, what, size_bytes, shares: None
     """Called before anything of the site's data leaves it: in which phase, what, how many bytes, and which shares."""
@@ -63,7 +60,7 @@ class SiteExecutor(Executor):
     """Without masks."""
 
     def __init__(self, site: Site, link: SiteLink) -> None:
-        super().__init__(site, link.channel, link.sender, link.run, link.timeout_s, clients_per_vmap=1)
+        super().__init__(site, link.connection, clients_per_vmap=1)
         self._own = site
         self._log, self._left, self._check = link.log, link.left, link.check
         self._reports = link.reports

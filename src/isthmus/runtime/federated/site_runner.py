@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isthmus.accelerators import HOST, open_accelerator
 from isthmus.data import load_dataset
@@ -44,20 +44,20 @@ from isthmus.runtime.federated.pipeline_plans import MakePlan, PipelinePlans
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
 from isthmus.runtime.federated.site_executor import SharesOf, SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_pipeline import SitePipeline
-from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.signatures import DeviceSigner
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
 from isthmus.runtime.messages.fleet import StartRun
-from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.processes.device_processes import ForkServers
 from isthmus.runtime.processes.signals import ComputeThreads
-from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.channel import dial
 from isthmus.runtime.transport.message_sender import MessageSender
+from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, Outage, Retry, direct
+from isthmus.session.failures import reason_and_fault
 
 ANSWER_S = 0.5
 """Between looks for the owner's answer."""
-RETRIES_S = (0.5, 1.0, 2.0)
-"""Waits between attempts to reach the coordinator; the last one again and again."""
 
 
 class SiteRunner:
@@ -88,7 +88,7 @@ class SiteRunner:
         """Fork servers of a site that is a fleet."""
         self._warm: tuple[TaskSpec, Site] | None = None
         self._training = threading.Lock()
-        self._work: _SiteRun | None = None
+        self._work: tuple[CoordinatorConnection[MessageSender], threading.Thread] | None = None
         self._site_log = SiteLog(folder)
         self._ruled: set[str] = set()
         """Requests that the owner's rules allowed, and the log has."""
@@ -96,21 +96,27 @@ class SiteRunner:
         """Threads of this run, and of earlier runs that are still trained for."""
 
     def start_run(self, call: StartRun, coordinator: tuple[str, int]) -> None:
-        if self._work is not None and self._work.run == call.run and self._work.thread.is_alive():
+        if self._work is not None and self._work[0].run == call.run and self._work[1].is_alive():
             return  # only the agent's own connection was lost
         self.end()
-        work = _SiteRun(call.run)
-        self._work = work
-        work.thread = self._threads.start(lambda: self._attend(work, call, coordinator), f"run {call.run}")
+        connection = CoordinatorConnection(
+            lambda: direct(dial(*coordinator, "coordinator", call.timeout_s, identity=Identity(self._folder))),
+            lambda: JoinRun(run=call.run, device=self._name, host="", port=0),
+            run=call.run,
+            timeout_s=call.timeout_s,
+            retry=Retry(log_s=0.0),
+            on_lost=self._lost,
+        )
+        self._work = connection, self._threads.start(lambda: self._attend(connection), f"run {call.run}")
 
     def stop_run(self, run: str) -> None:
-        if self._work is not None and self._work.run == run:
+        if self._work is not None and self._work[0].run == run:
             self.end()
 
     def end(self) -> None:
         """A client that trains is trained to its end, by then for nobody."""
         if self._work is not None:
-            self._work.stop()
+            self._work[0].close()
             self._work = None
 
     def leave(self) -> None:
@@ -119,73 +125,48 @@ class SiteRunner:
         self._threads.end()
         self._fork_servers.end()
 
-    def _attend(self, work: _SiteRun, call: StartRun, coordinator: tuple[str, int]) -> None:
+    def _lost(self, outage: Outage) -> None:
+        if outage.log:
+            self._log(f"{outage.error}; trying again")
+
+    def _attend(self, connection: CoordinatorConnection[MessageSender]) -> None:
         """A run, over as many connections as it takes."""
         torch.set_num_threads(self._config.threads)  # each thread has a number of its own
-        failed = 0
-        while not work.over.is_set():
-            begun_s = time.monotonic()
-            try:
-                with self._training:
-                    self._take_part(work, call, coordinator)
-            except PeerError as e:
-                if time.monotonic() - begun_s > call.timeout_s:
-                    failed = 0
-                wait_s = RETRIES_S[min(failed, len(RETRIES_S) - 1)]
-                failed += 1
-                if not work.over.wait(wait_s):
-                    self._log(f"{e}; trying again")
-            except IsthmusError as e:
-                self._fail(e)
-                return
-            except Exception as e:  # the user's own algorithm or model
-                self._fail(UserError(f"{type(e).__name__}: {' '.join(str(e).split())}"))
-                return
-            else:
+        try:
+            with self._training:
+                take_part(connection, self._take_part)
+        except IsthmusError as e:
+            self._fail(e)
+        except Exception as e:  # the user's own algorithm or model
+            self._fail(UserError(reason_and_fault(e)[0]))
+        else:
+            if not connection.over.is_set():
                 self._log("the run is over")
-                return
 
-    def _take_part(self, work: _SiteRun, call: StartRun, coordinator: tuple[str, int]) -> None:
+    def _take_part(self, connection: OpenConnection[MessageSender]) -> None:
         """One connection, until it ends or the run does."""
-        if work.over.is_set():
+        task_spec = _task_spec(connection)
+        if task_spec is None:
             return
-        channel = dial(
-            *coordinator,
-            "coordinator",
-            call.timeout_s,
-            identity=Identity(self._folder),
-            expected=Party("coordinator", ""),
+        task_spec.check_site(self._name)
+        if not self._is_allowed(task_spec, connection.ended):
+            return
+        site = self._site(task_spec)
+        stated = task_spec.aggregation.most_samples or self._data.samples
+        connection.sender.put(FromExecutor(run=connection.run, body=ExecutorJoined(samples=stated)))
+        link = SiteLink(
+            name=self._name,
+            connection=connection,
+            log=self._log,
+            left=partial(self._note_sent, task_spec),
+            reports=task_spec.privacy is None,
+            revealed=self._site_log.revealed(task_spec.run),
+            devices=allowed_devices(self._config.approval),
+            check=partial(task_spec.check_order, passes=site.passes, samples=stated),
         )
-        work.channel = channel
+        self._executor(site, task_spec, link).run()
 
-        def act(sender: MessageSender) -> None:
-            task_spec = _task_spec(channel, call.timeout_s)
-            if task_spec is None:
-                return
-            task_spec.check_site(self._name)
-            if not self._is_allowed(task_spec, work):
-                return
-            site = self._site(task_spec)
-            stated = task_spec.aggregation.most_samples or self._data.samples
-            sender.put(FromExecutor(run=call.run, body=ExecutorJoined(samples=stated)))
-            link = SiteLink(
-                name=self._name,
-                run=call.run,
-                channel=channel,
-                sender=sender,
-                timeout_s=call.timeout_s,
-                log=self._log,
-                left=partial(self._note_sent, task_spec),
-                reports=task_spec.privacy is None,
-                revealed=self._site_log.revealed(task_spec.run),
-                devices=allowed_devices(self._config.approval),
-                check=partial(task_spec.check_order, passes=site.passes, samples=stated),
-            )
-            self._executor(site, task_spec, link).run()
-
-        take_part(channel, self._name, call.run, call.timeout_s, act)
-
-    def _is_allowed(self, task_spec: TaskSpec, work: _SiteRun) -> bool:
+    def _is_allowed(self, task_spec: TaskSpec, ended: threading.Event) -> bool:
         """Return whether the owner's file and rules allow the run; where the owner is to be asked, wait for the answer.
         False where the run is over before. UserError for a no."""
         self._config.check(task_spec)
@@ -208,7 +189,7 @@ class SiteRunner:
             self._log(f"a coordinator asks for:\n{text}")
             self._log(f"answer with `isthmus site yes --state {self._folder}`, or no")
         while (answer := self._site_log.answer(request)) is None:
-            if work.over.wait(ANSWER_S):
+            if ended.wait(ANSWER_S):
                 return False
         if not answer:
             raise _said_no(task_spec)
@@ -303,30 +284,14 @@ class SiteRunner:
         return SitePipeline(config, plans, Resident(module), self._folder / "pipeline", self._log, self._fork_servers)
 
 
-class _SiteRun:
-    """A run that this site works for."""
-
-    def __init__(self, run: str) -> None:
-        self.run = run
-        self.over = threading.Event()
-        self.channel: SocketChannel | None = None
-        self.thread = threading.Thread()
-
-    def stop(self) -> None:
-        self.over.set()
-        if self.channel is not None:
-            self.channel.close()
-
-
 def _said_no(task_spec: TaskSpec) -> UserError:
     return UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
 
 
-def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
+def _task_spec(connection: OpenConnection[MessageSender]) -> TaskSpec | None:
     """Wait for the task; None when the run is over before it began."""
-    received: tuple[object, list[Tensor]] | None
-    while (received := channel.receive(idle_s=timeout_s)) is not None:
-        match received[0]:
+    while True:
+        match connection.next()[0]:
             case TaskMessage(task_spec=task_spec):
                 return task_spec
             case ToExecutor(body=Halt()):
@@ -335,4 +300,3 @@ def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
                 pass
             case other:
                 raise PeerError(f"coordinator: sent {type(other).__name__}, expected a task specification")
-    raise PeerError("coordinator: closed the connection")

@@ -16,7 +16,7 @@ import msgspec
 
 from isthmus.errors import PeerError, UserError
 from isthmus.run_files import read_json
-from isthmus.runtime.identity import Identity, Party, Ticket
+from isthmus.runtime.identity import Identity, Ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.runtime.identity.keys import REJOIN
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -41,17 +41,15 @@ from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessP
 from isthmus.runtime.service.data_queries import DataAnswers
 from isthmus.runtime.service.device_probe import compute_speed, expect_probe, measure_link
 from isthmus.runtime.service.enrollment import Dismissal, join, renew_late
-from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
+from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
-from isthmus.runtime.transport.message_sender import start_heartbeats
+from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, Outage, Retry, dial_lane
 from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.sanitize import MOST_SHOWN, sanitize
 from isthmus.training.engine_operators import engine_operators
 
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-"""Waits between attempts to reach the coordinator; the last one again and again."""
-REMIND_S = 600.0
-"""How often to say the same again: a coordinator may be away for days."""
+"""Waits between attempts to reach the coordinator, which may be away for days."""
 TICK_S = 0.5
 JOINED = "joined.claim"
 """`isthmus join` holds this file of its state folder."""
@@ -114,7 +112,7 @@ class Agent:
         timeout_s: float,
         log: Callable[[str], None],
         run_starter: RunStarter | None = None,
-        retries_s: Sequence[float] = RETRY_S,
+        waits_s: Sequence[float] = RETRY_S,
     ) -> None:
         """`place` says where this device listens for others; without a host, at the address that leads to the
         coordinator. Its identity is set here."""
@@ -126,45 +124,42 @@ class Agent:
         self._timeout_s = timeout_s
         self._log = log
         self._run_starter = run_starter
-        self._retries_s = retries_s
         self._work: tuple[str, DeviceProcesses] | None = None
         self._close_door: Callable[[], None] = lambda: None
         """Stops waiting for the device that was to measure the link to this one last."""
-        self._failed = 0
-        """Attempts in a row to be in the fleet."""
-        self._complaint, self._complained_s = "", 0.0
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._address = membership.coordinators[0]
+        """The coordinator's, that was dialled last."""
+        self._connection = CoordinatorConnection(
+            self._dialled,
+            self._presence,
+            run="",
+            timeout_s=timeout_s,
+            retry=Retry(waits_s, log_s=0.0),
+            on_lost=self._lost,
+        )
 
     def run(self) -> None:
         """Until `stop`. Raises Dismissal; whatever else goes wrong with the connection is tried again."""
         try:
-            while not self._over.is_set():
-                try:
-                    self._take_part()
-                except Dismissal:
-                    raise
-                except PeerError as e:
-                    hint = self._renewed_late()
-                    if hint is None:
-                        continue
-                    wait_s = self._retries_s[min(self._failed, len(self._retries_s) - 1)]
-                    self._failed += 1
-                    self._complain(f"{e}{hint}; trying again in {wait_s:g} s")
-                    self._over.wait(wait_s)
+            self._connection.serve(self._take_part)
         finally:
             self._end_work(halted=False)
             if self._run_starter is not None:
                 self._run_starter.end()
 
     def stop(self) -> None:
-        self._over.set()
+        self._connection.over.set()
 
-    def _complain(self, text: str) -> None:
-        now_s = time.monotonic()
-        if text != self._complaint or now_s - self._complained_s >= REMIND_S:
-            self._complaint, self._complained_s = text, now_s
-            self._log(text)
+    def _lost(self, outage: Outage) -> bool:
+        """Whether the certificate had ended, and is renewed. Raises a Dismissal."""
+        if isinstance(outage.error, Dismissal):
+            raise outage.error
+        if (hint := self._renewed_late()) is None:
+            return True
+        if outage.log:
+            self._log(f"{outage.error}{hint}; trying again in {outage.wait_s:g} s")
+        return False
 
     def _renewed_late(self) -> str | None:
         """None where the certificate had ended, and is renewed. Else a hint that it has ended, if it has: the
@@ -194,59 +189,40 @@ class Agent:
             work = self._work
         return work[0] if work is not None and work[1].running(self._membership.name) else ""
 
-    def _take_part(self) -> None:
-        """One connection, until it ends."""
-        channel, address = self._connected()
-        lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
-        lane.put(
-            DevicePresent(
-                run="",
-                versions=versions_here(),
-                computes=engine_operators(self._place.engine) if self._run_starter is None else None,
-                hardware=self._place.hardware[:MOST_HARDWARE],
-                working=self._working,
-            )
+    def _presence(self) -> DevicePresent:
+        return DevicePresent(
+            run="",
+            versions=versions_here(),
+            computes=engine_operators(self._place.engine) if self._run_starter is None else None,
+            hardware=self._place.hardware[:MOST_HARDWARE],
+            working=self._working,
         )
-        gone = threading.Event()
-        threading.Thread(target=self._watch, args=(channel, lane, gone), name="watch", daemon=True).start()
-        try:
-            while (received := channel.receive(_only_coordinator, idle_s=self._timeout_s)) is not None:
-                self._follow(received[0], address, lane, gone)
-            if not self._over.is_set():
-                raise PeerError("coordinator: closed the connection")
-        finally:
-            gone.set()
-            lane.close(1.0)
-            channel.close()
 
-    def _connected(self) -> tuple[SocketChannel, tuple[str, int]]:
+    def _take_part(self, connection: OpenConnection[SendLane]) -> None:
+        """One connection, until it ends."""
+        threading.Thread(target=self._watch, args=(connection,), name="watch", daemon=True).start()
+        connection.receive(lambda message, _: self._follow(message, connection), _only_coordinator)
+
+    def _dialled(self) -> tuple[SocketChannel, SendLane]:
         """PeerError when none of the coordinator's addresses answers."""
         failures: list[str] = []
-        for host, port in self._membership.coordinators:
+        for address in self._membership.coordinators:
+            self._address = address
             try:
-                channel = dial(
-                    host,
-                    port,
-                    "coordinator",
-                    self._timeout_s,
-                    identity=self._identity,
-                    expected=Party("coordinator", ""),
-                    most_header_bytes=MAX_ASSIGNMENT_BYTES,
-                )
+                return dial_lane(address, "coordinator", self._timeout_s, self._identity)
             except PeerError as e:
                 failures.append(str(e))
-            else:
-                return channel, (host, port)
         raise PeerError("; ".join(failures))
 
-    def _watch(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
+    def _watch(self, connection: OpenConnection[SendLane]) -> None:
         """Renew the certificate, and report a process that ended."""
+        lane = connection.sender
         looked_s = float("-inf")
         reported: tuple[DeviceProcesses | None, dict[str, str]] = (None, {})
-        while not gone.wait(TICK_S):
+        while not connection.ended.wait(TICK_S):
             now_s = time.monotonic()
-            if self._over.is_set():
-                channel.close()
+            if self._connection.over.is_set():
+                connection.close()
             if now_s - looked_s >= self._timeout_s:
                 looked_s = now_s
                 if self._identity.is_due(time.time()):
@@ -259,11 +235,12 @@ class Agent:
                 if how:
                     lane.put(ProcessEnded(run=work[0], how=how[self._membership.name]))
 
-    def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane, gone: threading.Event) -> None:
+    def _follow(self, message: AnyMessage, connection: OpenConnection[SendLane]) -> None:
+        lane, coordinator = connection.sender, self._address
         match message:
             case Welcome(device=device, timeout_s=timeout_s, idle=idle):
-                start_heartbeats("", min(self._timeout_s, timeout_s), gone, lambda: (lane,))
-                self._failed, self._complaint = 0, ""
+                if timeout_s < self._timeout_s:
+                    connection.start_heartbeats(timeout_s)
                 waits = f", and waits: {sanitize(idle)[:MOST_SHOWN]}" if idle else ""
                 self._log(f"in the fleet as {device} ({self._identity.id}){waits}")
             case Rejected(reason=reason):
@@ -353,18 +330,7 @@ def local_address(host: str, port: int) -> str:
 
 
 def _only_coordinator(message: AnyMessage) -> None:
-    expected = (
-        Heartbeat
-        | Welcome
-        | Rejected
-        | Renewed
-        | StartRun
-        | StopRun
-        | ExpectDial
-        | MeasureLink
-        | MeasureSpeed
-        | DescribeData
-        | CompareData
-    )
-    if not isinstance(message, expected) or message.tensors:
+    membership = Heartbeat | Welcome | Rejected | Renewed | StartRun | StopRun
+    questions = ExpectDial | MeasureLink | MeasureSpeed | DescribeData | CompareData
+    if not isinstance(message, membership | questions) or message.tensors:
         raise PeerError(f"sent {type(message).__name__}, which a device without a run does not accept")

@@ -46,6 +46,7 @@ MAX_HEADER_BYTES = 4 << 20
 MAX_ASSIGNMENT_BYTES = 64 << 20
 """The largest header of the coordinator, which has the graph of a stage, or of several to be measured, in it."""
 MAX_PAYLOAD_BYTES = 1 << 40
+COORDINATOR = Party("coordinator", "")
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 """Made on import, by one thread. What msgspec knows of a struct is seen by other threads while it is filled in: two
 connections that made the first decoder at once have crashed the process."""
@@ -83,7 +84,7 @@ class MessageChannel(Protocol):
     """The party, as errors call it."""
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
-        """Send a frame; returns its bytes. PeerError when it does not get through."""
+        """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""
         ...
 
     def receive(self, guard: Guard | None = None, idle_s: float | None = None) -> Received | None:
@@ -98,19 +99,12 @@ class MessageChannel(Protocol):
     def statistics(self) -> ChannelStatistics: ...
 
 
-class Channel(Protocol):
-    """A connection to one party. One thread sends, one receives; any may close."""
-
-    other: str
-    """The party, as errors call it."""
+class Channel(MessageChannel, Protocol):
+    """A connection to one party, over which frames are streams of bytes."""
 
     @property
     def began_s(self) -> float:
         """When the frame that is being received, or was last, began to arrive."""
-        ...
-
-    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
-        """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""
         ...
 
     def send_chunk(self, chunk: memoryview) -> None:
@@ -119,16 +113,7 @@ class Channel(Protocol):
 
     def receive(
         self, guard: Guard | None = None, idle_s: float | None = None, landing: Landing = in_host_memory
-    ) -> Received | None:
-        """The next frame; None when either side has closed. PeerError when it is malformed, stalls, or nothing
-        comes for `idle_s` seconds."""
-        ...
-
-    def close(self) -> None:
-        """End the connection at once. Also ends a receive that waits in another thread."""
-        ...
-
-    def statistics(self) -> ChannelStatistics: ...
+    ) -> Received | None: ...
 
 
 def frame(message: AnyMessage, payload: Sequence[memoryview]) -> list[memoryview]:
@@ -360,7 +345,7 @@ def dial(
     timeout_s: float,
     *,
     identity: Identity | None = None,
-    expected: Party | None = None,
+    expected: Party = COORDINATOR,
     most_header_bytes: int = MAX_HEADER_BYTES,
 ) -> SocketChannel:
     """Connect to the address; `other` is the peer's name in errors. Unreached if nothing answers within `timeout_s`.
@@ -370,7 +355,6 @@ def dial(
     connection = connected(host, port, other, timeout_s)
     if identity is None:
         return SocketChannel(connection, other, timeout_s, most_header_bytes=most_header_bytes)
-    assert expected is not None, "a secure connection is to somebody"
     try:
         secured = secure_dialled(connection, identity, expected)
     except PeerError as e:

@@ -29,6 +29,9 @@ from isthmus.runtime.transport.channel import Channel, frame
 from isthmus.runtime.transport.shaping import ShapedLink
 from isthmus.training.layout import pack
 
+FLUSH_S = 5.0
+"""For what was handed over when a lane ends."""
+
 
 class PackedMessage(NamedTuple):
     message: AnyMessage
@@ -40,6 +43,9 @@ class PackedMessage(NamedTuple):
 Packer = Callable[[], PackedMessage]
 """Makes what is sent of a message: its payload, and a header that says how it is packed. Called in the lane's packing
 thread, in the order in which messages are handed over."""
+
+
+Outgoing = tuple[AnyMessage, Sequence[Tensor]]
 
 
 class QueuedSend(msgspec.Struct, frozen=True):
@@ -113,10 +119,12 @@ class SendLane:
         shape: Link | None = None,
         credits: Credits | None = None,
         timeout_s: float = 60.0,
+        following: Callable[[], Outgoing | None] = lambda: None,
         on_departure: Callable[[QueuedSend], None] = lambda _: None,
         on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         """`shape` emulates a link; `credits` bound the parcels on the way. Callbacks run in the lane's threads.
+        `following` is asked for a message when none waits; `wake` says that it may have one.
 
         `on_error` is called once at most, with what ended the lane: PeerError when the other side is gone, or has
         granted nothing for `timeout_s`. Whatever is handed over after that is dropped.
@@ -125,6 +133,7 @@ class SendLane:
         self._link = ShapedLink(channel, shape, self._fail) if shape is not None else None
         self._credits = credits
         self._timeout_s = timeout_s
+        self._following = following
         self._on_departure = on_departure
         self._on_error = on_error
         self._changed = credits.changed if credits is not None else threading.Condition()
@@ -161,6 +170,11 @@ class SendLane:
                 self._background_bytes += size_bytes if queue is self._background else 0
                 self._changed.notify_all()
 
+    def wake(self) -> None:
+        """There may be a message to send that was not put."""
+        with self._changed:
+            self._changed.notify_all()
+
     def background_bytes(self) -> int:
         """Return the bytes of messages that are sent when no others wait."""
         return self._background_bytes
@@ -188,7 +202,7 @@ class SendLane:
                 lambda: self._ended or not (self._waiting or self._urgent or self._sending), self._timeout_s
             )
 
-    def close(self, flush_s: float = 5.0) -> None:
+    def close(self, flush_s: float = FLUSH_S) -> None:
         """Send what was handed over, then end; give up after `flush_s`."""
         with self._changed:
             self._closing = True
@@ -219,6 +233,9 @@ class SendLane:
                 if self._waiting and self._admit(self._waiting[0]):
                     self._sending = True
                     return self._waiting.popleft()
+                if not self._waiting and (found := self._following()) is not None:
+                    self._sending = True
+                    return _Entry(*found, 0, time.monotonic())
                 if self._closing and not self._waiting:
                     return None
                 if self._background:

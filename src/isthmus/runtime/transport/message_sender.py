@@ -56,8 +56,10 @@ class MessageSender:
         finally:
             self._sending.release()
 
-    def close(self) -> None:
-        """Does nothing: messages are sent in the thread that puts them, or in a thread that ends when they are sent."""
+    def close(self, flush_s: float = 0.0) -> None:
+        """Wait for what was put, but no longer than this. Nothing ends: a message that is put later is sent too."""
+        if self._sending.acquire(timeout=flush_s):
+            self._sending.release()
 
     def flush(self) -> None:
         """Until everything that was put has left, or failed."""
