@@ -47,7 +47,7 @@ def test_each_rank_of_the_nodes_is_a_device(count: int, tmp_path: Path) -> None:
                 )
         try:
             soon(lambda: fleet.service.present == {f"pod/{rank}" for rank in range(2 * count)}, WITHIN_S)
-            assert fleet.state.devices_of("pod") == [f"pod/{rank}" for rank in range(2 * count)]
+            assert fleet.state.devices()["pod"] == [f"pod/{rank}" for rank in range(2 * count)]
         finally:
             for process in nodes:
                 process.send_signal(signal.SIGTERM)

@@ -68,17 +68,19 @@ class Cluster:
         """The names of their devices, once all have joined. PeerError for an agent that ended before, with what it
         printed last; Interrupted where that is to stop."""
         began_s = reminded_s = time.monotonic()
-        while missing := [name for name in self._specs if not self._is_here(name)]:
+        while missing := self._missing():
             stop.check()
             states = self._launcher.states()
-            for name in missing:
-                if states.get(name, AgentState.STARTING) in _GONE and not self._is_here(name):
+            gone = {name for name in missing if states.get(name, AgentState.STARTING) in _GONE}
+            for name in self._missing() if gone else ():
+                if name in gone:
                     raise PeerError(f"{name}: its agent ended before it had joined{self._why(name)}")
             if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
                 reminded_s = now_s
                 self._note(_waiting(missing, states, now_s - began_s))
             self._over.wait(LOOK_S)
-        self._devices = {name: self._service.state.devices_of(name) for name in self._specs}
+        joined = self._service.state.devices()
+        self._devices = {name: joined[name] for name in self._specs}
         return [device for devices in self._devices.values() for device in devices]
 
     @contextlib.contextmanager
@@ -106,7 +108,7 @@ class Cluster:
             for name in self._specs:
                 if states.get(name) is AgentState.LOST:
                     self._bring_back(name)
-                elif name in self._restarts and self._is_here(name):
+                elif name in self._restarts and name not in self._missing():
                     self._note(f"{name} has joined again")
                     del self._restarts[name]
             self._wait_for(frozenset(name for name in self._specs if states.get(name) is AgentState.QUEUED))
@@ -132,7 +134,7 @@ class Cluster:
             return
         self._note(f"{lost}: starting it again")
         try:
-            for device in self._service.state.devices_of(name):
+            for device in self._service.state.devices().get(name, ()):
                 self._service.revoke(device)
             self._launcher.restart(self._with_ticket(self._specs[name]))
         except IsthmusError as e:
@@ -153,10 +155,11 @@ class Cluster:
         self._tickets[spec.name] = ticket
         return msgspec.structs.replace(spec, ticket=ticket)
 
-    def _is_here(self, name: str) -> bool:
-        """A machine's devices join together, and connect one after another."""
-        devices = self._service.state.devices_of(name)
-        return bool(devices) and self._service.present.issuperset(devices)
+    def _missing(self) -> list[str]:
+        """Agents that have not joined, or not with all of their devices: they join together, and connect one after
+        another."""
+        joined, present = self._service.state.devices(), self._service.present
+        return [name for name in self._specs if name not in joined or not present.issuperset(joined[name])]
 
     def _why(self, name: str) -> str:
         """Return the reason in its last lines."""

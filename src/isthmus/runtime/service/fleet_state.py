@@ -82,11 +82,13 @@ class FleetState:
         """Nobody can join with this ticket any more, unless it was used already."""
         self.roster.withdraw(decode_ticket(ticket).secret)
 
-    def devices_of(self, machine: str) -> list[str]:
-        """Names of the devices that joined from a machine, sorted; it may have one of its own name, or one for each
+    def devices(self) -> dict[str, list[str]]:
+        """Names of the devices that joined, sorted, by machine; one may have a device of its own name, or one for each
         accelerator."""
-        names = (member.name for member in self.roster.members() if member.revoked_s is None)
-        return sorted(name for name in names if name.partition("/")[0] == machine)
+        found: dict[str, list[str]] = {}
+        for name in sorted(member.name for member in self.roster.members() if member.revoked_s is None):
+            found.setdefault(name.partition("/")[0], []).append(name)
+        return found
 
     def drain(self, device: str) -> None:
         """Have the device leave its run without loss. The coordinator that serves this folder looks for such wishes."""
