@@ -23,7 +23,7 @@ def run(script: str, *options: str) -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=600,
+        timeout=850,
     )
     assert done.returncode == 0, done.stderr
 
@@ -32,7 +32,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "cohort/run.py": ("--quick",),
     "compression_convergence/longer.py": ("--only", "GPT", "--steps", "2"),
     "dream/run.py": ("--quick",),
-    "dtfm/run.py": ("--quick",),
+    "dtfm/run.py": ("--quick", "--only", "placement"),
     "dtfm/search_curves.py": ("--cases", "5", "--candidates", "102"),
     "federated/run.py": ("--quick", "--repeats", "1", "--sides", "bare loop", "ours, 1 executor"),
     "federated_convergence/run.py": ("--quick",),
@@ -62,6 +62,15 @@ def test_every_script_of_the_papers_pages_is_here() -> None:
 def test_a_script_of_the_papers_pages_ends_well(script: str, tmp_path: Path) -> None:
     run(script, *SMALL[script], "--json", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fleet", ["dtfm-case5", "fluidstack"])
+def test_layouts_of_whole_iterations_are_simulated(fleet: str, tmp_path: Path) -> None:
+    """The other part of dtfm/run.py: each takes minutes."""
+    where = str(tmp_path / "found.json")
+    run("dtfm/run.py", "--quick", "--only", "end-to-end", "--fleets", fleet, "--json", where)
+    assert json.loads((tmp_path / "found-end-to-end.json").read_text())["rows"]
 
 
 @pytest.mark.long

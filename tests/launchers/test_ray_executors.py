@@ -87,7 +87,8 @@ def test_the_bits_of_processes(algorithm: str, scheme: str, cluster: RayCluster,
     expected = Trained(tmp_path / "processes", same)
     found = Trained(tmp_path / "ray", {**same, **ON_RAY})
     assert found.bits == expected.bits
-    assert all(len(line.record.trained) == 2 for line in found.lines)
+    # On a busy machine one of them may train all clients of a round before the other begins.
+    assert len({name for line in found.lines for name in line.record.trained}) == 2
 
 
 @pytest.mark.long
