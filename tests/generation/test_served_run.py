@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import cast
@@ -83,7 +84,7 @@ def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tm
     assert any(note.startswith("lost d1: its process was killed by SIGKILL") for note in notes), notes
 
 
-def test_devices_that_joined_generate_and_are_replaced(tmp_path: Path) -> None:
+def test_devices_that_joined_generate_leave_and_are_replaced(tmp_path: Path) -> None:
     """d3 is in the fleet file and never joins."""
     folder, module = finished_run(tmp_path / "run", "hf-gpt2", GPT2, stages=2)
     with serving(tmp_path / "fleet") as fleet:
@@ -96,14 +97,19 @@ def test_devices_that_joined_generate_and_are_replaced(tmp_path: Path) -> None:
         with served_run(folder, ServingChoices(at_once=2, joined=where), notes.append) as service:
             stream = service.stream(PROMPTS[0], SAMPLINGS[2])
             found = [next(stream) for _ in range(7)]
+            assert isthmus("drain", "d0", "--state", tmp_path / "fleet").code == 0
+            found += [next(stream) for _ in range(3)]
+            while "d0" in service.statistics.chain.devices:
+                time.sleep(0.05)
             joined.remove("d1")
             found += stream
             assert tuple(piece.token for piece in found) == by_transformers(module, PROMPTS[0], SAMPLINGS[2])
             assert asyncio.run(_tokens(service)) == by_transformers(module, PROMPTS[1], SAMPLINGS[0])
-            assert service.statistics.losses == 1 and set(service.statistics.chain.devices) <= {"d0", "d2"}
+            assert service.statistics.losses == 1 and service.statistics.chain.devices == ("d2",)
     finally:
         joined.end()
     assert any(note.startswith("lost d1: ") for note in notes)
+    assert "d0 has left: it was asked to" in notes
 
 
 async def _tokens(service: ModelService) -> tuple[int, ...]:
@@ -290,4 +296,6 @@ def test_a_service_is_predicted_also_under_faults(run: Path) -> None:
     assert "answer 1: 20 tokens" in lost.out
     command_refused(isthmus(*asked, "--fault", "d1@1ms"), 2, "--fault: got it without --simulate, expected both")
     command_refused(isthmus(*asked, "--simulate", "--fault", "d9@1s"), 2, "unknown device in --fault 'd9'")
-    command_refused(isthmus(*asked, "--simulate", "--leave", "d1@1s"), 2, "got a fault of kind 'leave'")
+    command_refused(isthmus(*asked, "--simulate", "--fault", "coordinator@1s+1s"), 2, "got the coordinator, expected")
+    left = isthmus(*asked, "--simulate", "--leave", "d1@1ms", "--slow", "d0@0s:1e8")
+    assert "d1 has left: it was asked to" in left.out and "answer 1: 20 tokens" in left.out

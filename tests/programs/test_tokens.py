@@ -187,6 +187,26 @@ def test_a_device_whose_connection_is_made_again_may_be_used_again() -> None:
     assert service.gone("b", ("a",))[1:] == [("plan", "a", "c"), ("load", "a", 2)]
 
 
+def test_a_device_that_is_asked_to_leave_is_released_once_the_others_have_a_chain() -> None:
+    service = serving()
+    service.submit(0)
+    service.port.chains.append(("b",))
+    service.program.looked(Observation(leaving=frozenset({"a", "c"})))
+    left = [("release", "a"), ("note", "a has left: it was asked to")]
+    assert service.port.took() == [("plan", "b"), *left, ("load", "b", 1)]
+    assert service.loaded("b") == [("start", 0)]
+    assert (service.program.losses, service.program.usable) == (0, ("b",))
+
+
+def test_a_device_without_which_there_is_no_chain_stays() -> None:
+    service = serving()
+    service.port.chains.append("too little memory")
+    service.program.looked(Observation(leaving=frozenset({"a"})))
+    stays = "a was asked to leave and stays: too little memory"
+    assert service.port.took() == [("plan", "b", "c"), ("note", stays)]
+    assert service.submit(0) == [("start", 0)]
+
+
 def test_a_device_that_is_lost_explains_the_links_that_broke() -> None:
     """Its neighbour noticed first."""
     service = serving()

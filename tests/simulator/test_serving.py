@@ -60,11 +60,22 @@ def test_requests_go_on_where_they_were_when_a_device_is_lost() -> None:
     assert before == list(quiet.answers[0].token_s[: len(before)]) and len(before) >= 10
 
 
-@pytest.mark.parametrize("kind", ["coordinator", "leave"])
-def test_what_no_service_goes_on_after_is_refused(kind: str) -> None:
-    fault = Fault(time_s=1.0, kind=kind, device="d0", lasts_s=1.0)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match=f"got a fault of kind '{kind}', expected one of a device or link"):
-        simulated(0, [], fault)
+def test_a_service_ends_with_its_coordinator() -> None:
+    with pytest.raises(UserError, match="--fault: got the coordinator, expected a device or a link"):
+        simulated(0, [], Fault(time_s=1.0, kind="coordinator", lasts_s=1.0))
+
+
+def test_a_device_leaves_without_loss_or_stays_where_no_chain_is_without_it() -> None:
+    requests = [ServedRequest(prompt=1, new=60)]
+    chain = simulated(1, requests)[1]
+    leave = Fault(time_s=0.5, kind="leave", device=chain.devices[0])
+    found, _ = simulated(1, requests, leave)
+    assert found.losses == 0 and chain.devices[0] not in found.chain.devices
+    assert len(found.answers[0].token_s) == 60
+    assert f"{chain.devices[0]} has left: it was asked to" in [text for _, text in found.notes]
+    alone, _ = simulated(1, requests, Fault(time_s=0.5, kind="leave", device="d0"), devices=1)
+    assert [text for _, text in alone.notes] == ["d0 was asked to leave and stays: no device is left"]
+    assert len(alone.answers[0].token_s) == 60
 
 
 def drawn(seed: int) -> SimulatedServing:
@@ -77,7 +88,7 @@ def drawn(seed: int) -> SimulatedServing:
     ]
     faults = []
     for _ in range(draw.randint(1, 8)):
-        kind = draw.choice(("lost", "silent", "link", "slow", "join"))
+        kind = draw.choice(("lost", "silent", "link", "slow", "join", "leave"))
         one, other = draw.sample(range(4), 2)
         if max(one, other if kind == "link" else 0) >= devices:
             continue
@@ -103,7 +114,7 @@ def test_under_drawn_faults_each_request_gets_its_tokens_once_and_in_order_or_a_
     seeds = range(EACH) if block == 0 else range(EACH, BLOCKS * EACH)
     runs = [drawn(seed) for seed in seeds]
     answers = [answer for found in runs for answer in found.answers]
-    assert sum(found.losses for found in runs) > len(runs) / 3, "the schedules must do harm"
+    assert sum(found.losses for found in runs) > len(runs) / 4, "the schedules must do harm"
     assert sum(not answer.refused for answer in answers) > len(answers) / 2
     for reason in {answer.refused for answer in answers if answer.refused}:
         assert reason.startswith(("no device is left", "a second device", "fleet ")), reason

@@ -102,6 +102,9 @@ class Tokens(Program[ServingPort]):
         self._loaded.clear()
         self.port.load(self.members, self.epoch)
 
+    def choose(self, devices: Sequence[str]) -> Sequence[str]:
+        return self.port.plan(devices)
+
     def go_on(self, device: str, reason: str) -> None:
         if (refused := self._tried) is not None:
             self._tried = None
@@ -110,7 +113,7 @@ class Tokens(Program[ServingPort]):
         if refused is not None:
             text = f"a second device, {device}, was lost while the request's next token was computed: {reason}"
             self.port.refuse(refused, text)
-        self.rebuild(self.port.plan(self.usable))
+        self.rebuild(self.choose(self.usable))
 
     def tries_again(self, device: str, reason: str) -> bool:
         self._retries += 1

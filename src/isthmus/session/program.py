@@ -20,7 +20,7 @@ import msgspec
 
 from isthmus.errors import InternalError, IsthmusError
 from isthmus.session.failures import without_name
-from isthmus.session.session import Session
+from isthmus.session.session import Observation, Session
 from isthmus.wire_types import Count
 
 JOINING, OVER = "joining", "over"
@@ -46,6 +46,9 @@ class Port(Protocol):
 
     def note(self, text: str) -> None:
         """Tell people."""
+
+    def release(self, device: str) -> None:
+        """The device may leave: nothing depends on it any more."""
 
     def reject(self, device: str, *, permanent: bool) -> None:
         """Hang up on a device that is lost. `permanent`: nor take it again."""
@@ -167,8 +170,12 @@ class Program(Policy[SessionPortT], Session):
         """Every member has joined, and the program goes on."""
         raise NotImplementedError
 
+    def choose(self, devices: Sequence[str]) -> Sequence[str]:
+        """Return members, of these devices. IsthmusError where they are too few."""
+        raise NotImplementedError
+
     def go_on(self, device: str, reason: str) -> None:
-        """A member is lost: choose members again (`rebuild`). The session ends where this raises IsthmusError."""
+        """A member is lost: choose members again, and rebuild. The session ends where this raises IsthmusError."""
         raise NotImplementedError
 
     # What the host says
@@ -202,6 +209,30 @@ class Program(Policy[SessionPortT], Session):
             self.go_on(device, reason)
         except IsthmusError as e:
             self.end(str(e))
+
+    def looked(self, seen: Observation) -> None:
+        super().looked(seen)
+        if seen.leaving and not self.over:
+            self._let_go(seen.leaving)
+
+    def _let_go(self, leaving: frozenset[str]) -> None:
+        """Go on without these devices, or with all members where the others are too few."""
+        members, asked = self.members, sorted(leaving & (self.connected | set(self.members)))
+        if not leaving.isdisjoint(members):
+            try:
+                members = tuple(self.choose([name for name in self.usable if name not in leaving]))
+            except IsthmusError as e:
+                for device in asked:
+                    self.port.note(f"{device} was asked to leave and stays: {e}")
+                return
+            self.epoch += 1
+        for device in asked:
+            self.forget(device)
+            self.port.release(device)
+            self.port.note(f"{device} has left: it was asked to")
+        self._out |= leaving
+        if members is not self.members:
+            self.rebuild(members)
 
     def stop(self) -> None:
         """The end that was asked for."""

@@ -29,10 +29,10 @@ MOST_S = 1e6
 
 
 def check_serving_faults(faults: Iterable[Fault]) -> None:
-    """UserError for a fault that no service goes on after, or has an order for."""
+    """UserError for a fault that no service goes on after."""
     for fault in faults:
-        if fault.kind in ("coordinator", "leave"):
-            raise UserError(f"{fault.option}: got a fault of kind {fault.kind!r}, expected one of a device or link")
+        if fault.kind == "coordinator":
+            raise UserError(f"{fault.option}: got the coordinator, expected a device or a link: requests end with it")
 
 
 class ServedRequest(NamedTuple):
@@ -244,6 +244,10 @@ class ServingSimulation(Parties[_Stage]):
     def call(self, device: str) -> None:
         self.strikes.called(device)
         self.later(self._options.recovery.process_s, ("call", device), partial(self.connections.join, device))
+
+    def release(self, device: str) -> None:
+        self.connections.release(device)
+        self.devices.pop(device, None)
 
     def reject(self, device: str, *, permanent: bool) -> None:
         self.connections.hang_up(device)

@@ -155,6 +155,12 @@ class GenerationHost(SessionHost[Tokens]):
     def note(self, text: str) -> None:
         self._note(text)
 
+    def release(self, device: str) -> None:
+        self.send(device, ToDevice(run=self.run, body=Halt(epoch=self.session.epoch)))
+        if (lane := self.lanes.get(device)) is not None:
+            lane.drain()
+        self.hang_up(device)
+
     def reject(self, device: str, *, permanent: bool) -> None:
         self.hang_up(device, permanent=permanent)
 
