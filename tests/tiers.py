@@ -19,7 +19,7 @@ import pytest
 
 THOROUGH = bool(os.environ.get("ISTHMUS_FAULTS"))
 SKIPPED = pytest.mark.skip(reason="takes long: make test-long runs it")
-PARTS = 12
+PARTS = 16
 """CI runs one of so many for each commit."""
 
 
