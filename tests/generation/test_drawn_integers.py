@@ -40,7 +40,7 @@ def conversation(lies: Lies | None) -> tuple[int, list[Asked]]:
         lied.port.took()
         lied.heard(device, message.body)
         if lied.urgent:  # it is lost when the host looks
-            raise lied._failures._reported[-1][1]
+            raise lied._failures._reported[-1].failure
         assert lied.epoch == program.epoch and lied.phase in ("joining", "loading", "serving")
         for what, *details in lied.port.took():
             assert what != "ended"

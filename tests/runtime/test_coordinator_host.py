@@ -35,7 +35,7 @@ from isthmus.runtime.messages.run import (
 )
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame
 from isthmus.runtime.transport.listener import Listener
-from isthmus.session.failures import CLOSED, EXIT_S, GRACE_S, FailureDetector
+from isthmus.session.failures import CLOSED, EXIT_S, GRACE_S, FailureDetector, Loss
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader, header_of, pack
@@ -354,8 +354,8 @@ class TestLosses:
     def test_a_device_that_says_what_went_wrong_is_believed_at_once(self) -> None:
         losses = FailureDetector()
         losses.accused("b", "device 'a': closed the link")
-        losses.reported("a", UserError("device 'a': no data"))
-        assert losses.decide(0.0, {}) == ("a", losses._reported[0][1])
+        losses.reported("a", "no data", of_job=True)
+        assert losses.decide(0.0, {}) == Loss("a", "no data", "job")
 
     def test_the_one_that_vanished_is_to_blame_not_the_one_that_noticed(self) -> None:
         losses = FailureDetector()
@@ -364,8 +364,12 @@ class TestLosses:
         losses.disconnected("b", "its connection closed")
         losses.disconnected("a", "its connection closed")
         assert losses.decide(10.0 + GRACE_S / 2, {}) is None
-        device, error = losses.decide(10.0 + GRACE_S, {}) or ("", None)
-        assert device == "a" and str(error) == "device 'a' was lost: its connection closed"
+        loss = losses.decide(10.0 + GRACE_S, {})
+        assert (
+            loss is not None
+            and loss.device == "a"
+            and str(loss.failure) == "device 'a' was lost: its connection closed"
+        )
 
     def test_how_a_process_ended_says_more_than_that_its_connection_closed(self) -> None:
         losses = FailureDetector()
@@ -373,21 +377,21 @@ class TestLosses:
         losses.accused("b", "device 'a': closed the link")
         losses.disconnected("a", "its connection closed")
         losses.decide(0.0, ended)
-        device, error = losses.decide(GRACE_S, ended) or ("", None)
-        assert device == "a" and "SIGKILL" in str(error)
+        loss = losses.decide(GRACE_S, ended)
+        assert loss is not None and loss.device == "a" and "SIGKILL" in loss.reason
 
     def test_where_nobody_accuses_the_exit_of_a_process_that_was_cut_off_is_the_reason_at_once(self) -> None:
         losses = FailureDetector(grace_s=0.0)
         losses.disconnected("a", CLOSED)
         assert losses.decide(0.0, {}, {"a"}) is None
-        device, error = losses.decide(0.1, {"a": "its process was killed by SIGKILL"}) or ("", None)
-        assert device == "a" and "SIGKILL" in str(error)
+        loss = losses.decide(0.1, {"a": "its process was killed by SIGKILL"})
+        assert loss is not None and loss.device == "a" and "SIGKILL" in loss.reason
 
     def test_a_process_that_ended_may_have_said_why(self) -> None:
         losses, ended = FailureDetector(grace_s=0.0), {"a": "its process ended with code 4"}
         assert losses.decide(0.0, ended) is None and losses.decide(GRACE_S / 2, ended) is None
-        device, error = losses.decide(GRACE_S, ended) or ("", None)
-        assert device == "a" and "code 4" in str(error)
+        loss = losses.decide(GRACE_S, ended)
+        assert loss is not None and loss.device == "a" and "code 4" in loss.reason
 
     @pytest.mark.parametrize("heard", [["closed", "ended"], ["ended", "closed"]])
     def test_the_cause_is_the_same_whichever_was_heard_first(self, heard: list[str]) -> None:
@@ -399,19 +403,25 @@ class TestLosses:
             else:
                 ended, running = {"a": "its process was killed by SIGKILL"}, set[str]()
             verdict = losses.decide(now_s, ended, running)
-        device, error = verdict or losses.decide(6 * GRACE_S, ended, running) or ("", None)
-        assert device == "a" and str(error) == "device 'a' was lost: its process was killed by SIGKILL"
+        loss = verdict or losses.decide(6 * GRACE_S, ended, running)
+        assert (
+            loss is not None
+            and loss.device == "a"
+            and str(loss.failure) == "device 'a' was lost: its process was killed by SIGKILL"
+        )
 
     def test_a_process_that_runs_on_without_its_connection_is_lost_in_the_end(self) -> None:
         losses = FailureDetector()
         losses.disconnected("a", CLOSED)
         assert losses.decide(0.0, {}, {"a"}) is None and losses.decide(EXIT_S - 0.1, {}, {"a"}) is None
-        device, error = losses.decide(EXIT_S, {}, {"a"}) or ("", None)
-        assert device == "a" and str(error) == f"device 'a' was lost: {CLOSED}"
+        loss = losses.decide(EXIT_S, {}, {"a"})
+        assert loss is not None and loss.device == "a" and str(loss.failure) == f"device 'a' was lost: {CLOSED}"
 
     def test_a_broken_link_between_two_that_live(self) -> None:
         losses = FailureDetector()
         losses.accused("b", "device 'a': stalled for 60 s")
         losses.decide(0.0, {})
-        device, error = losses.decide(GRACE_S, {}) or ("", None)
-        assert device == "b" and str(error) == "device 'b': device 'a': stalled for 60 s"
+        loss = losses.decide(GRACE_S, {})
+        assert (
+            loss is not None and loss.device == "b" and str(loss.failure) == "device 'b': device 'a': stalled for 60 s"
+        )

@@ -303,7 +303,7 @@ class LiedTo(simulated.FollowedRun):
             port.took()
             hear(machine, told)
             if len(machine._failures._reported) > known:
-                whose, error = machine._failures._reported[-1]
+                whose, error = (loss := machine._failures._reported[-1]).device, loss.failure
                 assert whose == device_of(device)
                 machine.looked(Observation())
                 assert ("reject_device", device, str(error), True) in port.took()

@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from isthmus.protocol.generation import Prompt, PromptFailed, StageLoaded, StageUnable, TokenGenerated
-from isthmus.session.program import OutOfPhase, Port, Program, report
+from isthmus.session.program import OutOfPhase, PlanPort, Program, report
 from isthmus.session.session import START_S
 
 RETRIES = 3
@@ -27,7 +27,7 @@ RETRIES = 3
 device that reported it is lost."""
 
 
-class ServingPort(Port, Protocol):
+class ServingPort(PlanPort, Protocol):
     """The program's interface to its host."""
 
     def plan(self, devices: Sequence[str]) -> Sequence[str]:

@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from isthmus.errors import IsthmusError, PeerError
+from isthmus.errors import PeerError
 from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,
@@ -36,7 +36,7 @@ from isthmus.protocol.decoupled_events import (
     StepsMade,
 )
 from isthmus.session.deadlines import STARTING
-from isthmus.session.failures import CLOSED, without_name
+from isthmus.session.failures import CLOSED, Loss
 from isthmus.session.program import OVER, OutOfPhase, Policy, Port, report
 from isthmus.session.session import Fault, Observation, Session
 
@@ -246,7 +246,7 @@ class Merger(Policy[MergerPort], Session):
         if self.over:
             return
         if replica in self.connected:  # how its process ended was waited for, and it goes on
-            self.lost(replica, PeerError(CLOSED), permanent=False)
+            self.lost(Loss(replica, CLOSED))
         before = self._members.get(replica)
         self._members[replica] = _Member(self.now_s, before)
         self.connected.add(replica)
@@ -281,7 +281,7 @@ class Merger(Policy[MergerPort], Session):
         super().looked(seen)
         for replica in filter(self._failures.silent, self.present):
             if self._members[replica].leaves:
-                self.lost(replica, PeerError(CLOSED), permanent=False)
+                self.lost(Loss(replica, CLOSED))
             else:
                 self.port.reject(replica, permanent=False)
                 self._leave(replica)
@@ -296,8 +296,9 @@ class Merger(Policy[MergerPort], Session):
                 self.port.note(f"{device} is here, and is called to train")
                 self.port.call(device)
 
-    def lost(self, device: str, failure: IsthmusError, *, permanent: bool) -> None:
-        reason, was_connected = without_name(failure, device), device in self.connected
+    def lost(self, loss: Loss) -> None:
+        device, reason, permanent = loss.device, loss.reason, loss.permanent
+        was_connected = device in self.connected
         self.forget(device)
         if device in self.seen.ended:
             self._ended(device)

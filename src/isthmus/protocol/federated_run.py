@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import filterfalse
 
-from isthmus.errors import IsthmusError, UserError
 from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
@@ -34,7 +33,7 @@ from isthmus.protocol.federated_ports import FederatedPort
 from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.session.deadlines import STARTING, Deadlines, Waits
-from isthmus.session.failures import without_name
+from isthmus.session.failures import Loss
 from isthmus.session.session import Observation, Session
 
 
@@ -154,12 +153,11 @@ class FederatedRunMachine(Session):
             self._began_s = self.now_s
         return super().missed()
 
-    def lost(self, device: str, failure: IsthmusError, *, permanent: bool) -> None:
-        reason = without_name(failure, device)
-        if isinstance(failure, UserError) and not self._returns:
-            self.finished(FinishRounds("failed", reason))
+    def lost(self, loss: Loss) -> None:
+        if loss.cause == "job" and not self._returns:
+            self.finished(FinishRounds("failed", loss.reason))
             return
-        self._lose(device, reason)
+        self._lose(loss.device, loss.reason)
 
     def _lose(self, executor: str, reason: str) -> None:
         self.connected.discard(executor)

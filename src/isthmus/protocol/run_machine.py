@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.errors import PeerError
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.coordinator import Coordinator
@@ -31,7 +31,7 @@ from isthmus.protocol.run_messages import (
 )
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest, RunPort
 from isthmus.protocol.work import Item
-from isthmus.session.failures import without_name
+from isthmus.session.failures import Loss
 from isthmus.session.program import JOINING, OutOfPhase
 from isthmus.session.session import Observation, Session
 from isthmus.trace import Span
@@ -187,20 +187,20 @@ class RunMachine(Session):
                 yield device, "it has left"
         self._deadlines.lag(*machine.behind, self.now_s)
 
-    def lost(self, device: str, failure: IsthmusError, *, permanent: bool) -> None:
-        self._verdict = str(failure)
-        if isinstance(failure, UserError):  # the job's fault: every other device would say the same
+    def lost(self, loss: Loss) -> None:
+        device, self._verdict = loss.device, str(loss.failure)
+        if loss.cause == "job":  # the job's fault: every other device would say the same
             self._over = True
             self.port.halt(Halt(epoch=self.epoch))
-            self.port.finish_run(FinishRun("failed", str(failure)))
+            self.port.finish_run(FinishRun("failed", self._verdict))
             return
         known = {*self.connected, *self.coordinator.devices, *self.coordinator.awaited} - {device}
         further = tuple(worker_id for worker_id in sorted(known) if device_of(worker_id) == device)
         for name in (device, *further):
-            self.port.reject_device(name, self._verdict, permanent=permanent)
+            self.port.reject_device(name, self._verdict, permanent=loss.permanent)
         # It is not waited for twice.
-        returns = device in self.seen.returning and not permanent and self.coordinator.phase != "recalling"
-        self.coordinator.lost(device, without_name(failure, device), workers=further, returns=returns)
+        returns = device in self.seen.returning and not loss.permanent and self.coordinator.phase != "recalling"
+        self.coordinator.lost(device, loss.reason, workers=further, returns=returns)
 
     def _pass_on(self, device: str, body: DeviceReport) -> None:
         try:

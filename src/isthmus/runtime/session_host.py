@@ -17,7 +17,7 @@ from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
-from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import HeartbeatReceiver, start_heartbeats
 from isthmus.session.failures import CLOSED
@@ -137,7 +137,8 @@ class SessionHost(Generic[SessionT]):
             return
         device, message, tensors = taken
         if isinstance(message, JoinRun):
-            self.connect(device, message)
+            if (channel := self.acceptor.channel(device)) is not None:  # else it was rejected meanwhile
+                self.connect(device, message, channel)
         elif device not in self.session.connected or isinstance(message, Heartbeat):
             return  # of one that was fenced meanwhile, or nothing new
         elif message is None or isinstance(message, Exception):
@@ -147,8 +148,7 @@ class SessionHost(Generic[SessionT]):
         else:
             self.received(device, message, tensors)
 
-    def connect(self, device: str, join: JoinRun) -> None:
-        channel = self.acceptor.channel(device)
+    def connect(self, device: str, join: JoinRun, channel: MessageChannel) -> None:
         assert isinstance(channel, SocketChannel), "devices connect by sockets"
         self.lanes[device] = SendLane(channel, timeout_s=self.timeout_s)
         party = channel.party.id if channel.party is not None else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 
@@ -16,13 +16,33 @@ CLOSED = "its connection closed"
 """Why a device is lost of which nothing more is known."""
 
 
+class Loss(NamedTuple):
+    """A device that is lost."""
+
+    device: str
+    reason: str
+    cause: Literal["job", "device", "gone", "accuses"] = "gone"
+    """The device said that the job is at fault, or itself; its process or connection is gone; or a link of it broke."""
+
+    @property
+    def permanent(self) -> bool:
+        """Whether it cannot work, however often it is asked."""
+        return self.cause in ("job", "device")
+
+    @property
+    def failure(self) -> IsthmusError:
+        """As an error that names the device."""
+        family = UserError if self.cause == "job" else PeerError
+        return family(f"device {self.device!r}{' was lost' if self.cause == 'gone' else ''}: {self.reason}")
+
+
 class FailureDetector:
     """Everything heard of devices that are gone, and the verdict."""
 
     def __init__(self, grace_s: float | None = None) -> None:
         """`grace_s`: how long a first explanation waits for one of another device (None: `GRACE_S`)."""
         self._grace_s = GRACE_S if grace_s is None else grace_s
-        self._reported: list[tuple[str, IsthmusError]] = []
+        self._reported: list[Loss] = []
         self._failed: dict[str, str] = {}
         self._disconnected: dict[str, str] = {}
         self._silent: set[str] = set()
@@ -31,9 +51,9 @@ class FailureDetector:
         self._since_s: dict[str, float] = {}
         """When each of those that are disconnected or accuse was first looked at."""
 
-    def reported(self, device: str, failure: IsthmusError) -> None:
-        """The device said what went wrong on it, or sent what is wrong."""
-        self._reported.append((device, failure))
+    def reported(self, device: str, reason: str, *, of_job: bool = False) -> None:
+        """The device said what went wrong on it, or sent what is wrong. `of_job`: all others would say the same."""
+        self._reported.append(Loss(device, reason, "job" if of_job else "device"))
 
     def failed(self, device: str, reason: str) -> None:
         """The device said why its process ends; another one may do better."""
@@ -50,7 +70,7 @@ class FailureDetector:
 
     def cleared(self, device: str) -> None:
         """Forget the device, which is out of the run, and all accusations: they are of the plan that is given up."""
-        self._reported = [(d, failure) for d, failure in self._reported if d != device]
+        self._reported = [loss for loss in self._reported if loss.device != device]
         self._disconnected.pop(device, None)
         self._silent.discard(device)
         self._failed.pop(device, None)
@@ -76,30 +96,20 @@ class FailureDetector:
 
     def suspects(self, device: str) -> bool:
         """Whether the device is lost, or about to be."""
-        reported = any(device == of for of, _ in self._reported)
+        reported = any(device == loss.device for loss in self._reported)
         return reported or device in self._failed or device in self._disconnected
 
     def silent(self, device: str) -> bool:
         """Whether nothing more can be heard of the device."""
         return device in self._silent
 
-    def accuses(self, device: str) -> bool:
-        return device in self._accusers
-
-    @property
-    def permanent(self) -> bool:
-        """Whether the device of the next verdict cannot work, however often it is asked."""
-        return bool(self._reported)
-
-    def decide(
-        self, now_s: float, ended: Mapping[str, str], running: Set[str] = frozenset()
-    ) -> tuple[str, IsthmusError] | None:
-        """The device that the run has lost and why, once that is clear. Asked again and again. `ended`: by device, how
+    def decide(self, now_s: float, ended: Mapping[str, str], running: Set[str] = frozenset()) -> Loss | None:
+        """The device that the run has lost, once that is clear. Asked again and again. `ended`: by device, how
         its process ended; `running`: devices whose process is not known to have ended."""
         if self._reported:
             return self._reported[0]
         for device, reason in self._failed.items():
-            return device, _lost(device, reason)
+            return Loss(device, reason)
         for device, how in ended.items():
             if device not in self._accusers:
                 self._disconnected[device] = how  # says more than that its connection closed
@@ -112,21 +122,12 @@ class FailureDetector:
             exits = reason == CLOSED and device in running and waited_s < EXIT_S
             grace_s = self._grace_s if device in self._silent else GRACE_S  # it may have sent why
             if waited_s >= grace_s and not exits:
-                return device, _lost(device, reason)
+                return Loss(device, reason)
         if gone or not self._accusers or now_s - accused_s < self._grace_s:
             return None
         # Both ends of a link that is cut may accuse each other. Which was heard first is chance.
         device, reason = min(self._accusers.items())
-        return device, PeerError(f"device {device!r}: {reason}")
-
-
-def _lost(device: str, reason: str) -> PeerError:
-    return PeerError(f"device {device!r} was lost: {reason}")
-
-
-def without_name(failure: IsthmusError, device: str) -> str:
-    """For who names the device itself."""
-    return str(failure).removeprefix(f"device {device!r} was lost: ").removeprefix(f"device {device!r}: ")
+        return Loss(device, reason, "accuses")
 
 
 def in_one_line(error: Exception) -> str:

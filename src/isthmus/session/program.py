@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from isthmus.errors import InternalError, IsthmusError
-from isthmus.session.failures import without_name
+from isthmus.session.failures import Loss
 from isthmus.session.session import Observation, Session
 from isthmus.wire_types import Count
 
@@ -47,9 +47,6 @@ class Port(Protocol):
     def note(self, text: str) -> None:
         """Tell people."""
 
-    def release(self, device: str) -> None:
-        """The device may leave: nothing depends on it any more."""
-
     def reject(self, device: str, *, permanent: bool) -> None:
         """Hang up on a device that is lost. `permanent`: nor take it again."""
 
@@ -57,8 +54,15 @@ class Port(Protocol):
         """Nothing follows. `reason` is empty where the end was asked for."""
 
 
+class PlanPort(Port, Protocol):
+    """The interface of a program whose members are the devices of a plan."""
+
+    def release(self, device: str) -> None:
+        """The device may leave: nothing depends on it any more."""
+
+
 PortT = TypeVar("PortT")
-SessionPortT = TypeVar("SessionPortT", bound=Port)
+SessionPortT = TypeVar("SessionPortT", bound=PlanPort)
 PolicyT = TypeVar("PolicyT", bound="Policy[Any]")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
@@ -193,11 +197,11 @@ class Program(Policy[SessionPortT], Session):
         except OutOfPhase as e:
             self.disbelieve(device, e)
 
-    def lost(self, device: str, failure: IsthmusError, *, permanent: bool) -> None:
-        reason = without_name(failure, device)
+    def lost(self, loss: Loss) -> None:
+        device, reason = loss.device, loss.reason
         self.forget(device)
         self._out.add(device)
-        self.port.reject(device, permanent=permanent)
+        self.port.reject(device, permanent=loss.permanent)
         if device not in self.members:
             return
         self.losses += 1

@@ -15,10 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.plans.worker_ids import device_of
 from isthmus.session.deadlines import Deadlines
-from isthmus.session.failures import CLOSED, FailureDetector, without_name
+from isthmus.session.failures import CLOSED, FailureDetector, Loss
 
 TICK_S, SOON_S = 0.25, 0.05
 """How often a host looks at its devices, and where the exit of a process is about to be known."""
@@ -77,8 +76,8 @@ class Session:
         """Those of whom a host is to know what their processes do."""
         return {*self.connected, *self.expected}
 
-    def lost(self, device: str, failure: IsthmusError, *, permanent: bool) -> None:
-        """The device is lost, with all its workers. `permanent`: it cannot work, however often it is asked."""
+    def lost(self, loss: Loss) -> None:
+        """The device is lost, with all its workers."""
         raise NotImplementedError
 
     def tries_again(self, device: str, reason: str) -> bool:
@@ -117,7 +116,7 @@ class Session:
 
     def disbelieve(self, device: str, why: Exception | str) -> None:
         """The device sent what it cannot have to send."""
-        self._failures.reported(device_of(device), PeerError(f"device {device!r}: {why}"))
+        self._failures.reported(device_of(device), str(why))
 
     def failed(self, device: str, reason: str, fault: Fault, *, starts_again: bool = False) -> None:
         """The device says that it cannot go on. `starts_again`: another process of it may do better."""
@@ -126,8 +125,7 @@ class Session:
         elif starts_again:
             self._failures.failed(device, reason)
         else:
-            family = UserError if fault == "user" else PeerError
-            self._failures.reported(device, family(f"device {device!r}: {reason}"))
+            self._failures.reported(device, reason, of_job=fault == "user")
 
     def looked(self, seen: Observation) -> None:
         """Time has passed: who is lost, and who could work."""
@@ -150,13 +148,12 @@ class Session:
         while not self.over:
             expected = self.expected
             ended = {d: how for d, how in self.seen.ended.items() if d in self.connected or d in expected}
-            if (verdict := self._failures.decide(self.now_s, ended, self.seen.starting)) is None:
+            if (loss := self._failures.decide(self.now_s, ended, self.seen.starting)) is None:
                 break
-            (device, failure), permanent, found = verdict, self._failures.permanent, True
-            accuses = self._failures.accuses(device)
-            self._failures.cleared(device)
-            if not accuses or not self.tries_again(device, without_name(failure, device)):
-                self.lost(device, failure, permanent=permanent)
+            found = True
+            self._failures.cleared(loss.device)
+            if loss.cause != "accuses" or not self.tries_again(loss.device, loss.reason):
+                self.lost(loss)
         return found
 
     def forget(self, worker: str) -> None:

@@ -35,7 +35,7 @@ from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToRepli
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.session_host import SessionHost
-from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
 from isthmus.runtime.transport.lanes import Outgoing, SendLane
 from isthmus.sanitize import sanitize
 from isthmus.training.compression import Codec
@@ -212,11 +212,7 @@ class MergerHost(SessionHost[Merger]):
     def receivers(self) -> Iterable[_ReplicaLink]:
         return self._links.values()
 
-    def connect(self, device: str, join: JoinRun) -> None:
-        try:
-            channel = self.acceptor.channel(device)
-        except KeyError:  # it is gone already
-            return
+    def connect(self, device: str, join: JoinRun, channel: MessageChannel) -> None:
         assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
         self._links[device].connect(channel, self._begin(device))
         self.session.joined(device)

@@ -247,8 +247,7 @@ class FederatedHost(SessionHost[FederatedRunMachine]):
                 return
         self.session.heard(device, report)
 
-    def connect(self, device: str, join: JoinRun) -> None:
-        channel = self.acceptor.channel(device)
+    def connect(self, device: str, join: JoinRun, channel: MessageChannel) -> None:
         self._channels.append(channel)
 
         def fail(error: Exception) -> None:
@@ -299,7 +298,8 @@ class FederatedHost(SessionHost[FederatedRunMachine]):
         self._receiver.ignore(executor)
 
     def dismiss(self, executor: str, reason: str) -> None:
-        self.acceptor.channel(executor).close()
+        if (channel := self.acceptor.channel(executor)) is not None:
+            channel.close()
 
     def update_server(self, phase: PhaseId, opening: PhaseSetup | None = None) -> None:
         if opening is not None:

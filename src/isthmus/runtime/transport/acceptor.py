@@ -73,9 +73,9 @@ class Acceptor:
         self._banned: set[str] = set()
         self._closed = False
 
-    def channel(self, device: str) -> MessageChannel:
-        """The connection of a device that has joined."""
-        return self._channels[device]
+    def channel(self, device: str) -> MessageChannel | None:
+        """The connection of a device; None where it was forgotten."""
+        return self._channels.get(device)
 
     def forget(self, device: str, *, permanent: bool = False) -> None:
         """Hang up; nothing more is heard from that connection. The device may join again, if not `permanent`."""
