@@ -66,13 +66,19 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     others_time_s: dict[str, float]
 
     @property
-    def good(self) -> bool:
+    def reached(self) -> bool:
+        """Whether the layout and the bound are as good as they were."""
         if self.network in MOST_S:
-            reached = self.islands_s <= MOST_S[self.network] and self.bound_s >= LEAST_BOUND_S[self.network]
-            return reached and self.islands_time_s <= PUBLIC_S
+            return self.islands_s <= MOST_S[self.network] and self.bound_s >= LEAST_BOUND_S[self.network]
         if self.network in IRREGULAR:
             return self.islands_s <= (1 - SAVED) * min(self.others_s[name] for name in GENETIC)
-        return self.islands_time_s <= LARGE_S
+        return True
+
+    @property
+    def good(self) -> bool:
+        """Whether they are found in time besides."""
+        most_s = PUBLIC_S if self.network in MOST_S else LARGE_S
+        return self.reached and (self.network in IRREGULAR or self.islands_time_s <= most_s)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -173,7 +179,7 @@ def placement(path: Path, quick: bool, console: Console) -> bool:
             found = msgspec.structs.replace(found, when=_now(), results=(*found.results, measure(name, problem())))
             _write(path, found)
     console.print(table(found))
-    return all(r.good for r in found.results)
+    return all(r.reached if quick else r.good for r in found.results)  # a quick run looks at no times
 
 
 def end_to_end(path: Path, question: Question, console: Console) -> bool:
