@@ -24,7 +24,7 @@ from isthmus.planners.cohort import CohortProblem, certified, fractional, parrot
 from isthmus.planners.cohort.problem import Floats
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import machine, options_of, write_figures
+from harness import in_time, machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 Sizes = Literal["uniform", "lognormal", "pareto"]
@@ -78,7 +78,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        return self.demanded_gap <= GAP_LIMIT and self.demanded_s <= SECONDS_LIMIT
+        return self.demanded_gap <= GAP_LIMIT and in_time(self.demanded_s, SECONDS_LIMIT)
 
 
 def cohort(sizes: Sizes, clients: int, executors: int, *, spread: float, seed: int) -> CohortProblem:

@@ -300,7 +300,7 @@ def test_no_plan_within_a_budget_takes_longer_to_a_loss_than_one_that_packs_all_
             assert preference(asked, mixed)[0] <= time_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", sorted({*SEEDS, 36}))  # 36: one planner finds nothing, and no codec is in the budget
 def test_no_bound_within_a_budget_is_above_the_best_pipeline(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all orders, cuts and choices of codecs whose increase is within it."""
     monkeypatch.setattr(expected_loss, "CODECS", {"bf16": 0.01, "int8": 0.02, "int4": 0.05})

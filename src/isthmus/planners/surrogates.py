@@ -38,17 +38,17 @@ def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Sequence[
     """Return the planner's plans of each surrogate, the best first, compressed as the problem asks. FleetTooSmall where
     there are none."""
     asked, made = problem.constraints.compression, dict[tuple[PlanLayout, ...], Plan]()
+    missing: FleetTooSmall | None = None
     for compression in (None, *uniform_codecs(problem)):
         alike = replace(problem, constraints=msgspec.structs.replace(problem.constraints, compression=compression))
         try:
             found = planner(alike)
             first, key = rebuilt(problem, found[0]), _without_choices(found[0])
             made[key] = min(made.get(key, first), first, key=partial(preference, problem))
-        except FleetTooSmall:
+        except FleetTooSmall as e:
+            missing = e
             if compression is None:
                 continue
-            if not made:
-                raise
             break
         for plan in found[1:]:
             known = min(preference(problem, other) for other in made.values())
@@ -58,6 +58,8 @@ def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Sequence[
         limited = asked is not None and asked.loss_budget is not None
         if compression is not None and not (limited and increase_of(found[0].replicas)):
             break
+    if missing is not None and not made:
+        raise missing
     return list(made.values())
 
 
