@@ -733,3 +733,16 @@ def test_a_change_that_no_replica_can_have_made_is_not_merged() -> None:
             merged.unpacked(0, payload, delta_codec(plain))
     payload = delta_codec(plain).encode(torch.full((4,), 99.0), "fragment 0")
     assert merged.unpacked(0, payload, delta_codec(plain)) is not None
+
+
+def test_a_replica_that_the_end_reached_during_a_step_is_over_when_the_step_ends() -> None:
+    """It was stopped meanwhile: what was asked before the end is of no use any more."""
+    replica, port = DecoupledReplica(1, 4), Recorder(ReplicaPort)
+    replica.port = port.port
+    replica.ordered(FragmentSent(fragment=0, merge=0, whole=True, included=NEVER, samples=0, first=True))
+    port.took()
+    for order in (CollectChanges(merge=1, fragments=(0,), last=True), Halt()):
+        replica.ordered(order)
+    assert port.took() == [("stop",)]
+    replica.step_ended(4)
+    assert replica.over and port.took() == []

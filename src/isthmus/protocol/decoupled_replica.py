@@ -133,6 +133,8 @@ class DecoupledReplica(Policy[ReplicaPort]):
 
     def step_ended(self, samples: int, loss: float | None = None) -> None:
         self.steps += 1
+        if self.over:  # the merger has ended the run during the step
+            return
         self.port.say(StepsMade(steps=self.steps, samples=samples, loss=loss))
         asked, self._asked = self._asked, None
         if asked is not None:
