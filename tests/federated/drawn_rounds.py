@@ -323,7 +323,8 @@ class Rounds:
         self.host.session = machine
         try:
             self.host.take((name, lie, landed_tensors))
-            if machine.urgent:
+            heard = len(found.asked)
+            if machine.urgent:  # the sender is lost, which may end what others wait for
                 self.host.look()
         finally:
             self.host.session = right
@@ -332,7 +333,7 @@ class Rounds:
             self.receiver.ignore(name)
         elif isinstance(lie.body, ExecutorJoined):
             self.receiver.hello(name)  # else it would have joined twice
-        for asked, *given in found.asked:
+        for asked, *given in found.asked[:heard]:
             if asked in ("merge", "ignore"):
                 assert given[0] == name
             if asked == "merge":

@@ -293,10 +293,12 @@ def test_a_service_is_predicted_also_under_faults(run: Path) -> None:
     quiet, lost = isthmus(*asked, "--simulate"), isthmus(*asked, "--simulate", "--fault", "d1@1ms")
     assert "answer 1: 20 tokens, the first after" in quiet.out
     assert quiet.out.splitlines()[-1].startswith("predicted: ")
-    assert "lost d1: its process was killed by SIGKILL; 1 requests go on" in lost.out
+    assert "lost d1: its process was killed by SIGKILL; 1 request goes on" in lost.out
     assert "answer 1: 20 tokens" in lost.out
     command_refused(isthmus(*asked, "--fault", "d1@1ms"), 2, "--fault: got it without --simulate, expected both")
     command_refused(isthmus(*asked, "--simulate", "--fault", "d9@1s"), 2, "unknown device in --fault 'd9'")
     command_refused(isthmus(*asked, "--simulate", "--fault", "coordinator@1s+1s"), 2, "got the coordinator, expected")
     left = isthmus(*asked, "--simulate", "--leave", "d1@1ms", "--slow", "d0@0s:1e8")
+    every = [option for at in ("d0@0s", "d1@1ms", "d2@2ms", "d3@4.3s") for option in ("--fault", at)]
+    command_refused(isthmus(*asked, "--simulate", *every), 4, "no device is left")
     assert "d1 has left: it was asked to" in left.out and "answer 1: 20 tokens" in left.out

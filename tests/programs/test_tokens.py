@@ -173,7 +173,7 @@ def test_a_broken_link_loads_the_same_stages_again_a_few_times() -> None:
     for epoch in range(RETRIES):
         assert service.broken("a")[1:] == [("load", "a", "b", epoch + 1)]
     service.port.chains.append(("b", "c"))
-    given_up = [("reject", "a", False), ("note", "lost a: link lost; 1 requests go on with other devices")]
+    given_up = [("reject", "a", False), ("note", "lost a: link lost; 1 request goes on with other devices")]
     assert service.broken("a") == [*given_up, ("plan", "b", "c"), ("call", "c")]
     service.joined("a")
     assert service.program.usable == ("a", "b", "c")
@@ -196,6 +196,17 @@ def test_a_device_that_is_asked_to_leave_is_released_once_the_others_have_a_chai
     assert service.port.took() == [("plan", "b"), *left, ("load", "b", 1)]
     assert service.loaded("b") == [("start", 0)]
     assert (service.program.losses, service.program.usable) == (0, ("b",))
+
+
+def test_a_loss_after_one_left_refuses_no_request() -> None:
+    service = serving()
+    service.submit(0)
+    service.port.chains.append(("b", "c"))
+    service.program.looked(Observation(leaving=frozenset({"a"})))
+    service.joined("c")
+    assert service.loaded("b", "c")[-1] == ("start", 0)
+    lost = service.gone("c", ("b",))
+    assert [asked[0] for asked in lost] == ["note", "plan", "load"]
 
 
 def test_a_device_without_which_there_is_no_chain_stays() -> None:
@@ -266,4 +277,4 @@ def test_a_device_that_sends_what_no_last_stage_sends_is_named(sent: dict[str, i
     assert service.heard(device, body) == [] and service.program.urgent
     lost = service.looked(0.0)
     assert lost[0] == ("reject", device, True)
-    assert lost[1] == ("note", f"lost {device}: {said}; 1 requests go on with other devices")
+    assert lost[1] == ("note", f"lost {device}: {said}; 1 request goes on with other devices")

@@ -479,6 +479,9 @@ def simulate_generation(
     check_faults(faults, ready.fleet)
     tokenizer = tokenizer_of(ready.folder)
     sizes = [len(_prompt_tokens(prompt, ready.served, tokenizer)) for prompt in prompts]
+    later = {fault.device for fault in faults if fault.kind == "join"}
+    if not later.isdisjoint(ready.chain.devices):
+        ready = ready._replace(chain=ready.plan([name for name in ready.fleet.names if name not in later]))
     note(chain_text(ready.chain))
     requests = [ServedRequest(size, min(most_tokens, ready.served.context - size)) for size in sizes]
     options = SimulationOptions(faults=faults, recovery=RecoveryTimes(timeout_s=ready.job.timeout_s))

@@ -90,6 +90,7 @@ def generate(
     if simulate:
         found = api.generation.simulate_generation(run, where.choices, prompts, sampling.max_tokens, struck, log)
         _show_simulated(found, json=json)
+        found.check()
         return
     if struck:
         raise UserError(f"{struck[0].option}: got it without --simulate, expected both")

@@ -74,6 +74,8 @@ class Tokens(Program[ServingPort]):
         """Prompts in flight when stages are loaded anew, which have not started again."""
         self._tried: int | None = None
         """The one of them that has started and has no token since."""
+        self._one_by_one = False
+        """Whether a device was lost while prompts ran: one of them may have ended it."""
         self._retries = 0
 
     # What users ask
@@ -109,7 +111,10 @@ class Tokens(Program[ServingPort]):
         if (refused := self._tried) is not None:
             self._tried = None
             del self._running[refused]
-        self.port.note(f"lost {device}: {reason}; {len(self._running)} requests go on with other devices")
+        count = len(self._running)
+        go_on = "1 request goes on" if count == 1 else f"{count} requests go on"
+        self.port.note(f"lost {device}: {reason}; {go_on} with other devices")
+        self._one_by_one = True
         if refused is not None:
             text = f"a second device, {device}, was lost while the request's next token was computed: {reason}"
             self.port.refuse(refused, text)
@@ -173,11 +178,13 @@ class Tokens(Program[ServingPort]):
         """Start what may start now."""
         if self.phase != "serving" or self._tried is not None:
             return
-        if self._restarts:
-            self._tried = self._restarts.popleft()
-            prompt, made = self._running[self._tried]
+        while self._restarts:
+            prompt, made = self._running[number := self._restarts.popleft()]
             self.port.start(prompt, tuple(made))
-            return
+            if self._one_by_one:
+                self._tried = number
+                return
+        self._one_by_one = False
         while self._waiting and len(self._running) < self._at_once:
             prompt = self._waiting.popleft()
             self._running[prompt.number] = (prompt, [])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.errors import FleetTooSmall, InternalError, UserError
+from isthmus.errors import FleetTooSmall, PeerError, UserError
 from isthmus.planners.generation import FRAME_BYTES, Chain, ServingProblem
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, StageUnable, TokenGenerated
@@ -59,10 +59,10 @@ class SimulatedAnswer(NamedTuple):
         if not count:
             return f"no token{ended}"
         longest_s = max((b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False)), default=0.0)
-        times = (
-            f"the first after {format_duration(self.token_s[0])}, the last after {format_duration(self.token_s[-1])}"
-        )
-        return f"{count} tokens, {times}, at most {format_duration(longest_s)} between two{ended}"
+        first, last, longest = map(format_duration, (self.token_s[0], self.token_s[-1], longest_s))
+        if count == 1:
+            return f"1 token after {first}{ended}"
+        return f"{count} tokens, the first after {first}, the last after {last}, at most {longest} between two{ended}"
 
 
 class SimulatedServing(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +75,11 @@ class SimulatedServing(msgspec.Struct, frozen=True, kw_only=True):
     chain: Chain
     """The last one."""
 
+    def check(self) -> None:
+        """PeerError where an answer was refused."""
+        if refused := next((answer.refused for answer in self.answers if answer.refused), ""):
+            raise PeerError(refused)
+
     @property
     def tokens_per_s(self) -> float:
         """All answers' tokens by the time until the last one."""
@@ -83,7 +88,7 @@ class SimulatedServing(msgspec.Struct, frozen=True, kw_only=True):
 
     def document(self) -> dict[str, object]:
         """As JSON has it."""
-        answers = [{"token_s": answer.token_s, "refused": answer.refused or None} for answer in self.answers]
+        answers = [{"token_s": answer.token_s, "failure": answer.refused or None} for answer in self.answers]
         return {**msgspec.structs.asdict(self), "answers": answers, "tokens_per_s": self.tokens_per_s}
 
 
@@ -156,13 +161,14 @@ class ServingSimulation(Parties[_Stage]):
         """Until each request is answered or refused."""
         for number, request in enumerate(self._requests):
             prompt = Prompt(number=number, tokens=(0,) * request.prompt, sampling=Sampling(max_tokens=request.new))
-            self.clock.at(request.arrives_s, ("request", number), partial(self._tell, partial(_submit, prompt)))
+            self.clock.at(request.arrives_s, "requests", partial(self._tell, partial(_submit, prompt)))
         for fault in self._options.faults:
             self.clock.at(fault.time_s, ("fault", fault.device), partial(self.strikes.strike, fault))
+        later = {fault.device for fault in self._options.faults if fault.kind == "join"}
         for device in self._problem.fleet.names:
             if device in self._chain.devices:
                 self.connections.join(device)
-            else:
+            elif device not in later:
                 self.strikes.strike(Fault(kind="join", device=device, time_s=0.0))
         self.setting_up = True
         self._tick()
@@ -191,7 +197,7 @@ class ServingSimulation(Parties[_Stage]):
         if self.program.over:
             return
         if self.clock.now_s > MOST_S:
-            raise InternalError(f"simulation: the service does not answer ({self.program.phase})")
+            raise UserError(f"simulation: no answer within {MOST_S:g} s: expected devices and links that are quicker")
         self._tell(lambda _: self._look())
         self.later(TICK_S, "tick", self._tick)
 
@@ -215,6 +221,7 @@ class ServingSimulation(Parties[_Stage]):
         if not usable:
             raise FleetTooSmall("no device is left")
         self._chain = self._make_plan(usable)
+        self.note(f"stages on {' > '.join(self._chain.devices)}")
         return self._chain.devices
 
     def load(self, chain: Sequence[str], epoch: int) -> None:
