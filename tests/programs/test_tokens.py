@@ -20,6 +20,8 @@ class Service:
 
     def __init__(self, chain: Sequence[str], fleet: Sequence[str], at_once: int = 2) -> None:
         self.port = ServingRecorder()
+        self.fleet = frozenset(fleet)
+        """All that are not connected could work."""
         self.program = Tokens(self.port.port, chain, fleet, at_once=at_once, vocabulary=1000)
 
     def joined(self, device: str) -> list[Asked]:
@@ -38,7 +40,7 @@ class Service:
     def looked(self, later_s: float) -> list[Asked]:
         """So much later."""
         self.program.clock(self.program.now_s + later_s)
-        self.program.looked(Observation())
+        self.program.looked(Observation(offers=self.fleet))
         return self.port.took()
 
     def submit(self, number: int) -> list[Asked]:
@@ -191,7 +193,7 @@ def test_a_device_that_is_asked_to_leave_is_released_once_the_others_have_a_chai
     service = serving()
     service.submit(0)
     service.port.chains.append(("b",))
-    service.program.looked(Observation(leaving=frozenset({"a", "c"})))
+    service.program.looked(Observation(leaving=frozenset({"a", "c"}), offers=service.fleet))
     left = [("release", "a"), ("note", "a has left: it was asked to")]
     assert service.port.took() == [("plan", "b"), *left, ("load", "b", 1)]
     assert service.loaded("b") == [("start", 0)]
@@ -202,7 +204,7 @@ def test_a_loss_after_one_left_refuses_no_request() -> None:
     service = serving()
     service.submit(0)
     service.port.chains.append(("b", "c"))
-    service.program.looked(Observation(leaving=frozenset({"a"})))
+    service.program.looked(Observation(leaving=frozenset({"a"}), offers=service.fleet))
     service.joined("c")
     assert service.loaded("b", "c")[-1] == ("start", 0)
     lost = service.gone("c", ("b",))
@@ -212,7 +214,7 @@ def test_a_loss_after_one_left_refuses_no_request() -> None:
 def test_a_device_without_which_there_is_no_chain_stays() -> None:
     service = serving()
     service.port.chains.append("too little memory")
-    service.program.looked(Observation(leaving=frozenset({"a"})))
+    service.program.looked(Observation(leaving=frozenset({"a"}), offers=service.fleet))
     stays = "a was asked to leave and stays: too little memory"
     assert service.port.took() == [("plan", "b", "c"), ("note", stays)]
     assert service.submit(0) == [("start", 0)]

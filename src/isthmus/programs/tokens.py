@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from isthmus.errors import PeerError
 from isthmus.protocol.generation import Prompt, PromptFailed, StageLoaded, StageUnable, TokenGenerated
 from isthmus.session.program import OutOfPhase, PlanPort, Program, report
 from isthmus.session.session import START_S
@@ -105,7 +106,10 @@ class Tokens(Program[ServingPort]):
         self.port.load(self.members, self.epoch)
 
     def choose(self, devices: Sequence[str]) -> Sequence[str]:
-        return self.port.plan(devices)
+        there = self.connected | self.seen.offers | self.seen.starting
+        if not (usable := [name for name in devices if name in there]):
+            raise PeerError("no device is left")
+        return self.port.plan(usable)
 
     def go_on(self, device: str, reason: str) -> None:
         if (refused := self._tried) is not None:

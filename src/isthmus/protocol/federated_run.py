@@ -157,9 +157,7 @@ class FederatedRunMachine(Session):
         if loss.cause == "job" and not self._returns:
             self.finished(FinishRounds("failed", loss.reason))
             return
-        self._lose(loss.device, loss.reason)
-
-    def _lose(self, executor: str, reason: str) -> None:
+        executor, reason = loss.device, loss.reason
         self.connected.discard(executor)
         self._reasons[executor] = reason
         self.coordinator.lost(executor, reason)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.errors import FleetTooSmall, PeerError, UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.planners.generation import FRAME_BYTES, Chain, ServingProblem
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, StageUnable, TokenGenerated
@@ -216,11 +216,7 @@ class ServingSimulation(Parties[_Stage]):
     # What the program asks
 
     def plan(self, devices: Sequence[str]) -> Sequence[str]:
-        seen = self.strikes.tick()
-        usable = [name for name in devices if name in self.connections.open or name in seen.offers | seen.starting]
-        if not usable:
-            raise FleetTooSmall("no device is left")
-        self._chain = self._make_plan(usable)
+        self._chain = self._make_plan(devices)
         self.note(f"stages on {' > '.join(self._chain.devices)}")
         return self._chain.devices
 

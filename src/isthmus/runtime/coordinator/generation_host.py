@@ -168,11 +168,7 @@ class GenerationHost(SessionHost[Tokens]):
         self._reason = reason
 
     def plan(self, devices: Sequence[str]) -> Sequence[str]:
-        there = {*self.lanes, *self.devices.offers()}
-        usable = [name for name in devices if name in there or self.devices.starting(name)]
-        if not usable:
-            raise PeerError("no device is left")
-        self._chain = self._plan(usable)
+        self._chain = self._plan(devices)
         self._note(f"stages on {' > '.join(self._chain.devices)}")
         return self._chain.devices
 
