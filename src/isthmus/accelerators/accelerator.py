@@ -22,14 +22,10 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes, at one moment."""
 
     total: int
-    free: int
-    """Bytes that no process has reserved."""
-    allocated: int
-    """In this process's tensors."""
-    reserved: int
-    """Bytes that this process's allocator has taken from the hardware, in use or cached."""
-    peak_allocated: int
-    """The most that tensors had since the last `reset_peak`."""
+    free: int  # bytes that no process has reserved
+    allocated: int  # in this process's tensors
+    reserved: int  # bytes that this process's allocator has taken from the hardware, in use or cached
+    peak_allocated: int  # the most that tensors had since the last `reset_peak`
     peak_reserved: int
 
 

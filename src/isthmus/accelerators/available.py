@@ -16,15 +16,13 @@ from isthmus.errors import UserError
 from isthmus.extensions import TESTING, import_extra, load_third_party, third_party
 
 AUTO = "auto"
-GROUP = "isthmus.accelerators"
-"""Entry points: kind -> callable(index: int) -> Accelerator."""
+GROUP = "isthmus.accelerators"  # entry points: kind -> callable(index: int) -> Accelerator
 # To count GPUs must start no driver: a process in which one was started cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _HARDWARE = torch.accelerator.current_accelerator()
 """The accelerator that this build of torch is for. It is asked once: when the emulated kind is registered too, torch
 names that one."""
-_EMULATED = "checked"
-"""The kind of the emulated accelerator, which no machine has by itself."""
+_EMULATED = "checked"  # the kind of the emulated accelerator, which no machine has by itself
 
 
 def accelerator_names() -> tuple[str, ...]:

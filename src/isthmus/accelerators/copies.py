@@ -80,12 +80,9 @@ def host_like(accelerator: Accelerator, tensor: Tensor) -> Tensor:
     return buffer.view(tensor.dtype).as_strided(shape.shape, shape.stride())
 
 
-AHEAD = 2
-"""Host buffers of one size that may be on their way up: one is filled while the other is copied."""
-UP_BYTES = 1 << 22
-"""Copied at once: the first bytes go up while the last ones arrive."""
-Fill = Callable[[memoryview], None]
-"""Fills host memory with what comes next."""
+AHEAD = 2  # host buffers of one size that may be on their way up: one is filled while the other is copied
+UP_BYTES = 1 << 22  # copied at once: the first bytes go up while the last ones arrive
+Fill = Callable[[memoryview], None]  # fills host memory with what comes next
 
 
 class CopyLabel(NamedTuple):

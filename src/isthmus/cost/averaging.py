@@ -23,8 +23,7 @@ from isthmus.cost.sync import SumTime, fastest, sum_time, together_s
 from isthmus.fleet import Fleet
 from isthmus.plans import SyncGroup
 
-Part = tuple[tuple[int, ...], int, int]
-"""Devices, one per replica, that own the gradients of parts first .. last."""
+Part = tuple[tuple[int, ...], int, int]  # devices, one per replica, that own the gradients of parts first .. last.
 
 
 class Averaging:

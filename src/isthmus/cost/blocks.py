@@ -26,12 +26,9 @@ class BlockItem(NamedTuple):
     """Something made in block `made_in` that other stages may need: a value, or a shared parameter (once per step)."""
 
     made_in: int
-    uses: tuple[int, ...]
-    """Blocks after `made_in` that take it, ascending."""
-    held_bytes: int
-    """In the memory of the device that received it."""
-    forward_bytes: int
-    """On the wire: where the problem's compression depends on the plan, at least."""
+    uses: tuple[int, ...]  # blocks after `made_in` that take it, ascending
+    held_bytes: int  # in the memory of the device that received it
+    forward_bytes: int  # on the wire: where the problem's compression depends on the plan, at least
     backward_bytes: int
     per_step: bool
 
@@ -42,8 +39,7 @@ class BlockVariable(NamedTuple):
     uses: tuple[int, ...]
     owned_bytes: int
     user_bytes: int
-    gradient_bytes: int
-    """Bytes that replicas average: float32, 0 where nothing is trained."""
+    gradient_bytes: int  # bytes that replicas average: float32, 0 where nothing is trained
 
 
 class Blocks:
@@ -62,8 +58,7 @@ class Blocks:
         self.forward_work: Floats = np.array(problem.cumulative_forward_flops, dtype=np.float64)[take]
         self.saved: Floats = np.array(problem.cumulative_saved_bytes, dtype=np.float64)[take]
         """Bytes of the first k blocks, kept per micro-batch in flight, besides what is received."""
-        self.once: Floats = np.zeros_like(self.saved)
-        """Kept for the one micro-batch whose backward runs."""
+        self.once: Floats = np.zeros_like(self.saved)  # kept for the one micro-batch whose backward runs
         self._position = {op.name: i for i, op in enumerate(problem.flow.operators)}
         self.recompute = recompute
         if recompute:

@@ -28,8 +28,7 @@ class PlanLayout(NamedTuple):
     order: tuple[str, ...]
     boundaries: tuple[int, ...]
     micro_batches: int
-    recompute: tuple[bool, ...] | None = None
-    """Per stage; None leaves the choice to the closed form (`cost.placement`)."""
+    recompute: tuple[bool, ...] | None = None  # per stage; None leaves the choice to the closed form (`cost.placement`)
 
 
 def layouts_of(plan: Plan) -> list[PlanLayout]:

@@ -58,15 +58,12 @@ class Warmup(NamedTuple):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of warm-up runs. All in seconds and bytes."""
 
-    lines: Mapping[tuple[str, Work], AffineFit]
-    """Fits by device and kind of work."""
-    tasklet_s: float
-    """Between two tasklets on one device that nothing had to be waited for."""
+    lines: Mapping[tuple[str, Work], AffineFit]  # fits by device and kind of work
+    tasklet_s: float  # between two tasklets on one device that nothing had to be waited for
     handover_s: float
     """From the end of a tasklet to the first byte on a free link, and from the last byte to the start of the tasklet
     that waited for it."""
-    header_bytes: int
-    """On the wire beside a message's tensors."""
+    header_bytes: int  # on the wire beside a message's tensors
 
     def durations(self, plan: Plan) -> dict[tuple[int, Work], float]:
         """Seconds by stage and kind of work. Raises `UserError` for a device that no warm-up used."""

@@ -12,34 +12,24 @@ import numpy as np
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.kernel import Floats, Ints
 
-MOST_CELLS = 1 << 21
-"""Cuts times uses of values that are looked at together: bounds the memory."""
+MOST_CELLS = 1 << 21  # cuts times uses of values that are looked at together: bounds the memory
 
 
 @dataclass(frozen=True)
 class CutTable:
     """First axis: the cut. FLOPs and bytes are for one micro-batch, those of parameters for one step."""
 
-    ends: Ints
-    """[cuts, stages + 1]: block boundaries, 0 and the number of blocks among them."""
-    stage_of: Ints
-    """[cuts, blocks]"""
-    forward_work: Floats
-    """[cuts, stages]: FLOPs."""
+    ends: Ints  # [cuts, stages + 1]: block boundaries, 0 and the number of blocks among them
+    stage_of: Ints  # [cuts, blocks]
+    forward_work: Floats  # [cuts, stages]: FLOPs
     backward_work: Floats
     fixed_bytes: Floats
-    saved_bytes: Floats
-    """[cuts, stages]: kept from forward to backward, unless the stage recomputes."""
-    column_bytes: Floats
-    """[cuts, stages]: of the batch, kept if it recomputes."""
-    received_bytes: Floats
-    """[cuts, stages]: kept either way."""
-    forward: Floats
-    """[cuts, source, target]: bytes of values, as they are sent."""
-    backward: Floats
-    """[cuts, source, target]: bytes of the gradients that target returns to source."""
-    shared: Floats
-    """[cuts, owner, user]: bytes of shared parameters."""
+    saved_bytes: Floats  # [cuts, stages]: kept from forward to backward, unless the stage recomputes
+    column_bytes: Floats  # [cuts, stages]: of the batch, kept if it recomputes
+    received_bytes: Floats  # [cuts, stages]: kept either way
+    forward: Floats  # [cuts, source, target]: bytes of values, as they are sent
+    backward: Floats  # [cuts, source, target]: bytes of the gradients that target returns to source
+    shared: Floats  # [cuts, owner, user]: bytes of shared parameters
     shared_count: Floats
 
     @property

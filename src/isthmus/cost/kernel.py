@@ -40,11 +40,9 @@ class MessageTimes:
     target: int
     forward_s: Floats
     backward_s: Floats
-    forward_wire_s: Floats
-    """`wire`: without latency."""
+    forward_wire_s: Floats  # `wire`: without latency
     backward_wire_s: Floats
-    sent: Bools
-    """Whether anything is: a path leads through it."""
+    sent: Bools  # whether anything is: a path leads through it
 
 
 def step_s(fill_s: Seconds, period_s: Seconds, micro_batches: int) -> Seconds:

@@ -70,12 +70,9 @@ def _one_of(names: Sequence[str]) -> str:
 class MemoryRoom(NamedTuple):
     """The memory that a stage needs on its device, in bytes."""
 
-    capacity: int
-    """Bytes of the device that plans may use."""
-    fixed: int
-    """Whatever is in flight."""
-    each: int
-    """Per micro-batch in flight."""
+    capacity: int  # bytes of the device that plans may use
+    fixed: int  # whatever is in flight
+    each: int  # per micro-batch in flight
 
 
 def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[MemoryRoom]) -> tuple[int, ...]:

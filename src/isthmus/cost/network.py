@@ -22,22 +22,15 @@ class FleetNetwork:
     """
 
     names: tuple[str, ...]
-    speed: Floats
-    """FLOP/s, scaled by lambda."""
-    memory: Floats
-    """Bytes that plans may use."""
-    kind: Ints
-    """[devices]: row in the two matrices below."""
+    speed: Floats  # FLOP/s, scaled by lambda
+    memory: Floats  # bytes that plans may use
+    kind: Ints  # [devices]: row in the two matrices below
     kind_latency: Floats
     """[source, target] seconds; the diagonal joins two devices of one kind, and is infinite where there is only one."""
-    kind_byte_s: Floats
-    """[source, target] seconds per byte: 1 / bandwidth."""
-    rate: Floats
-    """[devices]: money per second."""
-    region: Ints
-    """[devices]"""
-    byte_price: Floats
-    """[devices]: money per byte that leaves the device's region."""
+    kind_byte_s: Floats  # [source, target] seconds per byte: 1 / bandwidth
+    rate: Floats  # [devices]: money per second
+    region: Ints  # [devices]
+    byte_price: Floats  # [devices]: money per byte that leaves the device's region
 
     @cached_property
     def egress(self) -> Floats:

@@ -16,35 +16,24 @@ from isthmus.cost.kernel import Bools, Floats, Ints, MessageTimes
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.problem import Problem
 
-ROUNDING = 1e-12
-"""Relative: so much later is still in time."""
+ROUNDING = 1e-12  # relative: so much later is still in time
 
 
 @dataclass(frozen=True)
 class Pipelines:
     """Pipelines of equally many stages. First axis: the pipeline."""
 
-    order: Ints
-    """[pipelines, stages]: devices."""
-    ends: Ints
-    """[pipelines, stages + 1]: block boundaries."""
-    stage_of: Ints
-    """[pipelines, blocks]"""
-    fill_s: Floats
-    """Shared parameters included."""
+    order: Ints  # [pipelines, stages]: devices
+    ends: Ints  # [pipelines, stages + 1]: block boundaries
+    stage_of: Ints  # [pipelines, blocks]
+    fill_s: Floats  # shared parameters included
     shared_s: Floats
-    busy_s: Floats
-    """Seconds of the slowest stage, link or uplink per micro-batch."""
-    round_trip_s: Floats
-    """[pipelines, stages]"""
-    held: Floats
-    """[pipelines, stages]: micro-batches that memory allows in flight."""
-    most: Floats
-    """Largest share that fits: the least of `held` under gpipe."""
-    rate: Floats
-    """Money per second of the devices."""
-    sent: Floats
-    """Money for what leaves regions, per micro-batch."""
+    busy_s: Floats  # seconds of the slowest stage, link or uplink per micro-batch
+    round_trip_s: Floats  # [pipelines, stages]
+    held: Floats  # [pipelines, stages]: micro-batches that memory allows in flight
+    most: Floats  # largest share that fits: the least of `held` under gpipe
+    rate: Floats  # money per second of the devices
+    sent: Floats  # money for what leaves regions, per micro-batch
 
     def fitting(self) -> Ints:
         """Rows whose stages hold one micro-batch at least."""

@@ -32,10 +32,8 @@ from isthmus.graph import StageGraph, assign, partition
 from isthmus.plans import Edge, SharedParameter
 from isthmus.units import format_size
 
-MOST_SHARING = 8
-"""Stages up to which every choice is tried where two are on one device."""
-ROUNDING = 1e-12
-"""Relative: a step that is shorter by no more is as long."""
+MOST_SHARING = 8  # stages up to which every choice is tried where two are on one device
+ROUNDING = 1e-12  # relative: a step that is shorter by no more is as long
 
 
 @dataclass(frozen=True)
@@ -44,14 +42,12 @@ class Placement:
 
     problem: Problem
     order: tuple[str, ...]
-    bounds: tuple[int, ...]
-    """0, the boundaries, and the number of operators."""
+    bounds: tuple[int, ...]  # 0, the boundaries, and the number of operators
     graphs: tuple[StageGraph, ...]
     recompute: tuple[bool, ...]
     flops: tuple[StageFlops, ...]
     sizes: tuple[StageBytes, ...]
-    edges: tuple[Edge, ...]
-    """Packed as the problem asks."""
+    edges: tuple[Edge, ...]  # packed as the problem asks
     shared: tuple[SharedParameter, ...]
     times: PipelineTime
 
@@ -232,8 +228,7 @@ class _Packed(NamedTuple):
     """One replica under one choice of codecs."""
 
     step_s: float
-    increase: float
-    """Expected, of the plan: the replica's times its share of the batch."""
+    increase: float  # expected, of the plan: the replica's times its share of the batch
     placed: Placement
 
 

@@ -22,8 +22,7 @@ SECONDS_PER_HOUR = 3600.0
 class Price(msgspec.Struct, frozen=True, kw_only=True):
     """An amount of money in the currency of the fleet's prices."""
 
-    devices: float
-    """Every device that the plan uses is paid for the whole step, idle or not."""
+    devices: float  # every device that the plan uses is paid for the whole step, idle or not
     egress: float
 
     @property

@@ -19,8 +19,7 @@ from isthmus.plans.sync import MODES_OF
 from isthmus.wire_types import MOST_BYTES, MOST_DEVICES, Above, Many, Name, NotNegative
 
 FLOAT32_BYTES = 4
-SUMMED = ("float32", "bfloat16", "float16")
-"""Types of parameters that several replicas may train."""
+SUMMED = ("float32", "bfloat16", "float16")  # types of parameters that several replicas may train
 
 OPTIMIZER_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "muon": 1}
 """fp32 tensors of the parameter's shape that each optimizer keeps."""
@@ -29,8 +28,7 @@ OPTIMIZER_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam"
 class ParameterState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes kept per element of a trainable parameter, beside the tensor that computes."""
 
-    master_bytes: int = 0
-    """fp32 copy that the optimizer updates when the computing tensor is narrower."""
+    master_bytes: int = 0  # fp32 copy that the optimizer updates when the computing tensor is narrower
     gradient_bytes: int = FLOAT32_BYTES
     optimizer_bytes: int = 0
 
@@ -150,8 +148,7 @@ class Problem:
     state: ParameterState = field(default_factory=ParameterState)
     constraints: Constraints = field(default_factory=Constraints)
     """With data holders, `flow` becomes one whose columns are all read by the first stage."""
-    recompute: bool = True
-    """Whether a stage may run its forward again instead of keeping what it saves for backward."""
+    recompute: bool = True  # whether a stage may run its forward again instead of keeping what it saves for backward
 
     def __post_init__(self) -> None:
         if self.flow.columns_first != bool(self.constraints.data_holders):

@@ -19,10 +19,8 @@ class StageFlops(NamedTuple):
     """FLOPs of one micro-batch."""
 
     forward: int
-    backward: int
-    """With the second forward, where the stage recomputes."""
-    apart: int = 0
-    """FLOPs, among those of the backward, of weight gradients that are computed apart."""
+    backward: int  # with the second forward, where the stage recomputes
+    apart: int = 0  # FLOPs, among those of the backward, of weight gradients that are computed apart
 
 
 def stage_flops(problem: Problem, stage: StageGraph, *, recompute: bool = False) -> StageFlops:
@@ -119,13 +117,11 @@ class StageBytes:
     weights: int
     gradients: int
     optimizer: int
-    saved: int
-    """Bytes that autograd saves for the backward."""
+    saved: int  # bytes that autograd saves for the backward
     received: int
     columns: int
     """Columns of the batch, which the stage reads from its own data. Where autograd needs them they are in `saved`."""
-    deferred: int = 0
-    """Between a backward and weight gradients that are computed apart."""
+    deferred: int = 0  # between a backward and weight gradients that are computed apart
 
     def kept(self, recompute: bool) -> int:
         """Per micro-batch in flight: what was received, and what is saved or, to run the forward again, read."""

@@ -53,8 +53,7 @@ class PipelineTime:
     """Seconds of each stage's weight gradients, within its backward, if computed apart; empty where no stage's are."""
     uplinks_s: tuple[tuple[str, float], ...] = ()
     """Per site with a shared uplink: how long one micro-batch's bytes occupy it."""
-    steps: int = 1
-    """That may be under way at once: two of the schedule `delayed`."""
+    steps: int = 1  # that may be under way at once: two of the schedule `delayed`
 
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
@@ -164,8 +163,7 @@ class FedPipeline(PipelineTime):
 
     ways: tuple[PipelineTime, ...]
     shares: tuple[float, ...]
-    copied: frozenset[int]
-    """Stages."""
+    copied: frozenset[int]  # stages
 
     @cached_property
     def fill_s(self) -> float:

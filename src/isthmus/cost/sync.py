@@ -22,12 +22,10 @@ from isthmus.plans import Averages, Collective, Constraints, ReplicaSync, SyncGr
 from isthmus.plans.collective import rounds
 from isthmus.plans.exchanges import FragmentSchedule
 
-MOST_ORDERED = 5
-"""Members up to which every order of a ring is tried."""
+MOST_ORDERED = 5  # members up to which every order of a ring is tried
 
 
-Holders = Sequence[tuple[Sequence[str], Sequence[StageGraph]]]
-"""Each replica's devices and stages."""
+Holders = Sequence[tuple[Sequence[str], Sequence[StageGraph]]]  # each replica's devices and stages
 
 
 class GroupMembers(NamedTuple):

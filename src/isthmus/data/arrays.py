@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 _DIGIT_SIDE = 8
-MOST_DEFLATED = 1032
-"""Bytes that one byte of a deflated member can become."""
+MOST_DEFLATED = 1032  # bytes that one byte of a deflated member can become
 
 
 class NpzOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,8 +11,7 @@ from isthmus.data.within import check_within
 from isthmus.errors import UserError
 
 KIND = "clients"
-PATH = {"text": "files"}
-"""A kind's option for the place of its samples, where it is not `path`."""
+PATH = {"text": "files"}  # a kind's option for the place of its samples, where it is not `path`
 
 
 class ClientsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

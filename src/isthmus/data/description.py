@@ -40,10 +40,8 @@ BYTES_OF = {
 }
 """Types that a column may have."""
 MOST_COLUMNS, MOST_NAME, MOST_DIMS = 256, 200, 16
-MOST_SAMPLE_BYTES = 1 << 32
-"""Bytes of one column's sample."""
-MOST_SAMPLES = 1 << 32
-"""A shuffled order keeps eight bytes per sample."""
+MOST_SAMPLE_BYTES = 1 << 32  # bytes of one column's sample
+MOST_SAMPLES = 1 << 32  # a shuffled order keeps eight bytes per sample
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -51,10 +49,8 @@ class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """A description of one holder's data. A model is captured from it, and a run is planned with it."""
 
     columns: Table[Text, ColumnSpec]
-    train: Count
-    """Samples."""
-    heldout: Count = 0
-    """Samples; 0 where none were asked for."""
+    train: Count  # samples
+    heldout: Count = 0  # samples; 0 where none were asked for
     digests: Table[Name, Name] = {}
     """The fingerprint of each split's samples under the holder's key (`concealed`), in hexadecimal: equal for equal
     data of one holder. Empty where nobody compares."""

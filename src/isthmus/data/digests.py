@@ -22,8 +22,7 @@ from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.reading import parse_msgpack, read_file
 
-WORTH_BYTES = 64 << 20
-"""Less is read as quickly again."""
+WORTH_BYTES = 64 << 20  # less is read as quickly again
 _RACY_NS = 2_000_000_000
 _CHUNK_BYTES = 1 << 20
 _State = tuple[int, int, int, int]

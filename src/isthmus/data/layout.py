@@ -22,17 +22,14 @@ from isthmus.errors import UserError
 from isthmus.wire_types import Count, Many
 
 MOST_BLOCKS = 1 << 22
-MOST_RUNS = 1 << 17
-"""Runs of a layout that travels."""
+MOST_RUNS = 1 << 17  # runs of a layout that travels
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many samples the blocks of a data set have, and how many blocks are mixed."""
 
-    runs: Many[tuple[Count, Count]]
-    """(blocks, samples of each), one run of equal blocks after another."""
-    window: Count
-    """Blocks whose samples are mixed with each other."""
+    runs: Many[tuple[Count, Count]]  # (blocks, samples of each), one run of equal blocks after another
+    window: Count  # blocks whose samples are mixed with each other
 
     @property
     def samples(self) -> int:

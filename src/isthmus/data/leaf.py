@@ -98,8 +98,7 @@ class LeafWriters:
                 parts.setdefault(name, []).append(part)
             samples.update({name: counts[name] for name, _ in places})
         self.writers = [_Writer(name, tuple(found), samples[name]) for name, found in parts.items() if samples[name]]
-        self.samples_of = lru_cache(maxsize=None)(self.read)
-        """As `read`, kept in memory: a byte a pixel."""
+        self.samples_of = lru_cache(maxsize=None)(self.read)  # as `read`, kept in memory: a byte a pixel
 
     def _entries(self, number: int) -> tuple[Counter[str], list[tuple[str, _Part]]]:
         """How many samples a file says each writer has, and where they are; of a writer there may be several places."""

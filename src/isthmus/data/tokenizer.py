@@ -17,8 +17,7 @@ from isthmus.reading import read_json
 
 BYTES = "bytes"
 PAD, CLS, SEP = 0, 256, 257
-NO_BYTE = 0xFF
-"""In the place of a token that is none: no UTF-8 has it."""
+NO_BYTE = 0xFF  # in the place of a token that is none: no UTF-8 has it
 NO_TEMPLATE = UserError("messages: the tokenizer has no chat template, expected a request of /v1/completions")
 Ids = npt.NDArray[np.int64]
 

@@ -15,28 +15,24 @@ from isthmus.protocol.generation import Sampling
 from isthmus.reading import parse_json
 
 MOST_PROMPTS = 64
-MAX_TOKENS = 16
-"""Tokens of a completion that asks for no number: OpenAI's default."""
+MAX_TOKENS = 16  # tokens of a completion that asks for no number: OpenAI's default
 MOST_STOPS, STOP_LENGTH = 64, 1024
 """Stop strings of a request, and characters of one: every token's text is compared with all."""
 Finish = Literal["stop", "length"]
 
 
 class UsageOption(msgspec.Struct):
-    include_usage: bool | None = None
-    """A last chunk has the tokens of all choices."""
+    include_usage: bool | None = None  # a last chunk has the tokens of all choices
 
 
 class AnyRequest(msgspec.Struct, kw_only=True):
     """Fields of both kinds of request. Other fields are ignored, since other servers have more. None stands for a field
     that was not sent, or as null."""
 
-    model: str = ""
-    """Any name: there is one model."""
+    model: str = ""  # any name: there is one model
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    """Not OpenAI's: as in other servers."""
+    top_k: int | None = None  # not OpenAI's: as in other servers
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -100,8 +96,7 @@ class AnyRequest(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(AnyRequest, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    """A text, token ids, or several of these."""
+    prompt: str | list[str | int | list[int]]  # a text, token ids, or several of these
     max_tokens: int | None = None
     echo: bool | None = None
 
@@ -125,8 +120,7 @@ class ContentPart(msgspec.Struct):
 
 class ToolFunction(msgspec.Struct):
     name: str
-    arguments: str = "{}"
-    """A JSON object."""
+    arguments: str = "{}"  # a JSON object
 
 
 class ToolCall(msgspec.Struct):
@@ -137,8 +131,7 @@ class ToolCall(msgspec.Struct):
 
 class ChatMessage(msgspec.Struct):
     role: str
-    content: str | list[ContentPart] | None = None
-    """A text, or its parts; an assistant that called tools may have none."""
+    content: str | list[ContentPart] | None = None  # a text, or its parts; an assistant that called tools may have none
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -191,8 +184,7 @@ class Answer:
     def __init__(self, model: str, asked: AnyRequest, prompt_tokens: int) -> None:
         self._chat, self._counts_usage = isinstance(asked, ChatRequest), asked.counts_usage
         self._prompt_tokens = prompt_tokens
-        self._begun = set[int]()
-        """Choices that had a chunk."""
+        self._begun = set[int]()  # choices that had a chunk
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),

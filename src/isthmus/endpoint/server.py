@@ -38,12 +38,10 @@ from isthmus.private_http import PrivateServer, mark_known
 from isthmus.protocol.generation import Sampling
 from isthmus.reading import parse_json
 
-MOST_BYTES = 1 << 22
-"""Bytes of a request."""
+MOST_BYTES = 1 << 22  # bytes of a request
 
 
-HEALTH = "/health"
-"""The path that load balancers and containers ask for, without the key."""
+HEALTH = "/health"  # the path that load balancers and containers ask for, without the key
 
 
 class KeyGuard:
@@ -75,8 +73,7 @@ class _Work(NamedTuple):
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
     stops: Sequence[str]
-    echoed: Sequence[str]
-    """The beginning of the answer to each prompt."""
+    echoed: Sequence[str]  # the beginning of the answer to each prompt
 
 
 class ModelEndpoint:

@@ -14,8 +14,7 @@ class TextPiece(NamedTuple):
     """The text that one token adds."""
 
     text: str
-    finish: Finish | None
-    """Why the answer ends with it; None where it goes on."""
+    finish: Finish | None  # why the answer ends with it; None where it goes on
 
 
 async def text_stream(

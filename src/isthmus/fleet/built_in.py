@@ -30,8 +30,7 @@ MOST_DEVICES = 100_000
 FASTEST_FLOPS_PER_S = 1e15
 EARTH_RADIUS_M = 6.371e6
 FIBRE_M_PER_S = 2e8
-DETOUR = 1.6
-"""Length of a cable over the great circle's, about."""
+DETOUR = 1.6  # length of a cable over the great circle's, about
 
 
 class _Machine(NamedTuple):
@@ -174,8 +173,7 @@ _DRAWN: Mapping[str, Callable[[], Fleet]] = {
     **{f"fusionllm-testbed{n}": partial(fusionllm_testbed, n) for n in (1, 2)},
     **{f"sky-{n}": partial(sky, n) for n in (16, 32, 64)},
 }
-RANDOM = "random:N:seed"
-"""How a random fleet is asked for: `random:100:7` has 100 devices, drawn from seed 7."""
+RANDOM = "random:N:seed"  # how a random fleet is asked for: `random:100:7` has 100 devices, drawn from seed 7
 _RANDOM = re.compile(r"random:([0-9]{1,9}):([0-9]{1,18})")
 
 

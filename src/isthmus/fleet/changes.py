@@ -94,8 +94,7 @@ def changed(fleet: Fleet, changes: Iterable[FleetChange], step: int) -> Fleet:
 
 
 LEAST_LATENCY_S = 1e-6
-MOST_BANDWIDTH = 1e12
-"""Bytes per second: what cannot be distinguished from no time at all."""
+MOST_BANDWIDTH = 1e12  # bytes per second: what cannot be distinguished from no time at all
 
 
 def fit_link(times: Sequence[tuple[int, float]]) -> Link:

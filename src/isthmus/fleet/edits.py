@@ -13,8 +13,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet.fleet import Device, Fleet
 from isthmus.fleet.links import Link, Links, LinkTrace, Route
 
-PROBED_BYTES = 2**20
-"""Bytes of the message by which links are compared."""
+PROBED_BYTES = 2**20  # bytes of the message by which links are compared
 
 
 def with_another_device(fleet: Fleet, name: str, region: str | None = None, count: int = 1) -> Fleet:

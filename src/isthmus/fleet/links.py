@@ -142,8 +142,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     region: str
     uplink_bytes_per_s: float | None = None
     """Shared by all links that leave the region; None where they do not share any."""
-    egress_price_per_gb: float = 0.0
-    """Price of 10**9 bytes that leave the region, in the unit of the devices' prices."""
+    egress_price_per_gb: float = 0.0  # price of 10**9 bytes that leave the region, in the unit of the devices' prices
 
     def __post_init__(self) -> None:
         if self.uplink_bytes_per_s is not None:

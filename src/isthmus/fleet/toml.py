@@ -101,12 +101,9 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
     """A link."""
 
-    latency: object = None
-    """One way, as "20 ms"."""
-    bandwidth: object = None
-    """As "100 Mbit/s"."""
-    trace: object = None
-    """In place of both: a CSV file with the columns time, latency, bandwidth, or its rows."""
+    latency: object = None  # one way, as "20 ms"
+    bandwidth: object = None  # as "100 Mbit/s"
+    trace: object = None  # in place of both: a CSV file with the columns time, latency, bandwidth, or its rows
 
 
 class _RouteTable(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "from", "target": "to"}):

@@ -16,8 +16,7 @@ from isthmus.graph.cuts import Flow
 from isthmus.graph.opgraph import Arg, ArgList, Op, OpGraph, Ref
 from isthmus.graph.partition import Crossing, StageGraph
 
-WATCHED = "watched "
-"""Prefix of the names of outputs that are watched."""
+WATCHED = "watched "  # prefix of the names of outputs that are watched
 
 
 def watched_name(crossing: Crossing) -> str:
@@ -33,8 +32,7 @@ def with_boundaries(flow: Flow, stages: Sequence[StageGraph]) -> OpGraph:
     """The graph, with the values that cross between these stages of it as outputs."""
     graph, cut = flow.graph, {op.name for op in flow.operators}
     stage_of = {op.name: stage.index for stage in stages for op in stage.ops if op.name in cut}
-    first = {stage: name for name, stage in reversed(stage_of.items())}
-    """The operator of each stage that runs first."""
+    first = {stage: name for name, stage in reversed(stage_of.items())}  # the operator of each stage that runs first
     crossings = [c for stage in stages for c in stage.receives]
     made: dict[int, dict[Ref, Op]] = {stage.index: {} for stage in stages}
     for number, c in enumerate(crossings):

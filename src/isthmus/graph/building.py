@@ -28,11 +28,9 @@ from isthmus.graph.capture_errors import built_by, reason_of, user_line
 from isthmus.graph.places import place_of
 from isthmus.graph.schema import base_name, storage_of
 
-SMALL = 1024
-"""Elements of the largest real tensor that is made from nothing."""
+SMALL = 1024  # elements of the largest real tensor that is made from nothing
 
-LARGEST = 1 << 30
-"""Bytes of storage in which views are compared element by element."""
+LARGEST = 1 << 30  # bytes of storage in which views are compared element by element
 
 GROWING = {"repeat", "tile", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
 """Operators whose results may be much larger than what they take."""
@@ -51,10 +49,8 @@ def _trunc_normal_of(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Built(NamedTuple):
-    made: Sequence[Tensor]
-    """The real tensors made on the way."""
-    overlapping: Sequence[tuple[str, str]]
-    """Names of tensors that share memory: see `overlapping`."""
+    made: Sequence[Tensor]  # the real tensors made on the way
+    overlapping: Sequence[tuple[str, str]]  # names of tensors that share memory: see `overlapping`
 
 
 class HeldTensors(NamedTuple):
@@ -63,8 +59,7 @@ class HeldTensors(NamedTuple):
     names: Mapping[str, str]
     storages: frozenset[int]
     """Storages of the real tensors made while it was built: their values are not those that a run starts from."""
-    place_of: Callable[[Tensor], str]
-    """Where another one is held, for people; empty where that is not known."""
+    place_of: Callable[[Tensor], str]  # where another one is held, for people; empty where that is not known
 
 
 class _SmallIsReal(TorchDispatchMode):

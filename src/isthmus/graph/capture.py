@@ -35,8 +35,7 @@ from isthmus.graph.sizes import NotAffine
 from isthmus.graph.tidy import mark_training
 
 LOSS = ": with a column 'target' give `loss=` too, or a forward that takes it and returns the loss"
-EXAMPLE_BATCH = 4
-"""Any size above 1 will do: torch specialises the sizes 0 and 1."""
+EXAMPLE_BATCH = 4  # any size above 1 will do: torch specialises the sizes 0 and 1
 
 
 class LossModule(nn.Module):

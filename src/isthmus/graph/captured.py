@@ -31,8 +31,7 @@ class Column(msgspec.Struct, frozen=True):
 
     dtype: str
     shape: tuple[int, ...]
-    uneven: bool = False
-    """Whether a loss may leave values of it out, as labels of -100."""
+    uneven: bool = False  # whether a loss may leave values of it out, as labels of -100
 
 
 class Capture(Protocol):

@@ -43,8 +43,7 @@ from isthmus.graph.tidy import count_beside_loss, reachable
 from isthmus.graph.writes import CannotWrite, Writes
 
 DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel")
-MADE = "."
-"""Begins the names of tensors that a forward keeps elsewhere than in registered buffers."""
+MADE = "."  # begins the names of tensors that a forward keeps elsewhere than in registered buffers
 KINDS: dict[InputKind, OpKind] = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
@@ -95,10 +94,8 @@ class _Converter:
         self.gradients_on = True
         self.assigned: dict[str, tuple[Ref, Ref]] = {}
         """Buffers that the forward assigns: the variable, and the copy of it that is read."""
-        self.caches: set[str] = set()
-        """Buffers that no state_dict has."""
-        self.trainable: set[Ref] = set()
-        """Values that depend on a trainable parameter, as far as autograd sees."""
+        self.caches: set[str] = set()  # buffers that no state_dict has
+        self.trainable: set[Ref] = set()  # values that depend on a trainable parameter, as far as autograd sees
 
     def run(self, name: str) -> OpGraph:
         self._inputs()

@@ -38,8 +38,7 @@ from isthmus.graph.places import (
     is_iterator,
 )
 
-LARGE = 1_000_000_000
-"""A number above may be a time or an identity, which differs each time."""
+LARGE = 1_000_000_000  # a number above may be a time or an identity, which differs each time
 USE_TORCH = (
     "a graph would hold the first random numbers for the whole run: draw them with torch (torch.rand, F.dropout)"
 )
@@ -50,8 +49,7 @@ class StateChange(NamedTuple):
 
     place: Place
     is_new: bool
-    value: object
-    """The value that the forward left there."""
+    value: object  # the value that the forward left there
 
     @property
     def is_guess(self) -> bool:

@@ -53,8 +53,7 @@ _EVEN = frozenset(
 _LINEAR = frozenset(
     ("add", "sub", "mul", "div", "neg", "alias", "clone", "to", "_to_copy", "squeeze", "view", "reshape")
 )
-_MEAN = 1
-"""torch's number of reduction="mean"."""
+_MEAN = 1  # torch's number of reduction="mean"
 
 
 class _LabelMean(NamedTuple):

@@ -24,23 +24,19 @@ from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, Op, OpGraph, Ref, Te
 from isthmus.graph.schema import base_name, storage_of
 
 PROBE_BATCHES = (2, 3)
-MOST_KNOWN = 50_000
-"""Calls whose costs this process remembers, of all graphs: both modes of a model share most of them."""
+MOST_KNOWN = 50_000  # calls whose costs this process remembers, of all graphs: both modes of a model share most of them
 
 
 class _Cost(NamedTuple):
     forward: int
     backward: int
-    fresh_bytes: int
-    """Saved for backward and made by the operator itself."""
-    saved_inputs: tuple[int, ...]
-    """Saved for backward and taken as inputs: positions among the op's distinct refs."""
+    fresh_bytes: int  # saved for backward and made by the operator itself
+    saved_inputs: tuple[int, ...]  # saved for backward and taken as inputs: positions among the op's distinct refs
     saved_outputs: tuple[int, ...]
     """Saved for backward and given as outputs: a consumer that saves one too keeps no second copy."""
     requires_grad: tuple[bool, ...]
     view: bool
-    outputs: tuple[TensorSpec, ...]
-    """At the ledger's batch size."""
+    outputs: tuple[TensorSpec, ...]  # at the ledger's batch size
 
 
 def measure(graph: OpGraph) -> OpGraph:

@@ -24,8 +24,7 @@ _OF_STEPS = ("loss", "heldout_loss", "step", "event", "step_s", "tokens_per_s", 
 _TRACKED = {*_OF_STEPS, "sent_bytes", "faults", "clients", "refused", "missing", "stolen"}
 """Columns that trackers have of every run."""
 _GIVEN = "given:"
-_given: dict[str, MetricFunction] = {}
-"""Metric functions by name, in this process alone."""
+_given: dict[str, MetricFunction] = {}  # metric functions by name, in this process alone
 
 
 _CAPTURED = ": it becomes part of the graph, expected torch operators only (no .item(), float() or numpy)"
@@ -41,19 +40,15 @@ class Compared(NamedTuple):
 
     logits: Tensor
     labels: Tensor
-    left_out: int
-    """Labels of this value do not count."""
+    left_out: int  # labels of this value do not count
 
 
-MetricSums = Callable[[object, Batch, Compared | None], Tensor]
-"""The type of `Metrics.sums`."""
+MetricSums = Callable[[object, Batch, Compared | None], Tensor]  # the type of `Metrics.sums`
 
 
 class Metric(NamedTuple):
-    name: str
-    """As people read it: of `package.module:function` the function's."""
-    function: MetricFunction | None
-    """None of one that follows from the loss."""
+    name: str  # as people read it: of `package.module:function` the function's
+    function: MetricFunction | None  # None of one that follows from the loss
     lower_is_better: bool = False
 
 

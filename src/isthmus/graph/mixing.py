@@ -5,8 +5,7 @@ from __future__ import annotations
 from isthmus.graph.opgraph import Op, Ref, TensorSpec
 from isthmus.graph.partition import StageGraph
 
-SIZES = (12, 24)
-"""Numbers of samples at which shapes are compared."""
+SIZES = (12, 24)  # numbers of samples at which shapes are compared
 
 
 def mixes(stage: StageGraph, *, synchronised: bool = False) -> Op | None:

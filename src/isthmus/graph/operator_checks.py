@@ -14,10 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-Arguments = Mapping[str, object]
-"""Those of one call, by their names in the schema."""
-_WINDOW = 1024
-"""The size, stride, padding or dilation of a window that any input may have."""
+Arguments = Mapping[str, object]  # those of one call, by their names in the schema
+_WINDOW = 1024  # the size, stride, padding or dilation of a window that any input may have
 
 
 def _recurrent(gates: int) -> Callable[[Arguments], None]:

@@ -114,17 +114,13 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kwargs: Table[Name, Arg] = {}
     outputs: Many[TensorSpec] = ()
     requires_grad: Many[bool] = ()
-    module: Text = ""
-    """Path of the submodule whose forward calls it; empty for the model itself."""
-    source: Text = ""
-    """For people: that module's class, and the line of its author's, as "Head, model.py:12"."""
+    module: Text = ""  # path of the submodule whose forward calls it; empty for the model itself
+    source: Text = ""  # for people: that module's class, and the line of its author's, as "Head, model.py:12"
     flops_forward: Affine = Affine(0)
     flops_backward: Affine = Affine(0)
-    saved_bytes: Affine = Affine(0)
-    """Bytes that autograd keeps from this op's forward until its backward."""
+    saved_bytes: Affine = Affine(0)  # bytes that autograd keeps from this op's forward until its backward
     random: bool = False
-    mutates: Many[Text] = ()
-    """Names of the buffer ops that this op writes in place."""
+    mutates: Many[Text] = ()  # names of the buffer ops that this op writes in place
     written: bool = False
     """For a buffer: whether the train graph writes it, so that only the stage that does has its value."""
 
@@ -162,8 +158,7 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True):
     loss: Ref
     count: Ref | None = None
     outputs: dict[str, Ref] = {}
-    batch: int | None = None
-    """The only batch size at which the graph is valid, or None when every size is."""
+    batch: int | None = None  # the only batch size at which the graph is valid, or None when every size is
     schemas: dict[str, str] = {}
     """Schemas by target, of the torch that captured the graph; empty where no torch captured it."""
 

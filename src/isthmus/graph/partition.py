@@ -40,8 +40,7 @@ class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
     index: Place
     ops: Many[Op]
     """Variables and operators in execution order; operators that need no input appear in every stage that uses them."""
-    columns: Many[Text]
-    """Batch columns that this stage reads from its own data."""
+    columns: Many[Text]  # batch columns that this stage reads from its own data
     receives: Many[Crossing]
     sends: Many[Crossing]
     shared_from: Table[Text, Place]
@@ -51,8 +50,7 @@ class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
     loss: Ref | None = None
     count: Ref | None = None
     outputs: Table[Text, Ref] = {}
-    schemas: Table[Text, Text] = {}
-    """Schemas of its operators, as the graph has them."""
+    schemas: Table[Text, Text] = {}  # schemas of its operators, as the graph has them
 
     def __post_init__(self) -> None:
         """ValueError for a value that nothing in the stage makes, and that does not come."""

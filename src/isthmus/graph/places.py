@@ -72,11 +72,9 @@ _WRAPPED: Mapping[type, tuple[str, ...]] = {
 _FUNCTIONS = ("__func__", "fget", "fset", "fdel", "func")
 _MOST, _MOST_BYTES, _MOST_PLACES = 4096, 1 << 28, 100_000
 """Elements of the largest container, bytes of the largest array, and places, that are looked at."""
-_COPIED = 1 << 20
-"""Bytes of the largest array that is put back."""
+_COPIED = 1 << 20  # bytes of the largest array that is put back
 
-Step = tuple[str, Any]
-"""From a holder to what it holds: how, and under which name, key or number."""
+Step = tuple[str, Any]  # from a holder to what it holds: how, and under which name, key or number
 
 
 class Place:
@@ -147,10 +145,8 @@ class _Globals(Place):
 
     def __init__(self, variables: dict[str, Any]) -> None:
         super().__init__(None, ("", None), variables, head=str(variables.get("__name__", "globals()")))
-        self.names: set[str] = set()
-        """Those that functions name."""
-        self.whole = False
-        """Whether all that is state is looked at."""
+        self.names: set[str] = set()  # those that functions name
+        self.whole = False  # whether all that is state is looked at
 
 
 class Places:

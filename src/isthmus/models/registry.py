@@ -164,10 +164,8 @@ def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
 
 
 GIVEN = "given:"
-LOSS = "+loss"
-"""In the name of a model that was given with a loss."""
-_given: dict[str, nn.Module | Callable[[], nn.Module]] = {}
-"""Models by name, in this process alone."""
+LOSS = "+loss"  # in the name of a model that was given with a loss
+_given: dict[str, nn.Module | Callable[[], nn.Module]] = {}  # models by name, in this process alone
 
 
 def give_model(model: nn.Module | Callable[[], nn.Module]) -> str:
@@ -186,8 +184,7 @@ def give_model(model: nn.Module | Callable[[], nn.Module]) -> str:
 class WithLoss(nn.Module):
     """A model and a loss behind one forward, which takes columns."""
 
-    title = "loss"
-    """Its name in errors: what the model raises is said of the model's own modules."""
+    title = "loss"  # its name in errors: what the model raises is said of the model's own modules
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[str, ...], target: str) -> None:
         super().__init__()

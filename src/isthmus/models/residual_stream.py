@@ -17,14 +17,11 @@ class ResidualStream(NamedTuple):
 
     token: str
     position: str | None
-    readers: tuple[str, ...]
-    """The norms of the blocks."""
+    readers: tuple[str, ...]  # the norms of the blocks
     writers: tuple[str, ...]
     blocks: tuple[str, ...]
-    norm: str
-    """Behind the last block."""
-    head: str
-    """From the stream to the vocabulary."""
+    norm: str  # behind the last block
+    head: str  # from the stream to the vocabulary
     width: int
 
 

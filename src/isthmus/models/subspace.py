@@ -57,8 +57,7 @@ class _Step:
     """The tokens of the forward that runs: no attribute of a module, which torch.export would not let change."""
 
     ids: Tensor | None = None
-    positions: Tensor | None = None
-    """None: from 0 on."""
+    positions: Tensor | None = None  # None: from 0 on
 
 
 class NarrowTokens(nn.Module):

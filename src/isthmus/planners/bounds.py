@@ -30,17 +30,14 @@ from isthmus.errors import UserError
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.plans import Certificate, Plan, question_in_words
 
-MOST_SETS = 6
-"""Devices up to which the price of several replicas is bounded for every set."""
+MOST_SETS = 6  # devices up to which the price of several replicas is bounded for every set
 
 
 class LeastBound(NamedTuple):
     """A lower bound of what every plan of a problem takes, and whether the bound is attained."""
 
-    bound: float
-    """Seconds or money per step, by the problem's objective; infinite where no plan fits."""
-    exact: bool
-    """Whether some plan attains it."""
+    bound: float  # seconds or money per step, by the problem's objective; infinite where no plan fits
+    exact: bool  # whether some plan attains it
 
 
 def pipeline_bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:

@@ -30,22 +30,17 @@ Tables = Mapping[str, tuple[Costs, npt.NDArray[np.bool_]]]
 BEAM = 64
 MOST_STAGES = 8
 MOST_CUTS = 33
-LIMITS = 8
-"""Bounds on a stage's time that are tried for throughput."""
-FRAME_BYTES = 400
-"""A frame's prefix and header, about."""
+LIMITS = 8  # bounds on a stage's time that are tried for throughput
+FRAME_BYTES = 400  # a frame's prefix and header, about
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
     """Stages in order, each on another device."""
 
     devices: tuple[str, ...]
-    boundaries: tuple[int, ...]
-    """Stage k ends before this operator of the serving graph's `Flow.operators`."""
-    token_s: float
-    """Seconds from one token of a request to its next, while no other request is in flight."""
-    tokens_per_s: float
-    """Tokens of all requests, at `at_once` in flight."""
+    boundaries: tuple[int, ...]  # stage k ends before this operator of the serving graph's `Flow.operators`
+    token_s: float  # seconds from one token of a request to its next, while no other request is in flight
+    tokens_per_s: float  # tokens of all requests, at `at_once` in flight
     at_once: int
 
 

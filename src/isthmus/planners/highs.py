@@ -17,10 +17,8 @@ from scipy.sparse import csr_matrix
 
 from isthmus.cost.network import Floats, Ints
 
-MOST_ITERATIONS = 500
-"""Iterations of the interior-point method for a linear programme, which takes some tens."""
-MOST_WORK = 20_000_000
-"""Nodes of an integer programme, times the entries of its matrix."""
+MOST_ITERATIONS = 500  # iterations of the interior-point method for a linear programme, which takes some tens
+MOST_WORK = 20_000_000  # nodes of an integer programme, times the entries of its matrix
 
 
 def integer_programme(

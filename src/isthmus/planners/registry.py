@@ -41,14 +41,10 @@ ENTRY_POINTS = "isthmus.planners"
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Abilities of a planner beside one fast pipeline."""
 
-    replicas: bool = False
-    """Several pipelines that share the batch."""
-    holders: bool = False
-    """The first stage is put where the data are."""
-    labels_stay: bool = False
-    """The last stage too, on the device of the first if need be: a U-shape."""
-    prices: bool = False
-    """The price of a step is minimised, or kept within a limit."""
+    replicas: bool = False  # several pipelines that share the batch
+    holders: bool = False  # the first stage is put where the data are
+    labels_stay: bool = False  # the last stage too, on the device of the first if need be: a U-shape
+    prices: bool = False  # the price of a step is minimised, or kept within a limit
     compression: bool = False
     """Messages are priced as each plan packs them; for others by two problems in which all plans pack alike."""
 
@@ -64,8 +60,7 @@ ABILITIES: Mapping[str, str] = {
 
 
 class PlannerEntry(NamedTuple):
-    function: str
-    """`module:function`."""
+    function: str  # `module:function`
     can: Capabilities = Capabilities()
 
 

@@ -27,11 +27,9 @@ from isthmus.plans import Plan
 
 PROMISING = 1.5
 """Times the best packed plan: what a planner found beside its best plan, and what takes longer, is not packed."""
-MOST_GROUPINGS = 3
-"""Groupings of devices whose pipelines are recombined."""
+MOST_GROUPINGS = 3  # groupings of devices whose pipelines are recombined
 
-Cut = tuple[tuple[str, ...], tuple[int, ...]]
-"""Devices in order, and the boundaries of their stages."""
+Cut = tuple[tuple[str, ...], tuple[int, ...]]  # devices in order, and the boundaries of their stages
 
 
 def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Sequence[Plan]]) -> list[Plan]:

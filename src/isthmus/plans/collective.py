@@ -45,16 +45,14 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 class CollectiveMessage(msgspec.Struct, frozen=True):
-    other: Place
-    """To whom, or from whom."""
+    other: Place  # to whom, or from whom
     parts: Parts
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     sends: Many[CollectiveMessage] = ()
     receives: Many[CollectiveMessage] = ()
-    adds: bool = False
-    """Whether arriving values are added, in the order of the senders; else they replace."""
+    adds: bool = False  # whether arriving values are added, in the order of the senders; else they replace
 
 
 def rounds(collective: Collective, members: int) -> list[tuple[Round, ...]]:

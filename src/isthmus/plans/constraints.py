@@ -70,16 +70,12 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     own_samples: tuple[OwnSamples, ...] = ()
     """The samples of each data holder, where each has its own: then every holder runs a copy of the first stage, and
     feeds the same chain. None where they have the same data, and any one of them runs it."""
-    labels_stay: bool = False
-    """The last stage runs on a data holder too, and with it every operator that takes labels."""
-    max_step_s: float | None = None
-    """Longest step that a plan may take, in seconds, with objective `cost`."""
+    labels_stay: bool = False  # the last stage runs on a data holder too, and with it every operator that takes labels
+    max_step_s: float | None = None  # longest step that a plan may take, in seconds, with objective `cost`
     max_price: float | None = None
     """Highest price of 1,000 steps with objective `time`, in the unit of the fleet's prices."""
-    compression: CompressionConfig | None = None
-    """How messages between stages are packed. None sends them as they are."""
-    memory_headroom: float = 0.0
-    """Share of each device's memory, 0 or more and less than 1, that a plan leaves free."""
+    compression: CompressionConfig | None = None  # how messages between stages are packed. None sends them as they are.
+    memory_headroom: float = 0.0  # share of each device's memory, 0 or more and less than 1, that a plan leaves free
     lacking: tuple[LackingOperators, ...] = ()
     """Devices that have not all operators of the model: their stages hold none of those that they lack."""
 

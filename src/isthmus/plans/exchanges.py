@@ -18,10 +18,8 @@ from msgspec import Meta
 from isthmus.errors import UserError
 from isthmus.wire_types import Above, Count
 
-RATE, MOMENTUM = 0.7, 0.9
-"""DiLoCo's."""
-DELAY, MIXING = 1, 0.5
-"""Streaming DiLoCo's values."""
+RATE, MOMENTUM = 0.7, 0.9  # diLoCo's
+DELAY, MIXING = 1, 0.5  # streaming DiLoCo's values
 
 
 class OuterOptimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,8 +30,7 @@ class OuterOptimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     rate: Above = RATE
     momentum: Annotated[float, Meta(ge=0, lt=1)] = MOMENTUM
-    delay: Count = 0
-    """Steps between the start of an exchange and its use: tau. 0 waits for it."""
+    delay: Count = 0  # steps between the start of an exchange and its use: tau. 0 waits for it.
     mixing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of a replica's own parameters that stays when the outer ones arrive: alpha."""
 
@@ -55,8 +52,7 @@ class FragmentSchedule:
 
     period: int
     count: int
-    delay: int = 0
-    """Steps between the start of an exchange and its end: tau. A period at most."""
+    delay: int = 0  # steps between the start of an exchange and its end: tau. A period at most.
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay <= self.period:
@@ -94,8 +90,7 @@ class SendOrder(Generic[T]):
     layers are ready, whatever the order in which layers become ready."""
 
     def __init__(self, messages: Sequence[Collection[T]]) -> None:
-        self.complete: set[T] = set()
-        """The layers that are ready."""
+        self.complete: set[T] = set()  # the layers that are ready
         self._messages = messages
         self._started = 0
 

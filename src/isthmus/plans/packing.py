@@ -16,12 +16,9 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.wire_types import Id, NotNegative
 
-INT8_BLOCK = 256
-"""Elements that share a float32 scale."""
-INT4_TILE = 64
-"""Elements that are transformed together."""
-SPARSE_CHUNK = 4096
-"""Elements among which `sparse2bit` keeps the largest, and whose kept ones share two levels."""
+INT8_BLOCK = 256  # elements that share a float32 scale
+INT4_TILE = 64  # elements that are transformed together
+SPARSE_CHUNK = 4096  # elements among which `sparse2bit` keeps the largest, and whose kept ones share two levels
 PACKED_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Types that codecs take; all else travels as it is."""
 
@@ -30,8 +27,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     """A codec and its setting. Raises UserError for an unknown codec, or a ratio that it cannot have."""
 
     codec: Id
-    ratio: NotNegative = 1.0
-    """Elements of a tensor per element that is sent: 100 keeps 1 % of them, 1 keeps all."""
+    ratio: NotNegative = 1.0  # elements of a tensor per element that is sent: 100 keeps 1 % of them, 1 keeps all
     feedback: bool = False
     """Whether the error of a sample's gradient is added to that of the same sample when it comes again."""
 
@@ -117,13 +113,11 @@ def _sparse2bit_bytes(elements: int, ratio: float, _element_bytes: int) -> int:
 class CodecEntry(NamedTuple):
     """Facts of a codec that need no PyTorch."""
 
-    maker: str
-    """`module:class`, by name since plans know no PyTorch. The class of a sparse codec takes the ratio."""
+    maker: str  # `module:class`, by name since plans know no PyTorch. The class of a sparse codec takes the ratio.
     wire_bytes: Callable[[int, float, int], int]
     """The size of a payload in bytes, from the elements, the ratio, and the bytes of an element before packing."""
     summary: str
-    is_sparse: bool = False
-    """Whether it sends some elements only, so that its ratio may be more than 1."""
+    is_sparse: bool = False  # whether it sends some elements only, so that its ratio may be more than 1
 
 
 _FOLDER = "isthmus.training.compression"
@@ -156,12 +150,10 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True):
     """One direction of an edge. Raises UserError for an unknown codec, a ratio below 1 or negative bytes."""
 
     codec: str
-    ratio: float = 1.0
-    """Elements of a tensor per element that is sent: 100 keeps 1 % of them, 1 keeps all."""
+    ratio: float = 1.0  # elements of a tensor per element that is sent: 100 keeps 1 % of them, 1 keeps all
     feedback: bool = False
     """Whether the sender adds what it left out of a sample's gradient to that of the same sample in the next pass."""
-    wire_bytes: int
-    """Bytes of one micro-batch's message, with the tensors that the codec leaves as they are."""
+    wire_bytes: int  # bytes of one micro-batch's message, with the tensors that the codec leaves as they are
 
     def __post_init__(self) -> None:
         try:

@@ -32,8 +32,7 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     weights: NotNegative
     gradients: NotNegative
     optimizer: NotNegative
-    activations: NotNegative
-    """Kept between forward and backward, for all micro-batches in flight at once."""
+    activations: NotNegative  # kept between forward and backward, for all micro-batches in flight at once
     recomputed: NotNegative = 0
     """Bytes that recomputation saves for one micro-batch, from the second forward to the end of the backward."""
 
@@ -46,15 +45,12 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """A run of operators on one device. FLOPs are for one micro-batch."""
 
     device: str
-    first: NotNegative
-    """Number of the stage's first operator in the graph's cut order (`Flow.operators`)."""
-    last: NotNegative
-    """Number of its last operator, inclusive."""
+    first: NotNegative  # number of the stage's first operator in the graph's cut order (`Flow.operators`)
+    last: NotNegative  # number of its last operator, inclusive
     first_op: str
     last_op: str
     flops_forward: NotNegative
-    flops_backward: NotNegative
-    """With the second forward, where the stage recomputes."""
+    flops_backward: NotNegative  # with the second forward, where the stage recomputes
     parameter_bytes: NotNegative
     memory: StageMemory
     recompute: bool = False
@@ -66,14 +62,11 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     source: NotNegative
     target: NotNegative
-    values: tuple[str, ...]
-    """`op` or `op:index` of each tensor, in the order in which they travel."""
+    values: tuple[str, ...]  # `op` or `op:index` of each tensor, in the order in which they travel
     gradients: tuple[str, ...]
-    forward_bytes: NotNegative
-    """Bytes of the tensors before any compression."""
+    forward_bytes: NotNegative  # bytes of the tensors before any compression
     backward_bytes: NotNegative
-    forward_compression: Compression | None = None
-    """None sends the tensors as they are."""
+    forward_compression: Compression | None = None  # None sends the tensors as they are
     backward_compression: Compression | None = None
 
     def __post_init__(self) -> None:
@@ -112,11 +105,9 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     shared: tuple[SharedParameter, ...] = ()
-    micro_batches: Positive
-    """Micro-batches of each step; those of all replicas are one batch."""
+    micro_batches: Positive  # micro-batches of each step; those of all replicas are one batch
     schedule: Schedule
-    loss_stage: int = -1
-    """The stage that computes the loss: its index, or -1 for the last."""
+    loss_stage: int = -1  # the stage that computes the loss: its index, or -1 for the last
     copies: tuple[Stage, ...] = ()
     """Where several holders feed the chain: the first stage on each holder but the first, and then so the last stage,
     where labels stay. A copy does the micro-batches of its holder's data, with the same parameters."""
@@ -182,14 +173,12 @@ class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: tuple[str, ...]
     """One of each replica, in the order of the replicas; or the holders whose stages are copies of each other."""
-    parameters: tuple[str, ...] = ()
-    """Their names in the graph, in its order."""
+    parameters: tuple[str, ...] = ()  # their names in the graph, in its order
     size_bytes: NotNegative
     """Bytes of the buffer that is summed: float32, the parameters' elements and, where gradients are summed, one number
     per parameter that tells whether it has one, and the loss's count."""
     collective: Collective = Collective()
-    iterations: tuple[NotNegative, ...] = (0,)
-    """In which steps of a period."""
+    iterations: tuple[NotNegative, ...] = (0,)  # in which steps of a period
     stages: tuple[NotNegative, ...] = ()
     """The stage that each device sums: of copies, and where a device has several; empty otherwise."""
 
@@ -203,10 +192,8 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
     """The averages of replicas: values, members and period; or the sums of copies of one stage in every step."""
 
     averages: Averages = "gradients"
-    period: Positive = 1
-    """Steps after which the groups' iterations start again."""
-    outer: OuterOptimizer | None = None
-    """The optimizer of the mean delta; None where no deltas are summed."""
+    period: Positive = 1  # steps after which the groups' iterations start again
+    outer: OuterOptimizer | None = None  # the optimizer of the mean delta; None where no deltas are summed
     groups: tuple[SyncGroup, ...] = ()
 
 
@@ -215,32 +202,23 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     step_s: float
     """Closed form with latency hidden inside the step: fill + (n - 1) * period of the slowest replica, and the sync."""
-    period_s: float
-    """Steady time between micro-batches: the slowest stage, or the slowest link's bytes / bandwidth."""
+    period_s: float  # steady time between micro-batches: the slowest stage, or the slowest link's bytes / bandwidth
     fill_s: float
-    micro_batches: Positive
-    """n of the slowest replica."""
-    sync_s: float = 0.0
-    """Averaging with other replicas, after the last backward; the mean over the steps of a period."""
-    eq3_step_s: float
-    """FusionLLM Eq. 3, forward and backward, latency counted in the bottleneck term."""
-    bottleneck: str
-    """Which device or link sets the period."""
+    micro_batches: Positive  # n of the slowest replica
+    sync_s: float = 0.0  # averaging with other replicas, after the last backward; the mean over the steps of a period
+    eq3_step_s: float  # FusionLLM Eq. 3, forward and backward, latency counted in the bottleneck term.
+    bottleneck: str  # which device or link sets the period
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     """A bound on the plan's distance from the best plan under its planner's objective."""
 
-    lower_bound: float
-    """Seconds; of objective `cost`, money per step in the unit of the fleet's prices."""
-    gap: float
-    """(found - lower_bound) / lower_bound; 0: no plan of those that the question ranges over is better."""
+    lower_bound: float  # seconds; of objective `cost`, money per step in the unit of the fleet's prices
+    gap: float  # (found - lower_bound) / lower_bound; 0: no plan of those that the question ranges over is better
     objective: Literal["step", "stage", "cost"] = "step"
     """The bounded figure: the time of a step, that of its largest stage per micro-batch, or the price of a step."""
-    question: str
-    """The quantity and the plans that the bound is of, in words (`plan.question`)."""
-    exact: bool = False
-    """Whether some plan attains the bound, so that it is the best value and not only a bound on it."""
+    question: str  # the quantity and the plans that the bound is of, in words (`plan.question`)
+    exact: bool = False  # whether some plan attains the bound, so that it is the best value and not only a bound on it
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -350,9 +328,6 @@ class PlanPeriod(msgspec.Struct, frozen=True, kw_only=True):
     """One plan of a run, until the next period begins."""
 
     plan: Plan
-    fleet: Fleet
-    """As it was believed to be when the plan was made."""
-    first_step: int
-    """Steps that were done before."""
-    since_s: float = 0.0
-    """In seconds of the run's trace."""
+    fleet: Fleet  # as it was believed to be when the plan was made
+    first_step: int  # steps that were done before
+    since_s: float = 0.0  # in seconds of the run's trace

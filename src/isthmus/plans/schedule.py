@@ -39,10 +39,8 @@ import msgspec
 from isthmus.errors import InternalError, unknown_name
 
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "delayed")
-CHOICES = (*SCHEDULES, "auto")
-"""Choices of a job: `auto` is the quicker of `1f1b` and `zero-bubble`, by the formula."""
-STEPS_AT_ONCE = {"delayed": 2}
-"""How many steps may be under way, where not one."""
+CHOICES = (*SCHEDULES, "auto")  # choices of a job: `auto` is the quicker of `1f1b` and `zero-bubble`, by the formula
+STEPS_AT_ONCE = {"delayed": 2}  # how many steps may be under way, where not one
 
 
 class Schedule(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,8 +68,7 @@ def schedule_of(asked: str, planned: str) -> str:
 
 class FeederSlot(NamedTuple):
     holder: int
-    number: int
-    """The holder's turn, from 0."""
+    number: int  # the holder's turn, from 0
 
 
 @lru_cache(maxsize=4096)

@@ -36,23 +36,18 @@ MODES_OF: Mapping[str, tuple[str, ...]] = {
 class SyncIteration(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration of the period. Layers stand in backward order, which is the order in which they become ready."""
 
-    scheduled: tuple[str, ...]
-    """Averaged here and, but for fillings, in no other iteration."""
-    filled: tuple[str, ...]
-    """Averaged here too, because the channel had time left that costs nothing."""
+    scheduled: tuple[str, ...]  # averaged here and, but for fillings, in no other iteration
+    filled: tuple[str, ...]  # averaged here too, because the channel had time left that costs nothing
     iteration_s: float
-    exposed_s: float
-    """The part of `iteration_s` in which a worker waits for averaging."""
+    exposed_s: float  # the part of `iteration_s` in which a worker waits for averaging
 
 
 class SyncWorker(msgspec.Struct, frozen=True, kw_only=True):
     """The schedule of one worker."""
 
     worker: str
-    alone_s: float
-    """The period if every worker were like this one."""
-    waits_s: float
-    """Seconds of a period that it spends waiting for slower workers or links."""
+    alone_s: float  # the period if every worker were like this one
+    waits_s: float  # seconds of a period that it spends waiting for slower workers or links
 
 
 class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,15 +57,13 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     planner: str
-    layers: tuple[str, ...]
-    """In forward order."""
+    layers: tuple[str, ...]  # in forward order
     forward_overlap: bool
     """Averaging may go on during the next forward; each layer's forward waits for its own average only."""
     iterations: tuple[SyncIteration, ...]
     period_s: float
     workers: tuple[SyncWorker, ...]
-    slowest: str
-    """The worker with the longest period alone."""
+    slowest: str  # the worker with the longest period alone
     certificate: Certificate
     """The certificate of `period_s`, over any assignment of the layers to the iterations, in intervals or not."""
 

@@ -27,19 +27,15 @@ from isthmus.stores.settings import StoreConfig
 from isthmus.stores.store import Store
 
 OWNER = "store.json"
-HELD = ".uploading"
-"""Folder of the links, in the run's folder."""
-FIRST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
-"""After a failure; doubled after each further one."""
+HELD = ".uploading"  # folder of the links, in the run's folder
+FIRST_WAIT_S, MOST_WAIT_S = 1.0, 60.0  # after a failure; doubled after each further one
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Whose run is in a store, and who uploads it."""
 
-    run: str
-    """Drawn when the run began."""
-    session: str
-    """Drawn by each session."""
+    run: str  # drawn when the run began
+    session: str  # drawn by each session
 
 
 def read_owner(store: Store) -> Owner | None:
@@ -73,11 +69,9 @@ class Uploader:
         """`documents` lists those of the folder, in the order in which they are uploaded."""
         self._store, self._folder, self._owner = store, folder, owner
         self._documents, self._config = documents, config
-        self._uploaded: dict[str, tuple[int, int]] = {}
-        """The time of its last change, and its size, of each document."""
+        self._uploaded: dict[str, tuple[int, int]] = {}  # the time of its last change, and its size, of each document
         self._changed = threading.Condition()
-        self._waiting: _Held | None = None
-        """To be uploaded next."""
+        self._waiting: _Held | None = None  # to be uploaded next
         self._count = 0
         self._closing = self._over = False
         self._said: list[str] = []

@@ -220,8 +220,7 @@ class _Settings(msgspec.Struct, frozen=True):
     mode: str
     period: int
     codec: str
-    optimizer: str
-    """Its class: what it keeps of a parameter may be averaged."""
+    optimizer: str  # its class: what it keeps of a parameter may be averaged
     options: Options
 
 

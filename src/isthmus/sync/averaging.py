@@ -29,8 +29,7 @@ from isthmus.sync.exchange import gather
 from isthmus.sync.exit_cleanup import TIMEOUT_S, closed, opened
 from isthmus.training.compression import DeltaCodec, ErrorFeedback
 
-_BROKEN_OFF_S = 5.0
-"""Until what was broken off has ended: no more than a wake-up, on a machine that may be busy."""
+_BROKEN_OFF_S = 5.0  # until what was broken off has ended: no more than a wake-up, on a machine that may be busy
 
 
 class Averager:
@@ -40,15 +39,13 @@ class Averager:
         self.group = group
         self.workers = dist.get_world_size(group)
         self.lanes = lanes
-        self.sent_bytes = 0
-        """Bytes that this worker sent in a ring: 2 (K - 1) / K of every tensor."""
+        self.sent_bytes = 0  # bytes that this worker sent in a ring: 2 (K - 1) / K of every tensor
         self.busy_s = 0.0
         """How long averages were on the way, overlapping ones counted once. 0 but for CPU tensors on Gloo."""
         self._through_s = 0.0
         self._weights = gather(weight, float, group)
         self._rank = dist.get_rank(group)
-        self.shares = [one / sum(self._weights) for one in self._weights]
-        """Every worker's part of an average."""
+        self.shares = [one / sum(self._weights) for one in self._weights]  # every worker's part of an average
         self._others: list[dist.Work] = []
         self._lanes: list[DirectSums] = []
         if self.workers > 1 and dist.get_backend(group) == "gloo":

@@ -17,8 +17,7 @@ from isthmus.atomic_write import atomic_path
 from isthmus.errors import UserError
 from isthmus.sync.sync import Sync
 
-NUMBER = " (number)"
-"""Behind the name of what is no tensor in the optimizer's state."""
+NUMBER = " (number)"  # behind the name of what is no tensor in the optimizer's state
 
 
 def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: Sync) -> None:

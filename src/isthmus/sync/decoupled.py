@@ -30,8 +30,7 @@ from isthmus.sync.monitor import LOG
 from isthmus.sync.updates import Closure
 from isthmus.training.decoupled import ReplicaFragments, check_model, delta_codec, flat_fragments, fragments_of
 
-JOIN_S = 1.0
-"""For the merger to end after the run."""
+JOIN_S = 1.0  # for the merger to end after the run
 
 
 class _Address(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,8 +35,7 @@ class DirectSum:
     """One piece of memory on its way. Not to be touched before `wait` has returned."""
 
     def __init__(self, tensor: Tensor, share: float, group: dist.ProcessGroup, number: int) -> None:
-        self.ended_s = 0.0
-        """When it was there, on the clock of `time.perf_counter`."""
+        self.ended_s = 0.0  # when it was there, on the clock of `time.perf_counter`
         self._tensor, self._share = tensor, share
         self._group = group
         self._rank, workers = dist.get_rank(group), dist.get_world_size(group)

@@ -27,8 +27,7 @@ from isthmus.sync.profile import LinkModel, Profiler, WorkerTimes, probe, worker
 from isthmus.sync.scheduled import JOINED, Scheduled, layers_of
 
 LOG = logging.getLogger("isthmus.sync")
-_WATCHED_PERIODS = 3
-"""A link's time is the median of so many periods': one disturbed period is no drift."""
+_WATCHED_PERIODS = 3  # a link's time is the median of so many periods': one disturbed period is no drift
 _NOTICEABLE = 0.01
 """A change below this share of the computation is not worth a plan, however large a share it is of an average that
 takes next to nothing."""
@@ -71,13 +70,10 @@ class Dream(Scheduled):
             spare=method.spare if given.spare is None else given.spare,
             drift=method.drift if given.drift is None else given.drift,
         )
-        self.link: LinkModel | None = None
-        """The link as the newest probe measured it."""
-        self.plans = 0
-        """How many were made."""
+        self.link: LinkModel | None = None  # the link as the newest probe measured it
+        self.plans = 0  # how many were made
         self._profiler = Profiler(setting.module, setting.model.buffers[0].device, lambda: setting.monitor.waited_s)
-        self._busy_s: float | None = None
-        """Seconds of a period that averages took when the plan was new."""
+        self._busy_s: float | None = None  # seconds of a period that averages took when the plan was new
         self._newest_s: deque[float] = deque(maxlen=_WATCHED_PERIODS)
         """Seconds that averages took in the newest periods."""
         if setting.options.plan is not None:

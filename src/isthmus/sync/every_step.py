@@ -46,8 +46,7 @@ class EveryStep(Mode):
         super().__init__(setting)
         sizes_bytes = [layer.size_bytes for layer in reversed(setting.model.layers)]
         messages = by_size(sizes_bytes, sum(sizes_bytes) if in_one else setting.options.bucket_bytes)
-        self.buckets: list[list[int]] = []
-        """Layers by number that travel together, in the order in which they leave."""
+        self.buckets: list[list[int]] = []  # layers by number that travel together, in the order in which they leave
         self.send_in(numbered(messages, len(sizes_bytes)))
         self._sent: list[tuple[list[nn.Parameter], PackedTensors, PendingAverage]] = []
         self._averaged = False

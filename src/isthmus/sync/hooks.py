@@ -113,11 +113,9 @@ class ForwardBarriers:
     ) -> None:
         self._enter = enter
         self._layer_of = {p: number for number, layer in enumerate(layers) for p in layer.parameters}
-        self._early: frozenset[int] = frozenset()
-        """Layers that are read before any module of their own is entered."""
+        self._early: frozenset[int] = frozenset()  # layers that are read before any module of their own is entered
         self._reads: _Reads | None = None
-        self.proven = False
-        """Whether a whole forward was seen, so that nothing is read past a gate."""
+        self.proven = False  # whether a whole forward was seen, so that nothing is read past a gate
         self._handles = [model.register_forward_pre_hook(uncompiled(self._model_begins))]
         for module in model.modules():
             numbers = sorted({self._layer_of[p] for p in module.parameters(recurse=False) if p in self._layer_of})

@@ -51,8 +51,7 @@ class SyncCallback(TrainerCallback):
         options: Options = DEFAULT_OPTIONS,
         codec: DeltaCodec | None = None,
     ) -> None:
-        self.sync: Sync | None = None
-        """While the Trainer trains, and afterwards: `sync.statistics()`."""
+        self.sync: Sync | None = None  # while the Trainer trains, and afterwards: `sync.statistics()`
         self._mode, self._period, self._options, self._codec = mode, period, options, codec
         self._wrapper: DistributedDataParallel | None = None
         self._watching: RemovableHandle | None = None

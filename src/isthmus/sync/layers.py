@@ -30,8 +30,7 @@ class Layer:
     name: str
     parameters: tuple[nn.Parameter, ...]
     parameter_names: tuple[str, ...]
-    flats: tuple[Tensor, ...]
-    """One per dtype and device, each of shape (elements,)."""
+    flats: tuple[Tensor, ...]  # one per dtype and device, each of shape (elements,)
 
     @property
     def size_bytes(self) -> int:
@@ -42,10 +41,8 @@ class Layer:
 class FlatModel:
     """All trainable parameters of a model."""
 
-    layers: tuple[Layer, ...]
-    """In the order of registration, which is mostly that of the forward."""
-    buffers: tuple[Tensor, ...]
-    """The memory behind all layers, one per dtype and device."""
+    layers: tuple[Layer, ...]  # in the order of registration, which is mostly that of the forward
+    buffers: tuple[Tensor, ...]  # the memory behind all layers, one per dtype and device
 
     @property
     def size_bytes(self) -> int:
@@ -192,10 +189,8 @@ def _slices(buffers: dict[_Kind, Tensor], places: Iterable[tuple[_Kind, range]])
 class PackedTensors:
     """Copies of tensors, side by side."""
 
-    flats: tuple[Tensor, ...]
-    """One per dtype and device, each of shape (elements,)."""
-    views: tuple[Tensor, ...]
-    """Into `flats`, in the order and with the shapes of what was packed."""
+    flats: tuple[Tensor, ...]  # one per dtype and device, each of shape (elements,)
+    views: tuple[Tensor, ...]  # into `flats`, in the order and with the shapes of what was packed
 
     def copy_to(self, tensors: Sequence[Tensor]) -> None:
         for tensor, view in zip(tensors, self.views, strict=True):

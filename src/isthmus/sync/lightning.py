@@ -50,8 +50,7 @@ class SyncStrategy(DDPStrategy):
         **strategy: Any,
     ) -> None:
         super().__init__(**strategy)
-        self.sync: Sync | None = None
-        """Since training began: `sync.statistics()`."""
+        self.sync: Sync | None = None  # since training began: `sync.statistics()`
         self._mode, self._period, self._options, self._codec = mode, period, options, codec
 
     def configure_ddp(self) -> None:

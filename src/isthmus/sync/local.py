@@ -20,8 +20,7 @@ from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.outer import OuterExchange
 from isthmus.sync.updates import Closure, average_with_state
 
-BALANCED_OVER = 5
-"""Periods whose median says how fast a worker is: one alone may have been disturbed."""
+BALANCED_OVER = 5  # periods whose median says how fast a worker is: one alone may have been disturbed
 
 
 def balanced_steps(period: int, compute_s: Sequence[float]) -> tuple[int, ...]:

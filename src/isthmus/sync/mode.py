@@ -28,15 +28,13 @@ class Setting:
     """The objects that every mode works on."""
 
     module: nn.Module
-    model: FlatModel
-    """The module's layers."""
+    model: FlatModel  # the module's layers
     updates: Updates
     averager: Averager
     monitor: Monitor
     period: int
     options: Options
-    codec: DeltaCodec | None = None
-    """The codec of the deltas that `outer` and `streaming` exchange."""
+    codec: DeltaCodec | None = None  # the codec of the deltas that `outer` and `streaming` exchange
 
     def delta_averager(self) -> Averager | CompressedAverager:
         """For the same deltas each time."""
@@ -48,23 +46,18 @@ class Setting:
 class Mode:
     """One way to keep the replicas together."""
 
-    in_backward = False
-    """Whether `ready` and `backward_ended` are to be called."""
-    updates_in_backward = False
-    """Whether a change of gradients after the backward pass comes too late."""
+    in_backward = False  # whether `ready` and `backward_ended` are to be called
+    updates_in_backward = False  # whether a change of gradients after the backward pass comes too late
     resets_each_backward = False
     """Whether several backward passes may come before one step, each with all gradients anew."""
     plan: SyncPlan | None = None
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.steps = 0
-        """How many have been made."""
+        self.steps = 0  # how many have been made
         self.periods = 0
-        self.own_period = setting.period
-        """Steps of this worker in a period."""
-        self._in_period = 0
-        """How many of them have been made."""
+        self.own_period = setting.period  # steps of this worker in a period
+        self._in_period = 0  # how many of them have been made
 
     @property
     def finished(self) -> bool:

@@ -19,25 +19,18 @@ from isthmus.sync.averaging import Averager
 from isthmus.sync.exchange import message_device
 
 LOG = logging.getLogger("isthmus.sync")
-BEHIND = 1.2
-"""A worker whose computation takes this many times the others' median, in two periods running, is named."""
-LEAST_BEHIND_S = 2e-3
-"""Less a step is not worth a line."""
+BEHIND = 1.2  # a worker whose computation takes this many times the others' median, in two periods running, is named
+LEAST_BEHIND_S = 2e-3  # less a step is not worth a line
 
 
 class PeriodReport(msgspec.Struct, frozen=True, kw_only=True):
     """One period, as all workers saw it. Seconds are per step, in the order of the workers."""
 
-    steps: int
-    """How many had been made at its end."""
-    compute_s: tuple[float, ...]
-    """Between two calls of `sync.step`, data loading included and waiting left out."""
-    wait_s: tuple[float, ...]
-    """Waiting for averages."""
-    divergence: float
-    """Gamma: the mean over the workers, every layer taken just before it was averaged."""
-    link_busy_s: float
-    """How long averages were on the way in the whole period, as the last worker to start them saw it."""
+    steps: int  # how many had been made at its end
+    compute_s: tuple[float, ...]  # between two calls of `sync.step`, data loading included and waiting left out
+    wait_s: tuple[float, ...]  # waiting for averages
+    divergence: float  # gamma: the mean over the workers, every layer taken just before it was averaged
+    link_busy_s: float  # how long averages were on the way in the whole period, as the last worker to start them saw it
 
     @property
     def usual_s(self) -> float:
@@ -55,8 +48,7 @@ class Monitor:
 
     def __init__(self, averager: Averager, workers: tuple[str, ...]) -> None:
         self.workers = workers
-        self.last: PeriodReport | None = None
-        """The newest period that all have reported."""
+        self.last: PeriodReport | None = None  # the newest period that all have reported
         self._averager = averager
         self._on_the_way: tuple[torch.Tensor, dist.Work, int] | None = None
         self._named = self._seen = -1

@@ -50,8 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     planner: str | None = None
     """`dream`, `dreamddp`: a sync planner by name. None: `dream-spread`, which begins with `dream`'s exact schedule in
     intervals, and stays with it where nothing else can hide more; for `dreamddp` the paper's search, `dream-dfs`."""
-    at_once: int = 2
-    """`asc-wfbp`: messages that may be on their way together, at most."""
+    at_once: int = 2  # `asc-wfbp`: messages that may be on their way together, at most
     plan: SyncPlan | None = None
     """`dream`, `dreamddp`: a plan made earlier for this model, which is kept: nothing is measured or planned."""
     outer_rate: float = RATE
@@ -59,12 +58,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`outer` and `streaming`: Nesterov SGD on the averaged deltas. The defaults are DiLoCo's."""
     error_decay: float = 1.0
     """`outer` and `streaming` with a codec: share of what a payload leaves out that later ones bring."""
-    fragments: int = 0
-    """`streaming`: parts of the model that take turns; 0 for one per step of the period."""
-    delay: int = DELAY
-    """`streaming`: steps between the start of a fragment's exchange and its use (tau)."""
-    mixing: float = MIXING
-    """`streaming`: share of the local parameters that stays when the others' arrive (alpha)."""
+    fragments: int = 0  # `streaming`: parts of the model that take turns; 0 for one per step of the period
+    delay: int = DELAY  # `streaming`: steps between the start of a fragment's exchange and its use (tau)
+    mixing: float = MIXING  # `streaming`: share of the local parameters that stays when the others' arrive (alpha)
     decoupled: Decoupled = Decoupled()
     """`decoupled`: fragments, quorum, grace, outer step and codec, as in a job file's `[sync.decoupled]`."""
     steps: int = 0

@@ -23,8 +23,7 @@ from isthmus.sync.hooks import uncompiled
 
 KEPT_STEPS = 16
 
-Moment = float | torch.Event
-"""On the device's own clock: the host is far ahead of what it has asked of an accelerator."""
+Moment = float | torch.Event  # on the device's own clock: the host is far ahead of what it has asked of an accelerator
 
 
 def now(device: torch.device) -> Moment:
@@ -49,18 +48,14 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Median seconds of one worker's steps. Layers in the order in which they became ready."""
 
     layers: tuple[str, ...]
-    forward_s: float
-    """From the start of the step's first forward to the end of its last one."""
-    begins_s: tuple[float, ...]
-    """From the start of the first forward until the layer's own forward begins."""
-    ready_s: tuple[float, ...]
-    """From then until the layer's gradients were there and it was updated."""
+    forward_s: float  # from the start of the step's first forward to the end of its last one
+    begins_s: tuple[float, ...]  # from the start of the first forward until the layer's own forward begins
+    ready_s: tuple[float, ...]  # from then until the layer's gradients were there and it was updated
 
 
 class _Mark(NamedTuple):
     moment: Moment
-    waited_s: float
-    """Waiting for averages in this step so far: it is left out."""
+    waited_s: float  # waiting for averages in this step so far: it is left out
 
 
 class _ProfiledStep:
@@ -185,16 +180,14 @@ def worker_profile(
 
 SMALLEST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 4, 1 << 22
 REPEATS = 3
-LONGEST_S = 0.3
-"""After a probe that took this long no larger one follows."""
+LONGEST_S = 0.3  # after a probe that took this long no larger one follows
 
 
 class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
     """An average of `size` bytes among all workers takes `latency_s + size x byte_s`."""
 
     latency_s: float
-    byte_s: float
-    """Seconds per byte of the tensor; that 2 (K - 1) / K of it is sent is inside."""
+    byte_s: float  # seconds per byte of the tensor; that 2 (K - 1) / K of it is sent is inside
 
     def average_s(self, size_bytes: float) -> float:
         return self.latency_s + size_bytes * self.byte_s

@@ -42,8 +42,7 @@ class _SentLayers:
     layers: frozenset[int]
     average: MeasuredAverage
     packed: PackedTensors | None
-    counts: bool
-    """Whether its divergence is reported: once a period for each layer."""
+    counts: bool  # whether its divergence is reported: once a period for each layer
 
 
 JOINED = " + "
@@ -70,8 +69,7 @@ class Scheduled(Mode):
                 "inside backward: expected SGD, Adam, AdamW or another element-wise one; any optimizer works in "
                 "'every-step', 'local', 'outer', 'streaming' and 'partial'"
             )
-        self.origin = 0
-        """The step at which the plan's first iteration was."""
+        self.origin = 0  # the step at which the plan's first iteration was
         self._on_the_way: dict[int, _SentLayers] = {}
         """Layers that are being averaged, in the order in which they were sent."""
         self.barriers = ForwardBarriers(

@@ -32,23 +32,17 @@ class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int
     """Bytes that this worker sent for averages: 2 (K - 1) / K of the averaged tensors, as in a ring. `decoupled`: bytes
     of its contributions."""
-    samples: int | None
-    """`decoupled`: of all workers so far, as far as this one knows."""
+    samples: int | None  # `decoupled`: of all workers so far, as far as this one knows
     workers: tuple[str, ...]
-    last_period: PeriodReport | None
-    """The newest that all workers have reported: one period late."""
+    last_period: PeriodReport | None  # the newest that all workers have reported: one period late
     slowest: str | None
     """The worker that the others wait for, and what it costs them per step; None until a period was measured."""
     behind_s: float
     plan: SyncPlan | None
-    plans: int
-    """How many were made, `dream` only."""
-    link: LinkModel | None
-    """As `dream` has measured it."""
-    times: WorkerTimes | None
-    """This worker's newest steps, as `dream` has measured them."""
-    layer_bytes: dict[str, int]
-    """The layers that averages are made of, in the order of registration."""
+    plans: int  # how many were made, `dream` only
+    link: LinkModel | None  # as `dream` has measured it
+    times: WorkerTimes | None  # this worker's newest steps, as `dream` has measured them
+    layer_bytes: dict[str, int]  # the layers that averages are made of, in the order of registration
 
 
 class Sync:

@@ -9,10 +9,8 @@ from typing import cast
 
 from isthmus.trackers.tracker import Tracker
 
-MOST_WAITING = 4096
-"""Figures of so many steps wait for a tracker that is slow; those of more are left out."""
-DRAIN_S = 30.0
-"""So long the end of a run waits for trackers."""
+MOST_WAITING = 4096  # figures of so many steps wait for a tracker that is slow; those of more are left out
+DRAIN_S = 30.0  # so long the end of a run waits for trackers
 
 Act = Callable[[Tracker], None]
 

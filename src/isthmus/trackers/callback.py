@@ -14,8 +14,7 @@ from isthmus.trackers.registry import tracker_builders
 from isthmus.trackers.settings import Track
 from isthmus.trackers.tracker import TrackedRun, flat
 
-ID_FILE = "tracked.id"
-"""In the run's folder: what names the run in trackers, in all its sessions."""
+ID_FILE = "tracked.id"  # in the run's folder: what names the run in trackers, in all its sessions
 
 SWITCH_S = 0.0005
 """The coordinator's own threads wait no longer for the interpreter while a tracker's computes: Python's 5 ms would be

@@ -17,12 +17,9 @@ from isthmus.trackers.tracker import TrackedRun
 OWNER = "track.to: mlflow"
 DATABASES = frozenset({"sqlite", "postgresql", "mysql", "mssql"})
 """Schemes of stores that MLflow opens itself, in this process."""
-RUN_TAG = "isthmus.run"
-"""The tag of a run by which a later session finds it."""
-FLUSH_S = 1.0
-"""Between two transactions: one for each step would take milliseconds of it."""
-MOST_METRICS = 1000
-"""That a server takes at once."""
+RUN_TAG = "isthmus.run"  # the tag of a run by which a later session finds it
+FLUSH_S = 1.0  # between two transactions: one for each step would take milliseconds of it
+MOST_METRICS = 1000  # that a server takes at once
 STATUS = {"done": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED"}
 
 

@@ -14,8 +14,7 @@ import msgspec
 from isthmus.extensions import import_extra
 from isthmus.trackers.tracker import TrackedRun
 
-WRITE_S = 1.0
-"""Between two writes of the file: a server reads it less often."""
+WRITE_S = 1.0  # between two writes of the file: a server reads it less often
 
 
 class PrometheusOptions(msgspec.Struct, frozen=True, kw_only=True):

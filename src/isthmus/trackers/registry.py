@@ -24,12 +24,9 @@ ENTRY_POINTS = "isthmus.trackers"
 class OurTracker(NamedTuple):
     """One of our adapters, as `module:name`."""
 
-    tracker: str
-    """A class that is built with the options."""
-    options: str
-    """A struct of its options."""
-    library: str
-    """The library that has to be installed for it."""
+    tracker: str  # a class that is built with the options
+    options: str  # a struct of its options
+    library: str  # the library that has to be installed for it
 
 
 def _ours(module: str, name: str, library: str) -> OurTracker:

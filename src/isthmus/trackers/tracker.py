@@ -12,19 +12,13 @@ import msgspec
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A run as trackers get it at its start."""
 
-    name: str
-    """The name of its folder."""
+    name: str  # the name of its folder
     project: str
-    group: str
-    """Runs of one sweep have the same; empty: none."""
-    id: str
-    """32 hexadecimal digits, the same in every session of the run."""
-    resumed: bool
-    """Whether an earlier session has called `start` with this id."""
-    folder: Path
-    """The run's folder, an absolute path."""
-    settings: Mapping[str, str | int | float | bool]
-    """The job: "training.steps" and so on."""
+    group: str  # runs of one sweep have the same; empty: none
+    id: str  # 32 hexadecimal digits, the same in every session of the run
+    resumed: bool  # whether an earlier session has called `start` with this id
+    folder: Path  # the run's folder, an absolute path
+    settings: Mapping[str, str | int | float | bool]  # the job: "training.steps" and so on
 
 
 class Tracker(Protocol):

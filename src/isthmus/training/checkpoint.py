@@ -56,30 +56,25 @@ def split_replica(name: str) -> tuple[int, str]:
 
 
 class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    tensors: tuple[str, ...]
-    """Names."""
-    sha256: str
-    """The digest of its bytes, in hexadecimal digits."""
+    tensors: tuple[str, ...]  # names
+    sha256: str  # the digest of its bytes, in hexadecimal digits
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of a checkpoint, and the settings that a resumed run must agree with."""
 
     version: Literal[5] = 5
-    step: Annotated[int, Meta(ge=0)]
-    """Optimizer steps done."""
+    step: Annotated[int, Meta(ge=0)]  # optimizer steps done
     seed: int
     batch: int
     shuffle: bool = True
     data: dict[str, dict[str, str]] = {}
     """Reports of devices on their samples by device and split, each under the device's own key."""
-    finite: bool = True
-    """Whether its weights are."""
+    finite: bool = True  # whether its weights are
     base: str = ""
     """Digest of the weights that are left out, since they are read again where they came from; empty: none are."""
     files: dict[str, SavedFile] = {}
-    sha256: str = ""
-    """The digest of all other fields."""
+    sha256: str = ""  # the digest of all other fields
 
     def sealed(self) -> Manifest:
         """With the digest that belongs to it."""

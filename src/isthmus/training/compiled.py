@@ -30,8 +30,7 @@ from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.program import Program, Slot, Step
 from isthmus.units import format_duration
 
-Backend = str | Callable[..., object]
-"""A backend of torch.compile, by name or as a function."""
+Backend = str | Callable[..., object]  # a backend of torch.compile, by name or as a function
 Compiler = Callable[[fx.Graph], Callable[..., Sequence[Tensor]]]
 """Compiles a graph of operators. A node's `meta["dtypes"]` has the types of its results."""
 Values = dict[Ref, Tensor]
@@ -159,10 +158,8 @@ def _filled(value: object, nodes: Mapping[Ref, fx.Node]) -> object:
             return value
 
 
-_ONE_AT_A_TIME = threading.Lock()
-"""The stages of one device are measured one at a time: each has the device to itself."""
-PASSES = 3
-"""Passes of each way to compute, in turn; the quickest counts."""
+_ONE_AT_A_TIME = threading.Lock()  # the stages of one device are measured one at a time: each has the device to itself
+PASSES = 3  # passes of each way to compute, in turn; the quickest counts
 
 
 def compile_where_it_pays(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend = "inductor") -> str:

@@ -101,10 +101,8 @@ def spread(values: Tensor, parameters: Sequence[Tensor]) -> None:
 class _Given(NamedTuple):
     """A contribution whose fate is not known yet."""
 
-    number: int
-    """The number of the merge that asked for it."""
-    values: Tensor
-    """The replica's own when it gave, as the payload has them; moved since then with what is known."""
+    number: int  # the number of the merge that asked for it
+    values: Tensor  # the replica's own when it gave, as the payload has them; moved since then with what is known
     samples: int
 
 
@@ -114,8 +112,7 @@ class ReplicaAccount:
 
     def __init__(self, count: int, codec: DeltaCodec) -> None:
         self._codec = codec
-        self.known: list[Tensor | None] = [None] * count
-        """The newest version of each fragment that was taken."""
+        self.known: list[Tensor | None] = [None] * count  # the newest version of each fragment that was taken
         self._given: list[_Given | None] = [None] * count
         self._samples = [0] * count
 

@@ -61,13 +61,11 @@ class DelayedEngine(TorchEngine):
             frozen=frozen,
             replaced=replaced,
         )
-        self._step: int | None = None
-        """That is updated next."""
+        self._step: int | None = None  # that is updated next
         self._gradients_ahead: dict[str, Tensor] = {}
         self._losses_ahead = LossAccumulator(accelerator)
         self._losses_behind = self._last_losses = self._tallies["train"]
-        self._earlier = self.flights.copy()
-        """Micro-batches that are in flight in the step after this one too."""
+        self._earlier = self.flights.copy()  # micro-batches that are in flight in the step after this one too
         self._buffers: dict[int, Mapping[str, Tensor]] = {}
         """Those that forwards write, as they were before a step, by step."""
         self._previous: dict[str, Tensor] = {}

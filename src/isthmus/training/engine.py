@@ -33,16 +33,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     optimizers: Many[OptimizerConfig] = (OptimizerConfig(),)
     learning_rate: LearningRate = LearningRate()
-    clip_norm: NotNegative = 0.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    clip_norm: NotNegative = 0.0  # largest global gradient norm; 0 turns clipping off
     steps: Count = 1
     micro_batches: Count = 1
     micro_batch_size: Count = 1
     seed: Seed = 0
     non_finite: OnNonFinite = "stop"
     """With `skip` a loss that is not finite has gradients of NaN: every stage and replica that they reach knows it."""
-    kernels: Kernels = Kernels()
-    """Set for the whole process, by the code that makes the engine."""
+    kernels: Kernels = Kernels()  # set for the whole process, by the code that makes the engine
     loss_scaling: LossScaling | None = None
     """Gradients are computed larger than they are, as float16 needs it; steps that are not finite are left out."""
 
@@ -234,8 +232,7 @@ class TorchEngine:
         self._tallies = {"train": LossAccumulator(accelerator), "eval": LossAccumulator(accelerator)}
         size = config.micro_batch_size
         self.eager = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced)
-        self.program: RunsOperators = self.eager
-        """The program of training steps."""
+        self.program: RunsOperators = self.eager  # the program of training steps
         self.eager_evaluation = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
         self.evaluation_program: RunsOperators = self.eager_evaluation
         seed = 1.0 if train.count is not None else 1.0 / config.micro_batches

@@ -24,10 +24,8 @@ class EngineOperators(msgspec.Struct, frozen=True, kw_only=True):
     """A device's description of its engine."""
 
     engine: EngineName = "torch"
-    torch: Annotated[str, Meta(max_length=100)]
-    """Version, which JAX's devices have too."""
-    operators: Annotated[dict[Text, Text], Meta(max_length=MOST_OPERATORS)]
-    """Targets and digests of their schemas."""
+    torch: Annotated[str, Meta(max_length=100)]  # version, which JAX's devices have too
+    operators: Annotated[dict[Text, Text], Meta(max_length=MOST_OPERATORS)]  # targets and digests of their schemas
 
     def lacks(self, schemas: Mapping[str, str]) -> tuple[str, ...]:
         """Return the operators of a graph that the engine lacks."""

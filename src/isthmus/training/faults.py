@@ -12,8 +12,7 @@ from isthmus.errors import IsthmusError, StepError
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.units import parse_size
 
-_NO_MEMORY = "can't allocate memory"
-"""Torch's text in a plain RuntimeError where the CPU's memory is short."""
+_NO_MEMORY = "can't allocate memory"  # torch's text in a plain RuntimeError where the CPU's memory is short
 _LIBRARY_SHORT = re.compile(
     r"CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)|CUDNN_STATUS_ALLOC_FAILED|unable to find an engine"
 )

@@ -22,8 +22,7 @@ from isthmus.graph.serving import ATTENTION, POSITIONS
 from isthmus.protocol.generation import Sampling
 from isthmus.training.program import Program
 
-KEPT_PROGRAMS = 16
-"""Programs by length of the prompt: a stage's operators are resolved once for each number of tokens."""
+KEPT_PROGRAMS = 16  # programs by length of the prompt: a stage's operators are resolved once for each number of tokens
 
 
 class LayerCache:

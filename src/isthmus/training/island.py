@@ -218,8 +218,7 @@ class IslandEngine:
         self.owned = self._engine.owned
         self._counts = {"forward": made.train.count is not None, "evaluate": made.evaluation.count is not None}
         self._loss_counts: dict[str, list[tuple[float, ...]]] = {"forward": [], "evaluate": []}
-        self._summed = True
-        """Whether what the ranks have added up is at rank 0."""
+        self._summed = True  # whether what the ranks have added up is at rank 0
 
     def _tell(self, command: Command, tensors: Tensors = ()) -> None:
         for rank in range(1, self._ranks.count):

@@ -22,8 +22,7 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deterministic: bool = False
     """Whether equal inputs must give equal bits: an operator that has no such kernel is refused when it runs."""
 
-    compile: bool = False
-    """Whether stages compute compiled where that is quicker (`compile_where_it_pays`)."""
+    compile: bool = False  # whether stages compute compiled where that is quicker (`compile_where_it_pays`)
 
     def use(self, accelerator: Accelerator) -> str:
         """In this whole process, before it has computed anything. Returns what the hardware cannot do, if anything."""

@@ -38,8 +38,7 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     dtype: Id
     shape: Shape
     stride: Shape
-    packing: Packing | None = None
-    """None sends the elements' own bytes."""
+    packing: Packing | None = None  # None sends the elements' own bytes
 
     @property
     def nbytes(self) -> int:

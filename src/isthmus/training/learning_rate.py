@@ -20,8 +20,7 @@ from isthmus.wire_types import Count, NotNegative, Positive, Table, Text
 
 NESTED, FUNCTION = "schedulers", "lr_lambda"
 """Arguments that hold other schedulers, and a function of the step's number."""
-OURS = {"optimizer", "last_epoch"}
-"""Arguments that are not the user's to give."""
+OURS = {"optimizer", "last_epoch"}  # arguments that are not the user's to give
 
 
 class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

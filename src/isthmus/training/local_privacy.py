@@ -52,8 +52,7 @@ from isthmus.graph.opgraph import Ref
 from isthmus.wire_types import Amount, Count, Many, NotNegative
 
 KEY_BYTES = 32
-_START = bytes(16)
-"""ChaCha20's counter and nonce: each key is used for one stream."""
+_START = bytes(16)  # chaCha20's counter and nonce: each key is used for one stream
 _UNIT = 2.0**-53
 
 
@@ -84,10 +83,8 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
 
     values: Many[tuple[Ref, Amount]] = ()
     """Each with the axis along which the samples lie. All of a sample's are clipped together."""
-    per_sample: Amount = 0
-    """How many numbers they are."""
-    targets: Many[Count] = ()
-    """Stages that take them."""
+    per_sample: Amount = 0  # how many numbers they are
+    targets: Many[Count] = ()  # stages that take them
     clip: NotNegative = 0.0
     deviation: NotNegative = 0.0
 
@@ -98,12 +95,9 @@ class Released(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Clipped(NamedTuple):
-    values: Mapping[Ref, Tensor]
-    """As they were computed, in float64, samples first: zero where not finite."""
-    squared: Tensor
-    """Their squared norms, [samples]."""
-    scale: Tensor
-    """min(1, C / norm), [samples]; 0 where values are not finite."""
+    values: Mapping[Ref, Tensor]  # as they were computed, in float64, samples first: zero where not finite
+    squared: Tensor  # their squared norms, [samples]
+    scale: Tensor  # min(1, C / norm), [samples]; 0 where values are not finite
 
 
 def clip(values: Mapping[Ref, Tensor], boundary: Boundary) -> _Clipped:

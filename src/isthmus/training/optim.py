@@ -29,8 +29,7 @@ from isthmus.wire_types import NotNegative, Table, Text
 
 STEP = "step"
 """The number of updates of a parameter in an optimizer's state. All else there has the parameter's elements."""
-FUSED_KINDS = ("cuda", "xpu", "mps", "checked")
-"""Accelerators for which torch has fused optimizers."""
+FUSED_KINDS = ("cuda", "xpu", "mps", "checked")  # accelerators for which torch has fused optimizers
 CANNOT = {
     "LBFGS": "it computes the loss several times a step",
     "SparseAdam": "it takes sparse gradients alone",
@@ -270,10 +269,8 @@ def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> Tensor:
 
 
 VALUE, MOMENTUM, DELTA = "outer", "outer_momentum", "outer_delta"
-OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})
-"""A parameter's outer state in a checkpoint, beside its optimizer's."""
-PREVIOUS = "previous"
-"""And its version before the last update, where a step computes with that (`training.delayed`)."""
+OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})  # a parameter's outer state in a checkpoint, beside its optimizer's
+PREVIOUS = "previous"  # and its version before the last update, where a step computes with that (`training.delayed`)
 NOT_OPTIMIZERS = OUTER_KEYS | {PREVIOUS}
 
 

@@ -25,21 +25,16 @@ class Slot(NamedTuple):
 
 class Step(NamedTuple):
     name: str
-    target: str
-    """The operator; empty where something else runs in its place."""
-    described: str
-    """The operator, the module of the user's that calls it, and the line."""
+    target: str  # the operator; empty where something else runs in its place
+    described: str  # the operator, the module of the user's that calls it, and the line
     call: Callable[..., object]
     args: list[object]
     kwargs: dict[str, object]
-    dtypes: tuple[torch.dtype, ...]
-    """Types of its results."""
-    writes: tuple[Ref, ...]
-    """Buffers that it changes in place."""
+    dtypes: tuple[torch.dtype, ...]  # types of its results
+    writes: tuple[Ref, ...]  # buffers that it changes in place
     quiet: bool
     random: bool
-    last_use: tuple[Ref, ...]
-    """Values that no later step takes."""
+    last_use: tuple[Ref, ...]  # values that no later step takes
 
 
 class RunsOperators(Protocol):

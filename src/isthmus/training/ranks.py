@@ -36,10 +36,8 @@ class StageSetUp(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     recompute: bool = False
     frozen: bool = False
-    threads: int = 1
-    """Torch threads of each rank."""
-    sharded: bool = False
-    """Whether each rank owns its part of the parameters."""
+    threads: int = 1  # torch threads of each rank
+    sharded: bool = False  # whether each rank owns its part of the parameters
 
 
 class _Piece(msgspec.Struct, frozen=True):
@@ -75,27 +73,20 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch: int = 0
     groups: tuple[tuple[_Piece, ...], ...] = ()
     """The gradients of a backward, a group for each consumer stage; else one group."""
-    names: tuple[str, ...] = ()
-    """Parameters (op names) of a sum, or those to be put together."""
-    what: Whole = "parameters"
-    """To be put together."""
-    count: float | None = None
-    """The count of the loss of a collect."""
-    loss_scale: float = 1.0
-    """The scale of the loss of a backward, where it has one."""
+    names: tuple[str, ...] = ()  # parameters (op names) of a sum, or those to be put together
+    what: Whole = "parameters"  # to be put together
+    count: float | None = None  # the count of the loss of a collect
+    loss_scale: float = 1.0  # the scale of the loss of a backward, where it has one
     stage: StageSetUp | None = None
-    loss_count: tuple[float, ...] | None = None
-    """Loss and count of the share, in an answer."""
-    failed: tuple[str, str] | None = None
-    """The exception's kind and reason, in an answer."""
+    loss_count: tuple[float, ...] | None = None  # loss and count of the share, in an answer
+    failed: tuple[str, str] | None = None  # the exception's kind and reason, in an answer
 
 
 class _Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Why a rank left, for rank 0."""
 
     rank: int
-    what: str
-    """The action that failed, of a StepError; empty for other errors."""
+    what: str  # the action that failed, of a StepError; empty for other errors
     reason: str
     memory: bool
 
@@ -110,8 +101,7 @@ class Ranks:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.accelerator = accelerator
         self.collectives = Collectives(accelerator)
-        self.broken = False
-        """Whether a rank may wait for a collective that never comes: another session is needed."""
+        self.broken = False  # whether a rank may wait for a collective that never comes: another session is needed
 
     def leave(self, error: Exception) -> None:
         """Before this rank leaves the group for an error of its own: the first that does so is heard."""

@@ -96,12 +96,10 @@ class ShardedEngine(TorchEngine):
         self._ranks = Collectives(accelerator)
         self._parts: dict[str, torch.dtype] = {}
         """Op names of the parameters that are shared out, with the type that they compute in."""
-        self._shapes: dict[str, torch.Size] = {}
-        """Shapes of whole parameters, by their own names."""
+        self._shapes: dict[str, torch.Size] = {}  # shapes of whole parameters, by their own names
         self._alive: dict[int, tuple[str, StorageWeakRef]] = {}
         """Parameters that may be whole at this moment, by address."""
-        self._again: dict[str, Tensor] = {}
-        """Parameters that a backward has put together and still needs."""
+        self._again: dict[str, Tensor] = {}  # parameters that a backward has put together and still needs
         for op in train.variables():
             if op.kind == "parameter" and op.name not in train.shared_from:
                 self._shapes[op.target] = weights[op.target].shape

@@ -18,23 +18,17 @@ from isthmus.errors import PeerError
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.layout import TensorHeader, check_header, header_of, in_a_row, unpack
 
-SNAPSHOT = CopyLabel("snapshot")
-"""How its copy is called in a trace."""
-ALIGNED_BYTES = 64
-"""Where tensors begin in the buffer: any type can be viewed there."""
+SNAPSHOT = CopyLabel("snapshot")  # how its copy is called in a trace
+ALIGNED_BYTES = 64  # where tensors begin in the buffer: any type can be viewed there
 
-MOST_KEPT = 6
-"""Tensors that optimizers may keep of a parameter, the outer one among them."""
-Part = Mapping[str, Tensor]
-"""Tensors of one part, under the names that a checkpoint has."""
+MOST_KEPT = 6  # tensors that optimizers may keep of a parameter, the outer one among them
+Part = Mapping[str, Tensor]  # tensors of one part, under the names that a checkpoint has
 
 
 class Snapshot(msgspec.Struct, frozen=True):
     headers: tuple[TensorHeader, ...]
-    flat: Tensor
-    """uint8; each tensor's elements as they would travel, from an aligned place on."""
-    copied: DeviceEvent | None = None
-    """The event after which `flat` may be read; None where all of it is here."""
+    flat: Tensor  # uint8; each tensor's elements as they would travel, from an aligned place on
+    copied: DeviceEvent | None = None  # the event after which `flat` may be read; None where all of it is here
 
     @property
     def whole(self) -> bool:
@@ -144,8 +138,7 @@ def check_state(shapes: Mapping[str, tuple[int, ...]], headers: Sequence[TensorH
         raise PeerError(f"sent no {min(expected)!r}, which is of its stage" if expected else "sent a tensor twice")
 
 
-STRETCH = "stretch"
-"""Name of a stretch in the header of its message."""
+STRETCH = "stretch"  # name of a stretch in the header of its message
 
 
 def stretches(flat: Tensor, most_bytes: int) -> Iterator[tuple[int, Tensor, tuple[TensorHeader, ...]]]:

@@ -42,14 +42,10 @@ class _Call:
 
     step: Step
     taken: Mapping[Ref, Tensor]
-    parameters: Values
-    """Leaves that stand for parameters, and for what is computed from parameters alone."""
-    outputs: Values = field(default_factory=dict[Ref, Tensor])
-    """Those with a gradient."""
-    seeds: Values = field(default_factory=dict[Ref, Tensor])
-    """Gradients of outputs, where B brings them."""
-    found: Sequence[Tensor | None] | None = None
-    """Gradients of the parameters, where B computes them."""
+    parameters: Values  # leaves that stand for parameters, and for what is computed from parameters alone
+    outputs: Values = field(default_factory=dict[Ref, Tensor])  # those with a gradient
+    seeds: Values = field(default_factory=dict[Ref, Tensor])  # gradients of outputs, where B brings them
+    found: Sequence[Tensor | None] | None = None  # gradients of the parameters, where B computes them
 
     def run(self, leaves: Mapping[Ref, Tensor]) -> Sequence[Tensor]:
         """All outputs, in the operator's own graph. `leaves` stand for inputs whose gradients go on."""
@@ -107,12 +103,10 @@ class SplitProgram:
         """`trainable` names the variables with a gradient, `received` the values whose gradients go back."""
         self._program = program
         self._trainable = {Ref(name) for name in trainable}
-        self._derived = set(self._trainable)
-        """Parameters and all that is computed from them without what was received."""
+        self._derived = set(self._trainable)  # parameters and all that is computed from them without what was received
         self._flowing = set(received)
         self._values: Values = {}
-        self._calls: list[_Call] = []
-        """Calls of the micro-batch that runs, as `_values`."""
+        self._calls: list[_Call] = []  # calls of the micro-batch that runs, as `_values`
         self.calls: dict[int, list[_Call]] = {}
         self.ends: dict[int, Values] = {}
         """Values computed from parameters alone that outlive the run, as where they are sent, by micro-batch; after B
@@ -196,10 +190,8 @@ class SplitEngine(TorchEngine):
         returned = (c.value for c in train.receives if c.gradient)
         self._split = SplitProgram(self.eager, self.trainable, returned)
         self.program = self._split
-        self._at = -1
-        """The micro-batch of the backward that runs."""
-        self._adds_to: dict[int, AtStep] = {}
-        """Sums to add to, by micro-batch whose weight gradients are left."""
+        self._at = -1  # the micro-batch of the backward that runs
+        self._adds_to: dict[int, AtStep] = {}  # sums to add to, by micro-batch whose weight gradients are left
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
         self._at = micro_batch

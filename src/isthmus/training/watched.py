@@ -14,8 +14,7 @@ from isthmus.graph.partition import StageGraph
 from isthmus.training.engine import Again, EngineConfig, Flight, TorchEngine
 from isthmus.training.program import RunsOperators
 
-Observe = Callable[[int, str, str, Tensor], None]
-"""Gets step, node, leaf and value."""
+Observe = Callable[[int, str, str, Tensor], None]  # gets step, node, leaf and value
 
 
 class WatchedEngine(TorchEngine):

@@ -27,11 +27,9 @@ from isthmus.verification.packing import wire_bytes
 from isthmus.verification.question import FLOAT32_BYTES
 from isthmus.verification.reading import GraphReading
 
-MOST_JOINED = 512
-"""Devices up to which components are counted; beyond, each device has its lightest edge."""
+MOST_JOINED = 512  # devices up to which components are counted; beyond, each device has its lightest edge
 
-Weights = Mapping[tuple[int, int], float]
-"""Between kinds of devices; (k, k) joins two devices of one kind."""
+Weights = Mapping[tuple[int, int], float]  # between kinds of devices; (k, k) joins two devices of one kind
 
 
 def kinds_of(fleet: Fleet) -> list[list[str]]:
@@ -63,8 +61,7 @@ class DeviceMerging:
         self._count, self._most, self._rooms = sum(sizes), most, rooms
         self._steps: list[tuple[float, list[int]]] = []
         """(weight, [k]: components of the k devices before edges of that weight), lightest first."""
-        self._nearest: list[float] = []
-        """Where there are too many devices: the lightest edge of each, lightest first."""
+        self._nearest: list[float] = []  # where there are too many devices: the lightest edge of each, lightest first
         if self._count > MOST_JOINED:
             for kind, size in enumerate(sizes):
                 lightest = min(w for (a, b), w in weights.items() if kind in (a, b))

@@ -23,13 +23,10 @@ from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch, SearchResult
 from isthmus.verification.walks import walkable
 
-GAP_ROUNDING = 1e-7
-"""Absolute: planners call a gap of rounding errors none."""
+GAP_ROUNDING = 1e-7  # absolute: planners call a gap of rounding errors none
 FIRST_WORK = 1e8
-MOST_WORK = 2.5e10
-"""Entries of arrays before and after the search; 10^8 to 3 * 10^8 are a second."""
-ROUNDING = 1e-7
-"""Relative: between a bound and the plan that attains it."""
+MOST_WORK = 2.5e10  # entries of arrays before and after the search; 10^8 to 3 * 10^8 are a second
+ROUNDING = 1e-7  # relative: between a bound and the plan that attains it
 
 
 class PlanCost(NamedTuple):
@@ -162,8 +159,7 @@ class _Check:
         self._reading, self._priced, self._effort, self._exists = reading, priced, effort, exists
         self._single, self._several = _simple(reading, priced)
         self.simple = min(self._single, self._several)
-        self.walked = self.searched = False
-        """Which of both the bound needed: the relaxation, and the search."""
+        self.walked = self.searched = False  # which of both the bound needed: the relaxation, and the search
 
     def best(self, stated: float, *, attained: bool) -> SearchResult:
         """Infinite where no plan is at or below the bound, as far as that was to be known: a plan that attains it is

@@ -17,11 +17,9 @@ from isthmus.verification.walks import Terms
 
 CONTINUED, MOST_CONTINUED = 1000, 64_000
 """Replicas of one choice that are continued, at first and at most: twice as many each time it was not settled."""
-MOST_BYTES = 400_000_000
-"""Memory of the walks that are kept, and of tables."""
+MOST_BYTES = 400_000_000  # memory of the walks that are kept, and of tables
 
-Choice = tuple[int, ...]
-"""A state for each replica: its devices."""
+Choice = tuple[int, ...]  # a state for each replica: its devices
 
 
 class _Settled(NamedTuple):

@@ -20,14 +20,12 @@ class Part(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
-    saved_bytes: int
-    """Bytes that operators save for the backward."""
+    saved_bytes: int  # bytes that operators save for the backward
     received_bytes: int
     column_bytes: int
     apart_flops: int = 0
     """Operations of weight gradients, among those of the backward, that wait until the other gradients are sent."""
-    waiting_bytes: int = 0
-    """Bytes that the operations of these weight gradients keep."""
+    waiting_bytes: int = 0  # bytes that the operations of these weight gradients keep
 
     def kept_bytes(self, recompute: bool) -> int:
         """From forward to backward: what was received, and what was saved or, to compute it again, read."""
@@ -70,8 +68,7 @@ class CutGraph(NamedTuple):
     parts: tuple[Part, ...]
     flowing: tuple[Flowing, ...]
     shared_uses: tuple[SharedVariable, ...]
-    owners: dict[str, tuple[int, int]]
-    """(stage that updates it, elements) by the op of a trained parameter."""
+    owners: dict[str, tuple[int, int]]  # (stage that updates it, elements) by the op of a trained parameter
 
 
 def cut(reading: GraphReading, starts: Sequence[int]) -> CutGraph:

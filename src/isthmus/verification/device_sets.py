@@ -22,8 +22,7 @@ class DeviceKind(NamedTuple):
 
     names: Sequence[str]
     speed: float
-    room: float
-    """Bytes, of the largest; infinite where it holds the model with all micro-batches."""
+    room: float  # bytes, of the largest; infinite where it holds the model with all micro-batches
 
 
 class DeviceKinds:
@@ -68,10 +67,8 @@ class SetParts(NamedTuple):
     """Pairs, by state, of a state and a part of it: a state, not empty, whose devices are among its own."""
 
     part: Ints
-    rest: Ints
-    """The state of the devices that are not in the part."""
-    starts: Ints
-    """Where those of each state but the first begin."""
+    rest: Ints  # the state of the devices that are not in the part
+    starts: Ints  # where those of each state but the first begin
 
 
 class Tracked:
@@ -86,8 +83,7 @@ class Tracked:
         grid = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), dtype=np.int64)
         self.strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
         """[tracked kind]: between a state and one with a device more."""
-        self.used = grid.T
-        """[state, tracked kind]: how many devices."""
+        self.used = grid.T  # [state, tracked kind]: how many devices
         self.devices = self.used.sum(axis=1)
         self.steps: dict[int, tuple[Ints, Ints]] = {}
         """The states that have a device of a kind left and the states after it is taken, by kind."""

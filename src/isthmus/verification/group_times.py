@@ -23,17 +23,14 @@ import numpy as np
 from isthmus.verification.question import CLOSE, FLOAT32_BYTES, Question
 from isthmus.verification.sent import Floats, Ints
 
-MOST_IN_RING = 5
-"""Devices: of more, a ring has no hop that is faster than the fastest of the device it leaves."""
+MOST_IN_RING = 5  # devices: of more, a ring has no hop that is faster than the fastest of the device it leaves
 
 
 class GroupSums(NamedTuple):
     """[start]: of the blocks from there to an end."""
 
-    seconds: Floats
-    """In the mean over a period's steps, at least."""
-    carried: Floats
-    """Bytes that each link of the group carries both times together, at least."""
+    seconds: Floats  # in the mean over a period's steps, at least
+    carried: Floats  # bytes that each link of the group carries both times together, at least
 
 
 class GroupTimes:

@@ -20,14 +20,11 @@ from isthmus.verification.pipelines import Goal, SearchedPipelines
 from isthmus.verification.suffixes import SuffixSearch
 from isthmus.verification.walks import Terms, Walks
 
-NARROW = 1e-8
-"""Relative: so close above a period begins the interval of what is no faster."""
-FEW_STATES = 64
-"""Up to so many, all kinds are tracked from the start."""
+NARROW = 1e-8  # relative: so close above a period begins the interval of what is no faster
+FEW_STATES = 64  # up to so many, all kinds are tracked from the start
 MOST_ENTRIES = 50_000_000
 """Entries of one dynamic programme. On large problems pipelines are searched sooner, with fewer tracked kinds."""
-THIN = 0.01
-"""Relative width of an interval that is not halved."""
+THIN = 0.01  # relative width of an interval that is not halved
 
 
 class PeriodInterval(NamedTuple):
@@ -36,18 +33,12 @@ class PeriodInterval(NamedTuple):
     bound_s: float
     low: float
     high: float
-    fill_s: float = 0.0
-    """F(high), where it is known."""
-    period_s: float = 0.0
-    """The period of the walk that has this fill."""
-    repeats: tuple[int, ...] = ()
-    """Kinds of which that walk uses more devices than there are."""
-    age: int = -1
-    """How many kinds were tracked when it was looked into; -1: it was not."""
-    among: tuple[int, ...] = ()
-    """Kinds of devices that they have."""
-    search: SuffixSearch | None = None
-    """Where nothing else raises the bound."""
+    fill_s: float = 0.0  # f(high), where it is known
+    period_s: float = 0.0  # the period of the walk that has this fill
+    repeats: tuple[int, ...] = ()  # kinds of which that walk uses more devices than there are
+    age: int = -1  # how many kinds were tracked when it was looked into; -1: it was not
+    among: tuple[int, ...] = ()  # kinds of devices that they have
+    search: SuffixSearch | None = None  # where nothing else raises the bound
 
 
 class OneReplica:

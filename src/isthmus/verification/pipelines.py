@@ -19,12 +19,10 @@ from isthmus.verification.walks import EACH, Walks
 
 MOST_MESSAGES = 8_000_000
 """Seconds of messages, by source and stage, up to which what comes before a stage is looked at for each."""
-MOST_KEPT = 20_000
-"""Pairs of a stage and a boundary before it of which arrays are kept."""
+MOST_KEPT = 20_000  # pairs of a stage and a boundary before it of which arrays are kept
 MOST_TIMED, MOST_SHARDED = 5, 6
 """Replicas, of which it is known which ring planners choose; and those whose collectives are all looked at."""
-MOST_ORDERS = 24
-"""Orders of replicas that are timed each: those of four."""
+MOST_ORDERS = 24  # orders of replicas that are timed each: those of four
 
 
 class PipelineStage(NamedTuple):
@@ -33,36 +31,28 @@ class PipelineStage(NamedTuple):
     kind: int
     start: int
     end: int
-    again: bool
-    """It computes its forward twice."""
-    trip_s: float
-    """From the start of a micro-batch's forward to the end of its backward, at least."""
+    again: bool  # it computes its forward twice
+    trip_s: float  # from the start of a micro-batch's forward to the end of its backward, at least
 
 
 class SentInto(NamedTuple):
     """[kind, start]: what a stage of that kind and start, that ends at a boundary, sends one stage behind it."""
 
-    sent_s: Floats
-    """Both ways, shared parameters too."""
+    sent_s: Floats  # both ways, shared parameters too
     busy_s: Floats
-    through_s: Floats
-    """There and back for a micro-batch; minus infinite where nothing returns."""
-    far_s: Floats
-    """[start]: what comes from before, at least."""
+    through_s: Floats  # there and back for a micro-batch; minus infinite where nothing returns
+    far_s: Floats  # [start]: what comes from before, at least
 
 
-Among = tuple[slice | Ints, slice]
-"""Kinds and starts that are looked at."""
+Among = tuple[slice | Ints, slice]  # kinds and starts that are looked at
 
 
 class Joined(NamedTuple):
     """Stages with one before them, of each kind and start: [..., kind, start]."""
 
-    spent_s: Floats
-    """Seconds of one micro-batch, and of parameters that the stages share."""
+    spent_s: Floats  # seconds of one micro-batch, and of parameters that the stages share
     busy_s: Floats
-    far_s: Floats
-    """[start]: what comes from before, at least."""
+    far_s: Floats  # [start]: what comes from before, at least
     home_s: Floats
     """From the end of the first one's forward to the return of its gradient; 0 where round trips are not asked for."""
 
@@ -72,8 +62,7 @@ class Goal:
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
-        self.found: tuple[Setup, ...] = ()
-        """The plan's replicas, where it was come upon."""
+        self.found: tuple[Setup, ...] = ()  # the plan's replicas, where it was come upon
 
 
 class SearchedPipelines:

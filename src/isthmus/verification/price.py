@@ -48,8 +48,7 @@ def _messages(
                 yield a, b, often * size_bytes
 
 
-MOST_SETS = 6
-"""Devices up to which each set of them is bounded by itself."""
+MOST_SETS = 6  # devices up to which each set of them is bounded by itself
 
 
 def single_price(bounds: Bounds) -> float:

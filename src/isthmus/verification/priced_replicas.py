@@ -28,10 +28,8 @@ from isthmus.verification.replica_search import WHOLE
 from isthmus.verification.stage_arrays import Floats
 from isthmus.verification.walks import NARROW, Terms, Walks
 
-RATIO = 1.15
-"""Between the ends of an interval of periods."""
-BEGUN = (0.0, 0.5, 0.9)
-"""Parts of the batch that all devices are worth at first, each by its speed."""
+RATIO = 1.15  # between the ends of an interval of periods
+BEGUN = (0.0, 0.5, 0.9)  # parts of the batch that all devices are worth at first, each by its speed
 MOST_WORSE, MOST_TRIED = 3, 16
 """Prices in a row that bound no higher, after which steps are halved; and those that are tried."""
 TINY = 1e-300
@@ -44,8 +42,7 @@ class _Periods(NamedTuple):
     low_s: float
     most: int
     terms: Terms
-    fill_s: float
-    """The least without prices."""
+    fill_s: float  # the least without prices
 
     def least_s(self, each: float) -> float:
         """Return the least time of a replica that ends so many beyond its prices, without these prices."""
@@ -57,8 +54,7 @@ class _Tried(NamedTuple):
 
     time_s: float
     prices: Floats
-    uses: Floats
-    """[kind]: devices of the replica that takes so long."""
+    uses: Floats  # [kind]: devices of the replica that takes so long
     low_s: float
 
 

@@ -22,18 +22,13 @@ from isthmus.verification.several_replicas import SeveralReplicas
 from isthmus.verification.stage_arrays import stage_arrays
 from isthmus.verification.walks import Walks, ample_bytes, walkable
 
-MOST_STATES = 4096
-"""Sets of devices that are distinguished for one replica."""
-MOST_SETS = 512
-"""Sets of devices that are distinguished for several replicas."""
-SLICE = 100_000_000
-"""Work of the first try of a part."""
+MOST_STATES = 4096  # sets of devices that are distinguished for one replica
+MOST_SETS = 512  # sets of devices that are distinguished for several replicas
+SLICE = 100_000_000  # work of the first try of a part
 FINE, FINEST = 0.004, 0.0002
 """Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
-RISE = 1.2
-"""Ratio of the next limit to what is proven, at most: a goal far above it is not proven at once."""
-EASIER = 3
-"""Limits that are tried for a while each."""
+RISE = 1.2  # ratio of the next limit to what is proven, at most: a goal far above it is not proven at once
+EASIER = 3  # limits that are tried for a while each
 SETTLED = 1.0005
 """Ratio of a limit that could not be proven to one that was, below which no limit between them is tried."""
 
@@ -41,20 +36,17 @@ SETTLED = 1.0005
 class ProofProgress(NamedTuple):
     bound_s: float
     work: int
-    open: str
-    """The part of all plans that is lowest, in words."""
+    open: str  # the part of all plans that is lowest, in words
 
 
-Ended = Callable[[int], bool]
-"""Whether to end, after so much work."""
+Ended = Callable[[int], bool]  # whether to end, after so much work
 
 
 class BoundPart:
     """One replica, or several, of one number of micro-batches. This one is bounded without a search."""
 
     def __init__(self, bound_s: float, words: str) -> None:
-        self.bound_s, self.words, self.stuck = bound_s, words, True
-        """`stuck`: nothing raises the bound."""
+        self.bound_s, self.words, self.stuck = bound_s, words, True  # `stuck`: nothing raises the bound
 
     def aim(self) -> None:
         """At the goal again, whatever was tried meanwhile."""

@@ -49,19 +49,15 @@ class Question:
     graph: OpGraph
     fleet: Fleet
     micro_batch_size: int
-    micro_batches: int
-    """Micro-batches of a step, over all replicas."""
+    micro_batches: int  # micro-batches of a step, over all replicas
     schedule: str
     state: StateBytes = field(default_factory=StateBytes)
-    period: int = 1
-    """Steps in which every parameter is averaged; 1 where gradients are summed in each step."""
+    period: int = 1  # steps in which every parameter is averaged; 1 where gradients are summed in each step
     constraints: Constraints = field(default_factory=Constraints)
-    recompute: bool = True
-    """Whether a stage may run its forward twice."""
+    recompute: bool = True  # whether a stage may run its forward twice
     counts: tuple[int, ...] = ()
     """The numbers of micro-batches that a plan may choose from; none: `micro_batches` alone."""
-    gradients: bool = True
-    """Whether replicas sum gradients, in each step."""
+    gradients: bool = True  # whether replicas sum gradients, in each step
     fed: Question | None = None
     """That of several holders, where this one has a device in place of all of them (`feeding.relaxed`)."""
 
@@ -95,8 +91,7 @@ class Question:
         return self.fleet.device(device).sustained_flops_per_s
 
 
-CLOSE = 1e-9
-"""Relative: sums of floats taken in another order agree to this."""
+CLOSE = 1e-9  # relative: sums of floats taken in another order agree to this
 
 Figure = int | float | str | None
 
@@ -105,24 +100,18 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One field of the document that does not hold."""
 
     field: str
-    got: Figure
-    """The figure in the document."""
-    expected: Figure
-    """The figure that was computed, or the condition on it in words."""
-    by: str = ""
-    """How far apart two numbers are."""
+    got: Figure  # the figure in the document
+    expected: Figure  # the figure that was computed, or the condition on it in words
+    by: str = ""  # how far apart two numbers are
 
 
 class BoundCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The result of the check of the certificate's lower bound."""
 
     status: Literal["none stated", "proven", "refuted", "unchecked"]
-    own: float | None = None
-    """A lower bound computed here without a search, for the same question: seconds, or money."""
-    proven: float = 0.0
-    """The highest lower bound that was proven here, by a search too, but not above the one stated."""
-    text: str
-    """In words, with what this does not prove."""
+    own: float | None = None  # a lower bound computed here without a search, for the same question: seconds, or money
+    proven: float = 0.0  # the highest lower bound that was proven here, by a search too, but not above the one stated
+    text: str  # in words, with what this does not prove
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,34 +16,28 @@ from isthmus.errors import UserError
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.verification.question import Question
 
-SUMMED = ("float32", "bfloat16", "float16")
-"""Parameters of these types are summed over replicas, in float32."""
+SUMMED = ("float32", "bfloat16", "float16")  # parameters of these types are summed over replicas, in float32
 
 
 class GraphValue(NamedTuple):
     """A tensor of each micro-batch."""
 
     name: str
-    made: int
-    """Position of its operator; of its first user, where it is a column of the batch."""
+    made: int  # position of its operator; of its first user, where it is a column of the batch
     uses: tuple[int, ...]
-    returns: tuple[int, ...]
-    """Those of the users that send a gradient back."""
+    returns: tuple[int, ...]  # those of the users that send a gradient back
     elements: int
     dtype: str
     size_bytes: int
-    column: bool
-    """Whether it is a column of the batch, which is read where it is first used."""
+    column: bool  # whether it is a column of the batch, which is read where it is first used
 
 
 class GraphVariable(NamedTuple):
     """A parameter, buffer or constant."""
 
     op: str
-    name: str
-    """The module's own."""
-    uses: tuple[int, ...]
-    """Positions, also of operators that take it through others without a position."""
+    name: str  # the module's own
+    uses: tuple[int, ...]  # positions, also of operators that take it through others without a position
     parameter: bool
     trained: bool
     written: bool

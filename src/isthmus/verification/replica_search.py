@@ -29,10 +29,8 @@ from isthmus.verification.pipelines import Joined, PipelineStage, SearchedPipeli
 from isthmus.verification.sent import Floats, Ints
 from isthmus.verification.walks import EACH, SLACK, Terms
 
-WHOLE = 1e-9
-"""Micro-batches: so close below a whole number is one."""
-STEPS = 4
-"""Arrays of a continued replica, about, that count as work."""
+WHOLE = 1e-9  # micro-batches: so close below a whole number is one
+STEPS = 4  # arrays of a continued replica, about, that count as work
 
 
 class PeriodTerms(NamedTuple):
@@ -41,16 +39,13 @@ class PeriodTerms(NamedTuple):
     low_s: float
     terms: Terms
     most: int
-    key: Hashable
-    """The same where all of this is."""
+    key: Hashable  # the same where all of this is
 
 
 class PeriodWalks(NamedTuple):
     periods: PeriodTerms
-    stages: Floats
-    """[kind, start, length - 1]: infinite where none may be (`Walks.stages`)."""
-    found: Floats
-    """[class, state, kind, end]: the least fill (`Walks.solve`)."""
+    stages: Floats  # [kind, start, length - 1]: infinite where none may be (`Walks.stages`)
+    found: Floats  # [class, state, kind, end]: the least fill (`Walks.solve`)
 
 
 class ReplicaSuffix(NamedTuple):
@@ -59,14 +54,10 @@ class ReplicaSuffix(NamedTuple):
     start: int
     stages: tuple[PipelineStage, ...]
     spent_s: float
-    left: int
-    """State of the devices that have no stage."""
-    open: Ints
-    """Intervals of periods that it may have."""
-    period_s: Floats
-    """[open interval]: of these stages, and no less than the interval's shortest."""
-    fill_s: Floats
-    """[open interval]: of the whole replica, at least."""
+    left: int  # state of the devices that have no stage
+    open: Ints  # intervals of periods that it may have
+    period_s: Floats  # [open interval]: of these stages, and no less than the interval's shortest
+    fill_s: Floats  # [open interval]: of the whole replica, at least
 
 
 class _Longer(NamedTuple):
@@ -75,25 +66,19 @@ class _Longer(NamedTuple):
     lowest: int
     fill_s: Floats
     period_s: Floats
-    spent_s: Floats
-    """[recomputed, kind, start]; so is the next."""
+    spent_s: Floats  # [recomputed, kind, start]; so is the next
     trip_s: Floats
-    left: Ints
-    """[kind]"""
+    left: Ints  # [kind]
 
 
 class _StagesTo(NamedTuple):
     """Stages that end at a boundary, from the first start that any has: [interval, recomputed, kind, start]."""
 
     lowest: int
-    compute_s: Floats
-    """[recomputed, kind, start]"""
-    period_s: Floats
-    """Infinite where none may be."""
-    over_held: Floats
-    """One divided by the micro-batches that a stage holds, where these are not all."""
-    before_s: Floats
-    """[interval, state, kind, start]: what the blocks before take at least, with the messages to it."""
+    compute_s: Floats  # [recomputed, kind, start]
+    period_s: Floats  # infinite where none may be
+    over_held: Floats  # one divided by the micro-batches that a stage holds, where these are not all
+    before_s: Floats  # [interval, state, kind, start]: what the blocks before take at least, with the messages to it
 
 
 class ReplicaTables:
@@ -200,12 +185,9 @@ class _Open(NamedTuple):
     """Replicas that are continued."""
 
     replicas: tuple[ReplicaSuffix, ...]
-    sums_s: float
-    """The least time of the sums of known groups."""
-    carried: Floats
-    """[replica, replica]: bytes of known groups between the devices of their first stages, each way."""
-    sharded: bool = True
-    """No known group may sum sooner otherwise."""
+    sums_s: float  # the least time of the sums of known groups
+    carried: Floats  # [replica, replica]: bytes of known groups between the devices of their first stages, each way
+    sharded: bool = True  # no known group may sum sooner otherwise
 
 
 class JointSearch:

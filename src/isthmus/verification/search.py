@@ -26,10 +26,8 @@ from isthmus.verification.reading import GraphReading
 from isthmus.verification.timing import PipelineCheck
 
 MOST_DEVICES = 6
-MOST_GROWN = 400_000
-"""Stages looked at."""
-MOST_TIMED = 120_000
-"""Pipelines timed, each with some number of micro-batches, and choices of several."""
+MOST_GROWN = 400_000  # stages looked at
+MOST_TIMED = 120_000  # pipelines timed, each with some number of micro-batches, and choices of several
 
 
 class OutOfWork(Exception):
@@ -55,8 +53,7 @@ class _Crossing(NamedTuple):
 
 class _Grown(NamedTuple):
     devices: tuple[str, ...]
-    starts: tuple[int, ...]
-    """In blocks."""
+    starts: tuple[int, ...]  # in blocks
     end: int
     spent_s: float
     slowest_s: float
@@ -74,12 +71,9 @@ class _Scope(NamedTuple):
     """Where plans are looked for."""
 
     names: tuple[str, ...]
-    whole: bool
-    """Whether all of them are used."""
-    second: float
-    """The objective per second of a step: 1, or the price of the devices."""
-    longest_s: float
-    """The longest step that the terms allow."""
+    whole: bool  # whether all of them are used
+    second: float  # the objective per second of a step: 1, or the price of the devices
+    longest_s: float  # the longest step that the terms allow
 
 
 class PlanSearch:

@@ -20,15 +20,11 @@ Ints = NDArray[np.int64]
 class ReceivedBytes(NamedTuple):
     """The bytes that a stage receives: `x[h]` comes from block h or a later one before the stage."""
 
-    there: Floats
-    """Bytes of values; so is the next, of what is returned for them."""
+    there: Floats  # bytes of values; so is the next, of what is returned for them
     back: Floats
-    shared: Floats
-    """Bytes of parameters that an earlier stage updates."""
-    parameters: Floats
-    """How many these are."""
-    first: int
-    """The first block that any of this comes from; the stage's own start where nothing comes."""
+    shared: Floats  # bytes of parameters that an earlier stage updates
+    parameters: Floats  # how many these are
+    first: int  # the first block that any of this comes from; the stage's own start where nothing comes
 
 
 class SentBytes:

@@ -34,24 +34,17 @@ from isthmus.verification.replica_search import WHOLE, PeriodTerms
 from isthmus.verification.stage_arrays import Floats, Ints
 from isthmus.verification.walks import Terms, Walks
 
-COARSE = 1.6
-"""Ratio between the ends of an interval of periods at first."""
+COARSE = 1.6  # ratio between the ends of an interval of periods at first
 PRICES = (1.0, 0.6, 0.3)
 """Prices of devices that are not tracked. Without one a replica may have them all, and only replicas are counted."""
-LATE = 4.0
-"""Times the time for micro-batches: a longer period leaves a replica one of them, and is not divided."""
-SHARED = 1.05
-"""Ratio between times whose prices are the same."""
-ASKED = 20_000
-"""Work of a question whose walks are known."""
-WIDER = 1.15
-"""Ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own."""
+LATE = 4.0  # times the time for micro-batches: a longer period leaves a replica one of them, and is not divided
+SHARED = 1.05  # ratio between times whose prices are the same
+ASKED = 20_000  # work of a question whose walks are known
+WIDER = 1.15  # ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own
 FEW_STATES, WIDE = 128, 0.03
 """More states are looked at with prices only where the interval of the time for sums is so narrow, of the limit."""
-ALL_STATES = 2048
-"""Up to so many, all kinds are tracked."""
-MOST_CHOICES = 5000
-"""Choices of sets whose replicas are searched."""
+ALL_STATES = 2048  # up to so many, all kinds are tracked
+MOST_CHOICES = 5000  # choices of sets whose replicas are searched
 
 
 @dataclass(frozen=True)
@@ -62,8 +55,7 @@ class Periods:
     high: float
     more_than: int
     most: int
-    fill_s: Floats
-    """[state]: the least fill with a period up to `high`."""
+    fill_s: Floats  # [state]: the least fill with a period up to `high`
     summed: bool = False
     """Whether its walks keep to the time for sums; without that, walks are found once for all of them."""
 
@@ -89,8 +81,7 @@ class Distinguished(NamedTuple):
     """Which devices are counted in a set."""
 
     tracked: Tracked
-    free: Ints
-    """Kinds of which any number may be in a set, for a price."""
+    free: Ints  # kinds of which any number may be in a set, for a price
 
     @property
     def counts_devices(self) -> bool:
@@ -130,16 +121,14 @@ class SeveralReplicas:
         self._among: dict[tuple[int, ...] | None, list[Distinguished]] = {}
         """How sets are distinguished, each a bound for itself, by where the largest block is summed."""
         self._last = 0
-        self._needed: dict[tuple[float, int], CutsNeeded] = {}
-        """Cuts of so many replicas that sum in so many seconds."""
+        self._needed: dict[tuple[float, int], CutsNeeded] = {}  # cuts of so many replicas that sum in so many seconds
         self._work = walks.least_work_s()
         self._devices = int(kinds.counts.sum())
         most = min(self._devices, micro_batches)
         ends = [2]
         while ends[-1] <= most:
             ends.append(min(max(ends[-1] + 1, int(ends[-1] * WIDER)), most + 1))
-        self.ranges = [(a, b - 1) for a, b in itertools.pairwise(ends)]
-        """Ranges of the number of replicas."""
+        self.ranges = [(a, b - 1) for a, b in itertools.pairwise(ends)]  # ranges of the number of replicas
         self._fills: dict[Hashable, Floats] = {}
         self._least_sums = {x: max(least_sums_s, walks.least_sums_s(*x)) for x in self.ranges}
         self._chosen = ChosenReplicas(pipelines) if pipelines is not None and pipelines.searchable else None

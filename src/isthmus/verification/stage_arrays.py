@@ -21,8 +21,7 @@ from isthmus.verification.reading import GraphReading
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-MOST_HOMES = 2
-"""Blocks that made something, of which classes know whether the stage before has them."""
+MOST_HOMES = 2  # blocks that made something, of which classes know whether the stage before has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +31,12 @@ class StageArrays:
     blocks: int
     forward: Floats
     backward: Floats
-    saved: Floats
-    """Kept by operators for the backward."""
+    saved: Floats  # kept by operators for the backward
     columns: Floats
     received: Floats
-    fixed: Floats
-    """Parameters, gradients and optimizer state."""
-    gradients: Floats
-    """float32, of the parameters that the stage updates: what replicas sum."""
-    near_there: Floats
-    """[class, start, length - 1]; so are the next three."""
+    fixed: Floats  # parameters, gradients and optimizer state
+    gradients: Floats  # float32, of the parameters that the stage updates: what replicas sum
+    near_there: Floats  # [class, start, length - 1]; so are the next three
     near_back: Floats
     far_there: Floats
     far_back: Floats
@@ -50,8 +45,7 @@ class StageArrays:
     near_count: Floats
     far_shared: Floats
     far_count: Floats
-    covered: Ints
-    """[start, length - 1]: the class of the stage for the one that begins where it ends."""
+    covered: Ints  # [start, length - 1]: the class of the stage for the one that begins where it ends
 
 
 def stage_arrays(reading: GraphReading) -> StageArrays:

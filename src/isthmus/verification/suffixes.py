@@ -27,12 +27,10 @@ from isthmus.verification.pipelines import Joined, PipelineStage, SearchedPipeli
 from isthmus.verification.sent import Floats, Ints
 from isthmus.verification.walks import EACH, SLACK, Terms
 
-MOST_OPEN = 600_000
-"""Suffixes of one interval."""
+MOST_OPEN = 600_000  # suffixes of one interval
 MOST_PRICINGS = 30
 FIRST_RATE = 1.0
-MOST_WORSE = 3
-"""Prices in a row that bound no higher, after which steps are halved."""
+MOST_WORSE = 3  # prices in a row that bound no higher, after which steps are halved
 
 
 class Suffix(NamedTuple):
@@ -42,21 +40,17 @@ class Suffix(NamedTuple):
     start: int
     number: int
     stages: tuple[PipelineStage, ...] = ()
-    spent_s: float = 0.0
-    """Seconds of one micro-batch, and of parameters that its stages share."""
+    spent_s: float = 0.0  # seconds of one micro-batch, and of parameters that its stages share
     period_s: float = 0.0
-    left: int = 0
-    """State of the tracked kinds' devices that are not used."""
-    timed: bool = False
-    """It is a pipeline, and the bound is what it takes."""
+    left: int = 0  # state of the tracked kinds' devices that are not used
+    timed: bool = False  # it is a pipeline, and the bound is what it takes
 
 
 class _Grown(NamedTuple):
     """Suffixes with one stage more: [recomputed, kind, start]."""
 
     spent_s: Floats
-    far_s: Floats
-    """[start]"""
+    far_s: Floats  # [start]
     period_s: Floats
     trip_s: Floats
 
@@ -77,8 +71,7 @@ class SuffixSearch:
         self._fronts: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
         self._number = itertools.count()
         self._open = [Suffix(0.0, self._walks.arrays.blocks, 0, (), 0.0, low, tracked.size - 1)]
-        self.done = False
-        """Nothing raises the bound."""
+        self.done = False  # nothing raises the bound
 
     @property
     def bound_s(self) -> float:

@@ -29,38 +29,27 @@ from isthmus.verification.question import FLOAT32_BYTES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-SLACK = 1 + 1e-9
-"""Factor on limits: rounding must not exclude what keeps to them."""
-SHORTEST_S, AGES_S = 1e-9, 1e30
-"""Between them lies what anything takes."""
-MOST_REACHED = 32
-"""Devices, of which it is known how well each reaches each."""
-MOST_QUALITIES = 12
-"""Speeds of links for which the devices that faster links join are counted."""
+SLACK = 1 + 1e-9  # factor on limits: rounding must not exclude what keeps to them
+SHORTEST_S, AGES_S = 1e-9, 1e30  # between them lies what anything takes
+MOST_REACHED = 32  # devices, of which it is known how well each reaches each
+MOST_QUALITIES = 12  # speeds of links for which the devices that faster links join are counted
 
 
 class MostSummed(NamedTuple):
     """Bytes, by kind of device."""
 
-    group: Floats
-    """Bytes of one group: a block is in one."""
-    stage: Floats
-    """Bytes of all groups of a device."""
+    group: Floats  # bytes of one group: a block is in one
+    stage: Floats  # bytes of all groups of a device
 
 
 class PairSummed(NamedTuple):
     """Bytes that some two of more than `joined` devices of different replicas sum with each other at most."""
 
-    sharded: float
-    """Bytes of all groups together: a link carries 2 / R of each."""
-    otherwise: float
-    """Bytes of each group in a ring or a hierarchy, which may leave out the link between the two."""
-    uneven: float
-    """So much less of each group may cross the link, for rounding to elements."""
-    joined: int = 1
-    """Devices that better links may join; 1: it is so of any two."""
-    mixed: float = 0.0
-    """So much of a group may be summed otherwise though it is sharded: in another step of a period."""
+    sharded: float  # bytes of all groups together: a link carries 2 / R of each
+    otherwise: float  # bytes of each group in a ring or a hierarchy, which may leave out the link between the two
+    uneven: float  # so much less of each group may cross the link, for rounding to elements
+    joined: int = 1  # devices that better links may join; 1: it is so of any two
+    mixed: float = 0.0  # so much of a group may be summed otherwise though it is sharded: in another step of a period
 
     def cuts(self, blocks: Floats, replicas: int) -> CutsNeeded:
         """Return the cuts that blocks with so many bytes of gradients need.
@@ -151,8 +140,7 @@ class Gradients(NamedTuple):
     """Bytes, less what rounding may add."""
 
     whole: float
-    block: float
-    """Bytes of its largest block."""
+    block: float  # bytes of its largest block
 
 
 def least_possible_s(possible: Callable[[float], bool]) -> float:

@@ -15,12 +15,10 @@ from isthmus.plans import Collective, ReplicaSync, SyncGroup
 from isthmus.verification.cutting import CutGraph
 from isthmus.verification.question import FLOAT32_BYTES
 
-Sent = list[tuple[str, str, float]]
-"""Source, target and bytes of each message of a round."""
+Sent = list[tuple[str, str, float]]  # source, target and bytes of each message of a round
 Members = tuple[tuple[str, ...], tuple[int, ...]]
 """Devices, and the stages that sum on them, as a plan's groups have them."""
-Summed = tuple[tuple[str, ...], int]
-"""Who sums together, in the order of the replicas, and how many bytes."""
+Summed = tuple[tuple[str, ...], int]  # who sums together, in the order of the replicas, and how many bytes
 
 
 def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[Members, list[str]]:

@@ -33,54 +33,40 @@ from isthmus.verification.stage_arrays import Floats, StageArrays
 from isthmus.verification.sum_limits import Gradients, MostSummed, SumLimits, least_possible_s
 
 Ints = NDArray[np.int64]
-SLACK = 1 + 1e-9
-"""Factor on a threshold: rounding must not exclude what keeps to it."""
+SLACK = 1 + 1e-9  # factor on a threshold: rounding must not exclude what keeps to it
 NARROW = 1e-9
 
 
 MOST_BLOCKS = 400
 MOST_DEVICES = 128
-MOST_ENTRIES = 1_500_000
-"""Entries of a table of stages by kinds."""
-EACH = 5_000
-"""Entries that take as long as it takes to begin with an array: about 10^8 are a second."""
-MOST_AT_ONCE = 200_000
-"""Entries of the cost of all continuations together."""
-MOST_KEPT = 8_000_000
-"""Seconds of messages, three times, that are kept."""
+MOST_ENTRIES = 1_500_000  # entries of a table of stages by kinds
+EACH = 5_000  # entries that take as long as it takes to begin with an array: about 10^8 are a second
+MOST_AT_ONCE = 200_000  # entries of the cost of all continuations together
+MOST_KEPT = 8_000_000  # seconds of messages, three times, that are kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """The constraints of pipelines."""
 
-    threshold_s: float
-    """Per micro-batch, of every stage and link."""
+    threshold_s: float  # per micro-batch, of every stage and link
     more_than: int
     """The replica has more micro-batches: a stage that holds no more is held up by its round trip, or does not fit."""
-    among: tuple[int, ...] | None = None
-    """Kinds that a pipeline may have; None: all."""
-    prices_s: Floats | None = None
-    """[kind]: added for each device of that kind."""
-    sums_s: float = INFINITE
-    """Most that sums of gradients may take."""
+    among: tuple[int, ...] | None = None  # kinds that a pipeline may have; None: all
+    prices_s: Floats | None = None  # [kind]: added for each device of that kind
+    sums_s: float = INFINITE  # most that sums of gradients may take
     fewest: int = 2
-    most: int = 2
-    """Replicas that sum them."""
-    devices: int = MOST_DEVICES
-    """Tracked ones of one replica, at most."""
-    home: tuple[int, ...] | None = None
-    """Kinds of which a device has the largest block of gradients."""
+    most: int = 2  # replicas that sum them
+    devices: int = MOST_DEVICES  # tracked ones of one replica, at most
+    home: tuple[int, ...] | None = None  # kinds of which a device has the largest block of gradients
 
 
 class Walk(NamedTuple):
     """A pipeline of the relaxation."""
 
     kinds: tuple[int, ...]
-    cut: tuple[int, ...]
-    """0, the boundaries, and the number of blocks."""
-    period_s: float
-    """The longest that a stage or a link is busy with a micro-batch, or that a round trip holds up each."""
+    cut: tuple[int, ...]  # 0, the boundaries, and the number of blocks
+    period_s: float  # the longest that a stage or a link is busy with a micro-batch, or that a round trip holds up each
 
 
 class Walks:
@@ -89,8 +75,7 @@ class Walks:
     def __init__(self, arrays: StageArrays, kinds: DeviceKinds, question: Question) -> None:
         self.arrays, self.kinds, self._question = arrays, kinds, question
         self.work, self._period = 0, question.period
-        self.gpipe = question.schedule == "gpipe"
-        """Every stage holds all micro-batches."""
+        self.gpipe = question.schedule == "gpipe"  # every stage holds all micro-batches
         speed = kinds.speed[:, None, None]
         again = 2 if question.recompute else 1
         self.compute_s = [(arrays.forward * (1 + n) + arrays.backward)[None] / speed for n in range(again)]

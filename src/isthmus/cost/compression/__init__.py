@@ -22,8 +22,7 @@ class RatioPlanner(NamedTuple):
     choose: Callable[[Problem, Sender, float], Packings]
     offers: Callable[[Problem, float], tuple[Packing, ...]]
     """Codecs of which one makes any tensor as short as `choose` ever does, whatever the pipeline."""
-    alike: bool = False
-    """Whether every message is packed by the one codec that it offers, whatever the pipeline."""
+    alike: bool = False  # whether every message is packed by the one codec that it offers, whatever the pipeline
 
 
 def _topk(ratio: float) -> tuple[Packing, ...]:

@@ -22,8 +22,7 @@ from isthmus.expected_loss import expected_increase
 from isthmus.plans import Packing
 
 RATIOS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
-SLACK = 1 + 1e-9
-"""Rounding: a message that takes the aim exactly is no bottleneck."""
+SLACK = 1 + 1e-9  # rounding: a message that takes the aim exactly is no bottleneck
 
 
 def just_enough(problem: Problem, sender: Sender, ratio: float, codecs: Sequence[Packing] | None = None) -> Packings:

@@ -25,8 +25,7 @@ class Sender(NamedTuple):
 class StageMessage(NamedTuple):
     """A message of one stage to another for each micro-batch."""
 
-    edge: int
-    """Its number among the pipeline's edges."""
+    edge: int  # its number among the pipeline's edges
     backward: bool
     source: str
     target: str

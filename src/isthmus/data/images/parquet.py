@@ -19,8 +19,7 @@ from isthmus.errors import StepError, UserError, unknown_name
 from isthmus.extensions import import_extra
 from isthmus.reading import parse_json
 
-MOST_LABEL = (1 << 31) - 1
-"""A model has an output for each class: labels beyond this are something else."""
+MOST_LABEL = (1 << 31) - 1  # a model has an output for each class: labels beyond this are something else
 
 
 class ImageParquetOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

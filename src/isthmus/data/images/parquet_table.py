@@ -27,8 +27,7 @@ class _Group(msgspec.Struct, frozen=True):
 
     file: int
     number: int
-    first: int
-    """Row, counted over all files."""
+    first: int  # row, counted over all files
 
 
 class Table:

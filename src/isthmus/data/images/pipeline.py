@@ -79,8 +79,7 @@ class TorchvisionTransform:
         return None
 
 
-Table = dict[str, object]
-"""`name`, and the options of the transform of that name."""
+Table = dict[str, object]  # `name`, and the options of the transform of that name
 
 
 class Normalize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

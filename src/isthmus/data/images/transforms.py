@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 # `_check_lengths` checks their ranges: msgspec 0.22 crashes on unions of numbers with limits and tuples.
-Size = int | tuple[int, int]
-"""(height, width), or one number: of `Resize` the shorter side, elsewhere both."""
-Padding = int | tuple[int, ...]
-"""Pixels on all sides; left and right, top and bottom; or left, top, right, bottom."""
+Size = int | tuple[int, int]  # (height, width), or one number: of `Resize` the shorter side, elsewhere both
+Padding = int | tuple[int, ...]  # pixels on all sides; left and right, top and bottom; or left, top, right, bottom
 MOST_LENGTH = 8192
 Share = Annotated[float, Meta(ge=0, le=1)]
 PaddingMode = Literal["constant", "edge", "reflect", "symmetric"]

@@ -25,10 +25,8 @@ Held = TypeVar("Held")
 
 class StreamBlock(msgspec.Struct, frozen=True):
     file: int
-    number: int
-    """In the file."""
-    first: int
-    """The number of this block's first sample in the data set."""
+    number: int  # in the file
+    first: int  # the number of this block's first sample in the data set
     samples: int
 
 
@@ -36,8 +34,7 @@ class BlockRows(msgspec.Struct, frozen=True):
     """Samples of one block in the epochs in which they are read."""
 
     block: StreamBlock
-    rows: NDArray[np.int64]
-    """In the block."""
+    rows: NDArray[np.int64]  # in the block
     seed: int
     epochs: NDArray[np.int64]
 

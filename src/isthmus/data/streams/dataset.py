@@ -39,8 +39,7 @@ from isthmus.errors import UserError, unknown_name
 if TYPE_CHECKING:
     import torch
 
-_AT_ONCE = 16
-"""Files behind a URL that are looked into at once: each takes a few round trips."""
+_AT_ONCE = 16  # files behind a URL that are looked into at once: each takes a few round trips
 Paths = str | tuple[str, ...]
 
 
@@ -235,8 +234,7 @@ def _columns(
     return found
 
 
-_PLACES = ("path", "heldout_path", "index", "shuffle_blocks")
-"""Settings that say nothing of the samples."""
+_PLACES = ("path", "heldout_path", "index", "shuffle_blocks")  # settings that say nothing of the samples
 
 
 def _identity(options: StreamOptions, index: Sequence[Shard], chosen: NDArray[np.int64], sizes: Sequence[int]) -> str:

@@ -17,14 +17,10 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 
 MOST_OPEN_FILES = 8
-_TAIL_BYTES = 8
-"""The footer's length and PAR1."""
-_HEADER_BYTES = 64
-"""A page's header has less."""
-_PAGES_BYTES = 1 << 10
-"""For headers of pages."""
-_LENGTH_BYTES = 4
-"""Before each text."""
+_TAIL_BYTES = 8  # the footer's length and PAR1
+_HEADER_BYTES = 64  # a page's header has less
+_PAGES_BYTES = 1 << 10  # for headers of pages
+_LENGTH_BYTES = 4  # before each text
 _I32, _STRUCT = 5, 12
 _SIZE_FIELD, _DICTIONARY_FIELD = 2, 7
 
@@ -37,8 +33,7 @@ class ParquetShards:
         self._parquet = import_extra("pyarrow.parquet", f"data of kind {KIND}")
         self._types = import_extra("pyarrow.types")
         self._opened: OrderedDict[int, Any] = OrderedDict()
-        self._groups: dict[int, list[int]] = {}
-        """The row groups that hold rows, of opened files."""
+        self._groups: dict[int, list[int]] = {}  # the row groups that hold rows, of opened files
 
     def shard(self, file: int, text: str) -> Shard:
         found = self.files[file]

@@ -20,23 +20,17 @@ from isthmus.reading import parse_msgpack, read_file
 
 Form = Literal["numbers", "image", "text", "other"]
 Kept = TypeVar("Kept")
-HEAD_BYTES = 64 << 10
-"""Bytes of a file's beginning in its digest."""
-WORTH_BYTES = 4 << 20
-"""A smaller file of this machine is looked through as quickly again."""
-_RACY_NS = 2_000_000_000
-"""A file that changed less than this ago may change once more within the same time stamp."""
+HEAD_BYTES = 64 << 10  # bytes of a file's beginning in its digest
+WORTH_BYTES = 4 << 20  # a smaller file of this machine is looked through as quickly again
+_RACY_NS = 2_000_000_000  # a file that changed less than this ago may change once more within the same time stamp
 
 
 class Shard(msgspec.Struct, frozen=True):
     """One file, as far as it is known before its samples are read."""
 
-    blocks: tuple[int, ...]
-    """Samples of each block: what is read together."""
-    text_sizes: tuple[int, ...]
-    """How much text each has beside the others, about; empty where no text was asked for."""
-    digest: str
-    """sha256 (hex) of the file's index and its first `HEAD_BYTES`."""
+    blocks: tuple[int, ...]  # samples of each block: what is read together
+    text_sizes: tuple[int, ...]  # how much text each has beside the others, about; empty where no text was asked for
+    digest: str  # sha256 (hex) of the file's index and its first `HEAD_BYTES`
 
 
 class Shards(Protocol):

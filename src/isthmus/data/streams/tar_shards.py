@@ -37,17 +37,14 @@ from isthmus.data.streams.shards import HEAD_BYTES, Form, Shard, kept
 from isthmus.errors import UserError, unknown_name, warn
 
 BLOCK_SAMPLES = 256
-BLOCK_BYTES = 8 << 20
-"""A block has no more of either, or one sample."""
-MOST_TABLES = 32
-"""Tables of members in memory."""
+BLOCK_BYTES = 8 << 20  # a block has no more of either, or one sample
+MOST_TABLES = 32  # tables of members in memory
 HEADERS_AHEAD_BYTES, CONTENTS_AHEAD_BYTES = 16 << 10, 1 << 20
 """Bytes that a request for a header reads ahead (small members'), and those of a request for a member (neighbours)."""
 _WHOLE = {"cls", "cls2", "id", "index", "inx"}
 _NUMBERS = _WHOLE | {"json", "jsn", "npy"}
 _TEXTS = {"txt", "text"}
-_META = re.compile(r"__[^/]*__($|/)")
-"""Members that webdataset leaves out: a shard's description of itself."""
+_META = re.compile(r"__[^/]*__($|/)")  # members that webdataset leaves out: a shard's description of itself
 MOST_NAMED = 3
 
 
@@ -56,11 +53,9 @@ class _Members(msgspec.Struct, frozen=True):
 
     columns: dict[str, bytes]
     """Place of each member, int64 [samples, 2]: where its bytes begin and their number; -1 where there is none."""
-    ends: bytes
-    """int64 [blocks]: the sample after each block's last."""
+    ends: bytes  # int64 [blocks]: the sample after each block's last
     digest: str
-    dropped: tuple[str, ...] = ()
-    """Some of the members that are part of no sample, and how many those are."""
+    dropped: tuple[str, ...] = ()  # some of the members that are part of no sample, and how many those are
     dropped_count: int = 0
 
 

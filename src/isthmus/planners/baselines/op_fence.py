@@ -154,8 +154,7 @@ def _fill(
 
 
 Community = tuple[int, ...]
-SEED = 0
-"""Louvain visits devices in random order."""
+SEED = 0  # louvain visits devices in random order
 
 
 def communities(network: FleetNetwork) -> list[Community]:

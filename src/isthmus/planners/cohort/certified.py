@@ -36,10 +36,8 @@ PRECISION = 1e-8
 """Relative width at which the bisection stops. The bound is computed from the prices, so it is valid all the same."""
 MOST_STEPS = 64
 MOST_TRIES = 40
-ROUNDING = 1 + 1e-12
-"""On a limit that may be some schedule's exact makespan."""
-MOST_COUNTS = 256
-"""Values of j that are tried. Fewer make a weaker bound, not a wrong one."""
+ROUNDING = 1 + 1e-12  # on a limit that may be some schedule's exact makespan
+MOST_COUNTS = 256  # values of j that are tried. Fewer make a weaker bound, not a wrong one.
 MOST_PER_EXECUTOR = 16
 """Clients per executor up to which the bound is worth its time: with more, the fractional one is closer."""
 COUNTING_PRECISION = 1e-6
@@ -86,12 +84,9 @@ def _solve(problem: CohortProblem, steps: int) -> tuple[Integers, float]:
 class Fractional:
     """An optimal solution of the programme and of its dual, up to rounding."""
 
-    lower_bound_s: float
-    """Seconds that no schedule falls below."""
-    specialists: tuple[int, ...]
-    """All executors: those suited to the smallest clients first."""
-    rounded: Integers
-    """(clients,) the executor that has most of each client, for clients in ascending order of size."""
+    lower_bound_s: float  # seconds that no schedule falls below
+    specialists: tuple[int, ...]  # all executors: those suited to the smallest clients first
+    rounded: Integers  # (clients,) the executor that has most of each client, for clients in ascending order of size
 
 
 def fractional(problem: CohortProblem) -> Fractional:

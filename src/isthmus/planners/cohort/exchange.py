@@ -11,8 +11,7 @@ import numpy as np
 
 from isthmus.planners.cohort.problem import CohortProblem, Floats, Integers
 
-TENURE_STEPS = 8
-"""How long a client stays where it was put."""
+TENURE_STEPS = 8  # how long a client stays where it was put
 TINY = float(np.finfo(np.float64).tiny)
 
 

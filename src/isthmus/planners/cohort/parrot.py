@@ -24,14 +24,10 @@ class TimeHistory:
     Raises UserError for arrays of different lengths, for negative numbers, and for times or sizes that are not finite.
     """
 
-    rounds: Integers
-    """(records,) the round, from 0 on."""
-    executors: Integers
-    """(records,) who trained."""
-    sizes: Floats
-    """(records,) N_m, in samples."""
-    seconds: Floats
-    """(records,) what it took."""
+    rounds: Integers  # (records,) the round, from 0 on
+    executors: Integers  # (records,) who trained
+    sizes: Floats  # (records,) N_m, in samples
+    seconds: Floats  # (records,) what it took
 
     def __post_init__(self) -> None:
         for name in ("rounds", "executors", "sizes", "seconds"):
@@ -47,10 +43,8 @@ class TimeHistory:
 class TimeModel:
     """The line of every executor."""
 
-    seconds_per_sample: Floats
-    """(executors,) t_k, at least 0."""
-    fixed_s: Floats
-    """(executors,) b_k, at least 0."""
+    seconds_per_sample: Floats  # (executors,) t_k, at least 0
+    fixed_s: Floats  # (executors,) b_k, at least 0
 
     def problem(self, sizes: Floats) -> CohortProblem:
         """The round that trains clients of `sizes` samples. Raises UserError as `CohortProblem` does."""

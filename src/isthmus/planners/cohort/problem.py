@@ -26,12 +26,9 @@ class CohortProblem:
     a time below 0, and for an executor that takes no time at all.
     """
 
-    sizes: Floats
-    """(clients,) N_m, in samples."""
-    seconds_per_sample: Floats
-    """(executors,) t_k."""
-    fixed_s: Floats
-    """(executors,) b_k: what a client costs whatever its size."""
+    sizes: Floats  # (clients,) N_m, in samples
+    seconds_per_sample: Floats  # (executors,) t_k
+    fixed_s: Floats  # (executors,) b_k: what a client costs whatever its size
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -71,10 +68,8 @@ class CohortSchedule:
     """The clients of each executor, the round's time, and the largest possible gain over it."""
 
     algorithm: str
-    executor_of: Integers
-    """(clients,) the executor of each client."""
-    load_s: Floats
-    """(executors,) seconds that each executor is busy; 0 without a client."""
+    executor_of: Integers  # (clients,) the executor of each client
+    load_s: Floats  # (executors,) seconds that each executor is busy; 0 without a client
     lower_bound_s: float | None = None
     """No schedule of these clients ends sooner; None where the algorithm proves nothing."""
 

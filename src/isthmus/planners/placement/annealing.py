@@ -22,22 +22,14 @@ from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.observer import stopped
 from isthmus.planners.placement.grouping import bottlenecks_s
 
-HOT, COLD = 0.1, 1e-3
-"""First and last temperature as shares of a group's part of the first cost."""
-SMOOTH = 0.5
-"""Share of the means in the first cost."""
-WHOLE = 0.1
-"""Share of the moves that exchange whole groups."""
-SLOWEST = 0.3
-"""Share of the moves that change the group of slowest gradients."""
-SMOOTH_UNTIL = 0.9
-"""Share of the moves that see a smoothed cost; the rest see the true cost."""
-OFFERS = 8
-"""Moves offered to a placement at once."""
-ROUND = 250
-"""Moves at one temperature. Then copies of the cheapest placements replace the dearest."""
-REPLACED = 8
-"""One placement of so many is replaced."""
+HOT, COLD = 0.1, 1e-3  # first and last temperature as shares of a group's part of the first cost
+SMOOTH = 0.5  # share of the means in the first cost
+WHOLE = 0.1  # share of the moves that exchange whole groups
+SLOWEST = 0.3  # share of the moves that change the group of slowest gradients
+SMOOTH_UNTIL = 0.9  # share of the moves that see a smoothed cost; the rest see the true cost
+OFFERS = 8  # moves offered to a placement at once
+ROUND = 250  # moves at one temperature. Then copies of the cheapest placements replace the dearest.
+REPLACED = 8  # one placement of so many is replaced
 
 
 class ClassLinks(NamedTuple):
@@ -58,10 +50,8 @@ class ClassLinks(NamedTuple):
 
 
 class _State(NamedTuple):
-    groups: Ints
-    """[replicas, stages, placements]"""
-    parts: Floats
-    """[3, stages, placements]: slowest gradients, mean gradients and slowest computation of each group."""
+    groups: Ints  # [replicas, stages, placements]
+    parts: Floats  # [3, stages, placements]: slowest gradients, mean gradients and slowest computation of each group
     hops: Floats
     """[2, stages + 1, placements]: into each group, exact and as a mean; none into the first, none out of the last."""
 

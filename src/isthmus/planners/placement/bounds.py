@@ -36,15 +36,11 @@ from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.placement.mixtures import MOST_KINDS, mixture_bound_s, partitions
 from isthmus.planners.placement.problem import PlacementProblem
 
-_ROUNDS = 60
-"""Intervals of gradient times that are halved."""
-MOST_DEVICES, MOST_STAGES = 256, 12
-"""Up to so many, every division of the chain into stretches is looked at."""
+_ROUNDS = 60  # intervals of gradient times that are halved
+MOST_DEVICES, MOST_STAGES = 256, 12  # up to so many, every division of the chain into stretches is looked at
 _TOLERANCE = 1e-9
-_NODES = 4_000
-"""Nodes of one device's search of its best group."""
-_SEARCHED = 16
-"""Devices, those with the slowest best partners first."""
+_NODES = 4_000  # nodes of one device's search of its best group
+_SEARCHED = 16  # devices, those with the slowest best partners first
 
 
 def lower_bound_s(problem: PlacementProblem, known_s: float) -> float:
@@ -138,10 +134,8 @@ class LongHops:
 
 class _Component(NamedTuple):
     devices: int
-    paths: int
-    """At least so many."""
-    together_s: Floats
-    """[replicas]: gradients of a group with more than 0, 1, .. of its devices at least."""
+    paths: int  # at least so many
+    together_s: Floats  # [replicas]: gradients of a group with more than 0, 1, .. of its devices at least.
 
 
 def _joined(near: NDArray[np.bool_]) -> Floats:
@@ -222,8 +216,7 @@ def group_bound_s(problem: PlacementProblem) -> float:
 
 class _Node(NamedTuple):
     bound_s: float
-    missing: int
-    """The missing members: of two nodes with one bound the fuller group comes first."""
+    missing: int  # the missing members: of two nodes with one bound the fuller group comes first
     number: int
     group: tuple[int, ...]
     candidates: Ints

@@ -21,8 +21,7 @@ from isthmus.planners.placement.problem import PlacementProblem
 
 Gain = Callable[[Ints, NDArray[np.bool_]], Floats]
 """(group of each device, which devices may move) -> [devices, groups] gain of each move; -inf for what may not be."""
-CROSSED = 5
-"""Places where the child takes the first parent's label: the public code's five-point crossover."""
+CROSSED = 5  # places where the child takes the first parent's label: the public code's five-point crossover
 
 Replaced = Callable[[Floats, int, int, float], int | None]
 """(costs of the population, first parent, second parent, the child's cost) -> who leaves; None: the child does."""
@@ -50,8 +49,7 @@ class Rules:
     """Where the paper's text and the authors' public code (github.com/DS3Lab/DT-FM) differ."""
 
     replaced: Replaced
-    last_ring: bool
-    """Whether the last ring of a local search counts: the code adds up the rings' gains one short."""
+    last_ring: bool  # whether the last ring of a local search counts: the code adds up the rings' gains one short
     both_ends: bool
     """Whether both ends of a group's fastest link may leave, all of them where links tie: the code takes the first."""
 
@@ -152,8 +150,7 @@ class _Move(NamedTuple):
     source: int
     target: int
     gain: float
-    gain_home: float
-    """The gain of the move to the ring's first group instead, which would close the ring here."""
+    gain_home: float  # the gain of the move to the ring's first group instead, which would close the ring here
 
 
 def cyclic_search(labels: Ints, groups: int, gain: Gain, *, last_ring: bool = True) -> Ints:

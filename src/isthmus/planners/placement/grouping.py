@@ -22,13 +22,10 @@ Group = tuple[int, ...]
 different groups exist; where every device is a kind of its own it is a set of devices."""
 
 _MOST_KEPT = 400_000
-_TABLED = 8
-"""Up to so many rows, many matchings at once are a dynamic programme over sets of columns."""
-_SMALL = 32
-"""Up to so many rows, building scipy's sparse matrix costs more than the matching."""
+_TABLED = 8  # up to so many rows, many matchings at once are a dynamic programme over sets of columns
+_SMALL = 32  # up to so many rows, building scipy's sparse matrix costs more than the matching
 _BITS = 1 << np.arange(_SMALL, dtype=np.int64)
-EXACT_UP_TO = 10
-"""Groups. Twelve would take ten times as long, and searches ask for thousands of paths."""
+EXACT_UP_TO = 10  # groups. Twelve would take ten times as long, and searches ask for thousands of paths.
 
 
 class Landscape:
@@ -72,8 +69,7 @@ class StageGrouping:
     stages are equal and every device takes part, so it is the same for all placements.
     """
 
-    devices: Ints
-    """[stages, replicas]: row s is the data-parallel group of stage s, column r the pipeline of replica r."""
+    devices: Ints  # [stages, replicas]: row s is the data-parallel group of stage s, column r the pipeline of replica r
     data_parallel_s: float
     pipeline_s: float
     compute_s: float

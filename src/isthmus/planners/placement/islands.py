@@ -26,8 +26,7 @@ from isthmus.planners.placement.problem import PlacementProblem
 PLACEMENTS, MOVES, MOVES_OF_CLASS = 8, 10_000, 150
 _MOST_CLASSES = 64
 _QUANTILES = 4
-_LEVELS = 8
-"""Cluster counts that are tried, spread geometrically between one and all."""
+_LEVELS = 8  # cluster counts that are tried, spread geometrically between one and all
 
 
 def islands(

@@ -30,8 +30,7 @@ from isthmus.planners.placement.problem import PlacementProblem
 
 MOST_KINDS = 10
 _MOST_MIXTURES = 15_000
-_FEW = 4
-"""Different mixtures that are enumerated: two on either side."""
+_FEW = 4  # different mixtures that are enumerated: two on either side
 _MOST_SUMS, _MOST_WAYS = 4_000_000, 200_000
 _LARGEST_KEY = 2.0**62
 _ROUNDS = 80
@@ -107,12 +106,9 @@ class TooManyWays(Exception):
 class _Level(NamedTuple):
     """Hops longer than one threshold."""
 
-    width_s: float
-    """To the next threshold."""
-    fewest: float
-    """Classes that a pipeline needs."""
-    apart: bool
-    """Whether every mixture is a class of its own."""
+    width_s: float  # to the next threshold
+    fewest: float  # classes that a pipeline needs
+    apart: bool  # whether every mixture is a class of its own
 
 
 class MixtureTables:
@@ -122,8 +118,7 @@ class MixtureTables:
         self.sizes, self.stages = problem.kind_sizes, problem.task.stages
         self._mixtures = mixtures(self.sizes, problem.task.replicas)
         exchanged = self._mixtures @ problem.sync_s - problem.sync_s.diagonal()
-        self.sync_s: Floats = np.where(self._mixtures > 0, exchanged, 0.0).max(axis=1)
-        """[mixtures]: Eq. 2."""
+        self.sync_s: Floats = np.where(self._mixtures > 0, exchanged, 0.0).max(axis=1)  # [mixtures]: Eq. 2.
         self._hop_s = problem.hop_s
         self._thresholds: Floats = np.unique(self._hop_s[np.isfinite(self._hop_s)])
         self.least_pipeline_s = (self.stages - 1) * float(self._thresholds[0]) if self.stages > 1 else 0.0
@@ -283,10 +278,8 @@ def _ways(mixtures: Ints, sizes: Ints, parts: tuple[int, ...]) -> Ints:
 
 
 class _Sums(NamedTuple):
-    devices: Ints
-    """[sums, kinds]."""
-    members: Ints
-    """[sums, parts]: mixtures that were added."""
+    devices: Ints  # [sums, kinds]
+    members: Ints  # [sums, parts]: mixtures that were added
 
 
 def _sums(mixtures: Ints, sizes: Ints, parts: tuple[int, ...]) -> _Sums:

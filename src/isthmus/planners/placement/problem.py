@@ -27,10 +27,8 @@ class PlacementTask:
 
     stages: int
     replicas: int
-    activation_bytes: float
-    """Bytes of one micro-batch, between neighbouring stages, one way (c_pp)."""
-    parameter_bytes: float
-    """Bytes of one stage (c_dp)."""
+    activation_bytes: float  # bytes of one micro-batch, between neighbouring stages, one way (c_pp)
+    parameter_bytes: float  # bytes of one stage (c_dp)
 
     def __post_init__(self) -> None:
         for field, number in (("stages", self.stages), ("replicas", self.replicas)):
@@ -50,14 +48,11 @@ class PlacementProblem:
     """
 
     task: PlacementTask
-    kind: Ints
-    """[devices]: the row of each device in the matrices below."""
+    kind: Ints  # [devices]: the row of each device in the matrices below
     latency_s: Floats
     """[kinds, kinds]: from a device of one kind to a device of another; the diagonal joins two devices of one kind."""
-    bandwidth_bytes_per_s: Floats
-    """[kinds, kinds], above 0."""
-    compute_s: Floats
-    """[devices]: how long each takes for one micro-batch of a stage, forward and backward."""
+    bandwidth_bytes_per_s: Floats  # [kinds, kinds], above 0
+    compute_s: Floats  # [devices]: how long each takes for one micro-batch of a stage, forward and backward
 
     def __post_init__(self) -> None:
         devices, kinds = len(self.kind), int(self.kind.max(initial=-1)) + 1

@@ -33,10 +33,8 @@ from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
 from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, rebuilt, recombined
 from isthmus.plans import Plan
 
-MOST_STARTS = 4
-"""Plans from which the descent starts, and numbers of replicas of which the best plan is another start."""
-MORE_STARTS = 16
-"""Plans that are starts too, as far as these leave neighbours to look at."""
+MOST_STARTS = 4  # plans from which the descent starts, and numbers of replicas of which the best plan is another start
+MORE_STARTS = 16  # plans that are starts too, as far as these leave neighbours to look at
 MOST_NEIGHBOURS, MOST_EACH = 100_000, 12_000
 """Plans that all descents look at together, and one: bounds the time, the same on every machine."""
 LEAST_SCORED, MOST_SCORED, MOST_TASKS_SCORED = 3, 32, 20_000
@@ -44,21 +42,16 @@ LEAST_SCORED, MOST_SCORED, MOST_TASKS_SCORED = 3, 32, 20_000
 may be far off where stages share parameters: of 21 fleets with a tied model the best was the 11th, 20th and 22nd."""
 MOST_KICKED, MOST_KICKED_ALONE = 100_000, 200_000
 """Neighbours of the best of them; of a single pipeline, whose neighbours take a fifth of the time."""
-KICKS_EACH, MOST_KICKING = 8, 20
-"""Random beginnings near it, for each of so many devices."""
+KICKS_EACH, MOST_KICKING = 8, 20  # random beginnings near it, for each of so many devices
 MOST_REPLICAS_KICKED = 12
 """Replicas up to which random moves are tried: with more a neighbour takes milliseconds, and moves gained nothing."""
 DESCENT_BLOCKS = 100
-WORTH_DESCENT = 2.0
-"""Times the best plan known, up to which another is a start."""
-MOST_WHOLE = 256
-"""Devices up to which `op_fence` is asked for a plan of all of them."""
+WORTH_DESCENT = 2.0  # times the best plan known, up to which another is a start
+MOST_WHOLE = 256  # devices up to which `op_fence` is asked for a plan of all of them
 OTHERS = (even, equal_compute, sky_heuristic, certified, op_fence, random)
-MOST_PLACED = 16
-"""Devices up to which `islands`, which takes a second for each number of stages, is asked too."""
+MOST_PLACED = 16  # devices up to which `islands`, which takes a second for each number of stages, is asked too
 
-Score = Callable[[Plan], float]
-"""Seconds per step of a plan, by a better estimate than the closed form: the simulator."""
+Score = Callable[[Plan], float]  # seconds per step of a plan, by a better estimate than the closed form: the simulator
 
 
 def auto(problem: Problem, score: Score | None = None) -> Plan:

@@ -35,8 +35,7 @@ from isthmus.cost.pipelines import Trials, timed
 from isthmus.planners.observer import looked_at
 from isthmus.planners.search.relaxation import Path, PathCost, Relaxation
 
-Label = tuple[int, ...]
-"""The device that holds each item of `Blocks.live[boundary]`, in that order."""
+Label = tuple[int, ...]  # the device that holds each item of `Blocks.live[boundary]`, in that order
 
 
 class SearchTooLarge(Exception):
@@ -127,10 +126,8 @@ def least_sum(
     return best, expanded
 
 
-TOLERANCE = 1e-9
-"""Relative; below it two step times are the same."""
-NARROW = 0.1
-"""Relative width below which an open interval is probed at its top, not at its middle."""
+TOLERANCE = 1e-9  # relative; below it two step times are the same
+NARROW = 0.1  # relative width below which an open interval is probed at its top, not at its middle
 
 
 class Budget(NamedTuple):

@@ -40,16 +40,11 @@ from isthmus.planners.observer import looked_at, stopped
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.routes import fixed_placement_of
 
-MOST_UNUSED = 24
-"""Devices outside the plan that are tried in it: the fastest."""
-KICK_MOVES = 3, 3, 5
-"""Random moves before a descent, drawn from these: few find what is near, many leave a valley."""
-MOST_DRAWN = 50
-"""Random moves that are drawn until one fits."""
-MOST_LOST = 4.0
-"""Times the plan, up to which a random move may make it longer."""
-MOST_EXCHANGING = 6
-"""Replicas up to which all exchange devices with all; beyond, each with the next one."""
+MOST_UNUSED = 24  # devices outside the plan that are tried in it: the fastest
+KICK_MOVES = 3, 3, 5  # random moves before a descent, drawn from these: few find what is near, many leave a valley
+MOST_DRAWN = 50  # random moves that are drawn until one fits
+MOST_LOST = 4.0  # times the plan, up to which a random move may make it longer
+MOST_EXCHANGING = 6  # replicas up to which all exchange devices with all; beyond, each with the next one
 
 
 class Stages(NamedTuple):
@@ -66,10 +61,8 @@ Change = Mapping[int, Sequence[Stages]]
 
 class Found(NamedTuple):
     replicas: Replicas
-    shares: tuple[int, ...] | None
-    """None of the plan that the descent began with."""
-    value: float
-    """Seconds or money of a step."""
+    shares: tuple[int, ...] | None  # None of the plan that the descent began with
+    value: float  # seconds or money of a step
 
 
 class Descent:
@@ -363,10 +356,8 @@ MOST_HALVINGS = 60
 
 
 class Split(NamedTuple):
-    value: float
-    """Seconds or money of a step."""
-    rows: tuple[int, ...]
-    """Per replica, the pipeline."""
+    value: float  # seconds or money of a step
+    rows: tuple[int, ...]  # per replica, the pipeline
     shares: tuple[int, ...]
 
 

@@ -49,12 +49,9 @@ MOST_DEVICES = 6
 MOST_PIPELINES = 400_000
 MOST_CHOICES = 2_000_000
 """Choices of one grouping, without those that even without averaging are no better than the best plan known."""
-MOST_ORDERED_CUTS = 3_000_000
-"""Orders times cuts of one pipeline."""
-MOST_TOGETHER = 100_000
-"""Choices that are looked at together."""
-MOST_CANDIDATES = 150_000
-"""Choices that compute in less than the best time known."""
+MOST_ORDERED_CUTS = 3_000_000  # orders times cuts of one pipeline
+MOST_TOGETHER = 100_000  # choices that are looked at together
+MOST_CANDIDATES = 150_000  # choices that compute in less than the best time known
 MOST_BUILT = 3_000
 Group = frozenset[int]
 

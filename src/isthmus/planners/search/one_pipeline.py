@@ -147,10 +147,8 @@ def _baseline(problem: Problem) -> Iterator[Plan]:
         yield keep(even(problem))
 
 
-MOST_EXHAUSTIVE = 5
-"""Devices up to which every set of them is tried."""
-MOST_DROPPED = 40
-"""Sets tried that are a device short of the best."""
+MOST_EXHAUSTIVE = 5  # devices up to which every set of them is tried
+MOST_DROPPED = 40  # sets tried that are a device short of the best
 UNPRICED = "objective cost: nothing in the fleet has a price, so every plan costs 0 and the fastest is as good as any"
 
 
@@ -284,10 +282,8 @@ def with_bound(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> 
     )
 
 
-MOST_BEHIND = 6
-"""Devices behind the holders up to which every chain is tried."""
-MOST_NEIGHBOURS = 400
-"""Chains that are looked at near the best one."""
+MOST_BEHIND = 6  # devices behind the holders up to which every chain is tried
+MOST_NEIGHBOURS = 400  # chains that are looked at near the best one
 
 
 def fed(problem: Problem) -> Plan:

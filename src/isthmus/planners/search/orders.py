@@ -35,24 +35,19 @@ Order = tuple[int, ...]
 
 MOST_STARTS = 4
 MOST_POLISHED = 4
-ROUNDING = 1e-12
-"""Relative: a score that is less by no more is the same."""
-MOST_SCORES = 12_000
-"""Scores per improvement: bounds the time on large fleets, the same on every machine."""
+ROUNDING = 1e-12  # relative: a score that is less by no more is the same
+MOST_SCORES = 12_000  # scores per improvement: bounds the time on large fleets, the same on every machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer:
     speed: Floats
     memory: Floats
-    pair_s: Floats
-    """[i, j]: seconds of a typical message forward from i to j and back, latency included."""
-    wire_s: Floats
-    """[i, j]: how long it occupies the slower direction."""
+    pair_s: Floats  # [i, j]: seconds of a typical message forward from i to j and back, latency included
+    wire_s: Floats  # [i, j]: how long it occupies the slower direction
     work: float
     fixed_bytes: float
-    micro_batch_bytes: float
-    """Bytes of the whole model."""
+    micro_batch_bytes: float  # bytes of the whole model
     micro_batches: int
 
     def score(self, order: Sequence[int]) -> float:
@@ -171,16 +166,12 @@ def _thinned(scorer: Scorer, order: Order) -> Iterator[Order]:
         yield order
 
 
-MOST_EXHAUSTIVE = 6
-"""Devices up to which every order of every subset is searched."""
-MOST_EXACT_BLOCKS = 300
-"""Blocks up to which that search sees every place to cut."""
+MOST_EXHAUSTIVE = 6  # devices up to which every order of every subset is searched
+MOST_EXACT_BLOCKS = 300  # blocks up to which that search sees every place to cut
 COARSE_BLOCKS = 200
-MOST_CELLS = 1_200_000
-"""Entries of one stage table: some 25 tables of 8 bytes each."""
+MOST_CELLS = 1_200_000  # entries of one stage table: some 25 tables of 8 bytes each
 MOST_CANDIDATES = 16
-PER_ORDER = Budget(probes=60, states=1_000)
-"""Where orders are not searched exhaustively."""
+PER_ORDER = Budget(probes=60, states=1_000)  # where orders are not searched exhaustively
 
 
 class FoundOrder(NamedTuple):

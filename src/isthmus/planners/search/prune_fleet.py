@@ -23,11 +23,9 @@ from isthmus.cost import Problem
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.network import FleetNetwork, Floats
 
-MOST_DEVICES = 64
-"""Larger fleets are narrowed to so many."""
+MOST_DEVICES = 64  # larger fleets are narrowed to so many
 HUBS = 3
-ROOM = 2.0
-"""Times what the model needs with one micro-batch."""
+ROOM = 2.0  # times what the model needs with one micro-batch
 
 
 def pruned_fleet(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Problem:

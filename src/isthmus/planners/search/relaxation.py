@@ -28,22 +28,18 @@ from isthmus.cost.blocks import BlockItem, Blocks
 from isthmus.cost.network import FleetNetwork, Floats
 from isthmus.planners.search.routes import ANY, Routes, State
 
-TINY = 1e-9
-"""Relative slack for rounding wherever a range is narrowed before the exact comparison."""
-SMALL_TABLE = 100_000
-"""Cells of a table up to which costs per pair of devices are kept between thresholds."""
+TINY = 1e-9  # relative slack for rounding wherever a range is narrowed before the exact comparison
+SMALL_TABLE = 100_000  # cells of a table up to which costs per pair of devices are kept between thresholds
 
 
 @dataclass(frozen=True)
 class Received:
     """Bytes per stage, [a, b - a - 1]. `empty` when nothing is ever received this way."""
 
-    held: Floats
-    """Per micro-batch in flight; those of the next two are as they are sent."""
+    held: Floats  # per micro-batch in flight; those of the next two are as they are sent
     forward: Floats
     backward: Floats
-    shared: Floats
-    """Bytes of shared parameters, once per step."""
+    shared: Floats  # bytes of shared parameters, once per step
     shared_count: Floats
 
     @cached_property
@@ -130,12 +126,10 @@ class Path(NamedTuple):
 class PathCost(NamedTuple):
     """A pipeline, or the beginning of one, whose end then is part of the cut."""
 
-    sum_s: float
-    """fill + shared."""
+    sum_s: float  # fill + shared
     bottleneck_s: float
     path: Path
-    shared_s: float = 0.0
-    """The part of the sum that is paid once per step."""
+    shared_s: float = 0.0  # the part of the sum that is paid once per step
 
 
 class Relaxation:

@@ -39,8 +39,7 @@ from isthmus.planners.search.orders import ROUNDING, Order, Scorer, improve, nea
 from isthmus.planners.search.routes import fixed_placement_of
 from isthmus.plans import Plan, SyncGroup
 
-MOST_MOVES = 600
-"""Scores per improvement of one grouping: bounds the time, the same on every machine."""
+MOST_MOVES = 600  # scores per improvement of one grouping: bounds the time, the same on every machine
 SCORES_PER_ORDER = 200
 
 
@@ -168,16 +167,11 @@ def _with(orders: tuple[Order, ...], changed: dict[int, Order]) -> tuple[Order, 
     return tuple(changed.get(r, order) for r, order in enumerate(orders))
 
 
-COUNTS_TRIED = 10
-"""Numbers of replicas that are looked at: all small ones, then powers of two and the largest."""
-MOST_EXHAUSTIVE = 5
-"""Devices up to which every grouping is cut."""
-MOST_CUT = 6
-"""Groupings that are cut on larger fleets."""
-MOST_EVEN = 2
-"""Groupings that are cut a second time."""
-PROMISING = 1.5
-"""Times the best plan known: what scores or takes longer is not looked at any further."""
+COUNTS_TRIED = 10  # numbers of replicas that are looked at: all small ones, then powers of two and the largest
+MOST_EXHAUSTIVE = 5  # devices up to which every grouping is cut
+MOST_CUT = 6  # groupings that are cut on larger fleets
+MOST_EVEN = 2  # groupings that are cut a second time
+PROMISING = 1.5  # times the best plan known: what scores or takes longer is not looked at any further
 ROUGH_BLOCKS = 64
 
 
@@ -276,12 +270,9 @@ def replica_counts(most: int) -> list[int]:
     return sorted(c for c in counts if 2 <= c <= most)
 
 
-MOST_SETS_OF = 7
-"""Devices up to which every set is looked at."""
-MOST_TRIED = 6
-"""Devices of which one joins a set."""
-MOST_BUILT = 3
-"""Plans that are built, the best first; the first may not fit."""
+MOST_SETS_OF = 7  # devices up to which every set is looked at
+MOST_TRIED = 6  # devices of which one joins a set
+MOST_BUILT = 3  # plans that are built, the best first; the first may not fit
 
 Chosen = tuple[int, ...]
 

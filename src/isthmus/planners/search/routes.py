@@ -15,8 +15,7 @@ from typing import NamedTuple
 from isthmus.cost import Problem
 from isthmus.cost.network import FleetNetwork
 
-MOST_BEGINNINGS = 3
-"""Data holders that each order of a large fleet is tried from."""
+MOST_BEGINNINGS = 3  # data holders that each order of a large fleet is tried from
 
 Order = tuple[int, ...]
 
@@ -82,16 +81,13 @@ def fixed_placement_of(problem: Problem, network: FleetNetwork) -> FixedPlacemen
     return FixedPlacement(holders, constraints.labels_stay)
 
 
-ANY = -1
-"""`remaining` where memory does not bind, so that the number of stages to come does not matter."""
+ANY = -1  # `remaining` where memory does not bind, so that the number of stages to come does not matter
 
 
 class State(NamedTuple):
     first: int
-    last: int
-    """-1 before the first stage."""
-    used: int
-    """Bit set of devices."""
+    last: int  # -1 before the first stage
+    used: int  # bit set of devices
     remaining: int
 
 

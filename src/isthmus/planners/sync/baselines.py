@@ -15,8 +15,7 @@ from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import Floats, Timeline, interval_exposed_s, printed_exposed_s, timeline
 from isthmus.plans.sync import SyncPlan
 
-MOST_SCHEDULES = 2_000_000
-"""A few seconds. 30 layers in 5 iterations are 46,376."""
+MOST_SCHEDULES = 2_000_000  # a few seconds. 30 layers in 5 iterations are 46,376.
 
 _AT_ONCE = 1 << 16
 

@@ -22,11 +22,9 @@ from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Floats, Timeline, interval_exposed_s, timeline
 from isthmus.plans.sync import SyncPlan
 
-KICKS = 100
-"""Kicks in vain before the search ends. A number, not a time: a problem always gives the same plan."""
+KICKS = 100  # kicks in vain before the search ends. A number, not a time: a problem always gives the same plan.
 
-Places = NDArray[np.intp]
-"""Shape (layers,): the iteration of each layer, in backward order."""
+Places = NDArray[np.intp]  # shape (layers,): the iteration of each layer, in backward order
 
 
 def dream(problem: SyncProblem) -> SyncPlan:

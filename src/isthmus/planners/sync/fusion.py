@@ -21,8 +21,7 @@ class Fusion:
     """Messages in the order in which they leave, each a run of layers by number in backward order."""
 
     messages: tuple[range, ...]
-    through_s: float
-    """When the last of them is there, on the clock of `ready_s`."""
+    through_s: float  # when the last of them is there, on the clock of `ready_s`
 
 
 def fused(ready_s: Sequence[float], wire_s: Sequence[float], latency_s: float, at_once: int) -> Fusion:

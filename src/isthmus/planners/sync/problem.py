@@ -21,8 +21,7 @@ class WorkerProfile:
 
     worker: str
     forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    """The layer's backward and its update: averaging starts after both."""
+    backward_s: tuple[float, ...]  # the layer's backward and its update: averaging starts after both
     average_s: tuple[float, ...]
     """How long averaging the layer occupies this worker's links; 0 for a layer without parameters."""
 
@@ -43,11 +42,9 @@ class SyncProblem:
     iteration, or a worker that computes nothing.
     """
 
-    layers: tuple[str, ...]
-    """Names in forward order."""
+    layers: tuple[str, ...]  # names in forward order
     workers: tuple[WorkerProfile, ...]
-    iterations: int
-    """H of the paper."""
+    iterations: int  # h of the paper
     forward_overlap: bool = False
     """Whether averaging may go on during the next forward, each layer's forward waiting for its own average.
 

@@ -41,12 +41,9 @@ ROUNDING = 1e-12
 class Timeline:
     """The arrays of shape (layers,) that decide what a set of layers costs, in seconds and backward order."""
 
-    compute_s: float
-    """An iteration without averaging."""
-    ready_s: Floats
-    """When layer a can be averaged: never falls with a."""
-    tail_s: Floats
-    """With forward overlap, the forward that waits for layer a's average, else 0: never falls with a."""
+    compute_s: float  # an iteration without averaging
+    ready_s: Floats  # when layer a can be averaged: never falls with a
+    tail_s: Floats  # with forward overlap, the forward that waits for layer a's average, else 0: never falls with a
     average_s: Floats
 
     @property

@@ -21,8 +21,7 @@ def check_assignment(assignment: Assignment) -> None:
             raise PeerError(f"coordinator: assigned stage {assignment.stage} with {what} {got}, which no plan has")
 
 
-Check = tuple[str, object, bool]
-"""The name of the thing checked, its value, and whether it fits."""
+Check = tuple[str, object, bool]  # the name of the thing checked, its value, and whether it fits
 
 
 def _of_place(assignment: Assignment) -> Iterator[Check]:

@@ -37,8 +37,7 @@ from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot
 
-AWAY_TIMEOUTS = 10
-"""For so many times its timeout a device waits for a coordinator that went away."""
+AWAY_TIMEOUTS = 10  # for so many times its timeout a device waits for a coordinator that went away
 ORDERS = ToDevice | AssignMessage | ReceiveStateMessage | StateMessage | StatePart | ServingOrder
 
 

@@ -62,8 +62,7 @@ class LinkCopyStreams:
         self._accelerator = ways.accelerator
         self.down = ways.way("down", other)
         self.up = ways.way("up", other)
-        self.landed: DeviceEvent | None = None
-        """Behind what landed last; of the receiving thread."""
+        self.landed: DeviceEvent | None = None  # behind what landed last; of the receiving thread
 
     def lowering(self, cargo: CopyLabel, tensors: Sequence[Tensor], encode: Encode) -> Packer:
         """A packer for what the current stream has computed once it has done what it was given so far."""

@@ -81,22 +81,17 @@ class DeviceWorker:
         self._foreign = site.identity is not None
         self._site = site
         self._accelerator: Accelerator = HOST
-        self._before = 0
-        """Bytes that were in use before the stage was made."""
+        self._before = 0  # bytes that were in use before the stage was made
         self._ranks: Ranks | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._session: DeviceSession[Part] = DeviceSession()
         self._session.port = self
         self._data: dict[str, Dataset] = {}
-        self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None
-        """A stage whose weights are on the way."""
+        self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None  # a stage whose weights are on the way
         self._executor: StageRunner | None = None
-        self._joiner: StateJoiner | None = None
-        """The part of the run's state that a joining device has already."""
-        self._values: Mapping[str, Tensor] = {}
-        """The weights at hand."""
-        self._server: StageServer | None = None
-        """The server of a device that generates text, in place of training."""
+        self._joiner: StateJoiner | None = None  # the part of the run's state that a joining device has already
+        self._values: Mapping[str, Tensor] = {}  # the weights at hand
+        self._server: StageServer | None = None  # the server of a device that generates text, in place of training
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
         )

@@ -23,8 +23,7 @@ from isthmus.runtime.messages.assignment import Fingerprinting
 from isthmus.training.digests import fold, leaf, quick_leaf
 from isthmus.training.snapshot import Snapshot
 
-Leaves = dict[str, dict[str, str]]
-"""The digests of each node's leaves."""
+Leaves = dict[str, dict[str, str]]  # the digests of each node's leaves
 Value = Tensor | PendingRead | Snapshot | float
 
 
@@ -37,8 +36,7 @@ class Fingerprinter:
         self._accelerator = accelerator
         self._queue: queue.SimpleQueue[tuple[Item | int, str, str, Value] | Future[None] | None] = queue.SimpleQueue()
         self._by_item: dict[int, Leaves] = {}
-        self._by_step: dict[int, Leaves] = {}
-        """Leaves of values inside the stage by step: the engine knows no items."""
+        self._by_step: dict[int, Leaves] = {}  # leaves of values inside the stage by step: the engine knows no items
         self._done: queue.SimpleQueue[StepFingerprint] = queue.SimpleQueue()
         if settings is not None:
             threading.Thread(target=self._hash, args=(settings,), name="fingerprints", daemon=True).start()

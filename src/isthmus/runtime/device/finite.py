@@ -43,12 +43,9 @@ class FiniteWatch:
         self._parameters = {op.target for op in self._train.variables() if op.kind == "parameter"}
         self._found: NonFinite | None = None
         self._decides = False
-        self._overflowed = False
-        """Whether a step is left out for its loss scale."""
-        self._seen: set[tuple[str, str]] = set()
-        """Values of this item that are not finite, and gradients of values."""
-        self._usual: set[tuple[str, str]] = set()
-        """Those of steps that were finite."""
+        self._overflowed = False  # whether a step is left out for its loss scale
+        self._seen: set[tuple[str, str]] = set()  # values of this item that are not finite, and gradients of values
+        self._usual: set[tuple[str, str]] = set()  # those of steps that were finite
 
     def take(self) -> NonFinite | None:
         """The first place of the item that ends here."""

@@ -31,10 +31,8 @@ from isthmus.training.faults import is_drivers
 from isthmus.training.island import serve
 from isthmus.training.ranks import Ranks
 
-MEETING_S = 60.0
-"""How long ranks wait for each other at the beginning of a session."""
-IDLE_S = 30 * 86400.0
-"""Between two commands. Gloo notices a process that ends at once; a wait has no other end."""
+MEETING_S = 60.0  # how long ranks wait for each other at the beginning of a session
+IDLE_S = 30 * 86400.0  # between two commands. Gloo notices a process that ends at once; a wait has no other end.
 COLLECTIVE_S = 600.0
 """Seconds that an accelerator's own collectives may take, from the first rank that comes to the last: torch's
 default."""
@@ -45,14 +43,11 @@ _CURRENT = "current"
 class Island(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's place in it."""
 
-    folder: Path
-    """Where ranks meet."""
+    folder: Path  # where ranks meet
     rank: int
     count: int
-    local: int
-    """Ranks on this machine."""
-    number: int = 0
-    """The number of this rank among those."""
+    local: int  # ranks on this machine
+    number: int = 0  # the number of this rank among those
 
 
 def island_here(state: Path) -> Island | None:

@@ -34,8 +34,7 @@ from isthmus.training.compression import Codec, SampleFeedback, codec_of
 from isthmus.training.finite import is_finite
 from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row
 
-AVERAGE: Literal["average"] = "average"
-"""How parts of a sum are called in a trace."""
+AVERAGE: Literal["average"] = "average"  # how parts of a sum are called in a trace
 Key = tuple[Parcel | Literal["average"], int, int, int, int]
 """Parcel, the other stage, item, micro-batch and -1; of a sum's parts, group and round."""
 Signature = tuple[tuple[str, str, tuple[int, ...], Packing | None], ...]
@@ -46,16 +45,14 @@ class Expected(NamedTuple):
     """The parcels and parts that may arrive: any other is refused before it is allocated."""
 
     parcels: Mapping[tuple[Parcel, int], frozenset[Signature]]
-    parts: Mapping[tuple[int, int, int], int] = {}
-    """How many elements of a sum, by group, round and stage."""
+    parts: Mapping[tuple[int, int, int], int] = {}  # how many elements of a sum, by group, round and stage
 
 
 class _Here(NamedTuple):
     """The tensors of a parcel that has arrived."""
 
     tensors: list[Tensor]
-    landed: DeviceEvent | None
-    """On an accelerator: the event to wait for."""
+    landed: DeviceEvent | None  # on an accelerator: the event to wait for
 
 
 class StageLinks:
@@ -98,8 +95,7 @@ class StageLinks:
             eval_micro_batches=assignment.eval_micro_batches,
             eval_rest=assignment.eval_rest,
         )
-        self._checking = threading.Lock()
-        """Arrivals are checked by the links' threads and by the compute lane."""
+        self._checking = threading.Lock()  # arrivals are checked by the links' threads and by the compute lane
         self._assignment = assignment
         self._channels = dict(channels)
         self._accelerator = HOST if ways is None else ways.accelerator

@@ -35,31 +35,19 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where a device is, and how it talks to others."""
 
     device: str
-    host: str = "127.0.0.1"
-    """Address to listen on for other devices."""
-    port: int = 0
-    """0: any that is free."""
-    address: str = ""
-    """How others reach that address, where it is not the same."""
-    identity: Identity | None = None
-    """With one all connections are TLS; without, plain TCP."""
-    trusted_network: bool = False
-    """Plain TCP beyond loopback."""
-    relayed: bool = False
-    """Other devices reach this device only through the coordinator's relay."""
-    island: Path | None = None
-    """Where this process meets the other ranks of the device, if there are any."""
+    host: str = "127.0.0.1"  # address to listen on for other devices
+    port: int = 0  # 0: any that is free
+    address: str = ""  # how others reach that address, where it is not the same
+    identity: Identity | None = None  # with one all connections are TLS; without, plain TCP
+    trusted_network: bool = False  # plain TCP beyond loopback
+    relayed: bool = False  # other devices reach this device only through the coordinator's relay
+    island: Path | None = None  # where this process meets the other ranks of the device, if there are any
     ranks: int = 1
-    sharded: bool = False
-    """Each of them holds its part of a stage's weights."""
-    accelerator: str = "cpu"
-    """Where it computes, as `open_accelerator` takes it."""
-    engine: EngineName = "torch"
-    """The framework that computes its stages."""
-    data_kinds: tuple[str, ...] | None = None
-    """Kinds of data that its owner allows; None: all that are installed."""
-    sharing: ComputeTurns | None = None
-    """With its other stages, where it may get several."""
+    sharded: bool = False  # each of them holds its part of a stage's weights
+    accelerator: str = "cpu"  # where it computes, as `open_accelerator` takes it
+    engine: EngineName = "torch"  # the framework that computes its stages
+    data_kinds: tuple[str, ...] | None = None  # kinds of data that its owner allows; None: all that are installed
+    sharing: ComputeTurns | None = None  # with its other stages, where it may get several
 
     @property
     def data_key(self) -> bytes:
@@ -82,10 +70,8 @@ class StageLinkage(Protocol):
     def timeout_s(self) -> float: ...
 
 
-MOST_WAITING = 256
-"""Connections that nobody has asked for yet."""
-LOOK_S = 0.1
-"""How often to look whether the meeting is called off."""
+MOST_WAITING = 256  # connections that nobody has asked for yet
+LOOK_S = 0.1  # how often to look whether the meeting is called off
 
 
 class PeerConnections:
@@ -108,8 +94,7 @@ class PeerConnections:
         self._assembler = StreamAssembler(dialer.timeout_s)
         self._arrived = threading.Condition()
         self._epoch = 0
-        self._waiting: list[tuple[int, int, SocketChannel]] = []
-        """Epoch and stage that each says it is for."""
+        self._waiting: list[tuple[int, int, SocketChannel]] = []  # epoch and stage that each says it is for
         listener.start(self._on_connection)
         self._ways: dict[str, tuple[SocketChannel, bool, int]] = {}
         self._standby: RelayStandby | None = None

@@ -61,8 +61,7 @@ class Snapshots:
             self._way.tell()
 
 
-SPARE_ITEMS = 0.8
-"""The share of the items between two snapshots in which one is sent: the last ones are to spare."""
+SPARE_ITEMS = 0.8  # the share of the items between two snapshots in which one is sent: the last ones are to spare
 Put = Callable[[SnapshotMessage | SnapshotPart, Sequence[Tensor]], None]
 
 

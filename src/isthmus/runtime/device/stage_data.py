@@ -92,8 +92,7 @@ def _as_described(data: DataSpec, split: Split, key: bytes, assignment: Assignme
     return found
 
 
-MOST_NAMED = 8
-"""Samples that an error names."""
+MOST_NAMED = 8  # samples that an error names
 
 
 class Batches:

@@ -42,8 +42,7 @@ from isthmus.training.snapshot import Snapshot
 from isthmus.training.split_backward import SplitEngine
 from isthmus.training.sums import add_in_order
 
-Chore = Callable[[], None]
-"""Work that another lane leaves to be done between two calls of the worker."""
+Chore = Callable[[], None]  # work that another lane leaves to be done between two calls of the worker
 
 
 class StageRunner:
@@ -73,14 +72,12 @@ class StageRunner:
         accelerator = engine.accelerator
         clock = DeviceClock(accelerator) if accelerator.asynchronous and assignment.trace else None
         ways = CopyStreams(accelerator, clock, assignment.device, self.record) if accelerator.asynchronous else None
-        self.copy_streams = ways
-        """Between the accelerator and the host; None on the CPU."""
+        self.copy_streams = ways  # between the accelerator and the host; None on the CPU
         self._turns = sharing.of(assignment.view.stage) if sharing is not None else NoTurns()
         self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record, self._turns)
         self._batches = Batches(assignment, data, self.copy_streams)
         self._snapshots = Snapshots(self.copy_streams, self._kept)
-        self._steps = assignment.start_step
-        """Behind the engine's state."""
+        self._steps = assignment.start_step  # behind the engine's state
         self._keep: Callable[[int, Snapshot], None] = lambda step, taken: None
         self._snapshot_copy: SnapshotSender | None = None
         self._donor: StateDonor | None = None
@@ -91,8 +88,7 @@ class StageRunner:
         self._exchanges = StageExchanges(engine, assignment.train, assignment.engine.steps, self._read)
         self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
         self._norms: Tensor | None = None
-        self._all_finite = True
-        """The loss and gradients of the item that was collected last."""
+        self._all_finite = True  # the loss and gradients of the item that was collected last
         self._count: float | None = None
         """Items that the loss counts: this replica's, or after a sum of gradients with other replicas those of all."""
         self._buffers = {g.group: group_buffer(assignment, g, engine, saved) for g in assignment.groups}

@@ -44,8 +44,7 @@ from isthmus.session.failures import in_one_line
 from isthmus.training.engine_operators import engine_operators
 from isthmus.training.generation import PromptCache, ServedStage, TokenChooser
 
-FORGOTTEN = 1024
-"""So many prompts that were cancelled are remembered: their first tokens may be on the way still."""
+FORGOTTEN = 1024  # so many prompts that were cancelled are remembered: their first tokens may be on the way still
 
 
 class _Arrived(NamedTuple):
@@ -73,10 +72,8 @@ class StageServer:
         self._control = control
         self._inbox = inbox
         self._accelerator = accelerator
-        self._weights: dict[str, Tensor] = {}
-        """Weights of the stage, and of no other."""
-        self._epoch = -1
-        """The epoch of the newest stage that was to be loaded."""
+        self._weights: dict[str, Tensor] = {}  # weights of the stage, and of no other
+        self._epoch = -1  # the epoch of the newest stage that was to be loaded
         self._serving: _Serving | None = None
 
     def follow(self, order: ServingOrder, tensors: Sequence[Tensor]) -> None:
@@ -149,10 +146,8 @@ class _Running:
 
     cache: PromptCache
     new: NewPrompt
-    chooser: TokenChooser | None
-    """The chooser of the last stage."""
-    held: int = 0
-    """Tokens that were computed: the next one's position."""
+    chooser: TokenChooser | None  # the chooser of the last stage
+    held: int = 0  # tokens that were computed: the next one's position
 
 
 class _Serving:

@@ -28,8 +28,7 @@ from isthmus.training.snapshot import (
     stretches,
 )
 
-STRETCH_BYTES = 1 << 18
-"""Sent at once: what else there is to say waits for no more."""
+STRETCH_BYTES = 1 << 18  # sent at once: what else there is to say waits for no more
 MOST_BACKLOG = 2.0
 """Copies of the sent state that may wait to be sent; with more, steps are quicker than their gradients travel."""
 Put = Callable[[StateMessage | StatePart, Sequence[Tensor], "Snapshot | None"], None]
@@ -53,8 +52,7 @@ class StateDonor:
         self._asked = asked
         self._run = run
         self._of = of
-        self.step = asked.step
-        """From the state after so many steps on."""
+        self.step = asked.step  # from the state after so many steps on
         self._put = put
         self._waiting = waiting
         self._copied = copied

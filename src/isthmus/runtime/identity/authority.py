@@ -22,8 +22,7 @@ AUTHORITY_LIFE_S = 10 * 365 * 86400.0
 CERTIFICATE_LIFE_S = 86400.0
 """Seconds that a device's certificate is valid: a stolen key is of use for a day at most. Devices renew at half of
 it."""
-SKEW_S = 2 * 3600.0
-"""Certificates begin earlier by this much: clocks of other machines may be behind."""
+SKEW_S = 2 * 3600.0  # certificates begin earlier by this much: clocks of other machines may be behind
 _KEY, _CERTIFICATE = "authority.key", "authority.pem"
 _REMEDY = "put back a copy of both files, or begin a new fleet in another --state folder, which all devices join anew"
 

@@ -19,12 +19,10 @@ from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 from isthmus.runtime.identity.files import private_folder, read_private, write_private
 
 Role = Literal["coordinator", "device"]
-ID_DIGITS = 32
-"""Hexadecimal: 128 bits, so nobody finds a second key with the id of another's."""
+ID_DIGITS = 32  # hexadecimal: 128 bits, so nobody finds a second key with the id of another's
 _URI = "isthmus:"
 REJOIN = "join again with a new ticket (--ticket-file) in another --state folder"
-PRIVATE_BYTES = 32
-"""Bytes of the number that a private key is."""
+PRIVATE_BYTES = 32  # bytes of the number that a private key is
 KEY, CERTIFICATE, AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
 _SHARED = "one-owner"
 
@@ -33,8 +31,7 @@ class Party(msgspec.Struct, frozen=True):
     """Who is at the other end of an authenticated connection."""
 
     role: Role
-    id: str
-    """The id of the peer's key, see `id_of`."""
+    id: str  # the id of the peer's key, see `id_of`
 
 
 def id_of(key: CertificatePublicKeyTypes) -> str:

@@ -35,8 +35,7 @@ class Member(msgspec.Struct, frozen=True):
     id: str
     name: str
     joined_s: float
-    seen_s: float
-    """When it last connected, or got a certificate."""
+    seen_s: float  # when it last connected, or got a certificate
     revoked_s: float | None = None
 
 

@@ -19,10 +19,8 @@ from isthmus.wire_types import Host, NotNegative, Port
 TICKET_LIFE_S = 86400.0
 PREFIX = "isthmus1-"
 SECRET_BYTES = 16
-MOST_CHARACTERS = 3000
-"""Below the 4096 that a terminal takes as one line."""
-MOST_ADDRESSES = 64
-"""The most addresses of a coordinator's machine."""
+MOST_CHARACTERS = 3000  # below the 4096 that a terminal takes as one line
+MOST_ADDRESSES = 64  # the most addresses of a coordinator's machine
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -30,11 +28,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     addresses: Annotated[tuple[tuple[Host, Port], ...], Meta(max_length=MOST_ADDRESSES)]
     """Host and port, to be tried in this order."""
-    fingerprint: Annotated[bytes, Meta(min_length=32, max_length=32)]
-    """SHA-256 of the authority's certificate."""
+    fingerprint: Annotated[bytes, Meta(min_length=32, max_length=32)]  # sHA-256 of the authority's certificate
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
-    expires_s: NotNegative
-    """Seconds since 1970. The coordinator's clock decides; this is for explaining."""
+    expires_s: NotNegative  # seconds since 1970. The coordinator's clock decides; this is for explaining.
 
 
 def encode_ticket(ticket: Ticket) -> str:

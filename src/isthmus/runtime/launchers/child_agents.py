@@ -17,8 +17,7 @@ from isthmus.errors import PeerError
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.processes.children import wait_for_children
 
-GRACE_S = 15.0
-"""For an agent to end by itself, with its device processes."""
+GRACE_S = 15.0  # for an agent to end by itself, with its device processes
 SIGNAL_S = 2.0
 
 

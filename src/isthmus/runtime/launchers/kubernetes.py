@@ -22,12 +22,9 @@ from isthmus.runtime.launchers.yaml_text import yaml_text
 
 OWNER = "isthmus up --on kubernetes"
 LEAST_CLIENT = 28
-LOOK_S = 1.0
-"""How often pods are looked for whose log is not read yet, or which are to end."""
-ASK_S = 2.0
-"""How old states may be."""
-END_S = 120.0
-"""How long pods may take to end."""
+LOOK_S = 1.0  # how often pods are looked for whose log is not read yet, or which are to end
+ASK_S = 2.0  # how old states may be
+END_S = 120.0  # how long pods may take to end
 
 
 class KubernetesLauncher:

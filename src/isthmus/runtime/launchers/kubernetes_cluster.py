@@ -19,8 +19,7 @@ INSTALL_JOBSET = (
     "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
 )
 LOG_IN = "the cluster does not know this context's credentials: log in again (`kubectl auth whoami` tries them)"
-IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
-"""Kubernetes sets it in each pod."""
+IN_CLUSTER = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in each pod
 _PLACE = (GROUP, VERSION)
 _NUMBER = "batch.kubernetes.io/job-completion-index"
 

@@ -13,12 +13,9 @@ from isthmus.runtime.launchers.agent_script import agent_script
 from isthmus.runtime.launchers.launcher import AgentSpec
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"
-JOB = "agents"
-"""The name of the JobSet's one replicated job, and of a pod's one container."""
-NUMBER = "JOB_COMPLETION_INDEX"
-"""Kubernetes sets it in each pod of an indexed job."""
-HELD_TICKET = "(ticket)"
-"""In place of tickets, where a manifest is shown."""
+JOB = "agents"  # the name of the JobSet's one replicated job, and of a pod's one container
+NUMBER = "JOB_COMPLETION_INDEX"  # Kubernetes sets it in each pod of an indexed job
+HELD_TICKET = "(ticket)"  # in place of tickets, where a manifest is shown
 MOST_RESTARTS = 1000
 _TICKETS, _STATE, _BUCKET = "/isthmus/tickets", "/isthmus/state", "/isthmus/bucket"
 _USER = 1000

@@ -16,26 +16,19 @@ import msgspec
 class AgentState(Enum):
     """How an agent is, as far as its engine knows."""
 
-    QUEUED = "queued"
-    """The engine has no node for it yet, and starts it when it has one: its job was requeued, say."""
-    STARTING = "starting"
-    """It has a node, and does not run there yet."""
+    QUEUED = "queued"  # the engine has no node for it yet, and starts it when it has one: its job was requeued, say
+    STARTING = "starting"  # it has a node, and does not run there yet
     RUNNING = "running"
-    ENDED = "ended"
-    """With exit code 0: it was dismissed."""
-    LOST = "lost"
-    """It ended by an error, or with its node."""
+    ENDED = "ended"  # with exit code 0: it was dismissed
+    LOST = "lost"  # it ended by an error, or with its node
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One agent to start."""
 
-    name: str
-    """Its name in the fleet."""
-    arguments: tuple[str, ...] = ()
-    """Arguments of `isthmus join`, besides name, ticket and state folder."""
-    island: bool = False
-    """It runs under torchrun: the accelerators of its node are one device."""
+    name: str  # its name in the fleet
+    arguments: tuple[str, ...] = ()  # arguments of `isthmus join`, besides name, ticket and state folder
+    island: bool = False  # it runs under torchrun: the accelerators of its node are one device
     ticket: str
     """A secret. It travels in files of mode 600, on standard input, or as a secret of the engine; never in a command
     line or a log."""

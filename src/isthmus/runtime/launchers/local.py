@@ -28,8 +28,7 @@ class LocalLauncher:
 
     def __init__(self, options: LocalOptions) -> None:
         self._agents: ForkedAgents | None = None
-        self._islands: ChildAgents | None = None
-        """torchrun starts them by itself."""
+        self._islands: ChildAgents | None = None  # torchrun starts them by itself
         self._folder = Path()
         self._started = 0
 

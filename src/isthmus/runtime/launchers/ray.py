@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
 
-END_S = 2 * GRACE_S
-"""For the actors to end their agents, before they are killed."""
+END_S = 2 * GRACE_S  # for the actors to end their agents, before they are killed
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,11 +44,9 @@ class RayLauncher:
 
     def __init__(self, options: RayOptions) -> None:
         self._options = options
-        self._connected = False
-        """Whether this object connected to Ray, and disconnects at the end."""
+        self._connected = False  # whether this object connected to Ray, and disconnects at the end
         self._group: PlacementGroup | None = None
-        self._bundles: dict[str, tuple[int, float]] = {}
-        """The number and the GPUs of each agent, by name."""
+        self._bundles: dict[str, tuple[int, float]] = {}  # the number and the GPUs of each agent, by name
         self._agents: dict[str, _ActorHere] = {}
         self._log: Callable[[str, str], None] = lambda name, line: None
 

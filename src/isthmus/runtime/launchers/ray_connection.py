@@ -24,8 +24,7 @@ class RayUser(NamedTuple):
     """Who needs Ray, for messages."""
 
     name: str
-    address: str
-    """How a person names a cluster's address."""
+    address: str  # how a person names a cluster's address
 
     @property
     def start(self) -> str:

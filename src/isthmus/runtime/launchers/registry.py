@@ -21,10 +21,8 @@ ENTRY_POINTS = "isthmus.launchers"
 class ClusterEngine(NamedTuple):
     """One of our engines, as `module:name`."""
 
-    launcher: str
-    """A class that is built with the options."""
-    options: str
-    """A struct of its options."""
+    launcher: str  # a class that is built with the options
+    options: str  # a struct of its options
 
 
 def _ours(module: str, name: str) -> ClusterEngine:

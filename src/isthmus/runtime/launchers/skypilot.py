@@ -26,14 +26,12 @@ from isthmus.runtime.launchers.yaml_text import yaml_text
 from isthmus.sanitize import sanitize
 
 OWNER = "isthmus up --on skypilot"
-LEAST_SKYPILOT = (0, 10)
-"""The first with secrets."""
+LEAST_SKYPILOT = (0, 10)  # the first with secrets
 SECRET = "ISTHMUS_TICKET"
 NUMBER = "SKYPILOT_NODE_RANK"
 ASK_S = 60.0
 END_S = 60.0
-DOWN_S = 900.0
-"""Clouds take minutes to give machines back."""
+DOWN_S = 900.0  # clouds take minutes to give machines back
 _AUTHENTICATION = re.compile(r"authenticat|unauthori[sz]ed|log ?in\b|logged in|\b401\b", re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _JOB_LINE = re.compile(r"\([^(),]+, (?:rank=\d+, )?pid=\d+(?:, ip=[^()]*)?\) ?(.*)")
@@ -79,8 +77,7 @@ class SkyPilotLauncher:
         """Clusters have it, and a number: a machine that was lost gets another one."""
         self._folder = Path()
         self._log: Callable[[str, str], None] = lambda name, line: None
-        self._launches: dict[str, _Launch] = {}
-        """The newest launch of each agent."""
+        self._launches: dict[str, _Launch] = {}  # the newest launch of each agent
         self._started = 0
 
     def check(self) -> None:
@@ -175,8 +172,7 @@ class _Launch:
 
     def __init__(self, cluster: str, file: Path, ticket: Path, log: Callable[[str], None]) -> None:
         self.cluster, self._ticket, self._log = cluster, ticket, log
-        self._heard = False
-        """Whether the agent has printed something."""
+        self._heard = False  # whether the agent has printed something
         command = ["sky", "launch", "--yes", "--cluster", cluster, "--secret-file", str(ticket), str(file)]
         try:
             self._process = subprocess.Popen(

@@ -35,10 +35,8 @@ from isthmus.units import parse_duration
 OWNER = "isthmus up --on slurm"
 LEAST_SUBMITIT = (1, 5)
 PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "sinfo")
-ASK_S = 10.0
-"""How often Slurm's controller is asked for a job: it serves all users of the cluster."""
-END_S = 120.0
-"""How long a cancelled job may take to end."""
+ASK_S = 10.0  # how often Slurm's controller is asked for a job: it serves all users of the cluster
+END_S = 120.0  # how long a cancelled job may take to end
 COMMAND_S = 60.0
 MODULE = "isthmus.runtime.launchers.slurm_task"
 

@@ -30,23 +30,18 @@ from isthmus.extensions import import_extra
 from isthmus.runtime.launchers.agent_command import agent_command
 from isthmus.runtime.launchers.launcher import AgentSpec
 
-GRACE_S = 20.0
-"""How long an agent may take to end. Slurm kills 30 s after SIGTERM (KillWait)."""
+GRACE_S = 20.0  # how long an agent may take to end. Slurm kills 30 s after SIGTERM (KillWait).
 LOOK_S = 20.0
 BEAT_S = 30.0
-GONE_S = 900.0
-"""Without a beat for so long the launcher is gone."""
-MOST_REQUEUES = 100
-"""The most requeues of a job at its time limit."""
-NO_TICKET = b"-"
-"""First line for an agent that is a member already."""
+GONE_S = 900.0  # without a beat for so long the launcher is gone
+MOST_REQUEUES = 100  # the most requeues of a job at its time limit
+NO_TICKET = b"-"  # first line for an agent that is a member already
 
 
 class AgentStatus(Enum):
     """The state of a task's agent."""
 
-    WAITING = "waiting"
-    """No task has started it, or Slurm has taken the node of its task."""
+    WAITING = "waiting"  # no task has started it, or Slurm has taken the node of its task
     RUNNING = "running"
     ENDED = "ended"
     LOST = "lost"
@@ -124,8 +119,7 @@ class Placed(msgspec.Struct, frozen=True):
     """An agent of an allocation, without its ticket."""
 
     name: str
-    arguments: tuple[str, ...]
-    """Arguments of `isthmus join`."""
+    arguments: tuple[str, ...]  # arguments of `isthmus join`
     island: bool
     attempt: int
 

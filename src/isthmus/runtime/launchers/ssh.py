@@ -19,8 +19,7 @@ from isthmus.sanitize import MOST_SHOWN, sanitize
 
 CHECK_S = 60.0
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
-MOST_CHECKED = 16
-"""Hosts at once."""
+MOST_CHECKED = 16  # hosts at once
 
 
 class SshOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

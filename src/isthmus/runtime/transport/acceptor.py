@@ -68,8 +68,7 @@ class Acceptor:
         self._timeout_s = timeout_s
         self._admitting = threading.Lock()
         self._channels: dict[str, MessageChannel] = {}
-        self._endings: dict[MessageChannel, threading.Event] = {}
-        """Set when no more messages of a connection follow."""
+        self._endings: dict[MessageChannel, threading.Event] = {}  # set when no more messages of a connection follow
         self._banned: set[str] = set()
         self._closed = False
 

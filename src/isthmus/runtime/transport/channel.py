@@ -80,8 +80,7 @@ def in_host_memory(message: AnyMessage, fill: Fill) -> list[Tensor]:
 class MessageChannel(Protocol):
     """A way to one party and back, whatever carries the frames. One thread sends, one receives; any may close."""
 
-    other: str
-    """The party, as errors call it."""
+    other: str  # the party, as errors call it
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""

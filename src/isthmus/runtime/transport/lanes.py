@@ -29,15 +29,13 @@ from isthmus.runtime.transport.channel import Channel, frame
 from isthmus.runtime.transport.shaping import ShapedLink
 from isthmus.training.layout import pack
 
-FLUSH_S = 5.0
-"""For what was handed over when a lane ends."""
+FLUSH_S = 5.0  # for what was handed over when a lane ends
 
 
 class PackedMessage(NamedTuple):
     message: AnyMessage
     payload: Sequence[memoryview]
-    sent: Callable[[], None] | None = None
-    """Called when the payload's memory is not needed any more, in any thread."""
+    sent: Callable[[], None] | None = None  # called when the payload's memory is not needed any more, in any thread
 
 
 Packer = Callable[[], PackedMessage]
@@ -54,10 +52,8 @@ class QueuedSend(msgspec.Struct, frozen=True):
     message: AnyMessage
     start_s: float
     end_s: float
-    size_bytes: int
-    """Bytes of its tensors, as they travel."""
-    wire_bytes: int
-    """Bytes of the whole frame."""
+    size_bytes: int  # bytes of its tensors, as they travel
+    wire_bytes: int  # bytes of the whole frame
 
 
 class Credits:
@@ -70,10 +66,8 @@ class Credits:
     """
 
     def __init__(self, window_bytes: int) -> None:
-        self.changed = threading.Condition()
-        """Guards the credits, and the queue of the lane that they belong to."""
-        self.given_s = 0.0
-        """When the receiver last said something."""
+        self.changed = threading.Condition()  # guards the credits, and the queue of the lane that they belong to
+        self.given_s = 0.0  # when the receiver last said something
         self._window_bytes = window_bytes
         self._used_bytes = 0
 
@@ -100,13 +94,11 @@ class Credits:
 class _Entry(msgspec.Struct):
     message: AnyMessage
     tensors: Sequence[Tensor]
-    size_bytes: int
-    """Bytes of the tensors as the receiver holds them: credits count these."""
+    size_bytes: int  # bytes of the tensors as the receiver holds them: credits count these
     ready_s: float
     packed: Future[tuple[PackedMessage, float]] | None = None
     """The packed message and the time at which it was made; None sends the tensors from where they are."""
-    blocked_s: float = 0.0
-    """Since when it waits for credits, if it had to."""
+    blocked_s: float = 0.0  # since when it waits for credits, if it had to
 
 
 class SendLane:

@@ -25,10 +25,8 @@ ones."""
 ACCEPT_AGAIN_S = 0.1
 MOST_FILES = 65_536
 
-Greet = Callable[[SocketChannel], None]
-"""Handles a connection, in the connection's own thread."""
-UnknownPeer = Callable[[Connection], None]
-"""Handles a TLS connection from a peer without a certificate, and closes it."""
+Greet = Callable[[SocketChannel], None]  # handles a connection, in the connection's own thread
+UnknownPeer = Callable[[Connection], None]  # handles a TLS connection from a peer without a certificate, and closes it
 
 
 class Listener:
@@ -189,14 +187,10 @@ def refuse_exposure(host: str) -> None:
         )
 
 
-MOST_SILENT = 64
-"""Connections at once that have not sent a TLS hello yet."""
-MOST_SPEAKING = 64
-"""Connections at once in the TLS handshake."""
-MOST_FROM_ONE = 16
-"""The most connections of each kind from one address: a single unknown peer cannot take all places."""
-UNKNOWN_S = 20.0
-"""Time limit of the whole authentication: a peer that sends a byte at times cannot keep its place."""
+MOST_SILENT = 64  # connections at once that have not sent a TLS hello yet
+MOST_SPEAKING = 64  # connections at once in the TLS handshake
+MOST_FROM_ONE = 16  # the most connections of each kind from one address: a single unknown peer cannot take all places
+UNKNOWN_S = 20.0  # time limit of the whole authentication: a peer that sends a byte at times cannot keep its place
 
 
 class Unauthenticated:
@@ -237,8 +231,7 @@ class PendingConnections:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._silent: dict[Unauthenticated, None] = {}
-        """The oldest first; also below."""
+        self._silent: dict[Unauthenticated, None] = {}  # the oldest first; also below
         self._speaking: dict[Unauthenticated, None] = {}
         self._cut = False
 

@@ -15,10 +15,8 @@ from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport.channel import MessageChannel
 from isthmus.training.layout import TensorHeader, header_of, pack
 
-SWITCH_S = 0.0002
-"""How long one thread keeps others from running Python: the usual 5 ms are longer than a small round."""
-FEW_CONNECTIONS = 16
-"""More of them share the processor, so each of their threads waits longer."""
+SWITCH_S = 0.0002  # how long one thread keeps others from running Python: the usual 5 ms are longer than a small round
+FEW_CONNECTIONS = 16  # more of them share the processor, so each of their threads waits longer
 LARGE_BYTES = 1 << 20
 """From here on a message is sent in a thread of its own. A thread costs as much as a small message."""
 
@@ -72,8 +70,7 @@ def headers_of(tensors: Mapping[str, Tensor]) -> tuple[TensorHeader, ...]:
     return tuple(header_of(name, t) for name, t in tensors.items())
 
 
-PER_TIMEOUT = 4
-"""Heartbeats in the time after which a silent party is lost."""
+PER_TIMEOUT = 4  # heartbeats in the time after which a silent party is lost
 
 
 class HeartbeatReceiver(Protocol):

@@ -23,10 +23,8 @@ from isthmus.runtime.transport.secure import Connection
 from isthmus.wire_types import MOST_STREAMS
 
 BLOCK_BYTES = 1 << 18
-WINDOW_BYTES = 4 << 20
-"""About what one flow has on the way at most: Linux lets windows grow to 4 to 6 MB."""
-MOST_UNFINISHED = 64
-"""Groups of streams that are not complete."""
+WINDOW_BYTES = 4 << 20  # about what one flow has on the way at most: Linux lets windows grow to 4 to 6 MB
+MOST_UNFINISHED = 64  # groups of streams that are not complete
 _LENGTH = struct.Struct(">I")
 
 
@@ -46,10 +44,8 @@ class MultiStream:
 
     def __init__(self, streams: Sequence[Connection]) -> None:
         self._streams = list(streams)
-        self._out = self._in = 0
-        """Whose turn it is."""
-        self._left = 0
-        """Bytes of the block that is being received."""
+        self._out = self._in = 0  # whose turn it is
+        self._left = 0  # bytes of the block that is being received
         self._length = bytearray()
 
     @property

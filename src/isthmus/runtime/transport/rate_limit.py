@@ -14,10 +14,8 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 class Rate(NamedTuple):
     """The most messages of one connection."""
 
-    per_s: float
-    """In the long run."""
-    burst: float
-    """At once."""
+    per_s: float  # in the long run
+    burst: float  # at once
 
 
 class RateLimit:
@@ -48,8 +46,7 @@ def limited(rate: Rate, check: Callable[[AnyMessage], None]) -> Callable[[AnyMes
     return both
 
 
-MOST_LINES = 10
-"""About one device in a window."""
+MOST_LINES = 10  # about one device in a window
 WINDOW_S = 30.0
 
 

@@ -27,8 +27,7 @@ from isthmus.runtime.transport.message_sender import MessageSender, start_heartb
 from isthmus.runtime.transport.tcp import WAITS_S
 from isthmus.session.failures import reason_and_fault
 
-LOG_S = 3.0
-"""An outage is logged when nothing was received for so long, then each time after twice as long."""
+LOG_S = 3.0  # an outage is logged when nothing was received for so long, then each time after twice as long
 Sending = TypeVar("Sending", SendLane, MessageSender)
 
 
@@ -41,22 +40,17 @@ class Retry(NamedTuple):
 
     waits_s: Sequence[float] = WAITS_S
     """Between attempts; the last one again and again. A connection that outlasts the wait begins with the first."""
-    away_s: float = math.inf
-    """Attempts end when nothing was received for longer."""
-    log_s: float = LOG_S
-    """Outages are logged from then on."""
+    away_s: float = math.inf  # attempts end when nothing was received for longer
+    log_s: float = LOG_S  # outages are logged from then on
 
 
 class Outage(NamedTuple):
     """A connection that broke, or could not be made."""
 
     error: PeerError
-    silent_s: float
-    """Since the last message."""
-    wait_s: float
-    """Until the next attempt."""
-    log: bool
-    """Whether to log it: the first time, when the reason changes, and when it lasts twice as long."""
+    silent_s: float  # since the last message
+    wait_s: float  # until the next attempt
+    log: bool  # whether to log it: the first time, when the reason changes, and when it lasts twice as long
 
 
 class OpenConnection(Generic[Sending]):
@@ -67,8 +61,7 @@ class OpenConnection(Generic[Sending]):
         self.run, self.timeout_s = run, timeout_s
         self.ended = threading.Event()
         self.opened_s = time.monotonic()
-        self.received_s = -math.inf
-        """When the last message came."""
+        self.received_s = -math.inf  # when the last message came
 
     def start_heartbeats(self, timeout_s: float) -> None:
         """Until the end of the connection, for a coordinator with this timeout."""

@@ -33,24 +33,19 @@ from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.runtime.transport.tcp import least_round_trip_s, round_trip_s
 
 COPY_BYTES = 1 << 18
-MOST_WAITING = 8
-"""Waiting connections of one device. It opens the next one when one is taken."""
+MOST_WAITING = 8  # waiting connections of one device. It opens the next one when one is taken.
 WAIT_S = 3.0
 """How long a request waits for the other device. A device starts to wait before others learn of it, so it is there
 unless it is gone."""
-MEET_S = 15.0
-"""How long devices may take to find out whether there is a direct way."""
-MOST_STREAMS = 64
-"""Relayed connections at once, of one device."""
+MEET_S = 15.0  # how long devices may take to find out whether there is a direct way
+MOST_STREAMS = 64  # relayed connections at once, of one device
 
 
 class _End(msgspec.Struct, frozen=True):
     """The addresses and the latency of one device, as the other one must know them."""
 
-    addresses: tuple[tuple[str, int], ...]
-    """Empty where no direct connection may be tried."""
-    latency_s: float
-    """From the coordinator, one way."""
+    addresses: tuple[tuple[str, int], ...]  # empty where no direct connection may be tried
+    latency_s: float  # from the coordinator, one way
 
     def rendezvous(self, run: str, other: _End) -> Rendezvous:
         """For this device, with the `other` one."""
@@ -66,8 +61,7 @@ class _RelayRequest:
         """The end of the waiting device, once it has been notified; None if it is gone."""
         self.relay: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Whether to relay; False when there is nothing left to do."""
-        self.answers: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
-        """The connection to relay to."""
+        self.answers: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()  # the connection to relay to
 
     def cancel(self) -> None:
         self.far.put(None)

@@ -41,25 +41,19 @@ DIRECT_S = 3.0
 HEAD_START_S = 0.3
 """Seconds in which only the address where a device listens is tried, before the coordinator is asked for another
 way."""
-ANSWER_S = 15.0
-"""The coordinator waits for the other device before it answers."""
-RELAY_RETRY_S = 1.0
-"""Between attempts to wait at the coordinator's relay."""
+ANSWER_S = 15.0  # the coordinator waits for the other device before it answers
+RELAY_RETRY_S = 1.0  # between attempts to wait at the coordinator's relay
 
 
 class PeerRoute(msgspec.Struct, frozen=True, kw_only=True):
     """To another device. Without a port there is no direct way."""
 
-    run: str
-    """The name of the run or of the probe that needs the route."""
-    other: str
-    """The device, as errors call it."""
+    run: str  # the name of the run or of the probe that needs the route
+    other: str  # the device, as errors call it
     host: str
     port: int
-    id: str
-    """The id of its key; empty where connections are plain TCP, and nothing is relayed."""
-    streams: int = 1
-    """Streams that are to be one connection; plain TCP has one."""
+    id: str  # the id of its key; empty where connections are plain TCP, and nothing is relayed
+    streams: int = 1  # streams that are to be one connection; plain TCP has one
 
 
 class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +62,7 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: tuple[str, int]
     identity: Identity | None
     timeout_s: float
-    direct: bool = True
-    """Whether this device takes part in simultaneous connects, for which it listens for a moment."""
+    direct: bool = True  # whether this device takes part in simultaneous connects, for which it listens for a moment
 
     def dial(self, route: PeerRoute) -> tuple[SocketChannel, bool]:
         """A connection to the device, which is authenticated, and whether it is relayed. PeerError if it cannot be
@@ -174,8 +167,7 @@ class _Ways:
         self._found: SocketChannel | None = None
         self._running = 0
         self._over = False
-        self.failure: PeerError | None = None
-        """The error of the first attempt that failed."""
+        self.failure: PeerError | None = None  # the error of the first attempt that failed
 
     def attempt(self, reach: Callable[[], socket.socket]) -> None:
         with self._changed:

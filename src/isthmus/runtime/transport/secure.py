@@ -15,15 +15,11 @@ from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity, Party, party_of
 from isthmus.runtime.transport.tcp import HungUp, use_bbr
 
-RECORD_BYTES = 1 << 14
-"""The most that one TLS record holds."""
-HANDSHAKE_RECORD = b"\x16\x03"
-"""How each begins that asks for TLS: its content type, and the major version."""
-RECORD_HEADER_BYTES = 5
-"""Kind, version, length (u16)."""
+RECORD_BYTES = 1 << 14  # the most that one TLS record holds
+HANDSHAKE_RECORD = b"\x16\x03"  # how each begins that asks for TLS: its content type, and the major version
+RECORD_HEADER_BYTES = 5  # kind, version, length (u16)
 
-_UNKNOWN_AUTHORITY = (18, 19, 20, 21)
-"""OpenSSL's numbers for a certificate that no authority known here has signed."""
+_UNKNOWN_AUTHORITY = (18, 19, 20, 21)  # openSSL's numbers for a certificate that no authority known here has signed
 
 
 class Connection(Protocol):
@@ -52,8 +48,7 @@ class _Shared:
         self.session = session
         self.lock = threading.Lock()
         self.closed = False
-        self.waiting = 0
-        """Threads that wait for the socket: until they are gone its number must not become another's."""
+        self.waiting = 0  # threads that wait for the socket: until they are gone its number must not become another's
 
     def end_if_unused(self) -> None:
         """With the lock held."""

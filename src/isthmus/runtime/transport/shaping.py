@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from isthmus.fleet import Link
 from isthmus.runtime.transport.channel import CHUNK_BYTES, Channel, chunks
 
-SLICE_S = 0.002
-"""A chunk lasts about this long on its link: fine enough for small messages, coarse enough for the CPU."""
+SLICE_S = 0.002  # a chunk lasts about this long on its link: fine enough for small messages, coarse enough for the CPU
 MIN_CHUNK_BYTES = 4096
 
 

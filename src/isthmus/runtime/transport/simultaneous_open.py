@@ -25,16 +25,11 @@ from isthmus.listening import shown_address
 from isthmus.runtime.transport.tcp import Unreached
 
 Address = tuple[str, int]
-AGAIN_S = 0.1
-"""Between attempts that a router refuses."""
-LOOK_S = 0.05
-"""How often to look whether it is over."""
-ALIVE_S = 30
-"""Silence after which the kernel says that a connection lives."""
-MOST_AFTER_S = 2.0
-"""The longest that the coordinator may let a device wait before it connects."""
-_ANY = ("2001:db8::", 9)
-"""An address beyond every router, to ask the kernel for its route; nothing is sent."""
+AGAIN_S = 0.1  # between attempts that a router refuses
+LOOK_S = 0.05  # how often to look whether it is over
+ALIVE_S = 30  # silence after which the kernel says that a connection lives
+MOST_AFTER_S = 2.0  # the longest that the coordinator may let a device wait before it connects
+_ANY = ("2001:db8::", 9)  # an address beyond every router, to ask the kernel for its route; nothing is sent
 
 
 def connected_from(host: str, port: int, other: str, timeout_s: float) -> socket.socket:

@@ -17,8 +17,7 @@ from typing import Protocol, TypeVar
 
 from isthmus.errors import PeerError
 
-WAITS_S = (0.2, 0.5, 1.0, 2.0)
-"""Between attempts; the last one again and again."""
+WAITS_S = (0.2, 0.5, 1.0, 2.0)  # between attempts; the last one again and again
 Reached = TypeVar("Reached")
 
 
@@ -45,14 +44,10 @@ def until_reached(attempt: Callable[[], Reached], within_s: float, passing: type
 
 
 _BBR = b"bbr"
-MOST_TRIP_S = 60.0
-"""A longer one stands for none that was measured."""
-LONG_S = 0.01
-"""Round trips of long links."""
-_RTT = struct.Struct("=68xI")
-"""Where `struct tcp_info` of Linux has the smoothed round trip, in microseconds."""
-_LEAST_RTT = struct.Struct("=148xI")
-"""And the least one."""
+MOST_TRIP_S = 60.0  # a longer one stands for none that was measured
+LONG_S = 0.01  # round trips of long links
+_RTT = struct.Struct("=68xI")  # where `struct tcp_info` of Linux has the smoothed round trip, in microseconds
+_LEAST_RTT = struct.Struct("=148xI")  # and the least one
 
 
 class HasSocketOptions(Protocol):

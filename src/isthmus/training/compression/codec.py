@@ -16,8 +16,7 @@ from isthmus.plans import Packing
 from isthmus.plans.packing import CODECS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-PIECE = 1 << 18
-"""Elements; a multiple of every codec's block."""
+PIECE = 1 << 18  # elements; a multiple of every codec's block
 _LARGEST = torch.finfo(torch.bfloat16).max
 """Packed values are at most this large: larger ones of float32 are within bfloat16's own rounding of it."""
 

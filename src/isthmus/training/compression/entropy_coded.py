@@ -13,8 +13,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.training.compression.codec import Codec
 
-_MEMORY = 9
-"""The largest blocks, so the fewest tables."""
+_MEMORY = 9  # the largest blocks, so the fewest tables
 
 
 @dataclass(frozen=True)

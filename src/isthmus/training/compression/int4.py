@@ -37,8 +37,7 @@ class Int4:
     Layout: steps, lowest values, pivots, and two elements in each byte.
     """
 
-    tile: int = INT4_TILE
-    """Elements that are mixed, and share a step: a power of two, 256 at most."""
+    tile: int = INT4_TILE  # elements that are mixed, and share a step: a power of two, 256 at most
     name: str = "int4"
 
     @property

@@ -24,12 +24,9 @@ from torch.nn import functional
 from isthmus.errors import PeerError
 from isthmus.plans.packing import high_bits, low_bits, position_bytes, uses_bitmap
 
-SAMPLE = 1 << 16
-"""Elements of a sample at most; of small tensors a sixteenth."""
-DIRECT = 1 << 14
-"""Up to so many elements a threshold gains nothing."""
-CHUNK = 1 << 20
-"""Elements per step of the pass on a CPU: they stay in its caches, and one buffer serves all steps."""
+SAMPLE = 1 << 16  # elements of a sample at most; of small tensors a sixteenth
+DIRECT = 1 << 14  # up to so many elements a threshold gains nothing
+CHUNK = 1 << 20  # elements per step of the pass on a CPU: they stay in its caches, and one buffer serves all steps
 DEVIATIONS = 4.0
 """How far below the sample's own estimate the threshold lies, in standard deviations of the estimate's rank."""
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -23,8 +23,7 @@ from isthmus.training.engine import TorchEngine
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
-Function = Callable[..., Sequence[Tensor]]
-"""A function of tensors, in operators of `torch.ops.aten`."""
+Function = Callable[..., Sequence[Tensor]]  # a function of tensors, in operators of `torch.ops.aten`
 
 
 def compute_by_jax(engine: TorchEngine, columns: Mapping[Ref, Tensor]) -> str:

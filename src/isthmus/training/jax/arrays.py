@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import torch
 from jax import Array
 
-Operator = Callable[..., Any]
-"""Arrays and plain values to an array, or to a tuple of them."""
+Operator = Callable[..., Any]  # arrays and plain values to an array, or to a tuple of them
 Number = bool | int | float
 
 

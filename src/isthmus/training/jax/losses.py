@@ -11,8 +11,7 @@ from isthmus.training.jax.arrays import Operator, expect, is_real, of_one, of_se
 from isthmus.training.jax.elementwise import ELEMENTWISE
 from isthmus.training.jax.reductions import log_softmax
 
-_MEAN, _SUM = 1, 2
-"""torch's numbers of reductions; 0 is none."""
+_MEAN, _SUM = 1, 2  # torch's numbers of reductions; 0 is none
 
 
 def _reduced(losses: Array, reduction: int) -> Array:

@@ -29,8 +29,7 @@ class _Window(NamedTuple):
     steps: list[int]
     padding: list[int]
     dilation: list[int]
-    ceil: bool
-    """Whether a last window may reach beyond the end."""
+    ceil: bool  # whether a last window may reach beyond the end
 
     def ends(self, x: Array) -> list[tuple[int, int]]:
         """Padding before and after; what no window reaches at the end is a negative one."""

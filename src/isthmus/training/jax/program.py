@@ -57,8 +57,7 @@ class JaxFunction:
         self._forwards: dict[tuple[bool, ...], Callable[..., tuple[list[Array], tuple[list[Array], Array], Any]]] = {}
         self._floating: tuple[bool, ...] = ()
         """Which results are floating point; found while the first forward is traced."""
-        self._asks = False
-        """Whether an operator asks something of values: found likewise."""
+        self._asks = False  # whether an operator asks something of values: found likewise
         self._without: Callable[..., tuple[tuple[Array, ...], Array]] = jax.jit(self._interpret)
         self._backward: Callable[[Any, list[Array]], tuple[Array, ...]] = jax.jit(lambda vjp, given: vjp(given))
 

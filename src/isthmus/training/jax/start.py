@@ -18,8 +18,7 @@ from isthmus.training.jax.program import jax_program, without_entry
 from isthmus.units import format_duration
 
 HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
-_events = Counter[str]()
-"""Cache hits and misses of this process."""
+_events = Counter[str]()  # cache hits and misses of this process
 monitoring.register_event_listener(lambda event, **_: _events.update([event]))
 
 

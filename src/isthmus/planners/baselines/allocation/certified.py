@@ -29,19 +29,13 @@ from isthmus.planners.baselines.allocation.windows import (
 from isthmus.planners.observer import SearchStopped
 from isthmus.units import format_size
 
-TOLERANCE = 1e-4
-"""The gap at which the search on large problems ends."""
-EXACT_CELLS = 8_000
-"""Devices x layers up to which it goes on until the optimum is proven."""
-PRICED_CELLS = 50_000
-"""Up to which prices come from linear programmes, and covers from integer programmes."""
-TABLE_CELLS = 2_000_000
-"""Up to which tables over both are made at all."""
+TOLERANCE = 1e-4  # the gap at which the search on large problems ends
+EXACT_CELLS = 8_000  # devices x layers up to which it goes on until the optimum is proven
+PRICED_CELLS = 50_000  # up to which prices come from linear programmes, and covers from integer programmes
+TABLE_CELLS = 2_000_000  # up to which tables over both are made at all
 EXACT = 1e-9
-ANNEALINGS = 3
-"""Searches by swaps for each limit."""
-MOST_UNKNOWN = 3
-"""Limits on which the solver may run out of work."""
+ANNEALINGS = 3  # searches by swaps for each limit
+MOST_UNKNOWN = 3  # limits on which the solver may run out of work
 
 
 def certified_layers(problem: LayerProblem) -> Allocation:
@@ -67,8 +61,7 @@ class _LayerSearch:
         self.programmes = cells <= PRICED_CELLS
         self.prices = work_prices(problem)
         self.bound_s = pooled_bound_s(problem)
-        self.tried_s = 0.0
-        """The largest limit at which nothing was found and nothing proven."""
+        self.tried_s = 0.0  # the largest limit at which nothing was found and nothing proven
         self.best = self._first()
 
     def run(self) -> Allocation:

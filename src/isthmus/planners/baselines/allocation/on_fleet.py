@@ -27,8 +27,7 @@ from isthmus.planners.search.relaxation import StageTables
 from isthmus.plans import Certificate, Plan
 from isthmus.units import format_size
 
-MOST_BLOCKS = 400
-"""Places to cut that are kept: those that send the fewest bytes."""
+MOST_BLOCKS = 400  # places to cut that are kept: those that send the fewest bytes
 
 Allocate = Callable[[LayerProblem], Allocation]
 

@@ -27,8 +27,7 @@ from isthmus.planners.highs import integer_programme
 from isthmus.planners.observer import looked_at
 
 MOST_STATES = 300
-MOST_EXPANDED = 4_000_000
-"""States x devices x devices of one search: it is narrower where there are more devices."""
+MOST_EXPANDED = 4_000_000  # states x devices x devices of one search: it is narrower where there are more devices
 
 
 def pack(problem: LayerProblem, prices: Floats, limit_s: float) -> list[int] | None:
@@ -72,12 +71,9 @@ def _best(keys: Ints, lost: Floats, width: int) -> Ints:
     return kept[np.argsort(lost[kept], kind="stable")[:width]]
 
 
-SWAPS = 64
-"""Pairs tried at once; the best of them is taken or left."""
-MOST_STEPS = 250_000
-"""Rounds x devices of one search."""
-HEAT = 0.3
-"""Share of one device's part of the work that a step may lose at first."""
+SWAPS = 64  # pairs tried at once; the best of them is taken or left
+MOST_STEPS = 250_000  # rounds x devices of one search
+HEAT = 0.3  # share of one device's part of the work that a step may lose at first
 
 
 def anneal(problem: LayerProblem, limit_s: float, seed: int) -> list[int] | None:

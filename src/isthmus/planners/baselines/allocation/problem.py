@@ -24,10 +24,8 @@ from isthmus.units import format_size
 class Transfers:
     """The bytes that a device receives before its first layer, while it computes, and the bandwidth of the link."""
 
-    boundary_bytes: Floats
-    """[layers]: bytes that enter layer j where a device starts with it."""
-    device_s_per_byte: Floats
-    """[devices]: seconds per byte of the link that a device receives over."""
+    boundary_bytes: Floats  # [layers]: bytes that enter layer j where a device starts with it
+    device_s_per_byte: Floats  # [devices]: seconds per byte of the link that a device receives over
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,16 +35,11 @@ class LayerProblem:
     Sky Computing, section IV-C: lf_j, lm_j, dt_i, m_i and ct_i are the first five fields.
     """
 
-    layer_flops: Floats
-    """[layers]: forward and backward."""
-    layer_memory_bytes: Floats
-    """[layers]: peak while training."""
-    device_s_per_flop: Floats
-    """[devices]."""
-    device_memory_bytes: Floats
-    """[devices]."""
-    device_latency_s: Floats
-    """[devices]: paid once by a device that has layers."""
+    layer_flops: Floats  # [layers]: forward and backward
+    layer_memory_bytes: Floats  # [layers]: peak while training
+    device_s_per_flop: Floats  # [devices]
+    device_memory_bytes: Floats  # [devices]
+    device_latency_s: Floats  # [devices]: paid once by a device that has layers
     transfers: Transfers | None = None
     memory_reach: Ints | None = None
     """[devices, layers]: the furthest end of a run that starts at layer j and fits the device, where memory is not a
@@ -137,12 +130,9 @@ class LayerProblem:
 class Allocation:
     """The layers of each device."""
 
-    order: tuple[int, ...]
-    """Devices that have layers, by number, in pipeline order."""
-    counts: tuple[int, ...]
-    """Layers of each of them."""
-    workload_s: float
-    """The largest of any device."""
+    order: tuple[int, ...]  # devices that have layers, by number, in pipeline order
+    counts: tuple[int, ...]  # layers of each of them
+    workload_s: float  # the largest of any device
     lower_bound_s: float = 0.0
     """No allocation, in whatever order of devices, has a smaller largest workload; 0 where nothing was proven."""
 

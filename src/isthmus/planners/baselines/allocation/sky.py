@@ -21,12 +21,9 @@ from isthmus.planners.baselines.allocation.windows import pooled_bound_s, reach
 from isthmus.planners.highs import integer_programme
 from isthmus.planners.observer import looked_at
 
-MOST_SWEEPS = 1_000
-"""The default of the public code."""
-MOST_CELLS = 20_000
-"""Devices x layers up to which the programme is written down at all."""
-SAFETY = 1e-6
-"""HiGHS keeps rows to an absolute 1e-6 of a scaled programme: its bound is trusted to this share."""
+MOST_SWEEPS = 1_000  # the default of the public code
+MOST_CELLS = 20_000  # devices x layers up to which the programme is written down at all
+SAFETY = 1e-6  # HiGHS keeps rows to an absolute 1e-6 of a scaled programme: its bound is trusted to this share
 
 
 def best_in_order(problem: LayerProblem) -> Allocation:

@@ -22,10 +22,8 @@ from isthmus.planners.baselines.allocation.problem import Allocation, LayerProbl
 from isthmus.planners.highs import linear_programme
 from isthmus.planners.observer import looked_at
 
-MARGIN = 1e-9
-"""A proof must hold by this share of the sum, so that rounding cannot make one."""
-GAIN = 1e-7
-"""Prices that raise the bound by less than this end the search."""
+MARGIN = 1e-9  # a proof must hold by this share of the sum, so that rounding cannot make one
+GAIN = 1e-7  # prices that raise the bound by less than this end the search
 
 
 class Windows(NamedTuple):
