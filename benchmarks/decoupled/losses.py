@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import isthmus
 from isthmus.api.decoupled import replica_plans
 from isthmus.api.replica_models import fragment_bytes, replica_models
-from isthmus.api.replica_simulation import DecoupledSimulation
 from isthmus.data import Dataset, SampleOrder, load_dataset
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.graph.outputs import loss_and_count
@@ -22,6 +21,7 @@ from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated, merged_fragments, seeded_model
 from isthmus.simulator import Fault
+from isthmus.simulator.merging import MergingSimulation
 from isthmus.training.decoupled import delta_codec, fragments_of
 from isthmus.training.optim import Optimizers, OuterStep, clip, gradient_norms
 from isthmus_testing.decoupled_replay import ReplicasTogether
@@ -55,7 +55,7 @@ def decoupled(job: isthmus.Job, faults: Sequence[Fault] = ()) -> Curve:
     rules = msgspec.structs.replace(job.sync.decoupled, codec="int4", ratio=1.0)
     timed = msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, decoupled=rules))
     as_timed = fragment_bytes(timed, together.merged)
-    simulation = DecoupledSimulation(merge_rules(job), models, as_timed, faults, together)
+    simulation = MergingSimulation(merge_rules(job), models, as_timed, faults, together)
     run = simulation.run()
     seconds = {merge.merge: time_s for time_s, merge in run.merges}
     return Curve(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from isthmus.api.replica_simulation import DecoupledSimulation, FragmentBytes, ReplicaModel, SimulatedReplicas
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import OptimizerConfig
@@ -17,6 +16,7 @@ from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.simulator import Fault
+from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel, SimulatedReplicas
 from isthmus_testing.decoupled_replay import ReplicasTogether, job_together
 
 NAMES = ("a", "b", "c", "d")
@@ -56,5 +56,5 @@ def rules(samples: int | None = 9600, fragments: int = 2, quorum: int = 2) -> Me
 def computed(job: Job, faults: Sequence[Fault] = ()) -> tuple[SimulatedReplicas, ReplicasTogether]:
     """The job on the virtual clock, with what its replicas compute."""
     together = job_together(job, load_dataset(job.used_data, "train"), NAMES)
-    simulation = DecoupledSimulation(merge_rules(job), replicas(), SIZES, faults, together)
+    simulation = MergingSimulation(merge_rules(job), replicas(), SIZES, faults, together)
     return simulation.run(), together

@@ -167,7 +167,7 @@ def test_a_job_is_simulated_with_its_faults(job: Job) -> None:
     found = simulate_decoupled(job, [Fault(kind="lost", device="b-0", time_s=late_s), too_late])
     assert (undisturbed.exit_code, found.exit_code) == (0, 0)
     assert found.run.seconds > undisturbed.run.seconds
-    happened = ["b-0: its process dies", "b-0 is lost: its process ended; the others go on"]
+    happened = ["b-0: its process dies", "b-0 is lost: its process was killed by SIGKILL; the others go on"]
     assert [text for _, text in found.timeline()] == happened
     assert found.summary()["timeline"] == [{"time_s": late_s, "text": text} for text in happened]
     assert "after the end of the run, so without effect: a-0: computing takes 2 times as long" in found.lines()

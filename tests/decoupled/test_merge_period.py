@@ -9,11 +9,11 @@ import pytest
 
 from isthmus.api import merge_period
 from isthmus.api.merge_period import LINK_SHARE, late_of, with_period
-from isthmus.api.replica_simulation import FragmentBytes, ReplicaModel
 from isthmus.cost import SyncPolicy
 from isthmus.errors import UserError
 from isthmus.fleet import Link
 from isthmus.job import Job
+from isthmus.simulator.merging import FragmentBytes, ReplicaModel
 
 from .small import job_of
 

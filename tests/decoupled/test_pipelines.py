@@ -15,9 +15,7 @@ import torch
 
 from isthmus.api.decoupled import replica_plans
 from isthmus.api.decoupled_simulation import simulate_decoupled
-from isthmus.api.replica_devices import PlannedStep
 from isthmus.api.replica_models import plan_again
-from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplicas
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Links
@@ -30,6 +28,8 @@ from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
+from isthmus.simulator.merging import MergingSimulation, SimulatedReplicas
+from isthmus.simulator.replica_devices import PlannedStep
 from isthmus_testing.decoupled_replay import replay
 
 from .small import LINK, SIZES, job_of, replicas, rules
@@ -162,7 +162,7 @@ def test_a_simulated_pipeline_makes_lost_steps_again_and_the_others_do_not_notic
     models = [replace(one, name="d") for one in (alone,)] + [together]
 
     def run(*faults: Fault) -> tuple[dict[str, int], float, list[str]]:
-        found = DecoupledSimulation(rules(2400), models, SIZES, faults).run()
+        found = MergingSimulation(rules(2400), models, SIZES, faults).run()
         steps = Counter(name for time_s, name, _ in found.steps if time_s < 40)
         return dict(steps), found.used, [text for _, text in found.notes]
 
@@ -186,7 +186,7 @@ def test_a_slow_or_silent_device_of_a_simulated_pipeline_keeps_the_others_waitin
     model = replace(alone, name="x", devices=("x-0", "x-1", "spare"), planned=lambda present: planned)
 
     def run(*faults: Fault) -> SimulatedReplicas:
-        return DecoupledSimulation(rules(400, quorum=1), [model], SIZES, faults).run()
+        return MergingSimulation(rules(400, quorum=1), [model], SIZES, faults).run()
 
     undisturbed = run()
     spare = [Fault(kind="slow", device="spare", time_s=0, factor=4), Fault(kind="silent", device="spare", time_s=9)]

@@ -12,13 +12,6 @@ from isthmus.api.decoupled import replica_plans, step_text
 from isthmus.api.fault_simulation import fault_text
 from isthmus.api.merge_period import with_period
 from isthmus.api.replica_models import fragment_bytes, replica_models
-from isthmus.api.replica_simulation import (
-    DecoupledSimulation,
-    FragmentBytes,
-    ReplicaModel,
-    SimulatedReplicas,
-    check_replica_faults,
-)
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
@@ -29,6 +22,13 @@ from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.decoupled.trainer import merged_fragments
 from isthmus.simulator import Fault
+from isthmus.simulator.merging import (
+    FragmentBytes,
+    MergingSimulation,
+    ReplicaModel,
+    SimulatedReplicas,
+    check_replica_faults,
+)
 from isthmus.simulator.simulate import check_faults
 from isthmus.units import format_duration
 
@@ -158,7 +158,7 @@ def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForec
         raise UserError("--join: got all devices, expected one that is there from the start")
     planned = plan_replicas(job)
     job, models = planned.job, planned.models
-    run = DecoupledSimulation(merge_rules(job), models, planned.sizes, faults, seed=job.training.seed).run()
+    run = MergingSimulation(merge_rules(job), models, planned.sizes, faults, seed=job.training.seed).run()
     return DecoupledForecast(
         run=run,
         faults=tuple(faults),

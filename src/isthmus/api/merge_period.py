@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.api.replica_simulation import DecoupledSimulation, FragmentBytes, ReplicaModel
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.runtime.decoupled.merged_run import merge_rules
+from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel
 from isthmus.units import format_bandwidth, format_duration, format_share, format_size
 
 LINK_SHARE = 0.5
@@ -98,7 +98,7 @@ def late_of(job: Job, period: int, models: Sequence[ReplicaModel], sizes: Fragme
     """Contributions that come after their merge has ended, with this period and without faults."""
     rules = merge_rules(_planned(job, period))
     some = msgspec.structs.replace(rules, samples=math.ceil(SIMULATED_MERGES * rules.merge_every))
-    return DecoupledSimulation(some, models, sizes).run().late
+    return MergingSimulation(some, models, sizes).run().late
 
 
 def _planned(job: Job, period: int) -> Job:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from isthmus.api.make_plan import plan_for, predict
-from isthmus.api.replica_devices import Planned, PlannedStep
-from isthmus.api.replica_simulation import FragmentBytes, ReplicaModel
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
@@ -20,6 +18,8 @@ from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import links_of
+from isthmus.simulator.merging import FragmentBytes, ReplicaModel
+from isthmus.simulator.replica_devices import Planned, PlannedStep
 from isthmus.trace import steady_step_s
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 

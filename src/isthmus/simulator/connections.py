@@ -55,8 +55,11 @@ class Connections(Generic[WorkerT]):
         """Seconds that a message takes; 0 before the first item."""
         return self._options.control_latency_s if self._world.setting_up else 0.0
 
-    def up(self, worker: WorkerT, act: Callable[[], None], seconds: float = 0.0) -> None:
-        """A message to the coordinator; it is lost with the connection that it travels on."""
+    def up(
+        self, worker: WorkerT, act: Callable[[], None], seconds: float = 0.0, latency_s: float | None = None
+    ) -> None:
+        """A message to the coordinator; it is lost with the connection that it travels on. `latency_s`: of the device's
+        own way."""
         session = self.open.get(worker.name)
         if session is None:
             return
@@ -65,9 +68,15 @@ class Connections(Generic[WorkerT]):
             if self.open.get(worker.name) == session:
                 act()
 
-        self._travel("coordinator", session, arrive, seconds)
+        self._travel("coordinator", session, arrive, seconds, latency_s)
 
-    def down(self, worker_id: str, act: Callable[[WorkerT], None], seconds: float = 0.0) -> None:
+    def down(
+        self,
+        worker_id: str,
+        act: Callable[[WorkerT], None],
+        seconds: float = 0.0,
+        latency_s: float | None = None,
+    ) -> None:
         """A message from the coordinator, which takes `seconds` besides the latency."""
         session = self.open.get(worker_id)
         if session is None:
@@ -78,12 +87,20 @@ class Connections(Generic[WorkerT]):
             if self.open.get(worker_id) == session:
                 self._world.on(session.device, partial(act, worker))
 
-        self._travel("control", session, arrive, seconds)
+        self._travel("control", session, arrive, seconds, latency_s)
 
-    def _travel(self, way: str, session: ControlSession[WorkerT], arrive: Callable[[], None], seconds: float) -> None:
+    def _travel(
+        self,
+        way: str,
+        session: ControlSession[WorkerT],
+        arrive: Callable[[], None],
+        seconds: float,
+        latency_s: float | None,
+    ) -> None:
         """Messages on one connection stay in order, and their bytes follow each other."""
         now_s, key = self._world.clock.now_s, (way, session.number)
-        free_s = max(now_s + self.latency_s() * self._factor(), self._arrivals.get(key, 0.0))
+        wait_s = (self.latency_s() if latency_s is None else latency_s) * self._factor()
+        free_s = max(now_s + wait_s, self._arrivals.get(key, 0.0))
         arrival_s = self._arrivals[key] = free_s + seconds
         self._world.clock.at(arrival_s, (way, session.worker.name), arrive)
 

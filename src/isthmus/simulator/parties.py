@@ -38,18 +38,16 @@ class Party(Generic[WorkerT]):
 
 
 class Parties(Generic[WorkerT]):
-    """Time, devices, links and faults. A subclass has what one program's workers do. No decision is made here."""
+    """Time, devices and faults. A subclass has what one program's workers do. No decision is made here."""
 
-    def __init__(self, fleet: Fleet, options: SimulationOptions) -> None:
+    def __init__(self, options: SimulationOptions) -> None:
         self.clock = VirtualClock(options.seed)
         self.devices: dict[str, Party[WorkerT]] = {}
         """Those that run."""
         self.setting_up = False
         """Whether connecting and starting take time: before a run's first item they take none."""
         self._options = options
-        self._fleet = fleet
         self._factor = Jitter(options.jitter, options.seed)
-        self._network = Network(fleet, options.overheads.message_s, self._factor)
         self._slow: dict[str, float] = {}
         self._cuts: dict[frozenset[str], float] = {}
         """Seconds until which nothing passes between two devices, by pair."""
@@ -58,11 +56,13 @@ class Parties(Generic[WorkerT]):
 
     def noticed(self, device: Party[WorkerT], after_s: Callable[[str], float], how: str) -> None:
         """Devices that have links to this one find them broken, each after so long."""
-        raise NotImplementedError
 
     def blame(self, name: str, other: str) -> None:
         """A device has heard nothing from another one for too long."""
-        raise NotImplementedError
+
+    def latency_s(self, source: str, target: str) -> float:
+        """Seconds until one device notices what happens at the end of another one's link."""
+        return 0.0
 
     # Time
 
@@ -88,7 +88,7 @@ class Parties(Generic[WorkerT]):
         device = self.devices.pop(name, None)
         if device is not None:
             device.died_s = self.clock.now_s
-            self.noticed(device, lambda other: self._fleet.link(other, name).latency_s, "closed the connection")
+            self.noticed(device, lambda other: self.latency_s(other, name), "closed the connection")
         return device
 
     def silence(self, device: Party[WorkerT]) -> None:
@@ -120,10 +120,22 @@ class Parties(Generic[WorkerT]):
         """Until when nothing passes between two devices; 0 if their link is whole."""
         return self._cuts.get(frozenset((one, other)), 0.0) if self._cuts else 0.0
 
-    def bandwidth(self, source: str, target: str) -> float:
-        return self._fleet.link(source, target).bandwidth_bytes_per_s
-
     def worker(self, worker_id: str) -> WorkerT | None:
         """If its device runs."""
         device = self.devices.get(device_of(worker_id))
         return device.workers.get(worker_id) if device is not None else None
+
+
+class LinkedParties(Parties[WorkerT]):
+    """Devices that send each other messages over the links of a fleet."""
+
+    def __init__(self, fleet: Fleet, options: SimulationOptions) -> None:
+        super().__init__(options)
+        self._fleet = fleet
+        self._network = Network(fleet, options.overheads.message_s, self._factor)
+
+    def latency_s(self, source: str, target: str) -> float:
+        return self._fleet.link(source, target).latency_s
+
+    def bandwidth(self, source: str, target: str) -> float:
+        return self._fleet.link(source, target).bandwidth_bytes_per_s

@@ -20,7 +20,7 @@ from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageRepo
 from isthmus.session.session import TICK_S
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.options import Fault, SimulationOptions
-from isthmus.simulator.parties import Parties, Party
+from isthmus.simulator.parties import LinkedParties, Party
 from isthmus.simulator.strikes import Strikes
 from isthmus.units import format_duration
 
@@ -124,7 +124,7 @@ class _Step(NamedTuple):
     """Tokens that were generated before the one that follows from it."""
 
 
-class ServingSimulation(Parties[_Stage]):
+class ServingSimulation(LinkedParties[_Stage]):
     """One service, from its first request to its last answer. It is the port of `Tokens`."""
 
     def __init__(

@@ -33,10 +33,21 @@ class Strikes:
         self._offers: set[str] = set()
         self._leaving: set[str] = set()
 
+    @property
+    def answered(self) -> bool:
+        """Whether the coordinator is there."""
+        return self._connections.answered
+
     def called(self, name: str) -> None:
         """The device's process is started."""
         self._ended.pop(name, None)
         self._called.add(name)
+
+    def call(self, name: str, worker_id: str = "") -> None:
+        """Start the device's process, which connects."""
+        self.called(name)
+        seconds = self._options.recovery.process_s
+        self._world.later(seconds, ("call", worker_id or name), partial(self._connections.join, worker_id or name))
 
     def tick(self) -> Observation:
         """Return the coordinator's observation of the devices now."""

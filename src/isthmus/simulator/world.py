@@ -16,7 +16,7 @@ from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.history import State
 from isthmus.simulator.network import Transmission
 from isthmus.simulator.options import SimulationOptions
-from isthmus.simulator.parties import Act, Parties, Party
+from isthmus.simulator.parties import Act, LinkedParties, Party
 from isthmus.trace import Span
 
 SPARE_SHARE = 0.5
@@ -37,7 +37,7 @@ class Coordination(Protocol):
     def left(self, worker: SimulatedWorker) -> None: ...
 
 
-class World(Parties[SimulatedWorker]):
+class World(LinkedParties[SimulatedWorker]):
     """Carries out what workers of a pipeline ask for; `coordination` hears what they say."""
 
     def __init__(self, fleet: Fleet, options: SimulationOptions, coordination: Coordination) -> None:

@@ -39,12 +39,13 @@ class ReplicaDevices:
         self.plan, self._kept, self.again = self._planned(frozenset(self.present)), 0, 0
         return self.plan is not None
 
-    def lost(self, device: str, steps: int) -> bool:
-        """After so many steps. Whether the step under way is void; `plan` is None where the rest cannot go on."""
+    def lost(self, device: str, steps: int, *, leaves: bool = False) -> bool:
+        """After so many steps. Whether the step under way is void; `plan` is None where the rest cannot go on.
+        `leaves`: the device gives what it has to others first."""
         self.present.discard(device)
         if self.plan is None or device not in self.plan.busy_s:
             return False
-        self.again = steps - self._kept
+        self.again = self.again if leaves else steps - self._kept
         self.plan = self._planned(frozenset(self.present))
         return True
 
