@@ -57,7 +57,7 @@ def test_a_job(tmp_path: Path) -> None:
         (
             "[model]",
             "[runtime]\nemulate = false\nchanges = [{step = 1, factor = 0.5, device = 'd'}]\n[model]",
-            "runtime.changes: only an emulated fleet",
+            "runtime.changes: got some with runtime.emulate = false",
         ),
         ("[model]", "[runtime]\nchanges = [{step = 1, factor = 0, device = 'd'}]\n[model]", "factor: got 0"),
         ("[model]", "[[optimizer]]\nbetas = [0.9, 1.0]\n[model]", "optimizer[0].betas[1]: expected 'number' < 1.0"),

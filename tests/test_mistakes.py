@@ -116,7 +116,7 @@ plan job.toml --picture s3://bucket/plan.png          | '--picture': got 's3://b
 plan job.toml --verify nothing.json                   | plan file nothing.json: not found
 plan job.toml --verify runs/small/job.json            | Expected `text`, got `table` - at `$.model`; `isthmus plan --jso
 plan job.toml --bound-unchecked                       | plan: --bound-unchecked is for --verify
-plan decoupled.toml --explain                         | got --explain with sync.mode 'decoupled', expected none
+plan decoupled.toml --explain                         | got --explain with sync.mode 'decoupled'
 init --task texts new                                 | unknown task 'texts': did you mean 'text'?
 init --devices 1 new                                  | devices: got 1, expected at least 2
 init --name 'a b' new                                 | name: got 'a b', expected letters
@@ -131,14 +131,14 @@ simulate job.toml --slow laptop-0@1s                  | --slow: got 'laptop-0@1s
 simulate job.toml --plan notes.txt                    | plan file notes.txt: cannot be read: JSON is malformed
 simulate job.toml --plan runs/small/plan.json --fleet three-sites | plan file runs/small/plan.json: unknown device 'lapt
 simulate job.toml --trace nodir/t.json                | --trace nodir/t.json: nodir is not a folder
-simulate fed.toml --trace t.json                      | --trace: got t.json for a federated job
+simulate fed.toml --trace t.json                      | --trace: got t.json in a federated job
 simulate fed.toml --fault executor-7@1s               | unknown executor in --fault 'executor-7'
-simulate decoupled.toml --trace t.json                | --picture with sync.mode 'decoupled', expected none
+simulate decoupled.toml --trace t.json                | got --trace with sync.mode 'decoupled', expected none
 graph fed.toml                                        | fed.toml: is a federated job
 describe-data job.toml --out nodir/x                  | --out nodir/x: nodir is not a folder
-train job.toml --scheme ours                          | --scheme: job.toml is no federated job
-train fed.toml --steps 3                              | --steps: got 3 for a federated job
-train fed.toml --fleet laptop                         | --fleet: got laptop for a federated job
+train job.toml --scheme ours                          | --scheme: got ours in a job without a table [federated]
+train fed.toml --steps 3                              | --steps: got 3 in a federated job
+train fed.toml --fleet laptop                         | --fleet: got laptop in a federated job
 train fed.toml --scheme our                           | unknown scheme 'our': did you mean 'ours'?
 train fed.toml --set federated.rounds=0               | federated.rounds: expected 'integer' >= 1, got 0
 train fed.toml --set federated.algorithm=fedavgg      | unknown algorithm 'fedavgg': did you mean 'fedavg'?
@@ -166,7 +166,7 @@ train fed.toml --resume --set local.epochs=3           | is of another job: loca
 train fed.toml --resume --set model.options.width=8   | is of another job: model.options.width was 4, is now 8
 train job.toml --plan nothing.json                    | plan file nothing.json: not found
 train job.toml --plan twice.json +                    | plan file twice.json: plan: got devices
-train decoupled.toml --plan runs/small/plan.json      | sync.mode: got 'decoupled' with a plan
+train decoupled.toml --plan runs/small/plan.json      | --plan: got one with sync.mode 'decoupled'
 train job.toml --set 'callback=[{name="nomodule:C"}]' | callback 'nomodule:C': cannot import nomodule
 train job.toml --set 'track={with=["wandb"]}'         | unknown key 'track.with': expected one of: track.group
 train job.toml --resume --run cut                     | stage-0.safetensors is not as it was saved: truncated or altered

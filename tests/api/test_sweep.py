@@ -163,7 +163,7 @@ BAD = {
     "points = [{ local.learning_rate = 1 }, { local.learning_rate = 1 }]": "twice, expected each once",
     'job = "none.toml"': "job: got 'none.toml', expected a job file",
     "at_onc = 2": "at_once",
-    'engine = { on = "local" }': "engine: got 'local' for a federated job, expected [execution] engine in",
+    'engine = { on = "local" }': "engine: got 'local' in a federated job, expected [execution] engine in",
     'engine = { on = "local", node = 2 }': "node",
     'points = [{ "local.batch_size" = -1 }]': "(with local.batch_size=-1)",
 }

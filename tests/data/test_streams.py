@@ -312,7 +312,7 @@ def test_a_description_has_the_layout(tmp_path: Path) -> None:
     )
     assert one.layout is not None and one.layout.samples == one.train == 160 and one.heldout == 20
     assert "shuffle_blocks" in (difference(one, other, counts=True) or "")
-    with pytest.raises(UserError, match="the data of d1 are a stream"):
+    with pytest.raises(UserError, match="a stream of d1 with"):
         joined_descriptions({"d1": one})
 
 

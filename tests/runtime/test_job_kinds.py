@@ -35,19 +35,21 @@ def test_plan_says_what_runs_a_federated_job(more: tuple[str, ...]) -> None:
     ],
 )
 def test_options_of_the_other_kind_are_refused(command: str, option: str, value: str) -> None:
-    refused(isthmus(command, EXAMPLES / "fed-digits.toml", option, value), 2, f"{option}: got ", " for a federated job")
+    refused(isthmus(command, EXAMPLES / "fed-digits.toml", option, value), 2, f"{option}: got ", " in a federated job")
 
 
 def test_a_federated_simulation_has_no_trace() -> None:
     done = isthmus("simulate", EXAMPLES / "fed-digits.toml", "--trace", "t.json")
-    refused(done, 2, "--trace: got ", "t.json for a federated job")
+    refused(done, 2, "--trace: got ", "t.json in a federated job")
     assert "Path(" not in done.err and "--scheme" not in done.err
 
 
 @pytest.mark.parametrize("option", ["--scheme", "--executors", "--rounds"])
 def test_a_pipelines_job_is_no_federated_one(option: str) -> None:
     value = "ours" if option == "--scheme" else "2"
-    refused(isthmus("train", EXAMPLES / "gpt-stdlib.toml", option, value), 2, f"{option}: ", "is no federated job")
+    refused(
+        isthmus("train", EXAMPLES / "gpt-stdlib.toml", option, value), 2, f"{option}: ", "without a table [federated]"
+    )
 
 
 def test_a_sites_file_is_no_job_and_no_job_a_sites_file(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from isthmus.api.run_log import RunLog
 from isthmus.api.run_session import RunChoices, RunSession, ending, run_session
 from isthmus.callbacks import Evaluated, RunEnded, StepDone
 from isthmus.callbacks.events import Ended
+from isthmus.combinations import refused
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, load_dataset
 from isthmus.errors import Diverged, PeerError, UserError
@@ -56,7 +57,7 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop,
     fleet = fleet_of(job)
     (check_decoupled if backend is None else check_joined)(job, fleet)
     if choices.resume:
-        raise UserError("--resume: got a job with sync.mode 'decoupled', expected a new run: replicas are not saved")
+        raise refused("resume", "decoupled", "a run to resume")
     with run_session(job, choices, observer) as session:
         running = _Running(job, fleet, session, observer, stop)
         outcome, ended = running.here() if backend is None else running.joined(backend)

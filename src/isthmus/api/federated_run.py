@@ -14,7 +14,8 @@ from isthmus.api.observer import Observer
 from isthmus.api.run_session import RunChoices, ending, run_session
 from isthmus.api.stored_run import RoundUploads
 from isthmus.callbacks import RunEnded
-from isthmus.errors import PeerError, UserError
+from isthmus.combinations import refused
+from isthmus.errors import PeerError
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
 from isthmus.protocol.federated_events import FinishRounds
@@ -52,10 +53,7 @@ def run_simulated(job: FederatedJob, choices: RunChoices, observer: Observer, st
             watch=watch.round_done,
         )
         if job.store is not None and run.store.states is not None:
-            raise UserError(
-                f"store: got one with algorithm {job.federated.algorithm!r}, expected none: its clients keep states, "
-                "which are not uploaded"
-            )
+            raise refused("store", "client states", "one")
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}"
         what = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from isthmus.combinations import refused
 from isthmus.documents import read_toml
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, check, is_federated, load_federated_job
@@ -103,11 +104,11 @@ def read_job(
     if not is_federated(path):
         for option, value in _options(federated).items():
             if value is not None:
-                raise UserError(f"{option}: {path} is no federated job: it has no table [federated]")
+                raise refused("options of rounds", "pipeline", str(value), option)
         return changes.of(job_of(path, overrides))
     for option, value in {**_options(changes), **others}.items():
         if value is not None:
-            raise UserError(f"{option}: got {value} for a federated job, expected none: it has no such option")
+            raise refused("options of plans", "federated", str(value), option)
     return federated.of(load_federated_job(path, overrides))
 
 

@@ -23,6 +23,7 @@ from isthmus.api.search import searched
 from isthmus.api.watch import Watch
 from isthmus.callbacks import RunEnded
 from isthmus.callbacks.events import Ended
+from isthmus.combinations import refused
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.documents import first_difference
 from isthmus.errors import UserError
@@ -73,7 +74,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     stop.check()
     if job.sync.mode == "decoupled":
         if choices.plan is not None:
-            raise UserError("sync.mode: got 'decoupled' with a plan, expected none")
+            raise refused("a plan document", "decoupled", "one")
         return run_decoupled(job, choices, observer, stop, choices.backend)
     with run_session(job, choices, observer) as session:
         folder = session.folder

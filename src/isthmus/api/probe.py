@@ -12,6 +12,7 @@ import msgspec
 from isthmus.accelerators import accelerator_names, resolve_accelerator
 from isthmus.api.join import accelerators_of, memory_of, part_of
 from isthmus.api.serve import Serving, Where, serving_fleet
+from isthmus.combinations import refused
 from isthmus.engines import check_engine
 from isthmus.errors import UserError
 from isthmus.federated.job import is_federated
@@ -59,10 +60,7 @@ def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) 
 
 def _job(path: Path) -> Job:
     if is_federated(path):
-        raise UserError(
-            f"--job {path}: got a federated job, expected one whose model is cut into stages: the rounds themselves "
-            "measure executors"
-        )
+        raise refused("probe", "a federated job")
     return load_job(path)
 
 

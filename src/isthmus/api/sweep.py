@@ -26,6 +26,7 @@ from isthmus.api.job_overrides import job_of
 from isthmus.api.notebook import table_of
 from isthmus.api.run import Run
 from isthmus.api.sweep_process import SweepProcess, Task
+from isthmus.combinations import refused
 from isthmus.documents import folder_of
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, check_simulation, is_federated
@@ -142,9 +143,7 @@ def sweep(
     job = _job_file(said, path)
     federated = is_federated(job)
     if federated and said.engine is not None:
-        raise UserError(
-            f"{path}: engine: got {said.engine.on!r} for a federated job, expected [execution] engine in {job}"
-        )
+        raise refused("an engine of the sweep", "federated", repr(said.engine.on), f"{path}: engine")
     if said.engine is not None:
         open_launcher(said.engine.on, said.engine.options)
     runs, tasks = runs_of(said), dict[str, Task]()
@@ -301,7 +300,7 @@ def _check(job: Path, overrides: dict[str, object], *, federated: bool) -> Job |
         else:
             made = job_of(job, overrides)
         if made.store is not None:
-            raise UserError("store: got one in a sweep, expected none: its runs would share the URL")
+            raise refused("store", "sweep", "one")
         return made
     except UserError as e:
         raise UserError(f"{e} (with {', '.join(f'{key}={value}' for key, value in overrides.items())})") from None

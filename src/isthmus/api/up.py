@@ -33,6 +33,7 @@ from isthmus.api.up_choices import (
     is_known,
 )
 from isthmus.atomic_write import atomic_write
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, is_federated
 from isthmus.fleet import Fleet, dump_fleet, load_fleet
@@ -229,4 +230,4 @@ def up(
 def refuse_federated(job: Job | FederatedJob | str | Path) -> None:
     """UserError for a federated job."""
     if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
-        raise UserError("up: got a federated job, expected one whose model is cut into stages: `isthmus train` runs it")
+        raise refused("up", "a federated job")

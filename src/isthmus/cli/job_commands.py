@@ -25,6 +25,7 @@ from isthmus.cli.options import (
     local_path,
     with_groups,
 )
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 
 app = typer.Typer()
@@ -78,8 +79,7 @@ def plan(
     if alone and len(alone) + len(extra) > 1:
         raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
     if job.sync.mode == "decoupled" and (given := [*alone, *extra]):
-        what = f"got {given[0]} with sync.mode 'decoupled', expected none: each replica is planned by itself"
-        raise UserError(f"plan: {what}")
+        raise refused("one plan", "decoupled", given[0])
     if bound_unchecked and verify is None:
         raise UserError("plan: --bound-unchecked is for --verify")
     if compare is not None:
@@ -125,8 +125,8 @@ def simulate(
     if isinstance(job, isthmus.FederatedJob):
         raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job, faults), json=json))
     if job.sync.mode == "decoupled":
-        if plan_file or trace_file or picture:
-            raise UserError("simulate: got --plan, --trace or --picture with sync.mode 'decoupled', expected none")
+        if given := [n for n, on in (("plan", plan_file), ("trace", trace_file), ("picture", picture)) if on]:
+            raise refused("options of a simulation", "decoupled", f"--{given[0]}")
         raise typer.Exit(_simulate_replicas(job, faults, json=json))
     if faults:
         found = api.fault_simulation.simulate_faults(job, faults, _terminal(), isthmus.Stop(), plan_file)

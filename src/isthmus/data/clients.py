@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.combinations import refused
 from isthmus.data.client_files import KIND as CLIENTS
 from isthmus.data.client_files import ClientsOptions, client_files
 from isthmus.data.dataset import Array, Blocked, ColumnSpec, Dataset, as_tensors, batch_of_round, fingerprint_of, joined
@@ -192,10 +193,7 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
 def refuse_stream(dataset: Dataset) -> None:
     """UserError for data that are read block by block."""
     if isinstance(dataset, Blocked):
-        raise UserError(
-            "data: got a stream in a federated job, expected data that are read whole: a client's samples are held "
-            "together while it trains"
-        )
+        raise refused("streams", "federated", "a stream")
 
 
 class TextClients:

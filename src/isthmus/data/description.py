@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from isthmus.combinations import refused
 from isthmus.data.dataset import Blocked, ColumnSpec, Dataset, Split
 from isthmus.data.joined_dataset import joined_columns
 from isthmus.data.layout import Layout, check_layout
@@ -129,7 +130,7 @@ def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescri
 def refuse_description(spec: DataSpec) -> None:
     """UserError where a job whose clients have the data names a description of them."""
     if spec.description:
-        raise UserError(f"data.description: got {spec.description!r}, expected none in a federated job")
+        raise refused("a description", "federated", repr(spec.description))
 
 
 def check_description(description: DataDescription, *, heldout: bool) -> None:
@@ -198,10 +199,7 @@ def joined_descriptions(described: Mapping[str, DataDescription]) -> DataDescrip
     or one's are a stream."""
     for name, found in described.items():
         if found.layout is not None:
-            raise UserError(
-                f"plan.holders_data: got 'own', but the data of {name} are a stream: expected 'same', or data that are "
-                "read as a whole"
-            )
+            raise refused("streams", "own data", f"a stream of {name}", "data")
     return DataDescription(
         columns=joined_columns({name: found.columns for name, found in described.items()}),
         train=sum(found.train for found in described.values()),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.combinations import refused
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.documents import beside, check_is_local, convert, folder_of, read_toml
 from isthmus.engines import check_engine
@@ -55,10 +56,7 @@ def checked(job: Job) -> Job:
     check_trackers(job.track)
     check_metrics(job)
     if job.store is not None and job.privacy is not None:
-        raise UserError(
-            "store: got one with privacy.activations, expected none: a run that goes on must know all that was sent "
-            "before, and uploads come later"
-        )
+        raise refused("store", "activation noise", "one")
     if job.schedule not in CHOICES:
         raise UserError(f"schedule: {unknown_name('schedule', job.schedule, CHOICES)}")
     if job.schedule == "delayed":
@@ -66,12 +64,9 @@ def checked(job: Job) -> Job:
     if job.compression is not None and job.compression.method not in ratio_planner_names():
         raise UserError(f"compression.method: {unknown_name('method', job.compression.method, ratio_planner_names())}")
     if job.runtime.compile and job.runtime.deterministic:
-        raise UserError(
-            "runtime.compile: got true with runtime.deterministic, expected one of the two: a time that is measured "
-            "decides which kernels compute"
-        )
+        raise refused("compile", "deterministic", True)
     if job.runtime.changes and not job.runtime.emulate:
-        raise UserError("runtime.changes: only an emulated fleet can be changed, and runtime.emulate is false")
+        raise refused("changes", "real devices", "some")
     if not 1 <= job.timeout_s < math.inf:
         raise UserError(f"runtime.timeout: got {job.runtime.timeout!r}, expected at least 1 s")
     return job.cut_into(job.plan.micro_batches[0]) if job.plan.micro_batches else job
@@ -87,15 +82,13 @@ def _check_delayed(job: Job) -> None:
     """Two steps are under way at once: what changes how a step computes by what the one before gave cannot be."""
     t = job.training
     if t.leaves_out:
-        raise UserError(
-            "schedule: got 'delayed' with steps that may be left out (training.non_finite 'skip', or fp16), expected "
-            "'1f1b', or training.non_finite 'stop' or 'ignore' in fp32 or bf16"
-        )
+        raise refused("skipped steps", "delayed", "steps that may be left out")
     if job.sync.mode != "every-step":
-        raise UserError(f"sync.mode: got {job.sync.mode!r} with schedule 'delayed', expected 'every-step'")
-    if job.plan.feeders or job.privacy is not None:
-        field = "plan.holders_data 'own'" if job.plan.feeders else "privacy.activations"
-        raise UserError(f"schedule: got 'delayed' with {field}, expected '1f1b'")
+        raise refused("averaged replicas", "delayed", repr(job.sync.mode))
+    if job.plan.feeders:
+        raise refused("own data", "delayed", "'own'")
+    if job.privacy is not None:
+        raise refused("activation noise", "delayed", "noise")
 
 
 def _check_training(job: Job) -> None:
@@ -130,10 +123,7 @@ def _check_holders(job: Job) -> None:
     if len(set(feeders)) < len(feeders):
         raise UserError(f"plan.data_holder: got {', '.join(feeders)}, expected each device once")
     if job.data.description and feeders:
-        raise UserError(
-            f"data.description: got {job.data.description!r} with plan.holders_data 'own', expected none: holders "
-            "describe their own"
-        )
+        raise refused("a description", "own data", repr(job.data.description))
     for name in job.data.of:
         if name not in feeders:
             whose = ", ".join(feeders) or "none without plan.holders_data = 'own'"

@@ -13,6 +13,7 @@ import msgspec
 from torch import nn
 
 from isthmus.callbacks import find_callback
+from isthmus.combinations import refused
 from isthmus.cost import ParameterState, Problem, parameter_state
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.data.dataset import any_left_out, may_be_left_out
@@ -113,9 +114,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     def problem(self, fleet: Fleet) -> Problem:
         """Return the problem for a planner. UserError where nothing is to be planned."""
         if self.job.sync.mode == "decoupled":
-            raise UserError(
-                "sync.mode: got 'decoupled', expected another for one plan: `isthmus plan JOB.toml` plans each replica"
-            )
+            raise refused("one plan", "decoupled", "one")
         return Problem(
             flow=self.flow,
             fleet=fleet,

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isthmus.combinations import refused
 from isthmus.cost import Decoupled
 from isthmus.errors import PeerError, UserError
 from isthmus.plans import OuterOptimizer, Packing
@@ -53,13 +54,10 @@ def check_model(module: nn.Module) -> None:
     """UserError for a model whose replicas cannot be merged."""
     running = [name for name, kind in module.named_modules() if isinstance(kind, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
     if running:
-        raise UserError(
-            f"sync.mode: got 'decoupled' for a model with running statistics ({running[0]}), which are not merged: "
-            "expected one with other norms"
-        )
+        raise refused("running statistics", "decoupled", f"running statistics ({running[0]})")
     kinds: Sequence[torch.dtype] = sorted({p.dtype for p in module.parameters() if p.requires_grad}, key=str)
     if kinds != [torch.float32]:
-        raise UserError(f"sync.mode: got 'decoupled' for parameters of {', '.join(map(str, kinds))}, expected float32")
+        raise refused("other floats", "decoupled", f"parameters of {', '.join(map(str, kinds))}")
 
 
 def fragments_of(module: nn.Module, count: int) -> list[list[nn.Parameter]]:

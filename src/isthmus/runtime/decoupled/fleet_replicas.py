@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from torch import nn
 
-from isthmus.errors import UserError
+from isthmus.combinations import refused
 from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Job, Prepared
@@ -18,7 +18,7 @@ from isthmus.runtime.coordinator.backend import Backend, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
-from isthmus.runtime.decoupled.groups import FIELD, Groups, replica_groups
+from isthmus.runtime.decoupled.groups import Groups, replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
@@ -39,10 +39,7 @@ def check_joined(job: Job, fleet: Fleet) -> None:
     check_decoupled(job, fleet)
     pipelines = [name for name, devices in replica_groups(job, fleet).items() if len(devices) > 1]
     if pipelines:
-        raise UserError(
-            f"{FIELD}: got pipelines ({', '.join(pipelines)}) on devices that join a fleet, expected 'devices': each "
-            "trains alone; pipelines run under `isthmus train`"
-        )
+        raise refused("pipelines", "joined replicas", f"pipelines ({', '.join(pipelines)})")
 
 
 class FleetReplicas(MergedRun):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from isthmus.accelerators import open_accelerator
-from isthmus.errors import PeerError, UserError
+from isthmus.combinations import refused
+from isthmus.errors import PeerError
 from isthmus.runtime.decoupled.graph_trainer import GraphTrainer, check_order
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.decoupled.replica import train_replica
@@ -56,7 +57,7 @@ def _assigned(link: MergerLink, site: Endpoint) -> GraphTrainer:
 def _trainer(order: TrainReplica, kept: dict[str, torch.Tensor], site: Endpoint) -> GraphTrainer:
     if site.island is not None or site.engine != "torch":
         got = f"{site.ranks} ranks" if site.island is not None else f"engine {site.engine!r}"
-        raise UserError(f"got {got} with sync.mode 'decoupled', expected a device of one rank with engine 'torch'")
+        raise refused("several ranks, JAX", "joined replicas", got)
     torch.set_num_threads(order.assignment.threads)
     check_operators(order.assignment, site.engine)
     foreign = site.identity is not None

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import msgspec
 
 from isthmus.accelerators import open_accelerator
+from isthmus.combinations import refused
 from isthmus.data import Dataset, load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
@@ -59,21 +60,20 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
     if job.sync.decoupled.packed and job.compression is None:
         got = ", ".join(job.sync.decoupled.packed)
         raise UserError(f"sync.decoupled.packed: got {got} without a table [compression], expected one")
-    settings: list[tuple[str, object, object]] = [
-        ("training.precision", training.precision, "fp32"),
-        ("training.non_finite", training.non_finite, "stop"),
-        ("training.save_every", training.save_every, 0),
-        ("plan.data_holder", ", ".join(job.plan.holders), ""),
-        ("compression", "a table" if job.compression is not None and not pipelines else None, None),
-        ("store", "a table" if job.store is not None else None, None),
-        ("runtime.engine", ", ".join(sorted(fleet.engines)), "torch"),
-        ("runtime.compile", runtime.compile, False),
-        ("runtime.changes", "changes" if runtime.changes else None, None),
-    ]
-    for field, value, expected in settings:
-        if value != expected:
-            what = "none" if expected in (None, "") else repr(expected)
-            raise UserError(f"{field}: got {value!r} with sync.mode 'decoupled', expected {what}")
+    asked: dict[str, tuple[object, object]] = {
+        "bf16, fp16": (training.precision, "fp32"),
+        "skipped steps": (training.non_finite, "stop"),
+        "checkpoints": (training.save_every, 0),
+        "data holders": (", ".join(job.plan.holders), ""),
+        "compression": (job.compression is not None and not pipelines, False),
+        "store": (job.store is not None, False),
+        "JAX": (", ".join(sorted(fleet.engines)), "torch"),
+        "compile": (runtime.compile, False),
+        "changes": (bool(runtime.changes), False),
+    }
+    for what, (got, expected) in asked.items():
+        if got != expected:
+            raise refused(what, "decoupled", repr(got) if isinstance(got, str) else got)
 
 
 def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link | None]]:
