@@ -13,8 +13,8 @@ from typing import Any
 
 from isthmus.cli.app import commands
 from isthmus.option_docs import OptionDoc
+from isthmus.programs.pipeline import Pipeline
 from isthmus.programs.tokens import Tokens
-from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.secure_coordinator import SecureCoordinator
@@ -33,7 +33,7 @@ EXIT_CODES = {
 }
 
 PROGRAMS = {
-    "The coordinator": Coordinator,
+    "Pipeline": Pipeline,
     "A service that generates text": Tokens,
     "The merger of decoupled replicas": Merger,
     "The coordinator of federated rounds": FederatedCoordinator,
@@ -91,8 +91,7 @@ def machines_page() -> str:
         "| after the last phase | the machine drops the report |",
         "The phases of a machine are drawn in its file. A machine that takes no reports of peers has no table here: "
         "the worker of a stage ([worker.py](../src/isthmus/protocol/worker.py)) and the member of a fleet "
-        "([membership.py](../src/isthmus/protocol/membership.py)). `RunMachine` combines the coordinator, the failure "
-        "detector and the adaptation, and has no phases of its own.",
+        "([membership.py](../src/isthmus/protocol/membership.py)).",
     ]
     for heading, program in PROGRAMS.items():
         file = f"src/{program.__module__.replace('.', '/')}.py"

@@ -20,10 +20,9 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet, Link
 from isthmus.plans import Plan
 from isthmus.plans.plan import StageMemory
-from isthmus.protocol import StateLayout
+from isthmus.programs.pipeline import Pipeline
+from isthmus.protocol import Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.coordinator import Coordinator
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import DeviceReport, StateReceived
 from isthmus.protocol.run_ports import FinishRun, PlanRequest
 from isthmus.simulator import Fault, RecoveryTimes, SimulationOptions
@@ -98,8 +97,8 @@ class FollowedRun(RunSimulation):
 
     follow: Callable[..., None] | None = None
 
-    def _made(self, coordinator: Coordinator) -> RunMachine:
-        machine = super()._made(coordinator)
+    def _made(self, spec: RunSpec, lineage: Lineage | None) -> Pipeline:
+        machine = super()._made(spec, lineage)
         machine.port = Watched(self, self._asked).port
         return machine
 
@@ -147,7 +146,7 @@ class Simulated:
         )
         self.simulation = FollowedRun(plans.first, fleet, schedule.spec, options, planner=plans, layout=plans.layout)
         self.simulation.follow = self._follow
-        changed = partial(self.simulation.tell, lambda machine: machine.coordinator.fleet_changed())
+        changed = partial(self.simulation.tell, lambda machine: machine.fleet_changed())
         for fault in schedule.faults:
             if fault.kind == "change":
                 self.simulation.world.later(fault.time_s, "change", changed)

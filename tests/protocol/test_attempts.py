@@ -28,17 +28,17 @@ def running(**fields: int) -> Recorded:
 
 def ready(machine: Recorded) -> None:
     for device in machine.devices:
-        machine.heard(device, DeviceReady(epoch=machine.epoch))
+        machine.takes(device, DeviceReady(epoch=machine.epoch))
     assert machine.statistics().phase == "running"
 
 
 def held(machine: Recorded, *devices: str) -> list[Asked]:
     """Those who are left say what they hold; what the last of them leads to."""
-    return [machine.tell(machine.heard, d, Inventory(holdings=(), epoch=machine.epoch)) for d in devices][-1]
+    return [machine.tell(machine.takes, d, Inventory(holdings=(), epoch=machine.epoch)) for d in devices][-1]
 
 
 def lose(machine: Recorded, device: str) -> list[Asked]:
-    return machine.tell(machine.lost, device, "it hung up")
+    return machine.tell(machine.loses, device, "it hung up")
 
 
 def begin_again(machine: Recorded, *lost: str) -> None:
@@ -46,18 +46,18 @@ def begin_again(machine: Recorded, *lost: str) -> None:
     for device in lost:
         machine.joined(device)
     held(machine, *ALL)
-    machine.planned(machine.epoch, layout(*ALL))
+    machine.gets(machine.epoch, layout(*ALL))
     ready(machine)
 
 
 def step(machine: Recorded, item: int) -> None:
     for device in machine.devices:
-        machine.heard(device, ItemReported(item=item, epoch=machine.epoch))
+        machine.takes(device, ItemReported(item=item, epoch=machine.epoch))
 
 
 def fail(machine: Recorded, device: str, failure: StepFailure = LABEL) -> list[Asked]:
     failed = DeviceFailed(reason=failure.reason, fault="user", failure=failure, epoch=machine.epoch)
-    return machine.tell(machine.heard, device, failed)
+    return machine.tell(machine.takes, device, failed)
 
 
 def test_attempts_that_do_no_step_come_to_an_end():
@@ -99,7 +99,7 @@ def test_a_step_that_fails_alike_on_two_devices_is_the_jobs():
     machine = running()
     assert fail(machine, "oslo") == [("order", "oslo", Pause(epoch=1)), ("order", "tokyo", Pause(epoch=1))]
     assert held(machine, *ALL) == [planning("tokyo", waits=True)]
-    machine.planned(machine.epoch, layout("tokyo"))
+    machine.gets(machine.epoch, layout("tokyo"))
     ready(machine)
     reason = "device 'tokyo', as on device 'oslo' before: Target 39 is out of bounds"
     assert fail(machine, "tokyo") == [halted(1), ended("failed", reason)]
@@ -109,8 +109,8 @@ def test_a_device_that_is_needed_tries_twice():
     machine = running()
     fail(machine, "oslo")
     held(machine, *ALL)
-    assert machine.tell(machine.no_plan, machine.epoch, "too large") == [planning(*ALL, waits=True)]
-    machine.planned(machine.epoch, layout(*ALL))
+    assert machine.tell(machine.gets_none, machine.epoch, "too large") == [planning(*ALL, waits=True)]
+    machine.gets(machine.epoch, layout(*ALL))
     ready(machine)
     assert fail(machine, "oslo")[-1] == ended("failed", "device 'oslo', again: Target 39 is out of bounds")
 
@@ -121,8 +121,8 @@ def test_another_failure_or_another_step_is_not_the_same():
         stopped = fail(machine, "oslo", failure)
         assert ("order", "oslo", Pause(epoch=machine.epoch)) in stopped
         held(machine, *ALL)
-        machine.no_plan(machine.epoch, "too large")
-        machine.planned(machine.epoch, layout(*ALL))
+        machine.gets_none(machine.epoch, "too large")
+        machine.gets(machine.epoch, layout(*ALL))
         ready(machine)
 
 
@@ -130,7 +130,7 @@ def test_a_device_whose_step_others_can_do_stays_out_of_plans():
     machine = running()
     fail(machine, "oslo")
     held(machine, *ALL)
-    machine.planned(machine.epoch, layout("tokyo"))
+    machine.gets(machine.epoch, layout("tokyo"))
     ready(machine)
     step(machine, machine.statistics().leased - 1)
     asked = machine.tell(machine.fleet_changed)
@@ -141,8 +141,8 @@ def test_a_device_that_did_the_step_after_all_is_trusted_again():
     machine = running()
     fail(machine, "oslo")
     held(machine, *ALL)
-    machine.no_plan(machine.epoch, "too large")
-    machine.planned(machine.epoch, layout(*ALL))
+    machine.gets_none(machine.epoch, "too large")
+    machine.gets(machine.epoch, layout(*ALL))
     ready(machine)
     step(machine, machine.statistics().leased - 1)
     fail(machine, "tokyo", StepFailure(step=1, what="b", reason=""))

@@ -5,7 +5,7 @@ import pytest
 from tests.programs.ports import Asked
 from tests.protocol.recorded import Recorded, done, ended, halted, opened
 
-from isthmus.protocol import Item, RunSpec, StateLayout, items
+from isthmus.protocol import Item, Lineage, RunSpec, StateLayout, items
 from isthmus.protocol.run_messages import DeviceReady, ItemReported, PlaceWeights
 from isthmus.session.program import OutOfPhase
 
@@ -21,14 +21,14 @@ def running(run: RunSpec) -> Recorded:
     for device in DEVICES:
         coordinator.joined(device)
     for device in DEVICES:
-        coordinator.heard(device, DeviceReady())
+        coordinator.takes(device, DeviceReady())
     return coordinator
 
 
 def report(coordinator: Recorded, item: int, loss: float | None = None) -> list[Asked]:
     """Both devices finish an item; what the second report leads to."""
-    assert coordinator.tell(coordinator.heard, "tokyo", ItemReported(item=item, loss=loss, count=loss and 2.0)) == []
-    return coordinator.tell(coordinator.heard, "oslo", ItemReported(item=item))
+    assert coordinator.tell(coordinator.takes, "tokyo", ItemReported(item=item, loss=loss, count=loss and 2.0)) == []
+    return coordinator.tell(coordinator.takes, "oslo", ItemReported(item=item))
 
 
 def test_nothing_is_placed_before_all_have_joined():
@@ -48,21 +48,21 @@ def test_items_are_leased_ahead_once_all_are_ready():
     coordinator = Recorded(DEVICES, spec(lease_ahead=3))
     for device in DEVICES:
         coordinator.joined(device)
-    assert coordinator.tell(coordinator.heard, "oslo", DeviceReady()) == []
+    assert coordinator.tell(coordinator.takes, "oslo", DeviceReady()) == []
     first_three = [item for item, _ in zip(items(spec()), range(3), strict=False)]
-    assert coordinator.tell(coordinator.heard, "tokyo", DeviceReady()) == [opened(item) for item in first_three]
+    assert coordinator.tell(coordinator.takes, "tokyo", DeviceReady()) == [opened(item) for item in first_three]
 
 
 def test_the_slowest_device_sets_the_pace():
     coordinator = running(spec())
     t0, _, t2, t3, _ = items(spec())
-    assert coordinator.tell(coordinator.heard, "oslo", ItemReported(item=0)) == []
-    assert coordinator.tell(coordinator.heard, "oslo", ItemReported(item=1)) == []
-    assert coordinator.tell(coordinator.heard, "tokyo", ItemReported(item=0, loss=6.0, count=4.0)) == [
+    assert coordinator.tell(coordinator.takes, "oslo", ItemReported(item=0)) == []
+    assert coordinator.tell(coordinator.takes, "oslo", ItemReported(item=1)) == []
+    assert coordinator.tell(coordinator.takes, "tokyo", ItemReported(item=0, loss=6.0, count=4.0)) == [
         done(t0, 1.5),
         opened(t2),
     ]
-    assert coordinator.tell(coordinator.heard, "tokyo", ItemReported(item=1, loss=6.0, count=0.0))[1:] == [opened(t3)]
+    assert coordinator.tell(coordinator.takes, "tokyo", ItemReported(item=1, loss=6.0, count=0.0))[1:] == [opened(t3)]
     assert coordinator.statistics().finished == 2
 
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_committed_when_all_parts_are_written_and_the_run_ends_w
 def test_a_run_without_steps_ends_at_once():
     coordinator = Recorded(("oslo",), spec(steps=3, start_step=3))
     coordinator.joined("oslo")
-    assert coordinator.tell(coordinator.heard, "oslo", DeviceReady()) == [halted(), ended("done")]
+    assert coordinator.tell(coordinator.takes, "oslo", DeviceReady()) == [halted(), ended("done")]
 
 
 def test_an_interrupted_run_finishes_what_is_leased_saves_and_leaves():
@@ -104,7 +104,7 @@ def test_an_interrupted_run_finishes_what_is_leased_saves_and_leaves():
 def test_an_evaluation_that_a_stop_interrupted_is_made_when_the_run_goes_on(start: int):
     fields = {"eval_every": 2, "eval_micro_batches": 3, "lease_ahead": 9}
     coordinator = running(msgspec.structs.replace(spec(**fields, start_step=start), eval_due=True))
-    opened = [item for _, item in sorted(coordinator._leases.open.items())]  # pyright: ignore[reportPrivateUsage]
+    opened = [item for _, item in sorted(coordinator.leases.open.items())]
     evaluated = [(item.step, item.first_sample) for item in opened if item.kind == "eval"]
     assert evaluated == [(step, first) for step in range(start, 5, 2) for first in (0, 2)]
     assert [item.step for item in opened if item.kind == "save"] == [4] * (start < 4)
@@ -145,28 +145,28 @@ def test_a_lost_device_ends_the_run_in_any_phase(phase: str):
     if phase == "closing":
         coordinator.stop()
     assert coordinator.statistics().phase == phase
-    lost = coordinator.tell(coordinator.lost, "tokyo", "no heartbeat for 5 s")
+    lost = coordinator.tell(coordinator.loses, "tokyo", "no heartbeat for 5 s")
     assert lost == [halted(), ended("lost", "device 'tokyo' was lost: no heartbeat for 5 s")]
-    assert coordinator.tell(coordinator.lost, "oslo", "left") == []
-    assert coordinator.tell(coordinator.heard, "oslo", ItemReported(item=0)) == []
+    assert coordinator.tell(coordinator.loses, "oslo", "left") == []
+    assert coordinator.tell(coordinator.takes, "oslo", ItemReported(item=0)) == []
 
 
 def test_what_is_of_another_epoch_is_dropped_and_counted():
-    coordinator = Recorded(DEVICES, spec(), epoch=2)
-    assert coordinator.tell(coordinator.heard, "oslo", ItemReported(item=0, epoch=1)) == []
-    assert coordinator.tell(coordinator.planned, 3, StateLayout(parts={"oslo": frozenset()})) == []
-    assert coordinator.tell(coordinator.no_plan, 1, "too small") == []
+    coordinator = Recorded(DEVICES, spec(), lineage=Lineage([(1, 0)]))
+    assert coordinator.tell(coordinator.takes, "oslo", ItemReported(item=0, epoch=1)) == []
+    assert coordinator.tell(coordinator.gets, 3, StateLayout(parts={"oslo": frozenset()})) == []
+    assert coordinator.tell(coordinator.gets_none, 1, "too small") == []
     assert coordinator.statistics().stale == 3
     assert coordinator.statistics().phase == "joining"
-    assert coordinator.tell(coordinator.lost, "oslo", "silent")[0] == halted(2)
+    assert coordinator.tell(coordinator.loses, "oslo", "silent")[0] == halted(2)
 
 
 def test_a_plan_that_nobody_can_have_asked_for_is_out_of_phase():
     coordinator = Recorded(DEVICES, spec(), layout=StateLayout(parts=dict.fromkeys(DEVICES, frozenset({"w"}))))
     for device in DEVICES:
         coordinator.joined(device)
-    coordinator.lost("oslo", "silent")
+    coordinator.loses("oslo", "silent")
     assert coordinator.phase == "holding"
-    for call in (partial(coordinator.planned, 1, coordinator.layout), partial(coordinator.no_plan, 1, "none")):
+    for call in (partial(coordinator.gets, 1, coordinator.layout), partial(coordinator.gets_none, 1, "none")):
         with pytest.raises(OutOfPhase, match="phase 'holding'"):
             call()

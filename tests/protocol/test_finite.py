@@ -65,13 +65,13 @@ def running(**fields: int) -> Recorded:
     for device in coordinator.devices:
         coordinator.joined(device)
     for device in coordinator.devices:
-        coordinator.heard(device, DeviceReady())
+        coordinator.takes(device, DeviceReady())
     return coordinator
 
 
 def report(machine: Recorded, item: int, non_finite: NonFinite | None = None) -> list[Asked]:
-    machine.heard("oslo", ItemReported(item=item, non_finite=non_finite))
-    return machine.tell(machine.heard, "tokyo", ItemReported(item=item, loss=1.0, count=1.0))
+    machine.takes("oslo", ItemReported(item=item, non_finite=non_finite))
+    return machine.tell(machine.takes, "tokyo", ItemReported(item=item, loss=1.0, count=1.0))
 
 
 def test_a_step_that_is_not_finite_ends_the_run_and_says_where():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.programs.ports import Recorder
 from tests.protocol.recorded import Recorded
 
+from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Lineage, RunSpec, StateHolding, StateLayout
-from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.run_messages import (
     DeviceFailed,
@@ -137,9 +137,9 @@ def next_call(draw: random.Random, machine: Recorded) -> Callable[[], None]:
     return draw.choice(
         (
             partial(machine.joined, device, holdings(draw, machine)),
-            partial(machine.lost, device, "gone", returns=returns),
-            partial(machine.planned, machine.epoch, layout(draw, list(DEVICES)), worth_it=worth_it),
-            partial(machine.no_plan, machine.epoch, "too small"),
+            partial(machine.loses, device, "gone", returns=returns),
+            partial(machine.gets, machine.epoch, layout(draw, list(DEVICES)), worth_it=worth_it),
+            partial(machine.gets_none, machine.epoch, "too small"),
             partial(machine.offered, device),
             partial(machine.leaving, device),
             partial(machine.queued_by_engine, queued),
@@ -155,16 +155,16 @@ def test_a_coordinator_takes_what_its_phase_allows_and_ends_once(seed: int, surv
     spec = RunSpec(steps=STEPS, micro_batches=1, micro_batch_size=1, lease_ahead=2, save_every=4)
     first = layout(draw, list(DEVICES))
     lineage = Lineage([(0, 0)]) if survives and draw.random() < 0.3 else None
-    machine = Recorded(first.parts, spec, int(lineage is not None), layout=first if survives else None, lineage=lineage)
+    machine = Recorded(first.parts, spec, layout=first if survives else None, lineage=lineage)
     for _ in range(120):
         was_over, before = machine.over, machine.phase
         if draw.random() < 0.6:
             device, body = next_report(draw, machine)
-            fits = before in Coordinator.reports[type(body)].phases
-            call, fits = partial(machine.heard, device, body), fits or was_over
+            fits = before in Pipeline.reports[type(body)].phases
+            call, fits = partial(machine.takes, device, body), fits or was_over
         else:
             call = next_call(draw, machine)
-            fits = before != "holding" or getattr(call, "func", None) not in (machine.planned, machine.no_plan)
+            fits = before != "holding" or getattr(call, "func", None) not in (machine.gets, machine.gets_none)
         try:
             asked = machine.tell(call)
         except OutOfPhase:

@@ -38,17 +38,17 @@ class Run:
         out = [told for device in devices for told in self.log(self.machine.joined, device)]
         for start in (call[1] for call in out if isinstance(call[1], EpochStart)):
             self.item = start.first_item
-        return out + [told for device in DEVICES for told in self.log(self.machine.heard, device, DeviceReady())]
+        return out + [told for device in DEVICES for told in self.log(self.machine.takes, device, DeviceReady())]
 
     def work(self, items: int) -> None:
         for _ in range(items):
             for device in DEVICES:
-                self.log(self.machine.heard, device, ItemReported(item=self.item))
+                self.log(self.machine.takes, device, ItemReported(item=self.item))
             self.item += 1
 
     def lose(self, *devices: str, returns: bool = True) -> list[Asked]:
         """What the last loss leads to."""
-        return [self.log(self.machine.lost, device, KILLED, returns=returns) for device in devices][-1]
+        return [self.log(self.machine.loses, device, KILLED, returns=returns) for device in devices][-1]
 
     def lose_all_and_begin_anew(self) -> list[Asked]:
         """Their machines offer them; returns what leads to."""
@@ -56,7 +56,7 @@ class Run:
         self.log(self.machine.offered, "oslo")
         out = self.log(self.machine.offered, "tokyo")
         if out[-1][0] != "finish_run":
-            assert self.log(self.machine.planned, self.machine.epoch, TWO) == [
+            assert self.log(self.machine.gets, self.machine.epoch, TWO) == [
                 ("call_device", "oslo"),
                 ("call_device", "tokyo"),
             ]
@@ -76,7 +76,7 @@ def test_all_are_called_again_once_all_are_back() -> None:
     assert run.lose("tokyo") == [("disconnect", "tokyo")] and run.machine.awaited == set(DEVICES)
     assert run.log(run.machine.offered, "tokyo") == [], "a plan for one device is worth less than a moment's timeout"
     assert run.log(run.machine.offered, "oslo") == recall(1)
-    run.log(run.machine.planned, run.machine.epoch, TWO)
+    run.log(run.machine.gets, run.machine.epoch, TWO)
     _, start = run.come(*DEVICES)[0]
     assert isinstance(start, EpochStart) and (start.step, start.from_checkpoint) == (2, True)
     assert run.machine.statistics().phase == "running"
@@ -102,8 +102,8 @@ def test_as_often_as_it_takes_where_each_time_more_is_saved() -> None:
 def test_whom_no_plan_can_do_without_is_waited_for() -> None:
     run = Run()
     run.lose("tokyo")
-    assert run.log(run.machine.heard, "oslo", Inventory(holdings=())) == [planning("oslo", waits=True)]
-    assert run.log(run.machine.no_plan, run.machine.epoch, "oslo is too small") == [] and run.machine.awaited == {
+    assert run.log(run.machine.takes, "oslo", Inventory(holdings=())) == [planning("oslo", waits=True)]
+    assert run.log(run.machine.gets_none, run.machine.epoch, "oslo is too small") == [] and run.machine.awaited == {
         "tokyo"
     }
     told, plan = run.log(run.machine.offered, "tokyo")
@@ -113,10 +113,10 @@ def test_whom_no_plan_can_do_without_is_waited_for() -> None:
 def test_who_was_offered_while_there_was_no_plan_for_the_others() -> None:
     run = Run()
     run.lose("tokyo")
-    run.log(run.machine.heard, "oslo", Inventory(holdings=()))
+    run.log(run.machine.takes, "oslo", Inventory(holdings=()))
     run.log(run.machine.offered, "tokyo")
-    assert run.log(run.machine.no_plan, run.machine.epoch, "oslo is too small")[-1] == planning(*DEVICES, waits=True)
-    _, (_, finish) = run.log(run.machine.no_plan, run.machine.epoch, "both are too small")
+    assert run.log(run.machine.gets_none, run.machine.epoch, "oslo is too small")[-1] == planning(*DEVICES, waits=True)
+    _, (_, finish) = run.log(run.machine.gets_none, run.machine.epoch, "both are too small")
     assert isinstance(finish, FinishRun) and "both are too small" in finish.reason
 
 
@@ -140,9 +140,9 @@ def queue(run: Run, *devices: str) -> list[Asked]:
 def test_who_is_queued_by_its_engine_is_waited_for_until_it_has_started() -> None:
     run = Run()
     run.lose("tokyo")
-    run.log(run.machine.heard, "oslo", Inventory(holdings=()))
+    run.log(run.machine.takes, "oslo", Inventory(holdings=()))
     assert queue(run, "tokyo") == []
-    assert run.log(run.machine.no_plan, run.machine.epoch, "oslo is too small") == []
+    assert run.log(run.machine.gets_none, run.machine.epoch, "oslo is too small") == []
     assert (run.machine.awaited, run.machine.queued) == (set(), {"tokyo"}), "there is no time limit"
     assert queue(run) == [] and (run.machine.awaited, run.machine.queued) == ({"tokyo"}, set()), "it starts"
     _, plan = run.log(run.machine.offered, "tokyo")
@@ -156,9 +156,9 @@ def test_who_is_queued_is_not_waited_for_where_there_is_a_plan_without_it() -> N
     assert queue(run, "tokyo") == [] and run.machine.awaited == {"oslo"}
     told, plan = run.log(run.machine.offered, "oslo")
     assert told[0] == "restart_run" and plan == planning("oslo", waits=True)
-    run.log(run.machine.planned, run.machine.epoch, StateLayout(parts={"oslo": A | B}))
+    run.log(run.machine.gets, run.machine.epoch, StateLayout(parts={"oslo": A | B}))
     assert run.log(run.machine.joined, "oslo")[0][0] == "begin_epoch"
-    run.log(run.machine.heard, "oslo", DeviceReady())
+    run.log(run.machine.takes, "oslo", DeviceReady())
     assert run.machine.statistics().phase == "running"
 
 
@@ -168,11 +168,11 @@ def test_attempts_without_a_plan_do_not_count_while_more_devices_are_queued() ->
     queue(run, *DEVICES)
     for device in DEVICES * MOST_RECALLS:
         assert run.log(run.machine.offered, device)[-1] == planning(device, waits=True)
-        assert run.log(run.machine.no_plan, run.machine.epoch, "it is too small") == []
+        assert run.log(run.machine.gets_none, run.machine.epoch, "it is too small") == []
         run.lose(device)
     run.log(run.machine.offered, "oslo")
     run.log(run.machine.offered, "tokyo")
-    assert run.log(run.machine.no_plan, run.machine.epoch, "oslo is too small") == recall(1)
+    assert run.log(run.machine.gets_none, run.machine.epoch, "oslo is too small") == recall(1)
 
 
 def test_who_leaves_the_queue_and_is_lost_for_good_ends_the_run() -> None:
@@ -189,16 +189,16 @@ def test_who_leaves_the_queue_and_is_lost_for_good_ends_the_run() -> None:
 def test_a_stop_ends_the_wait_for_the_queue() -> None:
     run = Run()
     run.lose("tokyo")
-    run.log(run.machine.heard, "oslo", Inventory(holdings=()))
+    run.log(run.machine.takes, "oslo", Inventory(holdings=()))
     queue(run, "tokyo")
-    run.log(run.machine.no_plan, run.machine.epoch, "oslo is too small")
+    run.log(run.machine.gets_none, run.machine.epoch, "oslo is too small")
     assert run.log(run.machine.stop)[-1] == ended("interrupted")
     run = Run()
     run.lose("tokyo")
-    run.log(run.machine.heard, "oslo", Inventory(holdings=()))
+    run.log(run.machine.takes, "oslo", Inventory(holdings=()))
     queue(run, "tokyo")
     run.log(run.machine.stop)
-    assert run.log(run.machine.no_plan, run.machine.epoch, "oslo is too small")[-1] == ended("interrupted")
+    assert run.log(run.machine.gets_none, run.machine.epoch, "oslo is too small")[-1] == ended("interrupted")
 
 
 def test_a_person_need_not_wait_for_them() -> None:

@@ -8,7 +8,6 @@ from tests.protocol.recorded import Recorded, ended, planning
 from isthmus.protocol import Item, Lineage, RunSpec, StateHolding, StateLayout
 from isthmus.protocol.device_session import StateInventory
 from isthmus.protocol.recovery import recovery_step, state_donors
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     DeviceReady,
     FetchState,
@@ -21,7 +20,7 @@ from isthmus.protocol.run_messages import (
     SnapshotCopied,
     StateFetched,
 )
-from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest, RunPort
+from isthmus.protocol.run_ports import EpochStart, FinishRun, PipelinePort, PlanRequest
 from isthmus.session.session import Observation
 
 A, B = frozenset({"a"}), frozenset({"b"})
@@ -80,7 +79,7 @@ def running(layout: StateLayout = TWO, **fields: int) -> Recorded:
     for device in layout.parts:
         coordinator.joined(device)
     for device in layout.parts:
-        coordinator.heard(device, DeviceReady())
+        coordinator.takes(device, DeviceReady())
     return coordinator
 
 
@@ -88,7 +87,7 @@ def report(coordinator: Recorded, *items: int) -> list[Asked]:
     out: list[Asked] = []
     for item in items:
         for device in coordinator.devices:
-            out += coordinator.tell(coordinator.heard, device, ItemReported(item=item, epoch=coordinator.epoch))
+            out += coordinator.tell(coordinator.takes, device, ItemReported(item=item, epoch=coordinator.epoch))
     return out
 
 
@@ -101,9 +100,9 @@ def test_a_snapshot_is_leased_and_acknowledged_when_all_copies_are_there():
     opened = [item.kind for item in leased(report(coordinator, 0, 1))]
     assert opened == ["keep", "train"]
     report(coordinator, 2)
-    assert coordinator.tell(coordinator.heard, "tokyo", SnapshotCopied(of="oslo", step=2)) == []
+    assert coordinator.tell(coordinator.takes, "tokyo", SnapshotCopied(of="oslo", step=2)) == []
     assert coordinator.statistics().recovery_point == 0
-    assert coordinator.tell(coordinator.heard, "oslo", SnapshotCopied(of="tokyo", step=2)) == [
+    assert coordinator.tell(coordinator.takes, "oslo", SnapshotCopied(of="tokyo", step=2)) == [
         ("retire_snapshots", RetireSnapshots(step=2))
     ]
     assert coordinator.statistics().recovery_point == 2
@@ -112,33 +111,33 @@ def test_a_snapshot_is_leased_and_acknowledged_when_all_copies_are_there():
 def test_a_loss_from_beginning_to_end():
     coordinator = running()
     report(coordinator, 0, 1, 2)
-    assert coordinator.tell(coordinator.lost, "tokyo", "silent") == [
+    assert coordinator.tell(coordinator.loses, "tokyo", "silent") == [
         ("disconnect", "tokyo"),
         ("order", "oslo", Pause(epoch=1)),
     ]
-    assert coordinator.tell(coordinator.heard, "oslo", ItemReported(item=3, epoch=0)) == [], "of an epoch that is over"
+    assert coordinator.tell(coordinator.takes, "oslo", ItemReported(item=3, epoch=0)) == [], "of an epoch that is over"
     holdings = (held(0, 2, A | B), held(0, 3, A))
-    assert coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=holdings, epoch=1)) == [
+    assert coordinator.tell(coordinator.takes, "oslo", Inventory(holdings=holdings, epoch=1)) == [
         planning("oslo", waits=True)
     ]
-    out = coordinator.tell(coordinator.planned, 1, StateLayout(parts={"oslo": A | B}))
+    out = coordinator.tell(coordinator.gets, 1, StateLayout(parts={"oslo": A | B}))
     assert out[0] == ("begin_epoch", EpochStart(1, 2, coordinator.statistics().leased, False))
     assert out[1:] == [("assign_stage", "oslo"), ("order", "oslo", PlaceWeights(own=A | B, epoch=1))]
-    first, *_ = leased(coordinator.tell(coordinator.heard, "oslo", DeviceReady(epoch=1)))
+    first, *_ = leased(coordinator.tell(coordinator.takes, "oslo", DeviceReady(epoch=1)))
     assert (first.kind, first.step) == ("train", 2)
 
 
 def test_what_a_device_lacks_is_fetched_before_it_is_placed():
     coordinator = running()
-    coordinator.lost("tokyo", "silent")
+    coordinator.loses("tokyo", "silent")
     coordinator.joined("lima")
-    ((asked, _),) = coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1))
+    ((asked, _),) = coordinator.tell(coordinator.takes, "oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1))
     assert asked == "make_plan"
     layout = StateLayout(parts={"oslo": A, "lima": B})
-    out = coordinator.tell(coordinator.planned, 1, layout)
+    out = coordinator.tell(coordinator.gets, 1, layout)
     assert out[1:] == [("order", "oslo", FetchState(step=0, parts=B, epoch=1))]
     assert coordinator.awaited == {"oslo"}
-    assert coordinator.tell(coordinator.heard, "oslo", StateFetched(epoch=1)) == [
+    assert coordinator.tell(coordinator.takes, "oslo", StateFetched(epoch=1)) == [
         ("assign_stage", "oslo"),
         ("order", "oslo", PlaceWeights(own=A, epoch=1)),
         ("assign_stage", "lima"),
@@ -148,39 +147,39 @@ def test_what_a_device_lacks_is_fetched_before_it_is_placed():
 
 def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
     coordinator = running(StateLayout(parts={"oslo": A, "tokyo": B, "lima": frozenset({"c"})}))
-    coordinator.lost("tokyo", "silent")
-    coordinator.heard("oslo", Inventory(holdings=(), epoch=1))
-    assert coordinator.tell(coordinator.lost, "lima", "silent") == [
+    coordinator.loses("tokyo", "silent")
+    coordinator.takes("oslo", Inventory(holdings=(), epoch=1))
+    assert coordinator.tell(coordinator.loses, "lima", "silent") == [
         ("disconnect", "lima"),
         ("order", "oslo", Pause(epoch=2)),
     ]
-    assert coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=(), epoch=1)) == []
-    assert coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=(), epoch=2)) == [
+    assert coordinator.tell(coordinator.takes, "oslo", Inventory(holdings=(), epoch=1)) == []
+    assert coordinator.tell(coordinator.takes, "oslo", Inventory(holdings=(), epoch=2)) == [
         planning("oslo", waits=True)
     ]
-    told = coordinator.tell(coordinator.no_plan, 2, "it does not fit")[-1]
+    told = coordinator.tell(coordinator.gets_none, 2, "it does not fit")[-1]
     assert told == ended("lost", "device 'lima' was lost: silent; no plan for what is left: it does not fit")
 
 
 def test_who_leaves_waits_until_the_others_hold_its_part():
     coordinator = running()
     assert coordinator.tell(coordinator.leaving, "tokyo") == [planning("oslo", must=True)]
-    assert coordinator.tell(coordinator.planned, 0, StateLayout(parts={"oslo": A | B})) == []
+    assert coordinator.tell(coordinator.gets, 0, StateLayout(parts={"oslo": A | B})) == []
     assert not leased(report(coordinator, 0)), "nothing more is leased"
     assert report(coordinator, 1)[1:] == [("order", "oslo", Pause(epoch=1)), ("order", "tokyo", Pause(epoch=1))]
-    coordinator.heard("oslo", Inventory(holdings=(held(0, 2, A),), epoch=1))
-    out = coordinator.tell(coordinator.heard, "tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1))
+    coordinator.takes("oslo", Inventory(holdings=(held(0, 2, A),), epoch=1))
+    out = coordinator.tell(coordinator.takes, "tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1))
     assert out == [
         ("begin_epoch", EpochStart(1, 2, 2, False)),
         ("order", "tokyo", FetchState(step=2, parts=B, epoch=1)),
     ]
-    coordinator.heard("tokyo", StateFetched(epoch=1))
-    assert coordinator.tell(coordinator.heard, "oslo", DeviceReady(epoch=1))[-1] == ("release_device", "tokyo")
+    coordinator.takes("tokyo", StateFetched(epoch=1))
+    assert coordinator.tell(coordinator.takes, "oslo", DeviceReady(epoch=1))[-1] == ("release_device", "tokyo")
 
 
-def leaving(*devices: str) -> tuple[RunMachine, Recorder]:
+def leaving(*devices: str) -> tuple[Recorded, Recorder]:
     """A run of two devices, which were asked to leave."""
-    machine, port = RunMachine(running(), timeout_s=9.0), Recorder(RunPort)
+    machine, port = running(), Recorder(PipelinePort)
     machine.port = port.port
     for device in ("oslo", "tokyo"):
         machine.joined(device, ())
@@ -194,10 +193,10 @@ def test_who_cannot_leave_stays_and_it_is_said():
     stays = "was asked to leave and stays: no plan could be made without it: too small; ask again to try again"
     port.took()
     machine.clock(2.0)
-    machine.no_plan(PlanRequest(()), "too small")
+    machine.gets_none(0, "too small")
     assert port.took() == [("note", f"oslo {stays}"), ("note", f"tokyo {stays}")]
     machine.clock(3.0)
-    machine.no_plan(PlanRequest(()), "too small")
+    machine.gets_none(0, "too small")
     assert port.took() == [], "nobody is to leave"
     machine.clock(4.0)
     machine.looked(Observation(leaving=frozenset({"tokyo"})))
@@ -206,11 +205,11 @@ def test_who_cannot_leave_stays_and_it_is_said():
 
 def test_a_run_that_ends_for_want_of_a_device_that_was_to_leave_says_so():
     machine, port = leaving("tokyo")
-    machine.coordinator.lost("oslo", "silent")
+    machine.loses("oslo", "silent")
     machine.clock(2.0)
-    machine.heard("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1))
+    machine.takes("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1))
     machine.clock(3.0)
-    machine.no_plan(PlanRequest((), epoch=1), "none")
+    machine.gets_none(1, "none")
     *_, (_, finish), note = port.took()
     assert isinstance(finish, FinishRun) and finish.outcome == "lost"
     assert note == ("note", "tokyo was asked to leave: the plan that could not be made was one without it")
@@ -218,7 +217,7 @@ def test_a_run_that_ends_for_want_of_a_device_that_was_to_leave_says_so():
 
 def test_each_lost_device_is_rejected_with_its_reason():
     devices = ("lima", "oslo", "tokyo")
-    machine, port = RunMachine(running(StateLayout(parts=dict.fromkeys(devices, A))), timeout_s=9.0), Recorder(RunPort)
+    machine, port = running(StateLayout(parts=dict.fromkeys(devices, A))), Recorder(PipelinePort)
     machine.port = port.port
     for device in devices:
         machine.joined(device, ())
@@ -237,7 +236,7 @@ def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():
     coordinator = running()
     assert coordinator.tell(coordinator.offered, "lima") == [planning("lima", "oslo", "tokyo", must=False)]
     better = StateLayout(parts={"oslo": A, "lima": B})
-    assert coordinator.tell(coordinator.planned, 0, better) == [("call_device", "lima")]
+    assert coordinator.tell(coordinator.gets, 0, better) == [("call_device", "lima")]
     assert [item.step for item in leased(report(coordinator, 0))] == [2], "nobody waits"
     assert coordinator.tell(coordinator.joined, "lima") == []
     assert not leased(report(coordinator, 1)), "what is leased is finished first"
@@ -247,17 +246,17 @@ def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():
 def test_a_better_plan_is_forgotten_with_a_device_that_it_wants():
     coordinator = running()
     coordinator.offered("lima")
-    coordinator.planned(0, StateLayout(parts={"oslo": A, "lima": B}))
-    coordinator.lost("lima", "it did not start")
+    coordinator.gets(0, StateLayout(parts={"oslo": A, "lima": B}))
+    coordinator.loses("lima", "it did not start")
     assert coordinator.tell(coordinator.joined, "lima") == [planning("lima", "oslo", "tokyo", must=False)]
 
 
 def test_who_could_work_and_does_not_is_thought_of_when_a_plan_is_in_force():
     coordinator = running()
     coordinator.offered("lima")
-    coordinator.lost("tokyo", "silent")
-    assert coordinator.tell(coordinator.heard, "oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1)) == [
+    coordinator.loses("tokyo", "silent")
+    assert coordinator.tell(coordinator.takes, "oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1)) == [
         planning("lima", "oslo", waits=True)
     ]
-    coordinator.planned(1, StateLayout(parts={"oslo": A | B}))
-    assert coordinator.tell(coordinator.heard, "oslo", DeviceReady(epoch=1))[-1] == planning("lima", "oslo", must=False)
+    coordinator.gets(1, StateLayout(parts={"oslo": A | B}))
+    assert coordinator.tell(coordinator.takes, "oslo", DeviceReady(epoch=1))[-1] == planning("lima", "oslo", must=False)

@@ -59,7 +59,7 @@ def test_the_run_goes_on_with_the_device_and_a_new_plan() -> None:
     machine = running()
     assert fail(machine, "oslo", SHORT) == [("order", "oslo", Pause(epoch=1)), ("order", "tokyo", Pause(epoch=1))]
     assert held(machine, *ALL) == [planning(*ALL, waits=True)], "nobody is suspected"
-    machine.planned(machine.epoch, layout(*ALL))
+    machine.gets(machine.epoch, layout(*ALL))
     assert set(machine.devices) == set(ALL)
 
 
@@ -67,7 +67,7 @@ def test_it_may_be_short_before_the_first_step() -> None:
     machine = running()
     fail(machine, "oslo", SHORT)
     held(machine, *ALL)
-    machine.planned(machine.epoch, layout(*ALL))
+    machine.gets(machine.epoch, layout(*ALL))
     assert machine.statistics().phase == "placing"
     assert fail(machine, "tokyo", SHORT) == [("order", "oslo", Pause(epoch=2)), ("order", "tokyo", Pause(epoch=2))], (
         "another device's first loss"
@@ -78,7 +78,7 @@ def test_where_no_plan_fits_the_figures_are_told() -> None:
     machine = running()
     fail(machine, "oslo", SHORT)
     held(machine, *ALL)
-    told = machine.tell(machine.no_plan, machine.epoch, "2 MiB short on 'oslo'")[-1]
+    told = machine.tell(machine.gets_none, machine.epoch, "2 MiB short on 'oslo'")[-1]
     assert told == ended("lost", f"device 'oslo': {SHORT.reason}; no plan for what is left: 2 MiB short on 'oslo'"), (
         told
     )
@@ -93,7 +93,7 @@ def test_a_device_that_is_short_again_and_again_ends_the_run() -> None:
             finish = out[-1]
             break
         held(machine, *ALL)
-        machine.planned(machine.epoch, layout(*ALL))
+        machine.gets(machine.epoch, layout(*ALL))
         ready(machine)
         assert attempt < 3
     assert finish == ended("failed", f"device 'oslo': {SHORT.reason}")
@@ -105,6 +105,6 @@ def test_steps_that_are_done_begin_the_count_anew() -> None:
         out = fail(machine, "oslo", SHORT)
         assert out[-1][0] != "finish_run", round_
         held(machine, *ALL)
-        machine.planned(machine.epoch, layout(*ALL))
+        machine.gets(machine.epoch, layout(*ALL))
         ready(machine)
         step(machine, machine.statistics().leased - 1)

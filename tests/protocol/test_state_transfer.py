@@ -38,7 +38,7 @@ class Run:
         self.machine = Recorded(("oslo",), SPEC, layout=layout)
         self.said: list[Asked] = []
         self.tell(self.machine.joined, "oslo")
-        self.tell(self.machine.heard, "oslo", DeviceReady())
+        self.tell(self.machine.takes, "oslo", DeviceReady())
         self.reported = 0
 
     def tell(self, method: Callable[P, None], *given: P.args, **named: P.kwargs) -> list[Asked]:
@@ -48,7 +48,7 @@ class Run:
 
     def work(self, items: int = 1) -> None:
         for _ in range(items):
-            self.tell(self.machine.heard, "oslo", ItemReported(item=self.reported))
+            self.tell(self.machine.takes, "oslo", ItemReported(item=self.reported))
             self.reported += 1
 
     def finish_leased(self) -> None:
@@ -57,7 +57,7 @@ class Run:
 
     def rome_is_wanted(self) -> list[Asked]:
         assert planning("oslo", "rome", must=False) in self.tell(self.machine.offered, "rome")
-        self.tell(self.machine.planned, self.machine.epoch, BOTH)
+        self.tell(self.machine.gets, self.machine.epoch, BOTH)
         return self.tell(self.machine.joined, "rome")
 
     @property
@@ -75,22 +75,22 @@ def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() ->
     ], "all that is leased counts"
     run.work(8)
     assert run.machine.statistics().phase == "running"
-    run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=5))
+    run.tell(run.machine.takes, "rome", StateReceived(number=1, of="oslo", step=5))
     run.work()
     assert run.machine.statistics().phase == "running", "it is behind"
-    run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=12 - CLOSE_STEPS))
+    run.tell(run.machine.takes, "rome", StateReceived(number=1, of="oslo", step=12 - CLOSE_STEPS))
     assert run.machine.statistics().phase == "settling"
     run.finish_leased()
     assert not run.held, "the joining device lacks the last steps"
     assert run.machine.awaited == {"rome"}
-    run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=13))
+    run.tell(run.machine.takes, "rome", StateReceived(number=1, of="oslo", step=13))
     assert not run.held
-    assert run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=14)) == [
+    assert run.tell(run.machine.takes, "rome", StateReceived(number=1, of="oslo", step=14)) == [
         ("order", "oslo", Pause(epoch=1)),
         ("order", "rome", Pause(epoch=1)),
     ]
     for device in ("oslo", "rome"):
-        run.tell(run.machine.heard, device, Inventory(holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1))
+        run.tell(run.machine.takes, device, Inventory(holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1))
     assert not any(isinstance(call[-1], FetchState) for call in run.said), "nothing has to travel"
     assert ("order", "rome", PlaceWeights(own=PARTS, epoch=1)) in run.said
 
@@ -106,7 +106,7 @@ def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> No
 def test_a_lender_that_cannot_go_on_ends_it() -> None:
     run = Run()
     run.rome_is_wanted()
-    assert run.tell(run.machine.heard, "oslo", TransferEnded(number=1)) == [
+    assert run.tell(run.machine.takes, "oslo", TransferEnded(number=1)) == [
         ("order", "oslo", SendState(number=1, step=2, parts=frozenset()))
     ]
     run.finish_leased()
@@ -120,10 +120,10 @@ def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> No
     assert run.tell(run.machine.offered, "cairo") == []
     if settling:
         run.work(3)
-        run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=2))
+        run.tell(run.machine.takes, "rome", StateReceived(number=1, of="oslo", step=2))
         run.finish_leased()
         assert run.machine.awaited == {"rome"}
-    out = run.tell(run.machine.lost, "rome", "gone")
+    out = run.tell(run.machine.loses, "rome", "gone")
     assert ("order", "oslo", SendState(number=1, step=2, parts=frozenset())) in out
     if settling:
         assert out[-1] == ("order", "oslo", Pause(epoch=1)), "the run goes on by another plan"
@@ -139,7 +139,7 @@ def test_no_better_plan_is_looked_for_meanwhile_but_one_that_must_be() -> None:
     run.rome_is_wanted()
     assert run.tell(run.machine.offered, "cairo") == []
     assert run.tell(run.machine.leaving, "cairo") == [planning("oslo", "rome", must=True)]
-    again = run.tell(run.machine.planned, run.machine.epoch, BOTH)
+    again = run.tell(run.machine.gets, run.machine.epoch, BOTH)
     assert again[0] == ("order", "oslo", SendState(number=1, step=2, parts=frozenset()))
     assert again[1:] == [
         ("receive_state", "rome", 2, 2, {"oslo": PARTS}),
@@ -152,12 +152,12 @@ def test_what_is_said_of_the_following_before_does_not_count() -> None:
     run.rome_is_wanted()
     run.tell(run.machine.offered, "cairo")
     run.tell(run.machine.leaving, "cairo")
-    run.tell(run.machine.planned, run.machine.epoch, BOTH)
+    run.tell(run.machine.gets, run.machine.epoch, BOTH)
     run.work(2)
-    assert run.tell(run.machine.heard, "rome", StateReceived(number=1, of="oslo", step=2)) == []
-    assert run.tell(run.machine.heard, "oslo", TransferEnded(number=1)) == []
+    assert run.tell(run.machine.takes, "rome", StateReceived(number=1, of="oslo", step=2)) == []
+    assert run.tell(run.machine.takes, "oslo", TransferEnded(number=1)) == []
     assert run.machine.statistics().phase == "running"
-    run.tell(run.machine.heard, "rome", StateReceived(number=2, of="oslo", step=2))
+    run.tell(run.machine.takes, "rome", StateReceived(number=2, of="oslo", step=2))
     assert run.machine.statistics().phase == "settling"
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
-from isthmus.protocol import Coordinator, Item, RunSpec, StateLayout
+from isthmus.programs.pipeline import Pipeline
+from isthmus.protocol import Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, DeviceReport, Halt, ItemReported, OpenItem
 from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.runtime.coordinator.host import CoordinatorHost
@@ -176,7 +176,7 @@ class Conducted:
 
     def __init__(self, timeout_s: float = 5.0, slow_s: float = 0.0) -> None:
         self.callbacks = NotedScript(slow_s)
-        machine = RunMachine(Coordinator(("a", "b"), SPEC), timeout_s=timeout_s)
+        machine = Pipeline(("a", "b"), SPEC, timeout_s=timeout_s)
         self.host = CoordinatorHost(machine, RUN, self.callbacks, timeout_s=timeout_s)
         listener = Listener("127.0.0.1", timeout_s=timeout_s)
         listener.start(self.host.acceptor.on_connection)

@@ -13,9 +13,9 @@ import pytest
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.protocol import Coordinator, RunSpec, StateHolding, StateLayout
+from isthmus.programs.pipeline import Pipeline
+from isthmus.protocol import RunSpec, StateHolding, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     Body,
     DeviceOrder,
@@ -125,7 +125,7 @@ class Device:
 
 
 def _conducted(*devices: str) -> tuple[CoordinatorHost, int, list[Outcome]]:
-    machine = RunMachine(Coordinator(devices, SPEC, layout=_layout(*devices)), timeout_s=5.0)
+    machine = Pipeline(devices, SPEC, timeout_s=5.0, layout=_layout(*devices))
     host = CoordinatorHost(machine, RUN, Planning(), timeout_s=5.0, others=("c",))
     listener = Listener("127.0.0.1", timeout_s=5.0)
     listener.start(host.acceptor.on_connection)
@@ -136,7 +136,7 @@ def _conducted(*devices: str) -> tuple[CoordinatorHost, int, list[Outcome]]:
 
 def _reached(host: CoordinatorHost, items: int) -> None:
     deadline_s = time.monotonic() + 10
-    while host.session.coordinator.statistics().finished < items:
+    while host.session.statistics().finished < items:
         assert time.monotonic() < deadline_s, "nothing goes on"
         time.sleep(0.01)
 

@@ -19,13 +19,12 @@ import torch
 
 from isthmus.errors import PeerError
 from isthmus.plans.worker_ids import device_of
+from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import RunSpec
 from isthmus.protocol.adaptation import Adaptation
 from isthmus.protocol.arrivals import StageArrivals
-from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.device_session import DeviceSession, SessionOrder, SessionPort
 from isthmus.protocol.recovery import Lineage, StateHolding
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     Arrived,
     DeviceFailed,
@@ -33,7 +32,7 @@ from isthmus.protocol.run_messages import (
     OpenItem,
     PartsArrived,
 )
-from isthmus.protocol.run_ports import EpochStart, FinishRun, RunPort
+from isthmus.protocol.run_ports import EpochStart, FinishRun, PipelinePort
 from isthmus.protocol.worker import StagePort, Worker
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.device.fingerprints import Fingerprinter
@@ -237,30 +236,35 @@ class LiedTo(simulated.FollowedRun):
         if self.lies is not None:
             self.lies[way].about(right, take, names=names)
 
-    def _made(self, coordinator: Coordinator) -> RunMachine:
+    def _made(self, spec: RunSpec, lineage: Lineage | None) -> Pipeline:
         self.messages = getattr(self, "messages", {})
-        self._log: list[tuple[Callable[[RunMachine], None], float]] = []
+        self._log: list[tuple[Callable[[Pipeline], None], float]] = []
         plans = cast(Any, self._planner)
-        first = (tuple(coordinator.devices), coordinator.spec, coordinator.epoch)
-        layout, number = coordinator.layout, plans.layout.number
-        lineage = coordinator._lineage.began if coordinator._began else None
+        devices, layout, number = self._epoch.worker_ids, self._layout, plans.layout.number
+        before = None if lineage is None else lineage.began
 
-        def again() -> tuple[RunMachine, Recorder]:
-            made = Coordinator(*first, layout=layout, lineage=None if lineage is None else Lineage(lineage))
-            adaptation = Adaptation(plans._plans[number], plans._fleet, SPEC.steps, number=number)
+        def again() -> tuple[Pipeline, Recorder]:
             times = self._options.recovery
-            machine = RunMachine(made, timeout_s=times.timeout_s, start_s=times.start_s, adaptation=adaptation)
-            machine.port = (port := Recorder(RunPort)).port
+            machine = Pipeline(
+                devices,
+                spec,
+                timeout_s=times.timeout_s,
+                start_s=times.start_s,
+                layout=layout,
+                lineage=None if before is None else Lineage(before),
+                adaptation=Adaptation(plans._plans[number], plans._fleet, SPEC.steps, number=number),
+            )
+            machine.port = (port := Recorder(PipelinePort)).port
             return machine, port
 
         self._again = again
-        machine = super()._made(coordinator)
+        machine = super()._made(spec, lineage)
         port = machine.port
         self._host = CoordinatorHost(machine, RUN, cast(Any, _Script()), timeout_s=3.0)
         machine.port = port
         return machine
 
-    def tell(self, happened: Callable[[RunMachine], None]) -> None:
+    def tell(self, happened: Callable[[Pipeline], None]) -> None:
         if self.connections.answered and self.finish is None:
             self._log.append((happened, self.world.clock.now_s))
         super().tell(happened)
@@ -280,7 +284,7 @@ class LiedTo(simulated.FollowedRun):
         super().open_item(order)
 
     def _lie(self, device: str, message: JoinRun | ToCoordinator) -> None:
-        def hear(machine: RunMachine, told: AnyMessage) -> None:
+        def hear(machine: Pipeline, told: AnyMessage) -> None:
             machine.clock(self.world.clock.now_s)
             if isinstance(told, JoinRun):
                 machine.joined(device, told.holdings)
@@ -314,21 +318,21 @@ class LiedTo(simulated.FollowedRun):
 
         self.lies_about(message, take, "to the coordinator", f"device {device!r}")
 
-    def _judge(self, machine: RunMachine, port: Recorder) -> None:
-        coordinator, leases = machine.coordinator, machine.coordinator.leases
-        assert coordinator.phase in (*Coordinator.reports[DeviceFailed].phases, OVER)
-        assert 0 <= coordinator._done_step <= leases.last_step <= SPEC.steps
-        assert coordinator._saved <= leases.last_step and leases.acknowledged <= leases.last_step
+    def _judge(self, machine: Pipeline, port: Recorder) -> None:
+        leases = machine.leases
+        assert machine.phase in (*Pipeline.reports[DeviceFailed].phases, OVER)
+        assert 0 <= machine._done_step <= leases.last_step <= SPEC.steps
+        assert machine._saved <= leases.last_step and leases.acknowledged <= leases.last_step
         assert leases.finished <= leases.leased and max(leases.open, default=0) <= leases.leased
-        assert coordinator.epoch <= self.machine.epoch + 1
+        assert machine.epoch <= self.machine.epoch + 1
         most = max((step for _, step in self._done), default=0) + SPEC.lease_ahead + 1
-        for held in (h for holdings in coordinator.members.holdings.values() for h in holdings):
-            assert held.step <= SPEC.steps and held.epoch <= coordinator.epoch
-        if coordinator._transfer is not None:
-            assert all(step <= leases.last_step for step in coordinator._transfer._at.values())
+        for held in (h for holdings in machine.members.holdings.values() for h in holdings):
+            assert held.step <= SPEC.steps and held.epoch <= machine.epoch
+        if machine._transfer is not None:
+            assert all(step <= leases.last_step for step in machine._transfer._at.values())
         for said in (said for call in port.took() for said in call):
             assert not isinstance(said, EpochStart) or said.step <= min(most, SPEC.steps)
-            assert not isinstance(said, FinishRun) or (said.outcome, coordinator._done_step) == ("done", SPEC.steps)
+            assert not isinstance(said, FinishRun) or (said.outcome, machine._done_step) == ("done", SPEC.steps)
 
 
 def conversation(monkeypatch: pytest.MonkeyPatch, lies: dict[str, Lies] | None) -> LiedTo:

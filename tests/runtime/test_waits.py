@@ -72,7 +72,7 @@ def test_the_machine_knows_who_is_behind() -> None:
     for device in machine.devices:
         machine.joined(device)
     for device in machine.devices:
-        machine.heard(device, DeviceReady())
+        machine.takes(device, DeviceReady())
     assert machine.behind == (0, frozenset())
-    machine.heard("oslo", ItemReported(item=0))
+    machine.takes("oslo", ItemReported(item=0))
     assert machine.behind == (0, {"rome"})

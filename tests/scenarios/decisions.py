@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Any
 from unittest import mock
 
+from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.recovery import StateHolding, StateLayout
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import DeviceReport
 from isthmus.protocol.run_ports import PlanRequest
 from isthmus.session.failures import CLOSED
@@ -41,7 +41,7 @@ Observe = Callable[[str, str, Sequence[Asked]], None]
 """Gets each decision: what happened, by whom, and what was asked then."""
 
 
-class _Recorded(RunMachine):
+class _Recorded(Pipeline):
     """It tells what it decides."""
 
     def __init__(self, *given: Any, observe: Observe, **named: Any) -> None:
@@ -58,7 +58,7 @@ class _Recorded(RunMachine):
         self._watched = Watched(port, lambda *asked: self._asked.append(asked))
 
     def _record(self, name: str, device: str, act: Callable[[], None]) -> None:
-        if self._over:
+        if self.over:
             return
         try:
             act()
@@ -66,7 +66,7 @@ class _Recorded(RunMachine):
             asked, self._asked = self._asked, []
             self._observe(name, device, asked)
 
-    def joined(self, device: str, holdings: Sequence[StateHolding]) -> None:
+    def joined(self, device: str, holdings: Sequence[StateHolding] = ()) -> None:
         self._record("DeviceJoined", device, partial(super().joined, device, holdings))
 
     def heard(self, device: str, body: DeviceReport) -> None:
@@ -78,7 +78,7 @@ class _Recorded(RunMachine):
     def stop(self) -> None:
         self._record("StopRequested", "", super().stop)
 
-    def planned(self, request: PlanRequest, layout: StateLayout, figures: PlanFigures | None) -> None:
+    def planned(self, request: PlanRequest, layout: StateLayout, figures: PlanFigures | None = None) -> None:
         self._record("PlanMade", "", partial(super().planned, request, layout, figures))
 
     def no_plan(self, request: PlanRequest, reason: str) -> None:
@@ -99,8 +99,8 @@ def observed_by(observe: Observe) -> Generator[None]:
     """Inside, runs that are simulated and real ones tell what their machines decide."""
     made = partial(_Recorded, observe=observe)
     with (
-        mock.patch("isthmus.simulator.run.RunMachine", made),
-        mock.patch("isthmus.runtime.coordinator.run.RunMachine", made),
+        mock.patch("isthmus.simulator.run.Pipeline", made),
+        mock.patch("isthmus.runtime.coordinator.run.Pipeline", made),
     ):
         yield
 

@@ -60,6 +60,10 @@ class Lineage:
     def began(self) -> tuple[tuple[int, int], ...]:
         return tuple(self._began.items())
 
+    @property
+    def next_epoch(self) -> int:
+        return 1 + max(self._began, default=-1)
+
     def begin(self, epoch: int, step: int) -> None:
         self._began[epoch] = step
 

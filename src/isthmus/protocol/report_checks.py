@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from isthmus.errors import PeerError
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import (
     DeviceFailed,
-    DeviceOrder,
     DeviceReport,
     Inventory,
     ItemReported,
-    SendState,
     SnapshotCopied,
     StateReceived,
     TransferEnded,
 )
 from isthmus.protocol.run_ports import EpochStart
 from isthmus.protocol.work import Item, RunSpec
+from isthmus.session.program import OutOfPhase
 
 
 class ReportChecks:
@@ -42,12 +40,12 @@ class ReportChecks:
         if item.kind == "train":
             self._most_steps[self._epoch] = item.step + 1
 
-    def ordered(self, order: DeviceOrder) -> None:
-        if isinstance(order, SendState) and order.parts:
-            self._transfer = order.number, order.step
+    def transfers(self, number: int, step: int) -> None:
+        """A state transfer begins."""
+        self._transfer = number, step
 
     def check(self, body: DeviceReport, devices: int) -> None:
-        """PeerError, which does not name the device, for a figure that no device of the run can have; `devices` are
+        """OutOfPhase for a figure that no device of the run can have; `devices` are
         how many stages the plan has."""
         most = self._most_steps.get(body.epoch, -1)
         number, first = self._transfer
@@ -73,7 +71,7 @@ class ReportChecks:
         return self._spec.micro_batches - 1
 
     def check_held(self, holdings: Iterable[StateHolding]) -> None:
-        """Raise PeerError for a state that no device can hold. Only the run's last step is known of a coordinator
+        """Raise OutOfPhase for a state that no device can hold. Only the run's last step is known of a coordinator
         before this one."""
         for held in holdings:
             before = held.epoch < self._first_epoch
@@ -84,4 +82,4 @@ class ReportChecks:
 def _check(what: str, got: int, least: int, most: int) -> None:
     if not least <= got <= most:
         expected = f"expected {least} to {most}" if least <= most else "expected none"
-        raise PeerError(f"{what} {got}, {expected}")
+        raise OutOfPhase(f"{what} {got}, {expected}")

@@ -1,4 +1,4 @@
-"""The ports of a run's machines to their hosts, and the values that are passed there."""
+"""The port of a pipeline's program to its host, and the values that are passed there."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class FinishRun(msgspec.Struct, frozen=True):
     """Whether memory was short on a device since the last step."""
 
 
-class CoordinatorPort(Protocol):
-    """The coordinator asks this of the run."""
+class PipelinePort(Protocol):
+    """The program asks this of its host."""
 
     def begin_epoch(self, start: EpochStart) -> None:
         """Put the new epoch on record before anything of it happens."""
@@ -101,10 +101,6 @@ class CoordinatorPort(Protocol):
 
     def finish_run(self, finish: FinishRun) -> None:
         """Nothing follows."""
-
-
-class RunPort(CoordinatorPort, Protocol):
-    """The run asks this of its host."""
 
     def note(self, text: str) -> None:
         """A person may want to know this."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Set
 
 from isthmus.protocol.recovery import state_donors
 from isthmus.protocol.run_messages import SendState
-from isthmus.protocol.run_ports import CoordinatorPort
+from isthmus.protocol.run_ports import PipelinePort
 
 CLOSE_STEPS = 1
 """So far behind the others a joining device may be for them to stop and let it in."""
@@ -45,14 +45,14 @@ class StateTransfer:
         """Steps that the first copies took."""
         self._first_lag = 0
 
-    def begin(self, port: CoordinatorPort) -> None:
+    def begin(self, port: PipelinePort) -> None:
         """The state and the gradients of each step are given from now on."""
         for device, donors in self.donors.items():
             port.receive_state(device, self.number, self.step, {donor: self.donated[donor] for donor in donors})
         for device, parts in sorted(self.donated.items()):
             port.order(device, self._asked(parts))
 
-    def end(self, port: CoordinatorPort) -> None:
+    def end(self, port: PipelinePort) -> None:
         """Nothing is given any more."""
         for device in sorted(self.donated):
             port.order(device, self._asked(frozenset()))

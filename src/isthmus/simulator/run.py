@@ -1,6 +1,6 @@
 """The host of a simulated run: the machines of a real one, on a virtual clock. It does all that they ask.
 
-    RunMachine ──its port──► connections with latency ──► DeviceSession, Worker ──► World: time and links
+    Pipeline ──its port──► connections with latency ──► DeviceSession, Worker ──► World: time and links
         ▲                                                      │
         └───────────── reports, closed connections, ticks ◄────┘
 
@@ -19,11 +19,10 @@ from isthmus.errors import InternalError, IsthmusError
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.worker_ids import device_of
+from isthmus.programs.pipeline import Pipeline, PipelineStatistics
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.coordinator import Coordinator, CoordinatorStatistics
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     DeviceOrder,
     DeviceReport,
@@ -79,7 +78,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     trace: Trace
     finish: FinishRun
-    coordinator: CoordinatorStatistics
+    coordinator: PipelineStatistics
     workers: tuple[WorkerStatistics, ...]
     """Statistics of the first plan's workers that came to the run's end."""
     seconds: float
@@ -142,12 +141,20 @@ class RunSimulation:
         self._statistics: dict[str, WorkerStatistics] = {}
         self._finished_s = 0.0
         self.finish: FinishRun | None = None
-        self.machine = self._made(Coordinator(self._epoch.worker_ids, spec, layout=layout))
+        self.machine = self._made(spec, None)
 
-    def _made(self, coordinator: Coordinator) -> RunMachine:
+    def _made(self, spec: RunSpec, lineage: Lineage | None) -> Pipeline:
+        """A coordinator of the run; with a lineage, one that is started again."""
         times = self._options.recovery
-        adaptation = self._planner.adaptation() if self._planner is not None else None
-        machine = RunMachine(coordinator, timeout_s=times.timeout_s, start_s=times.start_s, adaptation=adaptation)
+        machine = Pipeline(
+            self._epoch.worker_ids,
+            spec,
+            timeout_s=times.timeout_s,
+            start_s=times.start_s,
+            layout=self._layout,
+            lineage=lineage,
+            adaptation=self._planner.adaptation() if self._planner is not None else None,
+        )
         machine.port = self
         return machine
 
@@ -177,7 +184,7 @@ class RunSimulation:
             for w in workers
             if w.machine is not None
         )
-        phase = self.machine.coordinator.phase if self.connections.answered else "away"
+        phase = self.machine.phase if self.connections.answered else "away"
         return f"coordinator {phase}; {waits or 'no stage at work'}"
 
     def _result(self, finish: FinishRun) -> SimulatedRun:
@@ -187,7 +194,7 @@ class RunSimulation:
         return SimulatedRun(
             trace=Trace(source="simulator", run=self._options.run, spans=spans, period=period),
             finish=finish,
-            coordinator=self.machine.coordinator.statistics(),
+            coordinator=self.machine.statistics(),
             workers=tuple(self._statistics[w] for w in self._plans[0].worker_ids if w in self._statistics),
             seconds=self._finished_s - origin_s,
             recoveries=(*self._earlier, *self.machine.recoveries),
@@ -211,7 +218,7 @@ class RunSimulation:
         seen = self.strikes.tick()
         self.tell(lambda machine: machine.looked(seen))
 
-    def tell(self, happened: Callable[[RunMachine], None]) -> None:
+    def tell(self, happened: Callable[[Pipeline], None]) -> None:
         """Tell the coordinator, if it is there."""
         machine = self.machine
         if not self.connections.answered or self.finish is not None:
@@ -236,7 +243,7 @@ class RunSimulation:
     def disconnected(self, device: str, reason: str) -> None:
         self.tell(lambda machine: machine.disconnected(device, reason))
 
-    def _urgent(self, machine: RunMachine) -> None:
+    def _urgent(self, machine: Pipeline) -> None:
         if self.machine is machine and machine.urgent:
             self._look()
 
@@ -337,7 +344,7 @@ class RunSimulation:
         lineage = Lineage(self._lineage)
         lineage.begin(start.epoch, start.step)
         self._lineage, self._begun = lineage.began, start
-        layout = self.machine.coordinator.layout
+        layout = self.machine.layout
         plan = self._plans[layout.number]
         self._layout = layout
         if self._planner is not None:
@@ -366,7 +373,7 @@ class RunSimulation:
         if len(machine.recoveries) > self._known:
             self._known, now_s = len(machine.recoveries), self.world.clock.now_s
             self._recovered.append((now_s - machine.recoveries[-1].seconds, now_s))
-        for worker_id in machine.coordinator.devices:
+        for worker_id in machine.devices:
             self.connections.down(worker_id, lambda worker: worker.opened(order))
 
     def accept_report(self, device: str, item: int) -> None:
@@ -421,12 +428,10 @@ class RunSimulation:
     def _restart(self) -> None:
         """From what is on record alone."""
         spec = msgspec.structs.replace(self._spec, start_step=self._saved_step)
-        newest = max((epoch for epoch, _ in self._lineage), default=-1)
-        lineage = Lineage(self._lineage)
-        made = Coordinator(self._epoch.worker_ids, spec, newest + 1, layout=self._layout, lineage=lineage)
+        made = self._made(spec, Lineage(self._lineage))
         self._earlier += self.machine.recoveries
         self._known = 0
-        self.machine = self._made(made)
+        self.machine = made
         self.connections.answered = True
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
 from isthmus.plans.worker_ids import device_of, is_first
-from isthmus.protocol.run_machine import RunMachine
+from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol.run_messages import (
     DeviceOrder,
     DeviceReady,
@@ -52,14 +52,14 @@ LATE_ITEMS = 64
 """Spans of an item may come with a later item's report, at most this many later."""
 
 
-class CoordinatorHost(SessionHost[RunMachine]):
+class CoordinatorHost(SessionHost[Pipeline]):
     """The port of a run's machine."""
 
     def __init__(
-        self, machine: RunMachine, run: str, callbacks: RunCallbacks, *, timeout_s: float, others: Sequence[str] = ()
+        self, machine: Pipeline, run: str, callbacks: RunCallbacks, *, timeout_s: float, others: Sequence[str] = ()
     ) -> None:
         """`others` may join besides the devices of the first plan."""
-        super().__init__(machine, run, {*machine.coordinator.devices, *others}, timeout_s=timeout_s)
+        super().__init__(machine, run, {*machine.devices, *others}, timeout_s=timeout_s)
         machine.port = self
         self._callbacks = callbacks
         self._planners = ComputeThreads()
@@ -115,7 +115,7 @@ class CoordinatorHost(SessionHost[RunMachine]):
         if not isinstance(message, FROM_DEVICES):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
         if isinstance(message, StateMessage | StatePart):
-            self._joiners.check(device, message, self.session.epoch, self.session.coordinator.leases.last_step)
+            self._joiners.check(device, message, self.session.epoch, self.session.leases.last_step)
             return
         body = content(message)
         item = self._items.get(body.item) if isinstance(body, ItemReported) else None
@@ -149,7 +149,7 @@ class CoordinatorHost(SessionHost[RunMachine]):
                 for note in notes:
                     self._callbacks.note(f"{device}: {note}")
                 if is_first(device):
-                    self.devices.linked(device, paths_of(device, paths, self.session.coordinator.devices))
+                    self.devices.linked(device, paths_of(device, paths, self.session.devices))
             case StateFetched(epoch=epoch) if epoch == self.session.epoch:
                 self._callbacks.give(tensors)
             case WeightsRead(epoch=read, item=item):
@@ -181,7 +181,7 @@ class CoordinatorHost(SessionHost[RunMachine]):
             self._callbacks.saved(done, device, state, report.peak)
 
     def begin_epoch(self, start: EpochStart) -> None:
-        self._callbacks.begin(start, self.session.coordinator.layout)
+        self._callbacks.begin(start, self.session.layout)
         self._assigned = {}
         self._joiners.clear()
 
@@ -200,17 +200,17 @@ class CoordinatorHost(SessionHost[RunMachine]):
         self.send(device, ToDevice(run=self.run, body=body, tensors=headers), list(weights.values()))
 
     def open_item(self, order: OpenItem) -> None:
-        item, coordinator = order.item, self.session.coordinator
+        item = order.item
         self._origin_s = self._origin_s or time.monotonic()
         self._items[item.index] = item
-        self._items.pop(item.index - LATE_ITEMS - coordinator.spec.lease_ahead, None)
+        self._items.pop(item.index - LATE_ITEMS - self.session.spec.lease_ahead, None)
         self._exchanges &= self._items.keys()
         exchange, amounts = self._callbacks.opened(item) or (None, {})
         if exchange is not None:
             self._exchanges.add(item.index)
             order = msgspec.structs.replace(order, exchange=exchange)
         headers = tuple(header_of(name, t) for name, t in amounts.items())
-        for device in coordinator.devices:
+        for device in self.session.devices:
             self.send(device, ToDevice(run=self.run, body=order, tensors=headers), list(amounts.values()))
 
     def retire_snapshots(self, order: RetireSnapshots) -> None:

@@ -17,11 +17,11 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.worker_ids import device_of, is_first, worker_id
-from isthmus.protocol import Coordinator, Item, Lineage, RunSpec, StateLayout
+from isthmus.programs.pipeline import Pipeline
+from isthmus.protocol import Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair, PlanFigures
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.activation_privacy import counted_samples
@@ -192,26 +192,20 @@ class RunController:
         """The assignments of the plan that is in force."""
         return self._plans.now
 
-    def machine(self) -> RunMachine:
-        """Return the machine of this run, new or started again."""
-        timeout_s = self.job.timeout_s
-        return RunMachine(
-            self._coordinator(),
-            timeout_s=timeout_s,
-            start_s=START_S,
-            adaptation=self._plans.adaptation(self._options.until or self.job.training.steps),
-        )
-
-    def _coordinator(self) -> Coordinator:
+    def program(self) -> Pipeline:
+        """Return the program of this run, new or started again."""
         spec = run_spec(self._prepared, self.start_step, eval_due=self._options.eval_due)
         if (until := self._options.until) is not None:
             spec = msgspec.structs.replace(spec, steps=until, eval_every=0)
-        survives = self._options.replan is not None
-        layout = self.now.layout if survives else None
-        if self._record is None:
-            return Coordinator(self.now.plan.worker_ids, spec, layout=layout)
-        newest = max((epoch for epoch, _ in self._record.lineage), default=-1)
-        return Coordinator(self.now.plan.worker_ids, spec, newest + 1, layout=layout, lineage=self._lineage)
+        return Pipeline(
+            self.now.plan.worker_ids,
+            spec,
+            timeout_s=self.job.timeout_s,
+            start_s=START_S,
+            layout=self.now.layout if self._options.replan is not None else None,
+            lineage=self._lineage if self._record is not None else None,
+            adaptation=self._plans.adaptation(until or self.job.training.steps),
+        )
 
     def _begun_from(self, checkpoint: Path) -> int:
         """The step of the checkpoint to go on from. UserError where the run cannot."""
@@ -384,7 +378,7 @@ def run_plan(
     stages = _most_stages(callbacks.now.plan)
     further = [worker_id(device, number) for device, count in stages.items() for number in range(1, count)]
     host = CoordinatorHost(
-        callbacks.machine(),
+        callbacks.program(),
         callbacks.run,
         callbacks,
         timeout_s=job.timeout_s,

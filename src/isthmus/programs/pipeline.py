@@ -1,4 +1,4 @@
-"""The coordinator: the life of a run.
+"""The program of a pipeline: the life of a training run over the stages of one plan after another.
 
     joining ──all joined──► fetching ──► placing ──all ready──► running ──last item reported──► over
        ▲                    (what the                            │   └─interrupted─► closing ──saved──► over
@@ -14,18 +14,27 @@ in the last checkpoint. A change to a better plan, for a device that leaves or f
 all devices finish their leased items first: then nothing is lost. A joining device gets its state before that, while
 the others train (`state_transfer`). Where no device is left, or too few for any plan, the coordinator waits for lost
 devices whose machines are there (`recalling`), without a time limit for those in the queue of a cluster's engine.
+
+Spans of steps and probes of links say what the fleet can do (`adaptation`): by these figures the coordinator asks for
+a better plan. The runtime's host and the simulator's are the two ports of the same program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
+
+from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.failures import Attempts, Suspects
 from isthmus.protocol.finite import Divergence
+from isthmus.protocol.interruptions import Interruptions, Recovery
 from isthmus.protocol.leases import ItemReports, Leases, evaluation_sums, mean_loss, non_finite
 from isthmus.protocol.members import MOST_RECALLS, Members, Restarts
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, recovery_point
+from isthmus.protocol.report_checks import ReportChecks
 from isthmus.protocol.run_messages import (
     DeviceFailed,
     DeviceReady,
@@ -43,16 +52,19 @@ from isthmus.protocol.run_messages import (
     StateReceived,
     TransferEnded,
 )
-from isthmus.protocol.run_ports import CoordinatorPort, Ending, EpochStart, FinishRun, PlanRequest
+from isthmus.protocol.run_ports import Ending, EpochStart, FinishRun, PipelinePort, PlanRequest
 from isthmus.protocol.state_transfer import StateTransfer
-from isthmus.protocol.work import RunSpec
+from isthmus.protocol.work import Item, RunSpec
+from isthmus.session.failures import Loss
 from isthmus.session.program import JOINING, OVER, OutOfPhase, Policy, report
+from isthmus.session.session import Observation, Session
+from isthmus.trace import Span
 
 AT_WORK = ("running", "settling", "closing")
 """Phases in which devices have items."""
 
 
-class CoordinatorStatistics(NamedTuple):
+class PipelineStatistics(NamedTuple):
     phase: str
     finished: int
     """Items that every device has reported."""
@@ -63,29 +75,34 @@ class CoordinatorStatistics(NamedTuple):
     """The run goes on from this step at least, if any one device is lost now."""
 
 
-class Coordinator(Policy[CoordinatorPort]):
-    """The policy of a run over the devices of one plan after another. Who drives it sets `port`."""
+class Pipeline(Policy[PipelinePort], Session):
+    """The coordinator's side of a run. Its host sets `port`; the run ends by `finish_run`."""
 
     def __init__(
         self,
         devices: Iterable[str],
         spec: RunSpec,
-        epoch: int = 0,
         *,
+        timeout_s: float,
+        start_s: float = 0.0,
         layout: StateLayout | None = None,
         lineage: Lineage | None = None,
+        adaptation: Adaptation | None = None,
     ) -> None:
-        """Without a layout the run ends when a device is lost. `lineage` is of a run whose coordinator was started
-        again, in a new epoch: `spec` begins from its last checkpoint, and devices may hold more."""
-        super().__init__(JOINING)
-        self.epoch = epoch
+        """Times: as `Session`. Without a layout the run ends when a device is lost. `lineage` is of a run whose
+        coordinator was started again, in a new epoch: `spec` begins from its last checkpoint, and devices may hold
+        more. Without `adaptation` the figures of the fleet stay as they are."""
+        Policy.__init__(self, JOINING)
+        Session.__init__(self, self._note, timeout_s=timeout_s, start_s=start_s)
+        self.epoch = lineage.next_epoch if lineage is not None else 0
         self.devices = tuple(devices)
         self.spec = spec
         self.layout = layout or StateLayout(parts={})
         self.survives = layout is not None
         """Whether the run goes on when a device is lost."""
         self._lineage = lineage or Lineage()
-        self._leases = Leases(spec, self.layout)
+        self.leases = Leases(spec, self.layout)
+        """Items that devices may be at work on."""
         self._step = self._saved = self._done_step = spec.start_step
         self._began = self._restarted = lineage is not None
         """Whether there may be more than the checkpoint to go on from; whether devices may be at work for an epoch
@@ -98,6 +115,8 @@ class Coordinator(Policy[CoordinatorPort]):
         self._awaited: set[str] = set()
         """Who is to be ready, or to have given what it holds."""
         self._reports = ItemReports()
+        self._due: dict[str, int] = dict.fromkeys(self.devices, 0)
+        """The item that each worker reports next."""
         self._divergence = Divergence(spec.non_finite_steps)
         self._attempts = Attempts(spec.recovery_attempts)
         self._suspects = Suspects()
@@ -107,6 +126,32 @@ class Coordinator(Policy[CoordinatorPort]):
         """There is no plan for these devices."""
         self._ending: Literal["done", "interrupted"] = "done"
         self._reason = ""
+        self._verdict = ""
+        """On the device that was lost last."""
+        self._short = False
+        """Whether memory was short on a device since the last step."""
+        self._offered: frozenset[str] = frozenset()
+        self._leaving: set[str] = set()
+        self._queued: frozenset[str] = frozenset()
+        self._adaptation = adaptation
+        self._checks = ReportChecks(spec, self.epoch, self.leases.last_step)
+        self._interruptions = Interruptions(self._note)
+
+    @property
+    def over(self) -> bool:
+        return self.phase == OVER
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        return tuple(self._interruptions.recoveries)
+
+    @property
+    def expected(self) -> Collection[str]:
+        return self.awaited if self.phase == JOINING else ()
+
+    @property
+    def concerned(self) -> Collection[str]:
+        return {*map(device_of, self.connected), *self.devices, *self.awaited, *self.queued}
 
     @property
     def awaited(self) -> frozenset[str]:
@@ -117,7 +162,7 @@ class Coordinator(Policy[CoordinatorPort]):
             return self.members.silent
         if self.phase == "recalling":
             return self._recalls.awaited
-        if self.phase == "settling" and self._transfer is not None and not self._leases.open:
+        if self.phase == "settling" and self._transfer is not None and not self.leases.open:
             return self._transfer.waited_for
         return frozenset(self._awaited) if self.phase in ("fetching", "placing") else frozenset()
 
@@ -127,30 +172,31 @@ class Coordinator(Policy[CoordinatorPort]):
         return self._recalls.queued if self.phase == "recalling" else frozenset()
 
     @property
-    def leases(self) -> Leases:
-        """Items that devices may be at work on."""
-        return self._leases
-
-    @property
     def behind(self) -> tuple[int, frozenset[str]]:
         """The oldest item that is not done by all, and who has not reported it while others have."""
-        oldest = min(self._leases.open, default=-1)
+        oldest = min(self.leases.open, default=-1)
         return oldest, self._reports.missing(oldest, self.devices)
 
-    def statistics(self) -> CoordinatorStatistics:
-        leases = self._leases
+    def statistics(self) -> PipelineStatistics:
+        leases = self.leases
         point = max(self._saved, leases.acknowledged)
-        return CoordinatorStatistics(self.phase, leases.finished, leases.leased, self.stale, self.epoch, point)
+        return PipelineStatistics(self.phase, leases.finished, leases.leased, self.stale, self.epoch, point)
 
     def is_late(self, device: str, body: DeviceReport) -> bool:
         return body.epoch != self.epoch
 
-    # What the run says
+    # What the host says
 
     def joined(self, device: str, holdings: Sequence[StateHolding] = ()) -> None:
-        """`holdings`: state that a device which was here before still has in memory."""
+        """A worker is connected, and holds these states of the run in memory."""
         if self.over:
             return
+        try:
+            self._checks.check_held(holdings)
+        except OutOfPhase as e:
+            self.disbelieve(device, e)
+            return
+        self.connected.add(device)
         self.members.joined(device, holdings)
         self._recalls.at_work(device)
         called = self._next is not None and device in self._next.parts
@@ -165,6 +211,58 @@ class Coordinator(Policy[CoordinatorPort]):
                 self._bring()
         else:
             self._reconsider()
+
+    def heard(self, device: str, body: DeviceReport) -> None:
+        """A worker reports. One that says what none of this run can, or not now, is lost to the run."""
+        if self.over:
+            return
+        current = body.epoch == self.epoch
+        try:
+            if current:
+                self._checks.check(body, len(self.devices))
+            if isinstance(body, DeviceFailed):
+                self._accuse(device, body)
+            elif isinstance(body, ItemReported) and current:
+                self._accept(device, body)
+                super().heard(device, body)
+            else:
+                super().heard(device, body)
+        except OutOfPhase as e:
+            self.disbelieve(device, e)
+
+    def measured(self, step: int, spans: tuple[Span, ...]) -> None:
+        """All devices have done a step, and reported these spans since the one before."""
+        if not self.over and self._adaptation is not None:
+            self._believe(self._adaptation, self._adaptation.measured(step, spans))
+
+    def probed(self, source: str, target: str, bandwidth_bytes_per_s: float | None) -> None:
+        """A link was measured; None where nobody could say."""
+        if not self.over and self._adaptation is not None:
+            found = self._adaptation.probed((source, target), bandwidth_bytes_per_s, self.now_s)
+            self._believe(self._adaptation, found)
+
+    def looked(self, seen: Observation) -> None:
+        if self.over:
+            return
+        self.seen = seen
+        self._leaving |= seen.leaving
+        if seen.queued != self._queued:
+            self._queued = seen.queued
+            self.queued_by_engine(seen.queued)
+        if self.lose():
+            return
+        if self._adaptation is not None and self.phase == "running":
+            link = self._adaptation.to_probe(self.now_s)
+            if link is not None:
+                self.port.probe_link(*link)
+        offers = seen.offers - self.connected
+        fresh, self._offered = offers - self._offered, offers
+        for device in sorted(fresh):
+            self.offered(device)
+        leaving, self._leaving = self._leaving, set()
+        for worker_id in sorted(self.connected):
+            if device_of(worker_id) in leaving:
+                self.leaving(worker_id)
 
     def offered(self, device: str) -> None:
         """The device could work, if a plan wants it."""
@@ -198,42 +296,25 @@ class Coordinator(Policy[CoordinatorPort]):
         """Devices or links are not as the plan assumed."""
         self._reconsider()
 
-    def lost(self, device: str, reason: str, *, workers: Collection[str] = (), returns: bool = False) -> None:
-        """`workers` are its further stages, which are lost with it. `returns`: its machine is there, so that it will be
-        offered again."""
-        if self.over:
-            return
-        gone = {device, *workers}
-        if not self.survives:
-            self._end("lost", f"device {device!r} was lost: {reason}")
-            return
-        self._recalls.lost(device, reason, returns=returns)
-        concerns = bool(gone & (self.members.here | self.awaited)) or self.phase == "recalling"
-        for name in gone:
-            self.members.gone(name)
-        self._plan_without(gone)
-        if not concerns:
-            self._fence(gone)
-        elif self.phase in AT_WORK and gone.isdisjoint(self.devices):
-            self._do_without(gone)
-        else:
-            self._begin_again(device, f"device {device!r} was lost: {reason}", gone)
-
     def stop(self) -> None:
         """The user wants to stop: finish what is leased, save, leave."""
         begins = self.phase in (JOINING, "fetching", "placing") and not self._began
         waits = self.phase == "recalling" and not (self.members.here and self._recalls.awaited)
         if begins or waits:
             self._end("interrupted")
-        elif not (self.over or self.phase == "closing" or self._leases.over):  # its last item may be leased already
+        elif not (self.over or self.phase == "closing" or self.leases.over):  # its last item may be leased already
             self._ending = "interrupted"
             if self.phase in ("running", "settling"):
                 self._close()
 
-    def planned(self, epoch: int, layout: StateLayout, *, worth_it: bool = True) -> None:
-        """The plan that was asked for in this epoch. `worth_it`: of one that need not be, whether it is worth the
-        change."""
-        if self._is_answer(epoch):
+    def planned(self, request: PlanRequest, layout: StateLayout, figures: PlanFigures | None = None) -> None:
+        """The plan that was asked for. By its figures a run that need not change its plan decides."""
+        if self.over:
+            return
+        worth_it = request.must
+        if self._adaptation is not None and figures is not None and request.epoch == self.epoch:
+            worth_it = self._adaptation.made(layout.number, figures, must=worth_it)
+        if self._is_answer(request.epoch):
             if self.phase == "planning":
                 self._adopt(layout)
             elif self.phase == "running" and worth_it:
@@ -242,10 +323,18 @@ class Coordinator(Policy[CoordinatorPort]):
                 if not self._call(layout):
                     self._bring()
 
-    def no_plan(self, epoch: int, reason: str) -> None:
-        """There is none for the devices that were asked about in this epoch."""
-        if not self._is_answer(epoch):
+    def no_plan(self, request: PlanRequest, reason: str) -> None:
+        """There is none for the devices that were asked about."""
+        if self.over:
             return
+        if request.epoch == self.epoch and self._adaptation is not None:
+            self._adaptation.made(-1, None, must=False)
+        if self._is_answer(request.epoch):
+            leaving = self._leaving_devices()
+            self._do_without_plan(reason)
+            self._note_leaving(leaving, reason)
+
+    def _do_without_plan(self, reason: str) -> None:
         if self.phase != "planning":
             self.members.stay()
             return
@@ -266,7 +355,74 @@ class Coordinator(Policy[CoordinatorPort]):
         self.stale += epoch != self.epoch
         if epoch == self.epoch and self.phase == "holding":
             raise OutOfPhase("a plan came in phase 'holding'")
-        return epoch == self.epoch and not self.over
+        return epoch == self.epoch
+
+    # Who is lost
+
+    def missed(self) -> Iterator[tuple[str, str]]:
+        awaited = {device_of(worker_id) for worker_id in self.awaited}
+        self._deadlines.in_queue(self.queued if not awaited else (), self.now_s)
+        yield from self._deadlines.missed(self.phase, awaited, self.now_s, self.seen.starting.__contains__)
+        for device in sorted(self.awaited) if self.phase == "recalling" else ():
+            if device not in self.seen.returning:
+                yield device, "it has left"
+        self._deadlines.lag(*self.behind, self.now_s)
+
+    def lost(self, loss: Loss) -> None:
+        if self.over:
+            return
+        device, self._verdict = loss.device, str(loss.failure)
+        if loss.cause == "job":  # every other device would say the same
+            self._short = False
+            self._end("failed", self._verdict)
+            return
+        known = {*self.connected, *self.devices, *self.awaited} - {device}
+        workers = [worker_id for worker_id in sorted(known) if device_of(worker_id) == device]
+        for name in (device, *workers):
+            self.port.reject_device(name, self._verdict, permanent=loss.permanent)
+        if not self.survives:
+            self._end("lost", self._verdict)
+            return
+        # It is not waited for twice.
+        returns = device in self.seen.returning and not loss.permanent and self.phase != "recalling"
+        self._recalls.lost(device, loss.reason, returns=returns)
+        gone = {device, *workers}
+        concerns = bool(gone & (self.members.here | self.awaited)) or self.phase == "recalling"
+        for name in gone:
+            self.members.gone(name)
+        self._plan_without(gone)
+        if not concerns:
+            self._fence(gone)
+        elif self.phase in AT_WORK and gone.isdisjoint(self.devices):
+            self._do_without(gone)
+        else:
+            self._begin_again(device, f"device {device!r} was lost: {loss.reason}", gone)
+
+    def forget(self, worker: str) -> None:
+        super().forget(worker)
+        self._offered -= {worker}
+
+    def _accuse(self, device: str, failed: DeviceFailed) -> None:
+        owner, current = device_of(device), failed.epoch == self.epoch
+        if failed.failure is None or failed.fault == "other":
+            if current or failed.fault != "other":
+                self.failed(owner, failed.reason, failed.fault, starts_again=failed.starts_again)
+        elif current:
+            self._failures.cleared(owner)  # its neighbours accuse it now
+            if failed.shortage is not None:
+                self._short = True
+                if self._adaptation is not None:
+                    self._note(self._adaptation.short(device, failed.shortage))
+            self._verdict = f"device {device!r}: {failed.failure.reason}"
+            super().heard(device, failed)
+
+    def _accept(self, device: str, report: ItemReported) -> None:
+        """OutOfPhase for a report of another item than the one that is due."""
+        due = self._due.get(device)
+        if report.item != due or report.item not in self.leases.open:
+            raise OutOfPhase(f"reported item {report.item}, not {due}")
+        self._due[device] = report.item + 1
+        self.port.accept_report(device, report.item)
 
     # Joining, fetching, placing
 
@@ -285,14 +441,22 @@ class Coordinator(Policy[CoordinatorPort]):
         self._done_step = self._step
         self._divergence.restart()
         self._attempts.began()
-        self._leases.begin(self._step, self.layout, due=self._began or self.spec.eval_due)
+        self.leases.begin(self._step, self.layout, due=self._began or self.spec.eval_due)
         self.phase, self._awaited = "fetching", set(point.donors)
         if self.survives:
-            self.port.begin_epoch(EpochStart(self.epoch, self._step, self._leases.leased, not point.in_memory))
+            self._begin_epoch(EpochStart(self.epoch, self._step, self.leases.leased, not point.in_memory))
         for device, parts in sorted(point.donors.items()):
             self.port.order(device, FetchState(step=self._step, parts=parts, epoch=self.epoch))
         if not point.donors:
             self._place()
+
+    def _begin_epoch(self, start: EpochStart) -> None:
+        self._due = dict.fromkeys(self.devices, start.first_item)
+        self._checks.began(start)
+        self.port.begin_epoch(start)
+        self._interruptions.epoch_began(start)
+        if self._adaptation is not None:
+            self._adaptation.began(self.layout.number, start.step, self.now_s)
 
     @report(StateFetched, "fetching")
     def _fetched(self, device: str, fetched: StateFetched) -> None:
@@ -318,7 +482,7 @@ class Coordinator(Policy[CoordinatorPort]):
             self._close()
             return
         self._lease()
-        if not self._leases.keeps:
+        if not self.leases.keeps:
             self._release()
         if self.members.leaving(self.devices):
             self._reconsider(must=True)
@@ -329,10 +493,13 @@ class Coordinator(Policy[CoordinatorPort]):
 
     @report(ItemReported, *AT_WORK)
     def _item_reported(self, device: str, reported: ItemReported) -> None:
-        known = reported.item in self._leases.open  # of others nothing is kept
+        known = reported.item in self.leases.open  # of others nothing is kept
         if not known or (reports := self._reports.add(device, reported, self.devices)) is None:
             return
-        item = self._leases.finish(reported.item)
+        item = self.leases.finish(reported.item)
+        if item.kind == "train":
+            self._interruptions.step_done(item.step + 1)
+            self._short = False
         note, ends = non_finite(item, reports, self._divergence)
         if ends:
             self.port.item_done(item, mean_loss(reports), "", ())
@@ -349,10 +516,10 @@ class Coordinator(Policy[CoordinatorPort]):
         if item.kind == "save":
             self.port.commit_checkpoint(item, finite=not note)
         elif item.kind == "keep":
-            self._acknowledged(self._leases.kept(item.step))
-        if self.phase == "running" or (self.phase == "settling" and not self._leases.at_period):
+            self._acknowledged(self.leases.kept(item.step))
+        if self.phase == "running" or (self.phase == "settling" and not self.leases.at_period):
             self._lease()
-        if not self._leases.open:
+        if not self.leases.open:
             if self.phase == "settling":
                 self._move()
             else:
@@ -360,7 +527,7 @@ class Coordinator(Policy[CoordinatorPort]):
 
     @report(SnapshotCopied, *AT_WORK)
     def _snapshot_copied(self, device: str, copied: SnapshotCopied) -> None:
-        self._acknowledged(self._leases.snapshot_sources(copied.of, copied.step))
+        self._acknowledged(self.leases.snapshot_sources(copied.of, copied.step))
 
     def _acknowledged(self, step: int | None) -> None:
         """A snapshot may be complete now."""
@@ -372,20 +539,27 @@ class Coordinator(Policy[CoordinatorPort]):
         gone = self.members.released(self.devices)
         self._plan_without(gone)
         for device in gone:
+            self.forget(device)
             self.port.release_device(device)
 
     def _lease(self) -> None:
-        for item in self._leases.lease():
-            self.port.open_item(OpenItem(item=item, epoch=self.epoch))
-        if not self._leases.open:
+        for item in self.leases.lease():
+            self._open(item)
+        if not self.leases.open:
             self._end("done")
+
+    def _open(self, item: Item) -> None:
+        self._checks.opened(item)
+        if self._interruptions.end(self.now_s):
+            self._verdict = ""
+        self.port.open_item(OpenItem(item=item, epoch=self.epoch))
 
     def _close(self) -> None:
         """Finish what is leased, save, leave."""
         self.phase = "closing"
-        if not self._leases.closing and self._leases.last_step != self._saved:
-            self.port.open_item(OpenItem(item=self._leases.lease_save(), epoch=self.epoch))
-        elif not self._leases.open:
+        if not self.leases.closing and self.leases.last_step != self._saved:
+            self._open(self.leases.lease_save())
+        elif not self.leases.open:
             self._end("interrupted")
 
     # Another plan, or fewer devices
@@ -394,7 +568,7 @@ class Coordinator(Policy[CoordinatorPort]):
         """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
         if self.phase == "running" and self.survives and (self._transfer is None or must):
             devices = self._suspects.trusted(self.members.available)
-            self.port.make_plan(PlanRequest(tuple(sorted(devices)), must, epoch=self.epoch))
+            self._ask(PlanRequest(tuple(sorted(devices)), must, epoch=self.epoch))
 
     def _bring(self) -> None:
         """Whom the better plan needs is here: bring joining devices near to the others' state, then finish what is
@@ -408,7 +582,8 @@ class Coordinator(Policy[CoordinatorPort]):
             return
         holds = {d: self.layout.parts.get(d, frozenset[str]()) for d in self.devices}
         self._transfers += 1
-        self._transfer = StateTransfer(self._transfers, self._leases.last_step, needs, holds, self.epoch)
+        self._transfer = StateTransfer(self._transfers, self.leases.last_step, needs, holds, self.epoch)
+        self._checks.transfers(self._transfers, self.leases.last_step)
         self._transfer.begin(self.port)
 
     @report(StateReceived, *AT_WORK)
@@ -418,7 +593,7 @@ class Coordinator(Policy[CoordinatorPort]):
             return
         transfer.state_received(device, received.of, received.step)
         if self.phase == "settling":
-            if not self._leases.open:
+            if not self.leases.open:
                 self._move()
         elif self.phase == "running":
             if transfer.is_close(self._done_step):
@@ -445,18 +620,19 @@ class Coordinator(Policy[CoordinatorPort]):
     def _settle(self) -> None:
         """Finish what is leased."""
         self.phase = "settling"
-        if not self._leases.open:
+        if not self.leases.open:
             self._move()
 
     def _move(self) -> None:
         """All leased work is done, and all devices have the state of the same step; joining devices soon will."""
-        if self._leases.exhausted:
+        if self.leases.exhausted:
             self._end(self._ending)
-        elif self._transfer is None or self._transfer.reached() == self._leases.last_step:
+        elif self._transfer is None or self._transfer.reached() == self.leases.last_step:
             self._hold()
 
     def _fence(self, gone: Collection[str]) -> None:
         for name in sorted(gone):
+            self.forget(name)
             self.port.disconnect(name)
 
     def _do_without(self, gone: Collection[str]) -> None:
@@ -467,7 +643,7 @@ class Coordinator(Policy[CoordinatorPort]):
             return
         self._stop_sending_state()
         if self.phase == "settling":
-            if not self._leases.open:
+            if not self.leases.open:
                 self._move()
         elif asked_meanwhile:
             self._reconsider()
@@ -506,6 +682,8 @@ class Coordinator(Policy[CoordinatorPort]):
         self._reports.clear()
         self.members.asked()
         here = sorted(self.members.here)
+        if here:
+            self._interrupt()
         for device in here:
             self.port.order(device, Pause(epoch=self.epoch))
         if not here:
@@ -532,7 +710,15 @@ class Coordinator(Policy[CoordinatorPort]):
     def _make_plan(self, *, of_all: bool = False) -> None:
         here = self.members.available
         self.phase, self._planned_for = "planning", here if of_all else self._suspects.trusted(here)
-        self.port.make_plan(PlanRequest(tuple(sorted(self._planned_for)), waits=True, epoch=self.epoch))
+        self._interrupt()
+        self._ask(PlanRequest(tuple(sorted(self._planned_for)), waits=True, epoch=self.epoch))
+
+    def _ask(self, request: PlanRequest) -> None:
+        believed = self._adaptation.believed if self._adaptation is not None else None
+        self.port.make_plan(msgspec.structs.replace(request, believed=believed))
+
+    def _interrupt(self) -> None:
+        self._interruptions.begin(self._verdict or self._asked_to_leave(), self.now_s)
 
     def _begin_anew(self) -> None:
         """Once everybody is back who can come back soon, where too few are left."""
@@ -545,7 +731,7 @@ class Coordinator(Policy[CoordinatorPort]):
         if not self.members.available:
             self._end("lost", f"{self._reason}; no other device is left")
             return
-        step = max(self._saved, self._leases.acknowledged) if self.members.here else self._saved
+        step = max(self._saved, self.leases.acknowledged) if self.members.here else self._saved
         if not self._recalls.again(step):
             self._end("lost", f"{self._reason}; {self._recalls.vain(step)}")
             return
@@ -572,4 +758,35 @@ class Coordinator(Policy[CoordinatorPort]):
             return
         self.phase = OVER
         self.port.halt(Halt(epoch=self.epoch))
-        self.port.finish_run(FinishRun(outcome, reason))
+        self.port.finish_run(FinishRun(outcome, reason, short_of_memory=self._short))
+
+    # Lines for people, and what is believed
+
+    def _leaving_devices(self) -> frozenset[str]:
+        """Who is here and was asked to leave."""
+        return frozenset(map(device_of, self.members.leaving(self.members.here)))
+
+    def _asked_to_leave(self) -> str:
+        """A cause of a change of plan; empty where nobody was."""
+        leaving = sorted(self._leaving_devices())
+        return f"{', '.join(leaving)} {'was' if len(leaving) == 1 else 'were'} asked to leave" if leaving else ""
+
+    def _note_leaving(self, asked: frozenset[str], reason: str) -> None:
+        """After a plan could not be made: those that were asked to leave are not in it, and may have to stay."""
+        for device in sorted(asked - self._leaving_devices()):
+            self._note(
+                f"{device} was asked to leave and stays: no plan could be made without it: {reason}; "
+                "ask again to try again"
+            )
+        for device in sorted(asked) if self.over else ():
+            self._note(f"{device} was asked to leave: the plan that could not be made was one without it")
+
+    def _believe(self, adaptation: Adaptation, notes: Iterable[str]) -> None:
+        """Figures were measured: another plan may be better."""
+        for text in notes:
+            self._note(text)
+        if adaptation.asks(self.now_s):
+            self.fleet_changed()
+
+    def _note(self, text: str) -> None:
+        self.port.note(text)
