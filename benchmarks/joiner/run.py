@@ -35,7 +35,7 @@ from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
-from isthmus.protocol import Coordinator
+from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import DevicesAtWork, RunRequest
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
@@ -204,7 +204,7 @@ def one_run(prepared: Prepared, fleet: Fleet, *, follows: bool, before: int) -> 
         notes.append((time.monotonic(), text))
         print(f"  {text}", file=sys.stderr)
 
-    settles = contextlib.nullcontext() if follows else mock.patch.object(Coordinator, "_bring", Coordinator._settle)  # pyright: ignore[reportPrivateUsage]
+    settles = contextlib.nullcontext() if follows else mock.patch.object(Pipeline, "_bring", Pipeline._settle)  # pyright: ignore[reportPrivateUsage]
     with tempfile.TemporaryDirectory() as folder, settles:
         options = RunOptions(replan=replan, backend=FarBackend(comes=comes))
         watcher = Watcher(advanced=advanced, noted=noted)
