@@ -39,6 +39,7 @@ COMPONENTS = {
         "isthmus.protocol",
         "isthmus.runtime.decoupled",
         "isthmus.runtime.processes",
+        "isthmus.simulator.merging",
         "isthmus.training",
     ),  # what replicas compute on the virtual clock, one that is stopped, and a script
     "delayed": ("isthmus.protocol",),  # a run's length on the virtual clock
@@ -54,7 +55,11 @@ COMPONENTS = {
     "fusion": ("isthmus.planners",),
     "generate": ("isthmus.api", "isthmus.job.served", "isthmus.protocol", "isthmus.training"),  # stages in one process
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
-    "joiner": ("isthmus.protocol", "isthmus.runtime"),  # a device that is held back, frame by frame
+    "joiner": (
+        "isthmus.programs.pipeline",
+        "isthmus.protocol",
+        "isthmus.runtime",
+    ),  # a device that is held back, frame by frame
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
     "mixed": (
         "isthmus.api",

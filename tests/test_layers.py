@@ -96,7 +96,7 @@ PUBLIC = {
     ),
     "programs": "",
     "session": "",
-    "protocol": "Coordinator Item Lineage RunSpec StageView StateHolding StateLayout Worker items",
+    "protocol": "Item Lineage RunSpec StageView StateHolding StateLayout Worker items",
     "report": (
         "ComparedPlan Comparison ComparisonSummary DeviceMemoryUse DeviceUse Explanation Headroom Improvement "
         "LinkUse PlanComparison PlanSummary PlanningProgress Progress StageSummary Transfer compared_table "
