@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -10,7 +11,6 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -81,8 +81,8 @@ class _Watch(Observer):
         if len(self.steps) == 2:
             self._thread.start()
 
-    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
-        self.loss = loss
+    def evaluated(self, found: isthmus.Evaluated) -> None:
+        self.loss = math.nan if found.loss is None else found.loss
 
     def _strike(self) -> None:
         began_s = time.monotonic()

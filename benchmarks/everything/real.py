@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,8 +76,8 @@ class _Watch(Observer):
         if not self._thread.ident:
             self._thread.start()
 
-    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
-        self.loss = loss
+    def evaluated(self, found: isthmus.Evaluated) -> None:
+        self.loss = math.nan if found.loss is None else found.loss
 
     def _strike(self) -> None:
         began_s = time.monotonic()

@@ -471,4 +471,4 @@ def test_a_notebook_shows_one_table_that_changes() -> None:
     observer.note("<begins>")
     observer.stepped(StepDone(step=1, steps=2, loss=0.5, samples_per_s=3.0))
     assert len(shown) == 2 and "&lt;begins&gt;" in shown[1]
-    assert "<td>1 of 2</td>" in shown[1] and "<td>0.5000</td>" in shown[1] and "3 samples/s" in shown[1]
+    assert "<td>1 of 2</td>" in shown[1] and "<td>loss 0.5000, 3 samples/s</td>" in shown[1]

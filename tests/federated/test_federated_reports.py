@@ -8,13 +8,15 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from isthmus.api.federated_watch import round_step
 from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.privacy import Guarantee
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
 from isthmus.report.federated_pictures import draw_evaluations, draw_round_timeline, draw_throughput
-from isthmus.report.federated_progress import FederatedProgress, last_figures, rounds_table, summarized
+from isthmus.report.progress import Progress
+from isthmus.report.rounds_table import last_figures, rounds_table, summarized
 
 EACH = {str(client): 0.5 for client in range(5)}
 CLIENTS = {"accuracy": ClientFigures(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2, each=EACH)}
@@ -36,17 +38,6 @@ def line(round_: int, *, accuracy: float | None = 0.5) -> RoundLine:
     return RoundLine(record=record, seconds=4.0, sent_bytes=1000, received_bytes=2000, evaluation=evaluation)
 
 
-def shown(*lines: RoundLine, terminal: bool, width: int = 180) -> str:
-    console = Console(
-        file=io.StringIO(), width=width, force_terminal=terminal, force_interactive=terminal, no_color=True
-    )
-    with FederatedProgress(console, rounds=20, clock=iter(range(1000)).__next__) as progress:
-        for one in lines:
-            progress.round(one)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def test_figures_of_a_round() -> None:
     one = line(0)
     assert one.busy_s() == {"e0": 3.0, "e1": 1.5}
@@ -56,16 +47,19 @@ def test_figures_of_a_round() -> None:
     assert abs(error - 1 / 3) < 1e-9  # predicted 1, 2 and 3 s, taken 1, 2 and 1.5 s
 
 
-def test_figures_of_a_round_whose_line_is_not_printed_come_with_the_next_line() -> None:
-    """A line is due after five seconds, and after ten rounds; round 2 was evaluated between two of them."""
-    console = Console(file=io.StringIO(), width=180, force_terminal=False)
-    with FederatedProgress(console, rounds=100, clock=iter((0.0, 1.0, 10.0, 20.0)).__next__) as progress:
-        for one in (line(0, accuracy=None), line(1), line(2, accuracy=None), line(3, accuracy=None)):
-            progress.round(one)
+def test_a_round_is_said_in_one_line() -> None:
+    console = Console(file=io.StringIO(), width=180)
+    late = msgspec.structs.replace(line(1).record, stale=((7, 1),), closed_by="deadline")
+    with Progress(console, "fedavg", clock=iter(range(1000)).__next__) as progress:
+        progress.step(round_step(line(0), 3))
+        progress.step(round_step(msgspec.structs.replace(line(1), record=late, rules="deadline 4 s"), 3))
     assert isinstance(console.file, io.StringIO)
-    first, second, third = console.file.getvalue().splitlines()
-    assert "loss" not in first + third
-    assert second.startswith("round 3/100") and second.endswith("; after round 2: loss 1.2500, accuracy 50.0%")
+    refused, ended = "client 4: got nan", "ended by the deadline (deadline 4 s)"
+    figures = "4 s, 15 samples/s, 2.93 KiB sent"
+    assert console.file.getvalue().splitlines() == [
+        f"round 1/3, 3 clients, 1 refused, {figures}, {refused}",
+        f"round 2/3, 3 clients, 1 refused, 1 late, {figures}, {ended}, {refused}, 1 s left",
+    ]
 
 
 def test_the_end_says_whose_figures_they_are_and_what_was_spent() -> None:
@@ -92,50 +86,6 @@ def test_a_sweep_has_the_worst_tenth_of_clients() -> None:
     assert summarized(both) == {**held, "clients/accuracy": 0.5, "worst tenth/accuracy": 0.1}
     alone = msgspec.structs.replace(evaluation, clients={"loss": loss})
     assert summarized(alone) == {**held, "clients/loss": 2.0, "worst tenth/loss": 3.0}
-
-
-def test_the_live_table_shows_what_was_asked_for() -> None:
-    text = shown(line(0), terminal=True)
-    for expected in (
-        "round 1 of 20",
-        "3/4",
-        "1.2500",
-        "50.0%",
-        "10.0%",
-        "33%",
-        "75% 38%",
-        "2.93 KiB",
-        "all",
-        "round 1: 1 refused (client 4: got nan)",
-    ):
-        assert expected in text, text
-
-
-def test_an_executor_whose_sums_did_not_come_keeps_its_place_and_all_passes_count() -> None:
-    whole = line(0)
-    trained = {"e1": whole.record.trained["e1"]}
-    half = msgspec.structs.replace(
-        whole, record=msgspec.structs.replace(whole.record, trained=trained, earlier_s={"e1": 0.5})
-    )
-    assert half.makespan_s == 1.5
-    assert "- 50%" in shown(whole, half, terminal=True)
-
-
-def test_a_narrow_table_leaves_columns_out_before_it_cuts_numbers() -> None:
-    text = shown(line(0), terminal=True, width=80)
-    for whole in ("clients", "accuracy", "executor", "1.2500", "50.0%", "2.93 KiB", "75% 38%", "ended"):
-        assert whole in text, text
-    assert "assigned" not in text
-
-
-def test_plain_lines_come_now_and_then() -> None:
-    text = shown(*(line(r, accuracy=None) for r in range(20)), terminal=False)
-    lines = text.strip().splitlines()
-    assert "\x1b" not in text
-    assert 5 <= len(lines) <= 12
-    assert lines[0].startswith("round 1/20, 3 of 4 clients")
-    assert "1 refused (client 4: got nan)" in lines[0]
-    assert lines[-1].startswith("round 20/20")
 
 
 def test_the_summary_leaves_the_first_round_out() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -337,8 +337,8 @@ class Evaluations(Silent):
     def __init__(self) -> None:
         self.steps = list[int]()
 
-    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
-        self.steps.append(step)
+    def evaluated(self, found: isthmus.Evaluated) -> None:
+        self.steps.append(found.step)
 
 
 def test_an_evaluation_that_a_lost_device_interrupts_is_ended(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from isthmus.callbacks import Evaluated, RunEnded, RunStarted, StepDone
 from isthmus.errors import UserError
 from isthmus.graph.metrics import Metrics, give_metric
-from isthmus.protocol.federated_events import RoundRecord
 from isthmus.trackers import Track, TrackerCallback
 from isthmus.trackers.callback import step_figures
 
@@ -47,9 +46,8 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
 
 def test_no_metric_has_the_name_of_another_column() -> None:
     """A metric would overwrite it."""
-    record = RoundRecord(round=0, attempt=0, trained={})
     done = StepDone(
-        step=1, steps=1, loss=1.0, step_s=1.0, tokens_per_s=1.0, samples_per_s=1.0, busy={"a": 1.0}, round=record
+        step=1, steps=1, loss=1.0, step_s=1.0, tokens_per_s=1.0, samples_per_s=1.0, busy={"a": 1.0}, clients=1
     )
     others = ("step", "event", "heldout_loss", "clients/loss", "faults")
     one, several = (step_figures(msgspec.structs.replace(done, learning_rates=rates)) for rates in ((1.0,), (1.0, 2.0)))

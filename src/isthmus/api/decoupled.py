@@ -135,7 +135,7 @@ class _Running(NamedTuple):
             every = merge_rules(planned).merge_every
             run.machine.rules = msgspec.structs.replace(run.machine.rules, merge_every=every)
             observer.note(period_note)
-        observer.replicas_began(f"{job.model.name} on {self.fleet.name}, {len(plans)} replicas")
+        observer.began(f"{job.model.name} on {self.fleet.name}, {len(plans)} replicas")
         try:
             outcome = act(watch.merger)
             ended = ending(self.session.folder, outcome.finish.outcome, self.stop)
@@ -247,7 +247,15 @@ class _Watch:
         loss = sum(self._losses) / len(self._losses)
         known = loss if math.isfinite(loss) else None
         self._step, self._losses = step, []
-        done = StepDone(step=step, steps=self._job.training.steps, loss=known, samples_per_s=samples / seconds)
+        machine = self._run.machine
+        done = StepDone(
+            step=step,
+            steps=self._job.training.steps,
+            loss=known,
+            samples_per_s=samples / seconds,
+            merges=machine.merge,
+            late=machine.late,
+        )
         self._folder.log(LossPoint(step=step, loss=known))
         self._log.stepped(done, ())
         self._observer.stepped(done)
@@ -269,8 +277,9 @@ class _Watch:
         known = loss if math.isfinite(loss) else None
         self._folder.log(LossPoint(step=step, loss=known, split="heldout", metrics=metrics))
         self._log.evaluated(step, loss, metrics)
-        self._observer.evaluated(step, loss, metrics)
-        self._callbacks.evaluation(Evaluated(step=step, loss=loss, metrics=metrics))
+        found = Evaluated(step=step, loss=loss, metrics=metrics)
+        self._observer.evaluated(found)
+        self._callbacks.evaluation(found)
 
     def end(self, outcome: DecoupledOutcome, ended: Ended, emulated_s: Mapping[str, float]) -> None:
         """Save the merged model, and say what it took."""

@@ -112,7 +112,7 @@ def _watched(
     begin: Callable[[Path], tuple[RoundRunner, Act]],
     observer: Observer,
 ) -> tuple[RoundRunner, FinishRounds | None]:
-    observer.rounds_began(job.federated.rounds)
+    observer.began(f"{job.federated.algorithm}, {job.federated.rounds} rounds")
     try:
         run, act = begin(folder)
         if run.first_round >= job.federated.rounds:

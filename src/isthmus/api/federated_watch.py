@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from isthmus.api.callbacks import run_started
 from isthmus.api.observer import Observer
 from isthmus.api.stored_run import RoundUploads
 from isthmus.callbacks import Callbacks, Evaluated, RunFault, StepDone
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
+from isthmus.protocol.federated_reports import refusal_texts
+from isthmus.protocol.federated_rules import Why
 from isthmus.run_files import keep_stop
 from isthmus.runtime.processes.signals import Stop
 
@@ -43,7 +48,6 @@ class FederatedWatch:
 
     def round_done(self, line: RoundLine) -> None:
         self._uploads.look(self.noted)
-        self._observer.round_done(line)
         self._done = done = line.record.round + 1
         for refused in line.record.refused:
             fault = RunFault(step=done, kind="refused", device=f"client {refused.client}", text=refused.reason)
@@ -51,25 +55,53 @@ class FederatedWatch:
         evaluation = line.evaluation
         if evaluation is not None and evaluation.loss is not None:
             self._heldout_loss = evaluation.loss
-        self._callbacks.step(self._step(line, done))
+        step = round_step(line, self._job.federated.rounds, self._folder, self._heldout_loss)
+        self._observer.stepped(step)
+        self._callbacks.step(step)
         if evaluation is not None:
             means = {name: figures.mean for name, figures in evaluation.clients.items()}
-            found = Evaluated(step=done, loss=evaluation.loss, metrics=evaluation.metrics, clients=means)
+            found = Evaluated(step=done, loss=evaluation.loss, unit="round", metrics=evaluation.metrics, clients=means)
+            self._observer.evaluated(found)
             self._callbacks.evaluation(found)
 
-    def _step(self, line: RoundLine, done: int) -> StepDone:
-        samples = sum(timed.samples for one in line.record.trained.values() for timed in one)
-        busy = line.busy_s()
-        return StepDone(
-            step=done,
-            steps=self._job.federated.rounds,
-            loss=None,
-            heldout_loss=self._heldout_loss,
-            step_s=line.seconds,
-            samples_per_s=samples / line.seconds if line.seconds else None,
-            busy={name: min(1.0, busy_s / line.seconds) for name, busy_s in busy.items()} if line.seconds else {},
-            sent_bytes=line.sent_bytes + line.received_bytes,
-            devices=tuple(busy),
-            round=line.record,
-            run=self._folder,
-        )
+
+ENDED: Mapping[Why, str] = {
+    "quorum": "ended with the share that must answer",
+    "behind": "ended without those still at work for an earlier round",
+    "deadline": "ended by the deadline",
+}
+"""Why a round ended, where not all have answered."""
+
+
+def _text(line: RoundLine) -> str:
+    """Why it ended, and why the first update was refused."""
+    ended = ENDED.get(line.record.closed_by)
+    refused = [f"{text:.100}" for text in refusal_texts(line.record.refused)[:1]]
+    return ", ".join([*([f"{ended} ({line.rules})"] if ended else []), *refused])
+
+
+def round_step(line: RoundLine, rounds: int, run: Path = Path(), heldout_loss: float | None = None) -> StepDone:
+    """Return a round of `rounds` as the event of a step."""
+    record, seconds, busy = line.record, line.seconds, line.busy_s()
+    samples = sum(timed.samples for one in record.trained.values() for timed in one)
+    return StepDone(
+        step=record.round + 1,
+        steps=rounds,
+        unit="round",
+        heldout_loss=heldout_loss,
+        clients=line.clients,
+        refused=len(record.refused),
+        late=len(record.stale),
+        missing=len(record.missing),
+        reassigned=record.stolen,
+        step_s=seconds,
+        longest_s=line.makespan_s,
+        planned_s=record.predicted_s,
+        samples_per_s=samples / seconds if seconds else None,
+        sent_bytes=line.sent_bytes + line.received_bytes,
+        busy={name: min(1.0, busy_s / seconds) for name, busy_s in busy.items()} if seconds else {},
+        devices=tuple(busy),
+        text=_text(line),
+        round=record,
+        run=run,
+    )

@@ -15,11 +15,12 @@ from typing import Protocol, cast
 from isthmus import api
 from isthmus.api.consoles import LOG_WIDTH, notes
 from isthmus.api.observer import Observer, Silent, StepDone
+from isthmus.callbacks import Evaluated
 from isthmus.errors import UserError
+from isthmus.figures import figures_of, figures_text
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Plan
-from isthmus.units import format_metric
 
 
 def table_of(rows: Mapping[str, str]) -> str:
@@ -79,19 +80,14 @@ class NotebookObserver(Observer):
         self._show()
 
     def stepped(self, done: StepDone) -> None:
-        self._rows["step"] = f"{done.step} of {done.steps}"
-        self._rows["loss"] = "-" if done.loss is None else f"{done.loss:.4f}"
-        if done.tokens_per_s is not None:
-            self._rows["speed"] = f"{done.tokens_per_s:,.0f} tokens/s"
-        elif done.samples_per_s is not None:
-            self._rows["speed"] = f"{done.samples_per_s:,.3g} samples/s"
+        self._rows[done.unit] = f"{done.step} of {done.steps}"
+        self._rows["figures"] = ", ".join([*figures_text(figures_of(done)), *filter(None, (done.text,))])
         if done.busy:
             self._rows["busy"] = ", ".join(f"{device} {share:.0%}" for device, share in done.busy.items())
         self._show()
 
-    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
-        self._rows["held-out loss"] = f"{loss:.4f} (step {step})"
-        self._rows |= {name: f"{format_metric(name, value)} (step {step})" for name, value in metrics.items()}
+    def evaluated(self, found: Evaluated) -> None:
+        self._rows["evaluation"] = f"{found} ({found.unit} {found.step})"
         self._show()
 
     def _show(self) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from isthmus.callbacks import StepDone
+from isthmus.callbacks import Evaluated, StepDone
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.planners import SearchObserver
 from isthmus.plans import Plan
-from isthmus.units import format_metrics
 
 if TYPE_CHECKING:
     from isthmus.api.federated_result import FederatedResult
     from isthmus.api.run import Run
-    from isthmus.federated.history import RoundLine
 
 
 class Search(SearchObserver, Protocol):
@@ -59,17 +57,14 @@ class Observer(Protocol):
     def planned(self, plan: Plan, fleet: Fleet, graph: OpGraph) -> None:
         """A run is to follow this plan."""
 
-    def began(self, plan: Plan) -> None:
-        """Devices start to work."""
-
-    def replicas_began(self, heading: str) -> None:
-        """The same of replicas that never wait: `heading` says of which model, on which fleet."""
+    def began(self, heading: str) -> None:
+        """Devices start to work: `heading` says on what."""
 
     def stepped(self, done: StepDone) -> None:
-        """An optimizer step is done."""
+        """An optimizer step or a round is done. Of a round called in another thread."""
 
-    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
-        """The held-out loss after so many steps, and the job's metrics."""
+    def evaluated(self, found: Evaluated) -> None:
+        """The model was evaluated."""
 
     def saved(self, step: int, directory: Path) -> None:
         """A checkpoint is complete."""
@@ -83,12 +78,6 @@ class Observer(Protocol):
     def reported(self, run: Run) -> None:
         """The run's folder is complete."""
 
-    def rounds_began(self, rounds: int) -> None:
-        """A federated run is to have so many."""
-
-    def round_done(self, line: RoundLine) -> None:
-        """A round is committed. Called in another thread."""
-
     def rounds_reported(self, result: FederatedResult) -> None:
         """The federated run's folder is complete."""
 
@@ -101,7 +90,7 @@ class Written(Observer):
     """Writes a line for each thing that a person may want to know.
 
     >>> import sys
-    >>> Written(sys.stdout).evaluated(3, 0.5)
+    >>> Written(sys.stdout).evaluated(Evaluated(step=3, loss=0.5))
     step 3: held-out loss 0.5000
     """
 
@@ -112,10 +101,10 @@ class Written(Observer):
         print(text, file=self._file, flush=True)
 
     def stepped(self, done: StepDone) -> None:
-        self.note(f"step {done.step}/{done.steps}" + ("" if done.loss is None else f", loss {done.loss:.4f}"))
+        self.note(f"{done.unit} {done.step}/{done.steps}" + ("" if done.loss is None else f", loss {done.loss:.4f}"))
 
-    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
-        self.note(f"step {step}: held-out loss {loss:.4f}{format_metrics(metrics)}")
+    def evaluated(self, found: Evaluated) -> None:
+        self.note(f"{found.unit} {found.step}: {found}")
 
     def saved(self, step: int, directory: Path) -> None:
         self.note(f"checkpoint of step {step}: {directory}")

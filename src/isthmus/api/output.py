@@ -20,9 +20,9 @@ from isthmus.report import (
     what_if_table,
 )
 from isthmus.report.boundary_table import boundary_table
-from isthmus.report.federated_progress import rounds_table, simulated_table
 from isthmus.report.fleet_tables import device_text, fitted_text, matrix_table
 from isthmus.report.graph_table import graph_table
+from isthmus.report.rounds_table import rounds_table, simulated_table
 from isthmus.report.sweep_table import sweep_table
 from isthmus.trace import busy_share, steady_step_s, write_perfetto
 

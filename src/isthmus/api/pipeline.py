@@ -223,7 +223,8 @@ def _carry_out(
         noted=watch.noted,
         fault=watch.fault,
     )
-    observer.began(plan)
+    stages = sum(len(replica.stages) for replica in plan.replicas)
+    observer.began(f"{plan.model} on {plan.fleet}, {stages} stages")
     try:
         options = msgspec.structs.replace(_options(planned, start), stop=stop)
         with audits:

@@ -34,7 +34,7 @@ from isthmus.job import Job
 from isthmus.job.sweep import SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
 from isthmus.overrides import counted_from
-from isthmus.report.federated_progress import summarized
+from isthmus.report.rounds_table import summarized
 from isthmus.report.sweep_table import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
 from isthmus.run_files import read_json, write_json
 from isthmus.runtime.launchers.registry import open_launcher

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TextIO
@@ -15,12 +14,12 @@ from isthmus.api.consoles import LOG_WIDTH
 from isthmus.api.federated_result import FederatedResult
 from isthmus.api.observer import Observer, Search, StepDone
 from isthmus.api.run import Run
-from isthmus.federated.history import RoundLine
+from isthmus.callbacks import Evaluated
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Plan
 from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
-from isthmus.report.federated_progress import FederatedProgress, last_figures, rounds_table
+from isthmus.report.rounds_table import last_figures, rounds_table
 from isthmus.sanitize import sanitize
 from isthmus.units import format_metrics
 
@@ -37,12 +36,11 @@ class Terminal(Observer):
     def __init__(self, out: Console, notes: Console, *, json: bool = False) -> None:
         self._out, self._notes, self._json = out, notes, json
         self._progress: Progress | None = None
-        self._rounds: FederatedProgress | None = None
         self.document: object = None
 
     def note(self, text: str) -> None:
-        if (shown := self._progress or self._rounds) is not None:
-            shown.note(text)
+        if self._progress is not None:
+            self._progress.note(text)
         else:
             self._notes.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -52,46 +50,25 @@ class Terminal(Observer):
     def planned(self, plan: Plan, fleet: Fleet, graph: OpGraph) -> None:
         (self._notes if self._json else self._out).print(plan_overview(plan, fleet, graph))
 
-    def began(self, plan: Plan) -> None:
-        self._progress = Progress(self._notes, plan)
-        self._progress.__enter__()
-
-    def replicas_began(self, heading: str) -> None:
+    def began(self, heading: str) -> None:
         self._progress = Progress(self._notes, heading)
         self._progress.__enter__()
 
     def ended(self) -> None:
-        for shown in (self._progress, self._rounds):
-            if shown is not None:
-                shown.__exit__(None, None, None)
-        self._progress = self._rounds = None
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+        self._progress = None
 
     def stepped(self, done: StepDone) -> None:
         if self._progress is not None:
-            self._progress.step(
-                done.step,
-                done.steps,
-                done.loss,
-                tokens_per_s=done.tokens_per_s,
-                samples_per_s=done.samples_per_s,
-                busy=done.busy,
-                link_bytes=done.link_bytes,
-            )
+            self._progress.step(done)
 
-    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
+    def evaluated(self, found: Evaluated) -> None:
         if self._progress is not None:
-            self._progress.validation(step, loss, metrics)
+            self._progress.evaluated(found)
 
     def saved(self, step: int, directory: Path) -> None:
         self.note(f"checkpoint of step {step}: {directory}")
-
-    def rounds_began(self, rounds: int) -> None:
-        self._rounds = FederatedProgress(self._notes, rounds)
-        self._rounds.__enter__()
-
-    def round_done(self, line: RoundLine) -> None:
-        if self._rounds is not None:
-            self._rounds.round(line)
 
     def rounds_reported(self, result: FederatedResult) -> None:
         lines = result.rounds

@@ -145,8 +145,9 @@ class Watch:
         self._heldout_loss = loss
         self._folder.log(LossPoint(step=item.step, loss=loss, split="heldout", metrics=metrics))
         self.log.evaluated(item.step, loss, metrics)
-        self._observer.evaluated(item.step, loss, metrics)
-        self._callbacks.evaluation(Evaluated(step=item.step, loss=loss, metrics=metrics))
+        found = Evaluated(step=item.step, loss=loss, metrics=metrics)
+        self._observer.evaluated(found)
+        self._callbacks.evaluation(found)
 
     def rolled_back(self, step: int) -> None:
         """Steps after this one will be reported once more."""

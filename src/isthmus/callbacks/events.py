@@ -8,9 +8,12 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.figures import StepFigures
 from isthmus.plans import Plan
 from isthmus.protocol.federated_events import RoundRecord
+from isthmus.units import format_metric, format_metrics
 
+Unit = Literal["step", "round"]
 Ended = Literal["done", "stopped", "interrupted", "lost", "diverged", "failed"]
 
 
@@ -46,7 +49,7 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     later too, from any thread."""
 
 
-class StepDone(msgspec.Struct, frozen=True, kw_only=True):
+class StepDone(StepFigures, frozen=True, kw_only=True):
     """An optimizer step, or a federated round, is done.
 
     >>> StepDone(step=3, steps=10, loss=0.5, learning_rates=(0.01,)).learning_rates
@@ -57,30 +60,24 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True):
     """Steps done, this one included."""
     steps: int
     """Steps of the whole run."""
-    loss: float | None
-    """Mean training loss of the step's batch; None when no device reported one, and of a round."""
+    unit: Unit = "step"
+    """What is counted."""
     heldout_loss: float | None = None
     """The latest since the run began or was resumed; None before an evaluation."""
     learning_rates: tuple[float, ...] = ()
     """Rates of this step, in the order of the job's `[[optimizer]]` tables."""
-    step_s: float | None = None
-    """Seconds of a step, as a mean over the last 16; None before a second step. Of a round: its own."""
-    tokens_per_s: float | None = None
-    """Speed on text; None before a second step."""
-    samples_per_s: float | None = None
-    """Speed on other data; None before a second step."""
     busy: Mapping[str, float] = {}
     """Share of the step that each device or executor computed, 0 to 1."""
     link_bytes: Mapping[tuple[str, str], int] = {}
     """Bytes that this step sent, by (source, target)."""
-    sent_bytes: int = 0
-    """Bytes of all links together."""
     devices: tuple[str, ...] = ()
     """Devices of the plan in force, or executors that trained."""
     period: int = 1
     """Steps between two averagings of the plan's replicas; 1: after every step."""
     plan_epoch: int = 0
     """Rises whenever the run goes on after a lost device or with another plan."""
+    text: str = ""
+    """What else is to be said of the step, as why an update was refused."""
     round: RoundRecord | None = None
     """Federated runs: which clients trained where, which updates were refused or missing."""
     run: Path = Path()
@@ -95,13 +92,21 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     step: int
-    """Steps done."""
+    """Steps or rounds done."""
     loss: float | None
     """None in a federated run without held-out samples."""
+    unit: Unit = "step"
     metrics: Mapping[str, float | None] = {}
     """The job's metrics by name; None of one that counted nothing."""
     clients: Mapping[str, float] = {}
     """The mean of `loss` and of each metric of a federated run over clients or sites, each on its own data."""
+
+    def __str__(self) -> str:
+        if self.loss is None:
+            return ", ".join(
+                f"clients' own {name} {format_metric(name, value)}" for name, value in self.clients.items()
+            )
+        return f"held-out loss {self.loss:.4f}{format_metrics(self.metrics)}"
 
 
 class RunFault(msgspec.Struct, frozen=True, kw_only=True):

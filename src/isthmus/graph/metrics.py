@@ -15,13 +15,13 @@ from torch import Tensor
 
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object
+from isthmus.figures import FIGURES
 
 Batch = Mapping[str, Tensor]
 MetricFunction = Callable[[object, Batch], object]
 LABELS = ("labels", "label", "targets", "target", "y")
 """Columns in which accuracy looks for labels, the first that is there."""
-_OF_STEPS = ("loss", "heldout_loss", "step", "event", "step_s", "tokens_per_s", "samples_per_s", "learning_rate")
-_TRACKED = {*_OF_STEPS, "sent_bytes", "faults", "clients", "refused", "missing", "stolen"}
+_TRACKED = {*FIGURES, "heldout_loss", "step", "event", "learning_rate", "faults"}
 """Columns that trackers have of every run."""
 _GIVEN = "given:"
 _given: dict[str, MetricFunction] = {}  # metric functions by name, in this process alone

@@ -13,150 +13,127 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from isthmus.plans import Plan
+from isthmus.callbacks import Evaluated, StepDone
+from isthmus.figures import figures_of, figures_text
 from isthmus.sanitize import sanitize
-from isthmus.units import format_duration, format_metrics, format_size
+from isthmus.units import format_duration, format_size
 
 MOST_DEVICES, MOST_LINKS = 6, 3
 LEAST_SHARE = 0.01
 """Share of the busiest link: a link that carries less carries only short messages, and is not shown."""
-PLAIN_EVERY_S = 5.0
-PLAIN_SHARE = 0.1
+PLAIN_EVERY = 5.0, 0.1
+"""Seconds, and the share of all steps."""
 
 
 class Progress:
-    """A context manager that gets every step; it decides what of that is worth showing, and when.
+    """A context manager that gets every step or round; it decides what of that is worth showing, and when.
 
     On a terminal the view stays in place at the bottom, and notes scroll past above it. Elsewhere a line is written
-    for the first and the last step, and between them whenever 5 s or a tenth of the steps went by: no escape
-    sequences, no carriage returns.
+    for the first and the last step, and between them whenever 5 s or a tenth of the steps went by, and the same of
+    evaluations: no escape sequences, no carriage returns. Its methods may be called by several threads.
     """
 
-    def __init__(self, console: Console, plan: Plan | str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`plan` heads the live view: a plan, or what is said in place of it."""
+    def __init__(self, console: Console, heading: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`heading` is shown until the first step is done."""
         self._console = console
         self._clock = clock
-        self._live = _View(console, plan if isinstance(plan, str) else _heading(plan)) if is_watched(console) else None
-        self._started_s = clock()
-        self._first_step: int | None = None
-        self._logged_s = float("-inf")
-        self._logged_step = 0
+        self._live = still_live(console)
+        self._heading = heading
+        self._bar = _bar(console)
+        self._task: rich.progress.TaskID | None = None
+        self._first: tuple[int, float] | None = None
+        """The first step, and when it ended: what came before it was no step."""
+        self._done: StepDone | None = None
+        self._held_out: Evaluated | None = None
+        self._written: dict[str, tuple[float, int]] = {}
+        """When the last line of each sort was written, and of which step."""
 
     def __enter__(self) -> Self:
-        self._started_s = self._clock()
         if self._live is not None:
             self._live.start()
+            self._live.update(Text(f"{self._heading}: waiting for the first step"), refresh=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live is not None:
+            self._show()
             self._live.stop()
 
-    def step(
-        self,
-        step: int,
-        steps: int,
-        loss: float | None,
-        *,
-        tokens_per_s: float | None = None,
-        samples_per_s: float | None = None,
-        busy: Mapping[str, float] = {},
-        link_bytes: Mapping[tuple[str, str], int] = {},
-    ) -> None:
-        """`step` of `steps` are done, this one included.
-
-        `busy` is 0 to 1 by device; `link_bytes` is what this step sent, by (source, target).
-        """
-        speed = _speed(tokens_per_s, samples_per_s)
+    def step(self, done: StepDone) -> None:
+        self._done, now_s = done, self._clock()
+        if self._first is None:
+            self._first = done.step, now_s
+        last = done.step == done.steps
         if self._live is not None:
-            self._live.step(step, steps, _loss(loss), speed, busy, link_bytes)
-            return
-        now_s = self._clock()
-        if self._first_step is None:
-            self._first_step = step
-        due = now_s - self._logged_s >= PLAIN_EVERY_S or step - self._logged_step >= PLAIN_SHARE * steps
-        if not due and step < steps:
-            return
-        self._logged_s, self._logged_step = now_s, step
-        parts = [f"step {step}/{steps}", f"loss {_loss(loss)}", speed]
-        if link_bytes:
-            parts.append(f"{format_size(sum(link_bytes.values()))} sent")
-        # The first step's end is the first time known: what came before it was no step.
-        since = step - self._first_step
-        if since == 0:
-            self._started_s = now_s
-        elif step < steps:
-            parts.append(f"{format_duration((now_s - self._started_s) / since * (steps - step))} left")
-        self._line(", ".join(part for part in parts if part))
+            if last or self._due("live", done, now_s, (REFRESH_S, 1.0)):
+                self._show()
+        elif last or self._due("steps", done, now_s):
+            self._line(", ".join([*_facts(done), *self._left(done, now_s)]))
 
-    def validation(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
-        """The held-out loss and the metrics after `step` steps."""
-        found = f"{_loss(loss)}{format_metrics(metrics)}"
-        if self._live is not None:
-            self._live.validation(step, found)
-        self._line(f"step {step}: held-out loss {found}")
+    def evaluated(self, found: Evaluated) -> None:
+        """Held-out figures after `found.step` steps, and those of clients."""
+        self._held_out, done = found, self._done
+        if done is None or found.step == done.steps or self._due("evaluations", done, self._clock()):
+            self._line(f"{found.unit} {found.step}: {found}")
+        if self._live is not None and done is not None:
+            self._show()
 
     def note(self, text: str) -> None:
         """Say something now, on a line of its own."""
         self._line(text)
 
+    def _due(self, sort: str, done: StepDone, now_s: float, every: tuple[float, float] = PLAIN_EVERY) -> bool:
+        every_s, share = every
+        at_s, step = self._written.get(sort, (float("-inf"), 0))
+        due = now_s - at_s >= every_s or done.step - step >= share * done.steps
+        if due:
+            self._written[sort] = now_s, done.step
+        return due
+
+    def _left(self, done: StepDone, now_s: float) -> list[str]:
+        first, at_s = self._first or (0, 0.0)
+        if not first < done.step < done.steps:
+            return []
+        return [f"{format_duration((now_s - at_s) / (done.step - first) * (done.steps - done.step))} left"]
+
+    def _show(self) -> None:
+        done, live = self._done, self._live
+        if done is None or live is None:
+            return
+        if self._task is None:
+            self._task = self._bar.add_task(done.unit, total=done.steps)
+        self._bar.update(self._task, completed=done.step, total=done.steps)
+        facts = _facts(done)[1:]
+        if (e := self._held_out) is not None:
+            facts.append(f"{e} ({e.unit} {e.step})")
+        lines = [
+            Text(sanitize(line), no_wrap=True, overflow="ellipsis")
+            for line in (", ".join(facts), _busy_text(done.busy), _links_text(done.link_bytes))
+            if line
+        ]
+        live.update(Group(self._bar, *lines), refresh=True)
+
     def _line(self, text: str) -> None:
         self._console.print(Text(sanitize(text)), soft_wrap=True, highlight=False)
 
 
-class _View:
-    """The live view: a bar of steps, then a line each for losses and speed, busy devices, and busy links."""
-
-    def __init__(self, console: Console, heading: str) -> None:
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.percentage:.0f} %"),
-            rich.progress.TimeRemainingColumn(),
-            rich.progress.TextColumn("left"),
-            console=console,
-            expand=True,
-        )
-        self._task: rich.progress.TaskID | None = None
-        self._held_out = ""
-        waiting = Text(f"{heading}: waiting for the first step")
-        # Standard output is data, and stays where the caller sent it.
-        self._live = Live(waiting, console=console, refresh_per_second=4, redirect_stdout=False)
-
-    def start(self) -> None:
-        self._live.start()
-
-    def stop(self) -> None:
-        self._live.stop()
-
-    def step(
-        self,
-        step: int,
-        steps: int,
-        loss: str,
-        speed: str,
-        busy: Mapping[str, float],
-        link_bytes: Mapping[tuple[str, str], int],
-    ) -> None:
-        if self._task is None:
-            self._task = self._bar.add_task("steps", total=steps)
-        self._bar.update(self._task, completed=step, total=steps)
-        facts = ", ".join(fact for fact in (f"loss {loss}", self._held_out, speed) if fact)
-        lines = [
-            Text(line, no_wrap=True, overflow="ellipsis")
-            for line in (facts, _busy_text(busy), _links_text(link_bytes))
-            if line
-        ]
-        self._live.update(Group(self._bar, *lines))
-
-    def validation(self, step: int, found: str) -> None:
-        self._held_out = f"held out {found} (step {step})"
+def _bar(console: Console) -> rich.progress.Progress:
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.description} {task.completed:.0f}/{task.total:.0f}"),
+        rich.progress.BarColumn(bar_width=None),
+        rich.progress.TextColumn("{task.percentage:.0f} %"),
+        rich.progress.TimeRemainingColumn(),
+        rich.progress.TextColumn("left"),
+        console=console,
+        expand=True,
+    )
 
 
-def _heading(plan: Plan) -> str:
-    return f"{plan.model} on {plan.fleet}, {sum(len(r.stages) for r in plan.replicas)} stages"
+def _facts(done: StepDone) -> list[str]:
+    """The step's number first."""
+    return [f"{done.unit} {done.step}/{done.steps}", *figures_text(figures_of(done)), *filter(None, (done.text,))]
 
 
 def _busy_text(busy: Mapping[str, float]) -> str:
@@ -180,16 +157,6 @@ def _links_text(link_bytes: Mapping[tuple[str, str], int]) -> str:
 
 def _listed(shown: Sequence[str], count: int) -> str:
     return ", ".join([*shown, *([f"and {count - len(shown)} more"] if count > len(shown) else [])])
-
-
-def _speed(tokens_per_s: float | None, samples_per_s: float | None) -> str:
-    if tokens_per_s is not None:
-        return f"{tokens_per_s:,.0f} tokens/s"
-    return "" if samples_per_s is None else f"{samples_per_s:,.3g} samples/s"
-
-
-def _loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
 
 
 QUIET_S = 2.0

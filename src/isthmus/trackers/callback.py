@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from isthmus.callbacks import Callback, Evaluated, RunEnded, RunFault, RunStarted, StepDone
+from isthmus.figures import figures_of
 from isthmus.trackers.background import DRAIN_S, Act, BackgroundTracker
 from isthmus.trackers.registry import tracker_builders
 from isthmus.trackers.settings import Track
@@ -118,18 +119,6 @@ class TrackerCallback(Callback):
 
 def step_figures(done: StepDone) -> dict[str, float]:
     """Return the figures of a step or a round, by name."""
-    found: dict[str, float | None] = {
-        "loss": done.loss,
-        "step_s": done.step_s,
-        "tokens_per_s": done.tokens_per_s,
-        "samples_per_s": done.samples_per_s,
-        "sent_bytes": done.sent_bytes,
-    }
-    several = len(done.learning_rates) > 1
-    found |= {f"learning_rate/{n}" if several else "learning_rate": rate for n, rate in enumerate(done.learning_rates)}
-    found |= {f"busy/{device}": share for device, share in done.busy.items()}
-    if (record := done.round) is not None:
-        clients = sum(map(len, record.trained.values()))
-        counted = {"clients": clients, "refused": len(record.refused), "missing": len(record.missing)}
-        found |= {name: float(count) for name, count in counted.items()} | {"stolen": float(record.stolen)}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    several, rates = len(done.learning_rates) > 1, enumerate(done.learning_rates)
+    learning = {f"learning_rate/{n}" if several else "learning_rate": rate for n, rate in rates}
+    return figures_of(done) | learning | {f"busy/{device}": share for device, share in done.busy.items()}

@@ -1,0 +1,118 @@
+"""Tables of rounds, as they were and as they are simulated, and what evaluations of a federated run found."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.federated.evaluation import Evaluation
+from isthmus.federated.history import RoundLine
+from isthmus.federated.privacy import Guarantee
+from isthmus.protocol.federated_messages import LinearFit
+from isthmus.protocol.federated_rules import Why
+from isthmus.report.tables import new_table, titled
+from isthmus.sanitize import sanitize
+from isthmus.simulator.federated import SimulatedRound
+from isthmus.units import format_duration, format_metric, format_metrics, format_size
+
+MOST_SITES = 8
+"""Sites that are named one by one."""
+
+
+def last_figures(lines: Sequence[RoundLine], spent: Guarantee | None, *, of_sites: bool) -> list[str]:
+    """Return the lines for the end of a run: the newest evaluation, and the promise of a private one. Sites evaluate
+    the model that they receive."""
+    done = lines[-1].record.round + 1
+    left = "" if spent is None or done == spent.rounds else f"; {done} rounds are done"
+    promised = [] if spent is None else [f"privacy: {spent}{left}"]
+    return [*_evaluation_lines(lines, of_sites=of_sites), *promised]
+
+
+def summarized(evaluation: Evaluation | None) -> dict[str, float | None]:
+    """Return an evaluation's figures by name, those of clients as their mean and the mean of their worst tenth."""
+    if evaluation is None:
+        return {}
+    found: dict[str, float | None] = {"held-out loss": evaluation.loss, **evaluation.metrics}
+    for name, of in evaluation.clients.items():
+        if name != "loss" or len(evaluation.clients) == 1:  # beside a metric the loss says little
+            found |= {f"clients/{name}": of.mean, f"worst tenth/{name}": of.worst_decile}
+    return found
+
+
+def _evaluation_lines(lines: Sequence[RoundLine], *, of_sites: bool) -> list[str]:
+    done = next((line for line in reversed(lines) if line.evaluation is not None), None)
+    if done is None or (e := done.evaluation) is None:
+        return []
+    done_rounds = f"after {lines[-1].record.round + 1} rounds"
+    found = [] if e.loss is None else [f"held-out loss {e.loss:.4f}{format_metrics(e.metrics)} {done_rounds}"]
+    whose = f"sites' own data, before round {done.record.round + 1}" if of_sites else "clients' own data"
+    for name, f in e.clients.items():
+        mean, worst, deviation = (format_metric(name, value) for value in (f.mean, f.worst_decile, f.deviation))
+        found.append(f"{whose}: mean {name} {mean}, worst tenth {worst}, deviation {deviation}")
+        if of_sites and len(f.each) <= MOST_SITES:
+            found.append("  " + ", ".join(f"{site} {format_metric(name, value)}" for site, value in f.each.items()))
+    return found
+
+
+def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
+    """Return the results of a run, one row per figure. UserError is never raised: without rounds the table is empty."""
+    table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
+    steady = lines[1:] or lines
+    series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
+        "round time": ([line.seconds for line in steady], format_duration),
+        "longest executor": ([line.makespan_s for line in steady], format_duration),
+        "longest executor, planned": ([line.record.predicted_s for line in steady], format_duration),
+        "error of client times": ([line.time_error() for line in steady], lambda share: f"{share:.0%}"),
+        "clients reassigned": ([float(line.record.stolen) for line in steady], lambda count: f"{count:g}"),
+        "messages with values": ([float(line.trips) for line in steady], lambda count: f"{count:g}"),
+        "sent": ([float(line.sent_bytes) for line in steady], format_size),
+        "received": ([float(line.received_bytes) for line in steady], format_size),
+    }
+    for name, (values, shown) in series.items():
+        known = [v for v in values if v is not None]
+        if known:
+            table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
+    return titled(f"{len(lines)} rounds, the first left out", table)
+
+
+_ENDS: Mapping[Why, str] = {
+    "all": "the last client",
+    "quorum": "the quorum",
+    "behind": "the last client that was not behind",
+    "deadline": "the deadline",
+}
+"""The event that closed a round."""
+
+
+def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit, fleet: str = "") -> RenderableType:
+    """Return the virtual clock's figures, one row each. `line` is of this machine, or the mean over the fleet."""
+    table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
+    steady = rounds[1:] or rounds
+    busy = [float(r.busy_s.sum() / (len(r.busy_s) * r.seconds)) if r.seconds else 0.0 for r in steady]
+    series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
+        "round time": ([r.seconds for r in steady], format_duration),
+        "longest executor, planned": ([r.record.predicted_s for r in steady], format_duration),
+        "its lower bound": ([r.record.bound_s for r in steady], format_duration),
+        "executors busy": (busy, lambda share: f"{share:.0%}"),
+        "clients": ([float(sum(map(len, r.record.trained.values()))) for r in steady], lambda count: f"{count:g}"),
+        "clients reassigned": ([float(r.record.stolen) for r in steady], lambda count: f"{count:g}"),
+    }
+    if any(r.record.stale for r in steady):
+        series["late updates"] = [float(len(r.record.stale)) for r in steady], lambda count: f"{count:g}"
+    if any(r.record.missing for r in steady):
+        series["clients missing"] = [float(len(r.record.missing)) for r in steady], lambda count: f"{count:g}"
+    for name, (values, shown) in series.items():
+        known = [v for v in values if v is not None]
+        if known:
+            table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
+    throughput = f"{format_duration(line.seconds_per_sample)} a sample and {format_duration(line.fixed_s)} a client"
+    where = f"on fleet {sanitize(fleet)}, by its figures, on average" if fleet else "on this machine"
+    total = format_duration(sum(r.seconds for r in rounds))
+    counted: Counter[Why] = Counter(r.record.closed_by for r in rounds)
+    ends = ", ".join(f"{count} by {_ENDS[why]}" for why, count in counted.most_common())
+    return titled(f"{len(rounds)} simulated rounds ({ends}), {total} in all; {where} {throughput}", table)
