@@ -16,6 +16,8 @@ Kind = Literal["loss", "time", "bytes", "count", "number"]
 class Figure(msgspec.Struct, frozen=True):
     """How a number is shown."""
 
+    label: str
+    """In a table or above a curve."""
     text: str = ""
     """In a sentence, with `{}` for the value; without it sentences leave it out."""
     kind: Kind = "number"
@@ -71,19 +73,19 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FIGURES: Mapping[str, Figure] = {
-    "loss": Figure("loss {}", "loss"),
-    "clients": Figure("{} clients", "count"),
-    "refused": Figure("{} refused", "count"),
-    "late": Figure("{} late", "count"),
-    "missing": Figure("{} missing", "count"),
-    "reassigned": Figure(kind="count"),
-    "merges": Figure("{} merges", "count"),
-    "step_s": Figure("{}", "time"),
-    "longest_s": Figure(kind="time"),
-    "planned_s": Figure(kind="time"),
-    "tokens_per_s": Figure("{} tokens/s"),
-    "samples_per_s": Figure("{} samples/s"),
-    "sent_bytes": Figure("{} sent", "bytes"),
+    "loss": Figure("loss", "loss {}", "loss"),
+    "clients": Figure("clients", "{} clients", "count"),
+    "refused": Figure("refused", "{} refused", "count"),
+    "late": Figure("late", "{} late", "count"),
+    "missing": Figure("missing", "{} missing", "count"),
+    "reassigned": Figure("reassigned", kind="count"),
+    "merges": Figure("merges", "{} merges", "count"),
+    "step_s": Figure("step time", "{}", "time"),
+    "longest_s": Figure("longest executor", kind="time"),
+    "planned_s": Figure("longest executor, planned", kind="time"),
+    "tokens_per_s": Figure("tokens/s", "{} tokens/s"),
+    "samples_per_s": Figure("samples/s", "{} samples/s"),
+    "sent_bytes": Figure("bytes sent", "{} sent", "bytes"),
 }
 """By the name of the field, in the order of a sentence."""
 

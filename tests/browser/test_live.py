@@ -25,7 +25,7 @@ def test_a_line_of_a_loss_turns_its_device_red_within_two_seconds(page: Page, se
 def test_a_step_that_is_done_is_followed(page: Page, serve: Serve, tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "live")
     page.open(of=serve(run))
-    add_entry(run, kind="step", step=25, loss=0.125, per_s=512.0, unit="tokens/s")
+    add_entry(run, kind="step", step=25, loss=0.125, figures={"tokens_per_s": 512.0})
     page.until("document.querySelector('[data-figure=loss]').innerText.includes('0.125')")
     assert "512" in page.figure("tokens/s")
 

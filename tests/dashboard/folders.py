@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import zipfile
@@ -10,7 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.api.rounds_watch import round_evaluation, round_step
 from isthmus.api.run_entries import ENTRIES
+from isthmus.api.run_log import RunLog
+from isthmus.callbacks import RunStarted
+from isthmus.federated.history import RoundHistory
 from isthmus.protocol.federated_events import ClientTime, RefusedUpdate, RoundRecord
 from isthmus.run_files import JOB, ROUND_LINES
 from isthmus.runtime.service.fleet_state import FleetState
@@ -91,6 +96,19 @@ def federated_run(folder: Path, rounds: int = 5, clients: int = 0) -> Path:
         lines += msgspec.json.encode(line) + b"\n"
     (folder / ROUND_LINES).write_bytes(lines)
     return folder
+
+
+def watched_rounds(folder: Path, clients: int = 0) -> Path:
+    """The same, with the entries that a run of today writes."""
+    run, now_s = federated_run(folder, clients=clients), itertools.count(time.time())
+    log = RunLog(run, lambda _: None, lambda: float(next(now_s)))
+    log.began(RunStarted(run=run, kind="federated", steps=5))
+    for line in RoundHistory.of(run).lines():
+        log.stepped(round_step(line, 5), ())
+        assert line.evaluation is not None
+        log.evaluated(round_evaluation(line.record.round + 1, line.evaluation))
+    log.ended("done")
+    return run
 
 
 def served_fleet(state: Path, run: Path) -> Path:

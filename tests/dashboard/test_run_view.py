@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from isthmus.api.observer import StepDone
 from isthmus.api.run_entries import ENTRIES, SPANS, run_entries
 from isthmus.api.run_log import RunLog
+from isthmus.callbacks import Evaluated, RunFault, RunStarted, StepDone
 from isthmus.dashboard.run_folder import WatchedRun
 from isthmus.dashboard.run_view import overview, state_at
 from isthmus.dashboard.sources import FolderSource
@@ -20,7 +20,9 @@ from isthmus.dashboard.timeline import Timelines
 from isthmus.errors import UserError
 from isthmus.run_files import CLIENT_NAMES, ROUND_LINES
 from isthmus.trace import Span
-from tests.dashboard.folders import federated_run
+from tests.dashboard.folders import federated_run, watched_rounds
+
+STARTED = RunStarted(run=Path(), kind="pipeline", steps=10)
 
 
 def _devices(shown: dict[str, Any]) -> dict[str, str]:
@@ -70,11 +72,22 @@ def test_clients_have_their_names_where_the_run_knows_them(tmp_path: Path) -> No
         assert list(now["round"]["evaluation"]["clients"]["accuracy"]["each"]) == expected
 
 
+def test_rounds_are_shown_as_their_entries_say_or_of_a_version_without_as_their_lines_say(tmp_path: Path) -> None:
+    before, today = WatchedRun(federated_run(tmp_path / "before")), WatchedRun(watched_rounds(tmp_path / "today"))
+    for run in (before, today):
+        shown: Any = overview(run)
+        assert (shown["state"], shown["unit"], shown["done"], shown["of"]) == ("done", "round", 5, 5)
+        assert shown["loss"] == pytest.approx(0.4) and shown["figures"]["step_s"]["curve"][1] == [1.5] * 5
+        now: Any = state_at(run)
+        assert now["round"]["round"] == now["step"] == 5 and now["metrics"] == {"accuracy": pytest.approx(0.8)}
+    assert set(overview(today)["figures"]) > {"clients", "refused", "missing", "longest_s", "planned_s"}  # type: ignore[call-overload]
+
+
 def test_a_run_at_once(recorded: Path) -> None:
     shown: Any = overview(WatchedRun(recorded))
-    assert (shown["state"], shown["federated"], shown["unread"]) == ("done", False, 0)
+    assert (shown["state"], shown["unit"], shown["unread"]) == ("done", "step", 0)
     assert shown["done"] == shown["of"]
-    steps = shown["speed"][0]
+    steps = shown["figures"]["sent_bytes"]["curve"][0]
     assert steps == sorted(set(steps)), "steps that were done again count once"
     assert [m["device"] for m in shown["marks"] if m["kind"] == "lost"] == ["home-1"]
 
@@ -151,31 +164,31 @@ def test_half_a_million_spans_are_few_bars() -> None:
 def test_the_log_of_a_run(tmp_path: Path) -> None:
     clock, notes = iter(range(100)), list[str]()
     log = RunLog(tmp_path, notes.append, lambda: float(next(clock)))
-    log.noted("too early")
-    log.began(0, 10)
+    log.fault(RunFault(step=0, kind="note", text="too early"))
+    log.began(STARTED)
     span = Span(device="a", track="compute", name="F", start_s=0.0, end_s=1.0, step=0)
-    log.stepped(StepDone(step=1, steps=10, loss=0.5, link_bytes={("a", "b"): 7}), (span,))
+    log.stepped(StepDone(step=1, steps=10, loss=0.5, link_bytes={("a", "b"): 7}, sent_bytes=7), (span,))
     log.ended("done")
     kinds = [entry.kind for entry in run_entries(tmp_path)]
     assert kinds == ["began", "step", "ended"] and not notes
     step = run_entries(tmp_path)[1]
-    assert (step.sent, step.sent_bytes, step.spans) == ((("a", "b", 7),), 7, 1)
+    assert (step.sent, step.figures, step.spans) == ((("a", "b", 7),), {"loss": 0.5, "sent_bytes": 7.0}, 1)
     assert json.loads((tmp_path / SPANS).read_text())["device"] == "a"
 
 
 def test_quick_steps_share_a_line(tmp_path: Path) -> None:
     now = time.time()
     log = RunLog(tmp_path, lambda _: None, lambda: now)
-    log.began(0, 10)
+    log.began(STARTED)
     for step in (1, 2, 3):
         log.stepped(StepDone(step=step, steps=10, loss=0.5), ())
-    log.evaluated(3, 0.25)
+    log.evaluated(Evaluated(step=3, loss=0.25))
     assert [(e.kind, e.step) for e in run_entries(tmp_path)] == [("began", 0), ("step", 1), ("step", 3), ("heldout", 3)]
 
 
 def test_a_log_that_cannot_be_written_is_noted_once(tmp_path: Path) -> None:
     notes = list[str]()
     log = RunLog(tmp_path / "missing", notes.append)
-    log.began(0, 10)
-    log.evaluated(1, 0.5)
+    log.began(STARTED)
+    log.evaluated(Evaluated(step=1, loss=0.5))
     assert len(notes) == 1 and "cannot be written" in notes[0]

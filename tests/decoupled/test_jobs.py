@@ -20,6 +20,7 @@ from isthmus.api.folder import RunFolder
 from isthmus.api.job_queue import submit_job
 from isthmus.api.observer import Silent
 from isthmus.api.run_session import RunSession
+from isthmus.api.stored_run import Uploads
 from isthmus.api.terminal import logged
 from isthmus.callbacks import Callbacks
 from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
@@ -253,7 +254,7 @@ def test_a_merged_model_that_is_not_finite_is_saved_as_such_and_ends_the_run_as_
         run.merged.known[0][3] = math.nan
         run.fill()
     folder = RunFolder(tmp_path)
-    watch = _Watch(job, run, RunSession(folder, Callbacks(()), None), Silent())  # type: ignore[arg-type]
+    watch = _Watch(job, run, RunSession(folder, Callbacks(()), Uploads()), Silent())
     traffic = MergeTraffic(1, 1, 1, 1)
     outcome = DecoupledOutcome(finish=FinishMerges("done"), samples=16, merges=1, late=0, seconds=1.0, traffic=traffic)
     with pytest.raises(Diverged, match="not finite") if spoilt else contextlib.nullcontext():

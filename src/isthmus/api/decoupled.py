@@ -13,14 +13,13 @@ import msgspec
 
 from isthmus.api.callbacks import run_started
 from isthmus.api.folder import FLEET
-from isthmus.api.losses import LossPoint
 from isthmus.api.make_plan import plan_for
 from isthmus.api.merge_period import with_period
 from isthmus.api.observer import Observer
 from isthmus.api.replica_models import fragment_bytes, plan_again, replica_models
 from isthmus.api.run import Run, draw_metrics
-from isthmus.api.run_log import RunLog
 from isthmus.api.run_session import RunChoices, RunSession, ending, run_session
+from isthmus.api.watch import Watch
 from isthmus.callbacks import Evaluated, RunEnded, StepDone
 from isthmus.callbacks.events import Ended
 from isthmus.combinations import refused
@@ -212,8 +211,8 @@ class _Watch:
 
     def __init__(self, job: Job, run: MergedRun, session: RunSession, observer: Observer) -> None:
         self._job, self._run, self._observer = job, run, observer
-        self._folder, self._callbacks, _ = session
-        self._log = RunLog(self._folder.path, observer.note)
+        self._watch = Watch(session, observer)
+        self._folder = session.folder
         self._merges = merges_file(self._folder.path)
         self._heldout = _heldout(job) if job.evaluates else None
         self._metrics = Metrics(job.metrics)
@@ -221,23 +220,18 @@ class _Watch:
         self._losses: list[float] = []
         self._ended_s: defaultdict[str, list[float]] = defaultdict(list)
         """Seconds at which each replica's steps ended."""
-        self.merger = MergerWatch(stepped=self._stepped, merged=self._merged, note=self._noted)
+        self.merger = MergerWatch(stepped=self._stepped, merged=self._merged, note=self._watch.noted)
 
     def start(self, fleet: Fleet, stop: Stop) -> None:
         """The folder is the run's from now on."""
-        path, steps = self._folder.path, self._job.training.steps
+        path = self._folder.path
         write_json(path / FLEET, fleet)
         write_json(path / JOB, self._job)
-        self._log.began(0, steps)
-        self._callbacks.start(run_started(self._job, path, 0, stop.request))
+        self._watch.began(run_started(self._job, path, 0, stop.request))
 
     def _at(self, samples: int) -> int:
         """The step of the job after so many samples of all replicas."""
         return min(samples // self._job.training.batch_size, self._job.training.steps)
-
-    def _noted(self, text: str) -> None:
-        self._log.noted(text)
-        self._observer.note(text)
 
     def _stepped(self, replica: str, made: StepsMade, samples: int, seconds: float) -> None:
         self._ended_s[replica].append(seconds)
@@ -245,21 +239,17 @@ class _Watch:
         if (step := self._at(samples)) == self._step:
             return
         loss = sum(self._losses) / len(self._losses)
-        known = loss if math.isfinite(loss) else None
         self._step, self._losses = step, []
         machine = self._run.machine
         done = StepDone(
             step=step,
             steps=self._job.training.steps,
-            loss=known,
+            loss=loss,
             samples_per_s=samples / seconds,
             merges=machine.merge,
             late=machine.late,
         )
-        self._folder.log(LossPoint(step=step, loss=known))
-        self._log.stepped(done, ())
-        self._observer.stepped(done)
-        self._callbacks.step(done)
+        self._watch.stepped(done)
 
     def _merged(self, merge: MergeChanges, seconds: float) -> None:
         self._merges.add(MergeLine(seconds=seconds, merge=merge))
@@ -274,12 +264,7 @@ class _Watch:
         self._run.fill()
         most, size = training.eval_samples, training.batch_size
         loss, metrics = evaluated(self._run.model, heldout, most, size, self._metrics)
-        known = loss if math.isfinite(loss) else None
-        self._folder.log(LossPoint(step=step, loss=known, split="heldout", metrics=metrics))
-        self._log.evaluated(step, loss, metrics)
-        found = Evaluated(step=step, loss=loss, metrics=metrics)
-        self._observer.evaluated(found)
-        self._callbacks.evaluation(found)
+        self._watch.evaluated(Evaluated(step=step, loss=loss, metrics=metrics))
 
     def end(self, outcome: DecoupledOutcome, ended: Ended, emulated_s: Mapping[str, float]) -> None:
         """Save the merged model, and say what it took."""
@@ -293,31 +278,31 @@ class _Watch:
         manifest = Manifest(
             step=step, seed=training.seed, batch=training.batch_size, shuffle=training.shuffle, finite=finite
         )
-        saved = writer.commit(manifest)
-        self._log.saved(step)
-        self._observer.saved(step, saved)
+        self._watch.saved(step, writer.commit(manifest))
         traffic = outcome.traffic
         changes_bytes = traffic.received_bytes + traffic.sent_bytes
         more = outcome.samples - training.steps * training.batch_size
         over = f", {more:,} more than asked: replicas train on until the last merge" if more > 0 else ""
-        self._noted(f"{outcome.samples:,} samples in {format_duration(outcome.seconds)}{over}")
-        self._noted(f"{outcome.merges} merges; {outcome.late} contributions came too late, and counted in a later one")
-        self._noted(
+        self._watch.noted(f"{outcome.samples:,} samples in {format_duration(outcome.seconds)}{over}")
+        self._watch.noted(
+            f"{outcome.merges} merges; {outcome.late} contributions came too late, and counted in a later one"
+        )
+        self._watch.noted(
             f"changes: {format_size(traffic.received_bytes)} received, {format_size(traffic.sent_bytes)} sent, "
             f"{traffic.plain_bytes / max(1, changes_bytes):.1f} times fewer than as float32; "
             f"{format_size(traffic.whole_bytes)} of whole fragments sent"
         )
         for text in overruns(self._ended_s, emulated_s):
-            self._noted(text)
+            self._watch.noted(text)
         if not finite:
-            self._log.ended("lost", NOT_FINITE)
+            self._watch.log.ended("lost", NOT_FINITE)
             raise Diverged(NOT_FINITE)
         reason = stop_reason(self._folder.path)
-        self._log.ended(ended, reason or outcome.finish.reason)
+        self._watch.log.ended(ended, reason or outcome.finish.reason)
         if reason:
             self._observer.note(f"stopped by {reason}")
         if ended != "lost":
             draw_metrics(self._folder)
             drawn = self._folder.metrics_picture
             pictures = {"metrics": drawn} if drawn.is_file() else {}
-            self._callbacks.end(RunEnded(run=self._folder.path, outcome=ended, reason=reason, pictures=pictures))
+            self._watch.callbacks.end(RunEnded(run=self._folder.path, outcome=ended, reason=reason, pictures=pictures))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from isthmus.api.federated_result import PICTURES, FederatedResult
-from isthmus.api.federated_watch import FederatedWatch
 from isthmus.api.observer import Observer
+from isthmus.api.rounds_watch import RoundsWatch
 from isthmus.api.run_session import RunChoices, ending, run_session
-from isthmus.api.stored_run import RoundUploads
+from isthmus.api.watch import Watch
 from isthmus.callbacks import RunEnded
 from isthmus.combinations import refused
 from isthmus.errors import PeerError
@@ -27,7 +27,7 @@ from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 Act = Callable[[], FinishRounds]
 ServeAs = Callable[[Callable[[str], None]], AbstractContextManager[FleetCoordinator]]
 """Opens a service, or one that is open already, that tells people what it does in this way."""
-Begin = Callable[[Path, FederatedWatch], "tuple[RoundRunner, Act]"]
+Begin = Callable[[Path, RoundsWatch], "tuple[RoundRunner, Act]"]
 
 
 class RoundRunner(Protocol):
@@ -44,7 +44,7 @@ def run_simulated(job: FederatedJob, choices: RunChoices, observer: Observer, st
     stop.check()
     check_simulation(job)
 
-    def begin(folder: Path, watch: FederatedWatch) -> tuple[RoundRunner, Act]:
+    def begin(folder: Path, watch: RoundsWatch) -> tuple[RoundRunner, Act]:
         run = FederatedRun(
             job,
             folder,
@@ -68,7 +68,7 @@ def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: O
     stop.check()
     check_deployment(job)
 
-    def begin(folder: Path, watch: FederatedWatch) -> tuple[RoundRunner, Act]:
+    def begin(folder: Path, watch: RoundsWatch) -> tuple[RoundRunner, Act]:
         run = SiteRun(
             job,
             folder,
@@ -91,13 +91,15 @@ def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: O
 def _in_folder(job: FederatedJob, choices: RunChoices, begin: Begin, observer: Observer, stop: Stop) -> FederatedResult:
     with run_session(job, choices, observer) as session:
         folder, callbacks = session.folder.path, session.callbacks
-        watch = FederatedWatch(job, RoundUploads(session.uploads, folder), observer, callbacks, stop)
-        run, finish = _watched(job, choices, folder, lambda path: begin(path, watch), observer)
+        watch = Watch(session, observer)
+        seen = RoundsWatch(job, watch, stop)
+        run, finish = _watched(job, choices, folder, lambda path: begin(path, seen), observer)
         if finish is None:
             return FederatedResult(folder, "done")
         _draw(run.history.lines(), folder)
         outcome = ending(session.folder, finish.outcome, stop)
         result = FederatedResult(folder, outcome)
+        watch.log.ended(outcome, result.reason or finish.reason)
         observer.rounds_reported(result)
         if line := choices.last_line(session.folder, outcome):
             observer.note(line)

@@ -37,9 +37,8 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.api.losses import LossPoint, losses_file
-from isthmus.api.run_entries import ENTRIES, SPANS, run_entries
+from isthmus.api.run_entries import ENTRIES, SPANS, run_entries, run_state
 from isthmus.data.description import DataDescription
-from isthmus.documents import read_lines
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
@@ -47,7 +46,7 @@ from isthmus.job import Job
 from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
 from isthmus.reading import read_json
-from isthmus.run_files import CHECKPOINTS, CLIENT_NAMES, JOB, LOSSES, ROUND_LINES, keep_job, keep_stop, write_json
+from isthmus.run_files import CHECKPOINTS, CLIENT_NAMES, JOB, LOSSES, keep_job, keep_stop, write_json
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
@@ -59,24 +58,6 @@ GIVEN = "given"
 AGENTS_LOG, COORDINATOR, PROBED = "agents.log", "coordinator", "probed.toml"
 BESIDE = frozenset({GIVEN, CLIENT_NAMES, AGENTS_LOG, COORDINATOR, PROBED})
 """Files that may be in a folder before a run begins there."""
-
-
-class _Rounds(msgspec.Struct, frozen=True):
-    rounds: int
-
-
-class _RoundsAsked(msgspec.Struct, frozen=True):
-    federated: _Rounds
-
-
-class _RoundNumber(msgspec.Struct, frozen=True):
-    round: int
-
-
-class _RoundMade(msgspec.Struct, frozen=True):
-    """A line of a federated run."""
-
-    record: _RoundNumber
 
 
 class RunFolder:
@@ -231,10 +212,7 @@ class RunFolder:
     def is_done(self) -> bool:
         """Whether the run came to its end. Of one that cannot be read: no."""
         try:
-            if self.is_federated:
-                rounds = self._decode(JOB, _RoundsAsked).federated.rounds
-                return any(line.record.round + 1 >= rounds for line in read_lines(self.path / ROUND_LINES, _RoundMade))
-            return any(entry.text == "done" for entry in run_entries(self.path)[-1:] if entry.kind == "ended")
+            return run_state(run_entries(self.path)).outcome == "done"
         except UserError:
             return False
 

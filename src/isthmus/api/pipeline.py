@@ -17,10 +17,10 @@ from isthmus.api.decoupled import run_decoupled
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan
 from isthmus.api.observer import Observer
+from isthmus.api.pipeline_watch import PipelineWatch
 from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
 from isthmus.api.run_session import RunChoices, RunSession, ending, run_session
 from isthmus.api.search import searched
-from isthmus.api.watch import Watch
 from isthmus.callbacks import RunEnded
 from isthmus.callbacks.events import Ended
 from isthmus.combinations import refused
@@ -189,8 +189,8 @@ def _carry_out(
     planned: _Planned, start: _Start, session: RunSession, observer: Observer, stop: Stop
 ) -> tuple[Outcome, Ended]:
     prepared, plan, fleet = planned.prepared, planned.plan, planned.fleet
-    folder, callbacks, uploads = session
-    watch = Watch(prepared, plan, folder, observer, callbacks, uploads)
+    folder, seen = session.folder, PipelineWatch(prepared, plan, session, observer)
+    watch = seen.watch
     idle = IdleDevices(planned.backend, planned.holders)
 
     def on_idle_devices(step: int, note: Callable[[str], None], stop: Stop) -> Audited:
@@ -207,21 +207,20 @@ def _carry_out(
 
     def begin() -> None:
         _begin_folder(planned, start, folder, observer)
-        watch.began(start.step)
         started = run_started(prepared.job, folder.path, start.step, stop.request)
         pictures = {"plan": folder.plan_picture} if folder.plan_picture.is_file() else {}
-        callbacks.start(msgspec.structs.replace(started, plan=plan, pictures=pictures))
+        watch.began(msgspec.structs.replace(started, plan=plan, pictures=pictures))
 
     watcher = Watcher(
         accepted=begin,
-        planned=watch.planned,
+        planned=seen.planned,
         period=watch.log.planned,
-        advanced=watch.advanced,
-        evaluated=watch.evaluated,
+        advanced=seen.advanced,
+        evaluated=seen.evaluated,
         saved=saved,
-        rolled_back=watch.rolled_back,
+        rolled_back=seen.rolled_back,
         noted=watch.noted,
-        fault=watch.fault,
+        fault=seen.fault,
     )
     stages = sum(len(replica.stages) for replica in plan.replicas)
     observer.began(f"{plan.model} on {plan.fleet}, {stages} stages")

@@ -1,4 +1,4 @@
-"""The events of a pipeline's run, a line each in its folder, written as they happen, for the watchers of a run."""
+"""The events of a run, a line each in its folder, written as they happen, for the watchers of a run."""
 
 from __future__ import annotations
 
@@ -8,40 +8,42 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.callbacks.events import Unit
 from isthmus.documents import read_lines
+from isthmus.errors import UserError
 from isthmus.plans import PlanPeriod
+from isthmus.run_files import JOB, ROUND_LINES, read_json
 
 ENTRIES = "events.jsonl"
 SPANS = "spans.jsonl"
 """The spans so far, of a run that works or was killed: its end writes them into `trace.jsonl`."""
+Kind = Literal["began", "planned", "step", "heldout", "lost", "left", "joined", "back", "saved", "note", "ended"]
 
 
 class RunEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened. `at_s` is in seconds since 1970, by the coordinator's clock."""
 
     at_s: float
-    kind: Literal["began", "planned", "step", "heldout", "lost", "left", "joined", "back", "saved", "note", "ended"]
+    kind: Kind
     """`back`: the run goes on after `step`, and later steps are void."""
     step: int = -1
-    """Steps done; -1 where it does not matter."""
+    """Steps or rounds done; -1 where it does not matter."""
     device: str = ""
     text: str = ""
-    """The outcome in `ended`: done, interrupted, lost, diverged or failed."""
+    """The outcome in `ended`: done, stopped, interrupted, lost, diverged or failed."""
     steps: int = 0
-    """The job's steps, in `began`."""
+    """The job's steps or rounds, in `began`."""
+    counts: Unit = "step"
+    """What is counted, in `began`."""
     loss: float | None = None
     metrics: Mapping[str, float | None] = {}
     """The metrics in `heldout`."""
-    per_s: float | None = None
-    """Tokens per second in `step`, or samples where the data are no text."""
-    unit: str = ""
-    """The unit of `per_s`."""
+    figures: Mapping[str, float] = {}
+    """The numbers of a step, as `isthmus.figures` declares them."""
     busy: Mapping[str, float] = {}
-    """The share of the step that each device computed, 0 to 1."""
+    """The share of the step that each device or executor computed, 0 to 1."""
     sent: tuple[tuple[str, str, int], ...] = ()
     """Source, target and tensor bytes of the step."""
-    sent_bytes: int = 0
-    """Bytes of the session so far."""
     spans: int = 0
     """How many spans the session had by then."""
     period: PlanPeriod | None = None
@@ -49,5 +51,88 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def run_entries(run: Path) -> list[RunEntry]:
-    """In their order; none of a run whose version wrote none. A last line that is not whole is passed over."""
-    return read_lines(run / ENTRIES, RunEntry)
+    """In their order. A last line that is not whole is passed over. Of a federated run of a version that wrote none,
+    its rounds."""
+    return read_lines(run / ENTRIES, RunEntry) if (run / ENTRIES).is_file() else list(_of_rounds(run))
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """How far a run is, by its entries."""
+
+    done: int = 0
+    steps: int = 0
+    """Of the whole run."""
+    unit: Unit = "step"
+    loss: float | None = None
+    """The newest of the training loss, or else on held-out samples."""
+    outcome: str = ""
+    """Of the newest session; empty where it works, or was killed."""
+    planned: bool = False
+    """Whether a plan was in force."""
+
+
+def run_state(entries: list[RunEntry]) -> RunState:
+    state, heldout = RunState(), None
+    for entry in entries:
+        match entry.kind:
+            case "began":
+                state = RunState(max(0, entry.step), entry.steps, entry.counts, state.loss, planned=state.planned)
+            case "planned":
+                state = msgspec.structs.replace(state, planned=True)
+            case "step":
+                loss = entry.loss if entry.loss is not None else state.loss
+                state = msgspec.structs.replace(state, done=entry.step, loss=loss)
+            case "back":
+                state = msgspec.structs.replace(state, done=entry.step)
+            case "heldout":
+                heldout = entry.loss
+            case "ended":
+                state = msgspec.structs.replace(state, outcome=entry.text)
+            case _:
+                pass
+    return state if state.loss is not None else msgspec.structs.replace(state, loss=heldout)
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    rounds: int
+
+
+class _FederatedJob(msgspec.Struct, frozen=True):
+    federated: _Asked | None = None
+
+
+class _Number(msgspec.Struct, frozen=True):
+    round: int
+
+
+class _Evaluation(msgspec.Struct, frozen=True):
+    loss: float | None = None
+    metrics: dict[str, float | None] = {}
+
+
+class _Round(msgspec.Struct, frozen=True):
+    """The part of a line of `federated/history.py` that is read here: that module imports torch."""
+
+    record: _Number
+    seconds: float = 0.0
+    opened_at_s: float | None = None
+    evaluation: _Evaluation | None = None
+
+
+def _of_rounds(run: Path) -> list[RunEntry]:
+    try:
+        asked = (read_json(run / JOB, _FederatedJob) or _FederatedJob()).federated
+    except UserError:
+        asked = None
+    rounds = read_lines(run / ROUND_LINES, _Round)
+    if asked is None or not rounds:
+        return []
+    found = [RunEntry(at_s=rounds[0].opened_at_s or 0.0, kind="began", step=0, steps=asked.rounds, counts="round")]
+    for line in rounds:
+        done, at_s = line.record.round + 1, (line.opened_at_s or found[-1].at_s) + line.seconds
+        found.append(RunEntry(at_s=at_s, kind="step", step=done, figures={"step_s": line.seconds}))
+        if (e := line.evaluation) is not None:
+            found.append(RunEntry(at_s=at_s, kind="heldout", step=done, loss=e.loss, metrics=e.metrics))
+    if rounds[-1].record.round + 1 >= asked.rounds:
+        found.append(RunEntry(at_s=found[-1].at_s, kind="ended", text="done"))
+    return found

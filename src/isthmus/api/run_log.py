@@ -3,14 +3,16 @@ the run."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from isthmus.api.observer import StepDone
 from isthmus.api.run_entries import ENTRIES, SPANS, RunEntry
+from isthmus.callbacks import Evaluated, RunFault, RunStarted, StepDone
+from isthmus.figures import figures_of
 from isthmus.plans import PlanPeriod
 from isthmus.trace import Span
 
@@ -27,23 +29,26 @@ class RunLog:
     def __init__(self, run: Path, note: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
         self._run, self._note, self._clock = run, note, clock
         self._encoder = msgspec.json.Encoder()
+        self._lock = threading.RLock()
         self._writes = False
         self._began_s = self._step_s = 0.0
-        self._spans = self._sent_bytes = 0
+        self._spans = 0
         self._reason = ""
         """The reason of the last lost device: the run also notes it, which is not written again."""
         self._held: RunEntry | None = None
         """A step that was not written, as it came soon after another one."""
 
-    def began(self, step: int, steps: int) -> None:
-        """A session goes on after `step` of `steps`."""
+    def began(self, started: RunStarted) -> None:
+        """A session goes on."""
         self._began_s = self._clock()
         try:
             (self._run / SPANS).write_bytes(b"")
             self._writes = True
         except OSError as e:
             self._failed(e)
-        self._write(RunEntry(at_s=self._began_s, kind="began", step=step, steps=steps))
+        unit = "round" if started.kind == "federated" else "step"
+        step, steps = started.first_step, started.steps
+        self._add(RunEntry(at_s=self._began_s, kind="began", step=step, steps=steps, counts=unit))
 
     def planned(self, period: PlanPeriod) -> None:
         """A plan is in force from now on."""
@@ -54,24 +59,23 @@ class RunLog:
         """`spans` are those that were reported since the step before."""
         now_s = self._clock()
         self.measured(spans)
-        self._sent_bytes += sum(done.link_bytes.values())
         entry = RunEntry(
             at_s=now_s,
             kind="step",
             step=done.step,
             loss=done.loss,
-            per_s=done.tokens_per_s or done.samples_per_s,
-            unit="tokens/s" if done.tokens_per_s else "samples/s",
+            text=done.text,
+            figures=figures_of(done),
             busy=done.busy,
             sent=tuple((source, target, size) for (source, target), size in done.link_bytes.items()),
-            sent_bytes=self._sent_bytes,
             spans=self._spans,
         )
-        if now_s - self._step_s < max(LEAST_S, (now_s - self._began_s) / MOST_STEPS):
-            self._held = entry
-            return
-        self._step_s, self._held = now_s, None
-        self._write(entry)
+        with self._lock:
+            if now_s - self._step_s < max(LEAST_S, (now_s - self._began_s) / MOST_STEPS):
+                self._held = entry
+                return
+            self._step_s, self._held = now_s, None
+            self._write(entry)
 
     def measured(self, spans: Sequence[Span]) -> None:
         """Spans of an evaluation, or of a step."""
@@ -79,28 +83,27 @@ class RunLog:
             self._append(SPANS, self._encoder.encode_lines(spans))
             self._spans += len(spans)
 
-    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float | None] = {}) -> None:
-        self._add(RunEntry(at_s=self._clock(), kind="heldout", step=step, loss=loss, metrics=metrics))
+    def evaluated(self, found: Evaluated) -> None:
+        self._add(RunEntry(at_s=self._clock(), kind="heldout", step=found.step, loss=found.loss, metrics=found.metrics))
 
-    def went_back(self, step: int) -> None:
-        self._add(RunEntry(at_s=self._clock(), kind="back", step=step, spans=self._spans))
+    def fault(self, fault: RunFault) -> None:
+        """A plan has an entry of its own: `planned`."""
+        match fault.kind:
+            case "lost":
+                self._reason = fault.text
+            case "note" if fault.text == self._reason:
+                return
+            case _:
+                pass
+        if fault.kind not in ("plan", "refused"):
+            step = fault.step if fault.kind == "back" else -1
+            entry = RunEntry(
+                at_s=self._clock(), kind=fault.kind, step=step, device=fault.device, text=fault.text, spans=self._spans
+            )
+            self._add(entry)
 
     def saved(self, step: int) -> None:
         self._add(RunEntry(at_s=self._clock(), kind="saved", step=step))
-
-    def noted(self, text: str) -> None:
-        if text != self._reason:
-            self._add(RunEntry(at_s=self._clock(), kind="note", text=text))
-
-    def joined(self, device: str) -> None:
-        self._add(RunEntry(at_s=self._clock(), kind="joined", device=device))
-
-    def lost(self, device: str, reason: str) -> None:
-        self._reason = reason
-        self._add(RunEntry(at_s=self._clock(), kind="lost", device=device, text=reason))
-
-    def left(self, device: str) -> None:
-        self._add(RunEntry(at_s=self._clock(), kind="left", device=device))
 
     def ended(self, outcome: str, reason: str = "") -> None:
         """The session is over. `reason` is empty where it went well."""
@@ -110,10 +113,11 @@ class RunLog:
 
     def _add(self, entry: RunEntry) -> None:
         """After the step that it came after."""
-        if self._held is not None:
-            step, self._held = self._held, None
-            self._write(step)
-        self._write(entry)
+        with self._lock:
+            if self._held is not None:
+                step, self._held = self._held, None
+                self._write(step)
+            self._write(entry)
 
     def _write(self, entry: RunEntry) -> None:
         self._append(ENTRIES, self._encoder.encode(entry) + b"\n")

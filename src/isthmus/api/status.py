@@ -10,10 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.api.losses import losses_file
+from isthmus.api.run_entries import RunState, run_entries, run_state
 from isthmus.disclosure import read_spent
-from isthmus.documents import read_lines
-from isthmus.run_files import ROUND_LINES
 from isthmus.runtime.identity import Member
 from isthmus.runtime.service.job_queue import JobQueue, Submitted
 from isthmus.runtime.service.status_file import CoordinatorStatus, LinkStatus, read_status
@@ -46,16 +44,6 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True):
     """The privacy that its messages spent, where noise covers them."""
 
 
-class _Evaluated(msgspec.Struct, frozen=True):
-    loss: float | None = None
-
-
-class _Round(msgspec.Struct, frozen=True):
-    """The part of a line of `federated/history.py` that is shown here: reading the whole line imports torch."""
-
-    evaluation: _Evaluated | None = None
-
-
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: CoordinatorStatus | None
     """None when none serves the folder."""
@@ -77,30 +65,25 @@ def status_of(queue: JobQueue, folder: Path) -> Status:
 
 def progressed(job: Submitted) -> Progressed:
     """Read the progress from the run's folder."""
-    document: dict[str, dict[str, int]] = msgspec.json.decode(job.document)
     folder = Path(job.folder)
-    if job.kind == "federated":
-        rounds = read_lines(folder / ROUND_LINES, _Round) if job.folder else []
-        evaluated = [line.evaluation.loss for line in rounds if line.evaluation is not None]
-        return Progressed(
-            job=job.number,
-            name=job.name,
-            unit="rounds",
-            done=len(rounds),
-            of=document["federated"]["rounds"],
-            loss=evaluated[-1] if evaluated else None,
-        )
-    points = [p for p in losses_file(folder).lines() if p.split == "train"] if job.folder else []
-    spent = read_spent(folder) if job.folder else None
+    state = run_state(run_entries(folder)) if job.folder else RunState()
+    unit = "round" if job.kind == "federated" else "step"
+    spent = read_spent(folder) if job.folder and unit == "step" else None
     return Progressed(
-        privacy=str(spent) if spent is not None else "",
         job=job.number,
         name=job.name,
-        unit="steps",
-        done=points[-1].step if points else 0,
-        of=document["training"]["steps"],
-        loss=points[-1].loss if points else None,
+        unit=f"{unit}s",
+        done=state.done,
+        of=state.steps or _asked(job.document, unit),
+        loss=state.loss,
+        privacy=str(spent) if spent is not None else "",
     )
+
+
+def _asked(document: bytes, unit: str) -> int:
+    """Return the steps or rounds of a job that has not begun."""
+    tables: dict[str, dict[str, int]] = msgspec.json.decode(document)
+    return tables["federated"]["rounds"] if unit == "round" else tables["training"]["steps"]
 
 
 def jobs_table(found: list[Submitted]) -> Table:

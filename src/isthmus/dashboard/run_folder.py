@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from isthmus.api.losses import LossPoint
-from isthmus.api.run_entries import ENTRIES, SPANS, RunEntry
+from isthmus.api.run_entries import ENTRIES, SPANS, RunEntry, RunState, run_entries, run_state
 from isthmus.dashboard.rounds import RoundShown
 from isthmus.dashboard.spans import LightSpan, SpanTable
 from isthmus.errors import UserError
@@ -91,6 +91,8 @@ class WatchedRun:
         self._entries = GrowingFile(path / ENTRIES, RunEntry)
         self._losses = GrowingFile(path / LOSSES, LossPoint)
         self._rounds = GrowingFile(path / ROUND_LINES, RoundShown)
+        self._known: tuple[list[RunEntry], RunState] | None = None
+        """The entries that were read last, and how far the run was then."""
         self._documents: dict[str, tuple[tuple[int, int], object]] = {}
         self._spans: dict[str, tuple[GrowingFile[LightSpan], SpanTable]] = {}
 
@@ -101,7 +103,20 @@ class WatchedRun:
 
     @property
     def entries(self) -> list[RunEntry]:
-        return self._entries.all()
+        return self._entries.all() or self._before
+
+    @cached_property
+    def _before(self) -> list[RunEntry]:
+        """Those of a federated run of a version that wrote none."""
+        return run_entries(self.path)
+
+    @property
+    def state(self) -> RunState:
+        """How far it is."""
+        entries = self.entries
+        if self._known is None or self._known[0] is not entries:
+            self._known = entries, run_state(entries)
+        return self._known[1]
 
     @property
     def losses(self) -> list[LossPoint]:
@@ -138,10 +153,6 @@ class WatchedRun:
         return self.document(JOB, dict[str, object]) or {}
 
     @property
-    def federated(self) -> bool:
-        return "federated" in self.job
-
-    @property
     def summary(self) -> ComparisonSummary | None:
         return self.document(SUMMARY, ComparisonSummary)
 
@@ -163,7 +174,7 @@ class WatchedRun:
                 return f"This is no run: the folder has no {JOB}."
             return "The folder is empty: no run has begun here yet."
         needed = {JOB: self.job}
-        if not self.federated:
+        if self.state.planned:
             needed |= {FLEET: self.fleet, PLAN: self.document(PLAN, Plan)}
         missing = [name for name, found in needed.items() if not found]
         return f"The run is broken: {' and '.join(missing)} cannot be read." if missing else ""

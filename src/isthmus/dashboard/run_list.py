@@ -22,7 +22,7 @@ def runs_table(folder: Path, runs: list[Shown]) -> RenderableType:
         return Text(f"{folder}: no run has begun here")
     table = new_table(("run", "state", "done", "loss", ""), ("loss",))
     for run in runs:
-        done = f"{run['done']} of {run['of']} {'rounds' if run['federated'] else 'steps'}"
+        done = f"{run['done']} of {run['of']} {run['unit']}s"
         loss = run["loss"]
         table.add_row(
             str(run["name"]),

@@ -12,6 +12,7 @@ from isthmus.api.run_entries import RunEntry
 from isthmus.dashboard.moment import Moment
 from isthmus.dashboard.rounds import round_row
 from isthmus.dashboard.run_folder import PRIVACY, WatchedRun
+from isthmus.figures import FIGURES
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.reading import printable
 from isthmus.report.link_uses import link_uses_of
@@ -30,20 +31,10 @@ def state_of(run: WatchedRun) -> str:
         return "empty" if "empty" in run.problem else "broken"
     if run.works:
         return "running"
-    if run.federated:
-        return "done" if run.rounds and run.rounds[-1].record.round + 1 >= _steps(run) else "stopped"
-    entries = run.entries
-    if entries and entries[-1].kind == "ended":
-        return entries[-1].text if entries[-1].text in ("done", "stopped", "interrupted") else "failed"
+    outcome = run.state.outcome
+    if outcome:
+        return outcome if outcome in ("done", "stopped", "interrupted") else "failed"
     return "done" if run.summary is not None else "stopped"
-
-
-def _steps(run: WatchedRun) -> int:
-    """Steps or rounds that the job asks for."""
-    table, key = ("federated", "rounds") if run.federated else ("training", "steps")
-    found = run.job.get(table)
-    asked = found.get(key) if isinstance(found, dict) else 0
-    return asked if isinstance(asked, int) else 0
 
 
 def head(run: WatchedRun) -> Shown:
@@ -53,7 +44,7 @@ def head(run: WatchedRun) -> Shown:
     except Exception as e:  # of any kind: files say anything
         return {
             "name": printable(run.path.name),
-            "federated": False,
+            "unit": "step",
             "state": "broken",
             "problem": f"The run is broken: its files cannot be shown: {type(e).__name__}: {e}",
             "done": 0,
@@ -65,19 +56,17 @@ def head(run: WatchedRun) -> Shown:
 
 
 def _head(run: WatchedRun) -> Shown:
-    steps = [p for p in run.losses if p.split == "train"]
-    graded = [line.evaluation["loss"] for line in run.rounds if line.evaluation and "loss" in line.evaluation]
-    done = run.rounds[-1].record.round + 1 if run.rounds else steps[-1].step if steps else 0
+    state = run.state
     remote = "on remote devices of a fleet" if (run.path / "captured.safetensors").is_file() else ""
     remote = remote or ("at remote sites of a fleet" if run.job.get("deployment") else "")
     return {
         "name": printable(run.path.name),
-        "federated": run.federated,
         "state": state_of(run),
         "problem": run.problem,
-        "done": done,
-        "of": _steps(run),
-        "loss": steps[-1].loss if steps else graded[-1] if graded else None,
+        "unit": state.unit,
+        "done": state.done,
+        "of": state.steps,
+        "loss": state.loss,
         "folder": printable(run.path.absolute()),
         "place": remote or "on this machine",
     }
@@ -93,13 +82,11 @@ def overview(run: WatchedRun) -> Shown:
     marks = [(n, e) for n, e in enumerate(entries) if e.kind not in ("step", "heldout")][-MOST_MARKS:]
     return shown | {
         "model": str(model.get("name", "")) if isinstance(model, dict) else "",
-        "moments": len(run.rounds) if run.federated else len(entries),
+        "moments": len(entries),
         "train": _curve(run.losses, "train"),
         "heldout": _curve(run.losses, "heldout"),
         "metrics": _metrics(run.losses),
-        "speed": [[e.step for e in steps], [e.per_s for e in steps]],
-        "bytes": [[e.step for e in steps], [sum(size for _, _, size in e.sent) for e in steps]],
-        "unit": steps[-1].unit if steps else "",
+        "figures": _figures(steps),
         "marks": [_mark(n, e, entries[0].at_s) for n, e in marks],
         "comparison": run.summary,
         "rounds": [round_row(line, run.client_names) for line in _thinned(run.rounds)],
@@ -139,6 +126,15 @@ def _metrics(points: Sequence[LossPoint]) -> dict[str, list[list[float | None]]]
     return {name: [[p.step for p in kept], [p.metrics.get(name) for p in kept]] for name in names}
 
 
+def _figures(steps: Sequence[RunEntry]) -> dict[str, Shown]:
+    """Return how each number of the steps is shown, and its values."""
+    return {
+        name: {"label": figure.label, "kind": figure.kind, "curve": [[e.step for e in found], values]}
+        for name, figure in FIGURES.items()
+        if (found := [e for e in steps if name in e.figures]) and any(values := [e.figures[name] for e in found])
+    }
+
+
 def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     """At most so many, evenly, and the last."""
     stride = -(-len(points) // MOST_POINTS) or 1
@@ -148,19 +144,17 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
 def state_at(run: WatchedRun, moment: int | None = None) -> Shown:
     """The run as it was after that moment, by default now."""
     entries = run.entries
-    count = len(run.rounds) if run.federated else len(entries)
-    last = count - 1 if moment is None else min(moment, count - 1)
-    if run.federated:
-        return {"moment": last, "step": last + 1, "round": round_row(run.rounds[last], run.client_names)}
+    last = len(entries) - 1 if moment is None else min(moment, len(entries) - 1)
     now, fleet = Moment(entries[: last + 1]), run.fleet
     shown: Shown = {"moment": last, "step": now.step, "last": now.last, "heldout": now.heldout.loss}
-    shown["metrics"] = now.heldout.metrics
+    shown |= {"metrics": now.heldout.metrics, "at_s": entries[last].at_s - entries[0].at_s if entries else 0.0}
+    if line := next((line for line in reversed(run.rounds) if line.record.round + 1 <= now.step), None):
+        shown["round"] = round_row(line, run.client_names)
     if now.period is None or fleet is None:
         return shown
     if any(e.kind == "began" for e in entries[last + 1 :]):
         now.rows = [0]  # of an earlier session there is no trace here
     return shown | {
-        "at_s": entries[last].at_s - entries[0].at_s,
         "plans": now.plans,
         "planner": now.period.plan.planner,
         "predicted": now.period.plan.predicted,

@@ -33,7 +33,7 @@ class Timelines:
     ) -> dict[str, object]:
         """Bars from the step's first forward on, of the attempt that counted at the moment; `span_s` looks closer or
         further, in seconds since then. Steps count from 1. `problem` says why there are none."""
-        if run.federated:
+        if run.rounds:
             lines = [line for line in run.rounds if line.record.round + 1 == step]
             return round_timeline(lines[-1]) if lines else {"problem": f"Round {step} was not done."}
         session = max((n for n, e in enumerate(run.entries) if e.kind == "began"), default=0)

@@ -27,7 +27,7 @@ function showState(state, text = state) {
 // One run
 
 function show() {
-  const { run, at } = page, kinds = { federated: run.federated, pipeline: !run.federated };
+  const { run, at } = page, federated = run.unit === "round", kinds = { federated, pipeline: !!at?.regions };
   document.title = `${run.state === "running" ? "● " : ""}${run.name} – Isthmus`;
   $("title").textContent = run.name;
   showState(run.state);
@@ -36,22 +36,19 @@ function show() {
   $("run").hidden = $("slider").hidden = !run.moments;
   say(run.problem || (run.moments ? "" : "The run has begun, and nothing is done yet: devices are being called."));
   if (!run.moments) return;
-  $("run").className = run.federated ? "federated-run" : "pipeline-run";
+  $("run").className = federated ? "federated-run" : "pipeline-run";
   for (const [kind, is] of Object.entries(kinds)) for (const card of document.querySelectorAll(`.${kind}`)) card.hidden = !is;
-  $("step-unit").textContent = run.federated ? "round" : "step";
+  $("step-unit").textContent = run.unit;
   drawFigures(run, at, page.bars);
-  if (run.federated) drawRounds(run, at);
-  else {
-    drawCurves(run, at);
-    drawEvents(run, at, go);
-    if (at.regions) drawMap(at);
-    if (at.stages) drawStages(at.stages);
-  }
+  drawCurves(run, at);
+  drawEvents(run, at, go);
+  if (federated) drawRounds(run);
+  if (at.regions) drawMap(at);
+  if (at.stages) drawStages(at.stages);
   drawTicks(run);
   $("moment").max = run.moments - 1;
   $("moment").value = at.moment;
-  const done = run.federated ? `round ${at.step} of ${run.of}` : `step ${at.step}`;
-  $("when").textContent = run.federated ? done : `${clock(at.at_s ?? 0)} · ${done}`;
+  $("when").textContent = `${clock(at.at_s ?? 0)} · ${run.unit} ${at.step}`;
   $("moment").setAttribute("aria-valuetext", $("when").textContent);
   $("live").setAttribute("aria-pressed", page.moment == null);
   $("live").textContent = run.state === "running" ? "live" : "end";

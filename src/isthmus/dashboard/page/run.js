@@ -4,62 +4,63 @@ import { chart, colour, fromZero } from "./charts.js";
 import { $, clock, element, fill, number, share, size, table, time } from "./text.js";
 
 export function drawFigures(run, at, bars) {
-  const cells = run.federated ? roundFigures(run, at.round) : stepFigures(run, at, bars);
+  const cells = figureCells(run, at, bars);
   const { epsilon, delta, rounds } = run.privacy ?? {};
   if (epsilon != null) cells.push(["epsilon", number(epsilon), `at delta ${delta}${rounds ? `, ${rounds} rounds` : ""}`]);
   fill("figures", ...cells.map(([name, value, more = ""]) => element("div", { "data-figure": name },
     element("dt", {}, name), element("dd", {}, String(value ?? "–")), element("small", { title: more }, more))));
 }
-function stepFigures(run, at, bars) {
-  const { loss, per_s, sent = [], sent_bytes = 0 } = at.last, compared = run.comparison;
+function figureCells(run, at, bars) {
+  const { loss, figures = {} } = at.last, compared = run.comparison, { refused = 0, reassigned = 0, missing = 0 } = figures;
+  const more = {
+    step_s: `predicted ${time(compared?.predicted_step_s ?? at.predicted?.step_s ?? bars?.planned_s)}`,
+    clients: `${refused} refused, ${reassigned} reassigned, ${missing} missing`,
+  };
+  const measured = { ...figures, step_s: compared?.measured_step_s ?? figures.step_s ?? bars?.measured?.step_s };
   return [
-    ["step", `${at.step} of ${run.of}`],
-    ["loss", number(loss, 4)],
+    [run.unit, `${at.step} of ${run.of}`],
+    ...(loss == null ? [] : [["loss", number(loss, 4)]]),
     ["held-out loss", number(at.heldout, 4)],
     ...Object.entries(at.metrics ?? {}).map(([name, value]) => [name, metricText(name, value)]),
-    [run.unit || "speed", number(per_s)],
-    ["step time", time(compared?.measured_step_s ?? bars?.measured?.step_s),
-      `predicted ${time(compared?.predicted_step_s ?? at.predicted?.step_s)}`],
-    ["bytes per step", size(sent.reduce((sum, [, , bytes]) => sum + bytes, 0)), `${size(sent_bytes)} in all`],
+    ...Object.entries(at.round?.evaluation.clients ?? {}).map(([name, c]) =>
+      [`${name} of clients`, metricText(name, c.mean), `worst tenth ${metricText(name, c.worst_decile)}, of ${c.clients}`]),
+    ...Object.entries(run.figures).filter(([name]) => name !== "loss").map(([name, { label, kind }]) =>
+      [label, KINDS[kind](measured[name]), more[name]]),
   ];
 }
-function roundFigures(run, round) {
-  return [
-    ["round", `${round.round} of ${run.of}`],
-    ["held-out loss", number(round.evaluation.loss, 4)],
-    ...Object.entries(round.evaluation.metrics ?? {}).map(([name, value]) => [name, metricText(name, value)]),
-    ...Object.entries(round.evaluation.clients ?? {}).map(([name, c]) =>
-      [`${name} of clients`, metricText(name, c.mean), `worst tenth ${metricText(name, c.worst_decile)}, of ${c.clients}`]),
-    ["clients", round.clients, `${round.refused.length} refused, ${round.stolen} reassigned, ${round.missing} missing`],
-    ["round time", time(round.makespan_s), `forecast ${time(round.planned_s)}`],
-    ["bytes", size(round.bytes)],
-  ];
+const KINDS = { time, bytes: size, loss: (x) => number(x, 4), count: number, number };
+export function figureText(run, name) {
+  const { label, kind, curve } = run.figures?.[name] ?? {};
+  return label && `${KINDS[kind](curve[1].at(-1))} ${label}`;
 }
 
 const isShare = (name) => name.endsWith("accuracy");
 const metricText = (name, value) => isShare(name) ? share(value) : number(value, 4);
 export const lossSeries = [["training", "blue"], ["held out", "orange", [7, 4]]];
 export const losses = (run) => uPlot.join([run.train, run.heldout]);
+// The loss, then a card for each metric and for each number of the steps.
 export function drawCurves(run, at) {
-  const options = { marker: at.step, range: fromZero };
-  chart("loss", lossSeries, losses(run), { marker: at.step });
-  drawMetrics(Object.entries(run.metrics).map(([name, columns]) => [name, [["held out", "orange"]], columns]),
-    { marker: at.step });
-  $("speed-title").textContent = run.unit || "Speed";
-  chart("speed", [[run.unit || "speed", "green"]], run.speed, options);
-  chart("bytes", [["sent by all devices", "pink"]], [run.bytes[0], run.bytes[1].map((x) => x / 2 ** 20)], options);
+  const options = { marker: at.step, x: run.unit };
+  const names = [...Object.keys(run.metrics), ...run.rounds.flatMap((r) => Object.keys(r.evaluation.clients ?? {}))];
+  const [, series, columns, bands, note] = evaluationOf(run, "loss");
+  chart("loss", series, columns, { ...options, bands });
+  $("loss-note").textContent = note;
+  const metrics = [...new Set(names)].filter((name) => name !== "loss").map((name) => evaluationOf(run, name));
+  const figures = Object.entries(run.figures).filter(([name]) => name !== "loss").map(([, { label, kind, curve }]) =>
+    [label, [[label, "green"]], curve, [], "", { range: fromZero, text: KINDS[kind] }]);
+  drawCards([...metrics, ...figures], options);
 }
-// One card per metric, before the timeline: [name, series, columns, bands, note] each.
-function drawMetrics(shown, options) {
+// One card each, before the timeline: [name, series, columns, bands, note, options].
+function drawCards(shown, options) {
   for (const card of [...document.querySelectorAll(".card.metric")].slice(shown.length)) card.remove();
-  for (const [number, [name, series, columns, bands, note]] of shown.entries()) {
+  for (const [number, [name, series, columns, bands, note, more]] of shown.entries()) {
     const id = `metric-${number}`;
     if (!$(id)) {
       document.querySelector(".card.timeline").before(element("section", { class: "card metric" },
         element("h2", { id: `${id}-title` }), element("div", { class: "chart", id })));
     }
     fill(`${id}-title`, name, " ", element("small", {}, note ?? ""));
-    chart(id, series, columns, { ...options, bands, text: (value) => metricText(name, value) });
+    chart(id, series, columns, { ...options, bands, text: (value) => metricText(name, value), ...more });
   }
 }
 
@@ -124,41 +125,34 @@ export function drawTicks(run) {
     element("i", { class: mark.kind, style: { left: `${100 * mark.moment / Math.max(1, run.moments - 1)}%` } })));
 }
 
-export function roundLosses(run) {
-  return [run.rounds.map((r) => r.round), run.rounds.map((r) => r.evaluation.loss)];
-}
 const MOST_SITES = 10, SITES = ["blue", "pink", "sky", "ink", "amber"];
-// A figure of held-out samples and of clients, each on its own data: [name, series, columns, bands, note].
-function figureOfRounds(run, name) {
-  const column = (get) => run.rounds.map((r) => get(r.evaluation) ?? null);
-  const clients = (get) => column((e) => e.clients?.[name] && get(e.clients[name]));
+// An evaluation of held-out samples, beside training, and of clients, each on its own data.
+function evaluationOf(run, name) {
+  const held = name === "loss" ? run.heldout : run.metrics[name] ?? [[], []];
+  const rounds = run.rounds.map((r) => r.round);
+  const clients = (get) => [rounds, run.rounds.map((r) => {
+    const found = r.evaluation.clients?.[name];
+    return (found && get(found)) ?? null;
+  })];
   const each = [...new Set(run.rounds.flatMap((r) => Object.keys(r.evaluation.clients?.[name]?.each ?? {})))];
   const sites = each.length > MOST_SITES ? [] : each;
   const found = [
     [["", "soft"], clients((c) => c.mean + c.deviation)],
     [["", "soft"], clients((c) => c.mean - c.deviation)],
+    ...(name === "loss" ? [[lossSeries[0], run.train]] : []),
     [["mean of clients", "green"], clients((c) => c.mean)],
     [["worst tenth", "red", [6, 4]], clients((c) => c.worst_decile)],
-    [["held out", "orange"], column((e) => name === "loss" ? e.loss : e.metrics?.[name])],
+    [["held out", "orange", ...(name === "loss" ? [[7, 4]] : [])], held],
     ...sites.map((site, n) => [
       [/^\d+$/.test(site) ? `client ${site}` : site, SITES[n % SITES.length], n < SITES.length ? [2, 3] : [8, 3]],
       clients((c) => c.each?.[site])]),
-  ].filter(([, values]) => values.some((x) => x != null));
+  ].filter(([, [, values]]) => values.some((x) => x != null));
   const bands = found[0]?.[0][0] === "" ? [{ series: [1, 2], fill: `${colour("green")}22` }] : [];
   const note = bands.length ? "clients on their own data; shaded: their mean, one deviation up and down" : "";
-  return [name, found.map(([series]) => series), [run.rounds.map((r) => r.round), ...found.map(([, x]) => x)], bands, note];
+  const columns = found.length ? uPlot.join(found.map(([, curve]) => curve)) : [[]];
+  return [name, found.map(([series]) => series), columns, bands, note];
 }
-export function drawRounds(run, at) {
-  const options = { marker: at.step, x: "round" }, column = (get) => run.rounds.map((r) => get(r) ?? null);
-  const of = run.rounds.flatMap((r) => [...Object.keys(r.evaluation.metrics ?? {}), ...Object.keys(r.evaluation.clients ?? {})]);
-  const [, series, columns, bands, note] = figureOfRounds(run, "loss");
-  chart("loss", series, columns, { ...options, bands });
-  $("loss-note").textContent = note;
-  const names = [...new Set(of)].filter((name) => name !== "loss");
-  drawMetrics(names.map((name) => figureOfRounds(run, name)), options);
-  const rounds = columns[0];
-  chart("times", [["measured", "blue"], ["forecast", "orange", [6, 4]]],
-    [rounds, column((r) => r.makespan_s), column((r) => r.planned_s)], { ...options, text: time });
+export function drawRounds(run) {
   const counts = ["clients", "time", "forecast", "reassigned", "refused", "missing", "late"].map((name) => [name, "n"]);
   fill("rounds", table([["round"], ...counts, ["ended by"]], run.rounds.slice(-300).reverse().map((r) => ({
     "data-tip": r.refused.length ? r.refused.join("\n") : null,

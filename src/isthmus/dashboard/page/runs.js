@@ -1,11 +1,11 @@
 // The list of runs, a fleet, and several runs side by side.
 import { chart } from "./charts.js";
-import { losses, lossSeries, roundLosses } from "./run.js";
+import { figureText, losses, lossSeries } from "./run.js";
 import { $, element, fill, number, pill, runLink, size, table, time } from "./text.js";
 
 const card = (title, ...content) => element("section", { class: "card" }, element("h2", {}, title), ...content);
 const picked = () => [...document.querySelectorAll("#list input:checked")].map((box) => box.value);
-const done = (run) => run.problem || `${run.done} of ${run.of} ${run.federated ? "rounds" : "steps"}`;
+const done = (run) => run.problem || `${run.done} of ${run.of} ${run.unit}s`;
 
 function fleetCards({ coordinator, jobs }) {
   const { devices = [], links = [], relayed = [] } = coordinator ?? {}, pair = (link) => link.devices.join(" – ");
@@ -56,9 +56,9 @@ function fleetState(coordinator) {
 const FIGURES = [
   ["state", (run) => pill(run.state)],
   ["done", done],
-  ["loss", (run) => number(run.loss ?? run.rounds.at(-1)?.evaluation.loss, 4)],
+  ["loss", (run) => number(run.loss, 4)],
   ["held-out loss", (run) => number(run.heldout[1].at(-1), 4)],
-  ["speed", (run) => `${number(run.speed[1].at(-1))} ${run.unit}`],
+  ["speed", (run) => figureText(run, "tokens_per_s") ?? figureText(run, "samples_per_s")],
   ["step, measured", (run) => time(run.comparison?.measured_step_s)],
   ["step, predicted", (run) => time(run.comparison?.predicted_step_s)],
   ["devices lost", (run) => String(run.marks.filter((mark) => mark.kind === "lost").length)],
@@ -66,7 +66,7 @@ const FIGURES = [
 export function drawCompared(runs, ids) {
   $("title").textContent = `${runs.length} runs side by side`;
   $("compare").hidden = false;
-  const curves = runs.map((run) => run.problem ? [[]] : run.federated ? roundLosses(run) : losses(run));
+  const curves = runs.map((run) => run.problem ? [[]] : losses(run));
   const all = curves.flatMap(([, ...values]) => values.flat()).filter((x) => x != null);
   const range = () => [Math.min(...all) * 0.95, Math.max(...all) * 1.02];
   fill("compare", ...runs.map((run, k) => {
@@ -78,7 +78,6 @@ export function drawCompared(runs, ids) {
   }));
   runs.forEach((run, k) => {
     if (run.problem) return;
-    const series = run.federated ? [["held-out loss", "orange"]] : lossSeries;
-    chart(`compared-${k}`, series, curves[k], { range, x: run.federated ? "round" : "step" });
+    chart(`compared-${k}`, lossSeries, curves[k], { range, x: run.unit });
   });
 }

@@ -1,14 +1,14 @@
-"""A federated run's progress as events for its observer and calls of its callbacks."""
+"""Rounds of a federated run as steps and evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from isthmus.api.callbacks import run_started
-from isthmus.api.observer import Observer
 from isthmus.api.stored_run import RoundUploads
-from isthmus.callbacks import Callbacks, Evaluated, RunFault, StepDone
+from isthmus.api.watch import Watch
+from isthmus.callbacks import Evaluated, RunFault, StepDone
+from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.protocol.federated_reports import refusal_texts
@@ -17,52 +17,43 @@ from isthmus.run_files import keep_stop
 from isthmus.runtime.processes.signals import Stop
 
 
-class FederatedWatch:
-    """The watch of one run. `noted` and `round_done` may be called by two threads."""
+class RoundsWatch:
+    """`noted` and `round_done` may be called by two threads."""
 
-    def __init__(
-        self, job: FederatedJob, uploads: RoundUploads, observer: Observer, callbacks: Callbacks, stop: Stop
-    ) -> None:
-        self._job = job
-        self._uploads = uploads
-        self._folder = uploads.folder
-        self._observer = observer
-        self._callbacks = callbacks
-        self._stop = stop
-        self._done = 0
-        self._heldout_loss: float | None = None
+    def __init__(self, job: FederatedJob, watch: Watch, stop: Stop) -> None:
+        self._job, self._watch, self._stop = job, watch, stop
+        self._uploads = RoundUploads(watch.uploads, watch.folder.path)
 
     def began(self, first_round: int) -> None:
         """The folder is the run's."""
-        self._done = first_round
+        watch, folder = self._watch, self._watch.folder
         if first_round:
-            self._observer.note(f"resuming {self._folder} after {first_round} rounds")
-        self._observer.note(f"run folder: {self._folder}")
-        keep_stop(self._folder, "")
-        self._callbacks.start(run_started(self._job, self._folder, first_round, self._stop.request))
+            watch.observer.note(f"resuming {folder.path} after {first_round} rounds")
+        watch.observer.note(f"run folder: {folder.path}")
+        keep_stop(folder.path, "")
+        folder.forget_losses(first_round)
+        watch.began(run_started(self._job, folder.path, first_round, self._stop.request))
 
     def noted(self, text: str) -> None:
         """A line for people, while rounds go on."""
-        self._observer.note(text)
-        self._callbacks.fault(RunFault(step=self._done, kind="note", text=text))
+        self._watch.noted(text)
+        self._watch.callbacks.fault(RunFault(step=self._watch.done, kind="note", text=text))
 
     def round_done(self, line: RoundLine) -> None:
         self._uploads.look(self.noted)
-        self._done = done = line.record.round + 1
         for refused in line.record.refused:
-            fault = RunFault(step=done, kind="refused", device=f"client {refused.client}", text=refused.reason)
-            self._callbacks.fault(fault)
-        evaluation = line.evaluation
-        if evaluation is not None and evaluation.loss is not None:
-            self._heldout_loss = evaluation.loss
-        step = round_step(line, self._job.federated.rounds, self._folder, self._heldout_loss)
-        self._observer.stepped(step)
-        self._callbacks.step(step)
-        if evaluation is not None:
-            means = {name: figures.mean for name, figures in evaluation.clients.items()}
-            found = Evaluated(step=done, loss=evaluation.loss, unit="round", metrics=evaluation.metrics, clients=means)
-            self._observer.evaluated(found)
-            self._callbacks.evaluation(found)
+            device, step = f"client {refused.client}", line.record.round + 1
+            fault = RunFault(step=step, kind="refused", device=device, text=refused.reason)
+            self._watch.callbacks.fault(fault)
+        self._watch.stepped(round_step(line, self._job.federated.rounds))
+        if line.evaluation is not None:
+            self._watch.evaluated(round_evaluation(line.record.round + 1, line.evaluation))
+
+
+def round_evaluation(done: int, found: Evaluation) -> Evaluated:
+    """Return the evaluation after so many rounds as an event."""
+    means = {name: figures.mean for name, figures in found.clients.items()}
+    return Evaluated(step=done, loss=found.loss, unit="round", metrics=found.metrics, clients=means)
 
 
 ENDED: Mapping[Why, str] = {
@@ -80,7 +71,7 @@ def _text(line: RoundLine) -> str:
     return ", ".join([*([f"{ended} ({line.rules})"] if ended else []), *refused])
 
 
-def round_step(line: RoundLine, rounds: int, run: Path = Path(), heldout_loss: float | None = None) -> StepDone:
+def round_step(line: RoundLine, rounds: int) -> StepDone:
     """Return a round of `rounds` as the event of a step."""
     record, seconds, busy = line.record, line.seconds, line.busy_s()
     samples = sum(timed.samples for one in record.trained.values() for timed in one)
@@ -88,7 +79,6 @@ def round_step(line: RoundLine, rounds: int, run: Path = Path(), heldout_loss: f
         step=record.round + 1,
         steps=rounds,
         unit="round",
-        heldout_loss=heldout_loss,
         clients=line.clients,
         refused=len(record.refused),
         late=len(record.stale),
@@ -103,5 +93,4 @@ def round_step(line: RoundLine, rounds: int, run: Path = Path(), heldout_loss: f
         devices=tuple(busy),
         text=_text(line),
         round=record,
-        run=run,
     )
