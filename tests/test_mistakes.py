@@ -281,8 +281,6 @@ sweep('sweep.toml', at_once=-1)                       | at_once: got -1, expecte
 what_if('job.toml', ['devic=x'])                      | --what-if: got 'devic=x', expected all
 Run('nothing')                                        | run folder nothing: not found, or not a run (no job.json)
 Run('runs/small').load(net)                           | is not in Net
-Run('runs/few').losses                                | run folder runs/few: holds a federated job
-FederatedResult('runs/small')                         | run folder runs/small: holds no federated job
 up('job.toml', on='slrum')                            | unknown --on 'slrum': did you mean 'slurm'?
 probe(device='cuda:99')                               | --device: got 'cuda:99', expected one of: auto, cpu
 """

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from isthmus import errors, sync
     from isthmus.api.federated import federate
-    from isthmus.api.federated_result import FederatedResult
     from isthmus.api.join import join
     from isthmus.api.observer import Observer
     from isthmus.api.plan import compare, plan, simulate, verify
@@ -43,7 +42,6 @@ _WHERE = {
     "EarlyStopping": "isthmus.callbacks",
     "Evaluated": "isthmus.callbacks",
     "FederatedJob": "isthmus.federated.job",
-    "FederatedResult": "isthmus.api.federated_result",
     "Fleet": "isthmus.fleet",
     "Job": "isthmus.job",
     "Link": "isthmus.fleet",
@@ -81,7 +79,6 @@ __all__ = [
     "EarlyStopping",
     "Evaluated",
     "FederatedJob",
-    "FederatedResult",
     "Fleet",
     "Job",
     "Link",

@@ -9,7 +9,7 @@ import sys
 import isthmus
 
 EXPECTED = (
-    "Callback Device EarlyStopping Evaluated FederatedJob FederatedResult Fleet Job Link Observer Plan Run RunEnded "
+    "Callback Device EarlyStopping Evaluated FederatedJob Fleet Job Link Observer Plan Run RunEnded "
     "RunFault RunStarted StepDone Stop Sweep Trace Track compare errors federate join plan probe serve simulate sweep "
     "sync train up verify what_if"
 )

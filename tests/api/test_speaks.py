@@ -21,7 +21,7 @@ def train(folder: Path, **given: object) -> isthmus.Run:
     return isthmus.train(model=nn.Linear(4, 1), loss=loss, data=DATA, steps=2, run=folder / "run", **given)  # type: ignore[arg-type]
 
 
-def federate(folder: Path, **given: object) -> isthmus.FederatedResult:
+def federate(folder: Path, **given: object) -> isthmus.Run:
     alone: dict[str, object] = {"execution.executors": 1}
     given |= {"model": nn.Linear(4, 1), "loss": nn.functional.mse_loss, "clients": [DATA, DATA], "rounds": 2}
     return isthmus.federate(run=folder / "run", overrides=alone, **given)  # type: ignore[arg-type]
@@ -66,4 +66,5 @@ def test_a_batch_that_is_larger_than_the_data_is_refused_and_the_default_is_not(
     larger = {"training.batch_size": 32}
     with pytest.raises(UserError, match=r"^training.batch_size: got 32, expected at most 16: the data have no more"):
         train(tmp_path, overrides=larger, quiet=True)
-    assert train(tmp_path / "whole", quiet=True).job.training.batch_size == 16
+    job = train(tmp_path / "whole", quiet=True).job
+    assert isinstance(job, isthmus.Job) and job.training.batch_size == 16

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus import FederatedResult
+from isthmus import Run
 from isthmus.cost import SyncPolicy
 from isthmus.experiments import Watcher
 from isthmus.federated.algorithms import algorithm_names
@@ -86,7 +86,7 @@ def federated(folder: Path, *, algorithm: str, scheme: str) -> Result:
     done = isthmus("train", write(folder, *changes))
     assert done.code == 0, done
     (run,) = (folder / "runs").iterdir()
-    found = FederatedResult(run)
+    found = Run(run)
     return result([line.evaluation.loss for line in found.rounds if line.evaluation], found.model.state_dict())
 
 

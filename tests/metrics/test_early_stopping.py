@@ -127,7 +127,7 @@ def test_a_federated_run_stops(tmp_path: Path) -> None:
         run=tmp_path / "run",
         overrides={"execution.executors": 1, "federated.evaluate_clients": 2},
     )
-    assert result.outcome == isthmus.FederatedResult(result.path).outcome == "stopped" and len(result.rounds) < 400
+    assert result.outcome == isthmus.Run(result.path).outcome == "stopped" and len(result.rounds) < 400
     assert result.reason == "EarlyStopping: never_better was not better than 0 for 2 evaluations (best in round 1)"
 
 

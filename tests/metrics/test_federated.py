@@ -21,7 +21,7 @@ SIZES = (40, 7, 1, 23, 300)
 METRICS = ["accuracy", "perplexity", top_two, confidence]
 
 
-def federated(folder: Path, **more: object) -> isthmus.FederatedResult:
+def federated(folder: Path, **more: object) -> isthmus.Run:
     torch.manual_seed(3)
     given: dict[str, object] = {
         "model": Classifier(),
@@ -143,6 +143,7 @@ def test_names_of_clients_are_in_the_run_s_folder(tmp_path: Path) -> None:
     assert named.client_names == list(given) and named.evaluation is not None
     assert list(named.evaluation.clients["loss"].each) == ["0", "1"]
     spec = write_clients(tmp_path / "clients", given)
+    assert isinstance(named.job, isthmus.FederatedJob)
     job = msgspec.structs.replace(named.job, data=spec, partition=None, model=named.job.model)
     assert isthmus.federate(job, run=tmp_path / "b", overrides=overrides).client_names == list(given)
     without = isthmus.federate(

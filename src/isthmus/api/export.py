@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
 
-from isthmus.api import federated_result
+from isthmus.api import round_files
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
 from isthmus.api.hub import HubRepository
@@ -62,7 +62,7 @@ def write_trace(run: Path) -> Traced:
     """A Perfetto trace of what was predicted and what was measured, in the run's folder."""
     folder = RunFolder.existing(run)
     if folder.is_federated:
-        lines, notes = federated_result.write_federated_trace(folder)
+        lines, notes = round_files.write_federated_trace(folder)
         return Traced(folder.perfetto, lines, notes)
     predicted, measured = folder.traces()
     write_perfetto([predicted, measured], folder.perfetto)
@@ -99,7 +99,7 @@ def _export(folder: RunFolder, directory: Path, *, merge: bool) -> tuple[Exporte
     notes: list[str] = []
     if folder.is_federated:
         unit, job = "rounds", folder.read(FederatedJob)
-        module, done = federated_result.trained_model(folder, job, notes.append)
+        module, done = round_files.trained_model(folder, job, notes.append)
     elif is_given(job := folder.job()):
         return _export_given(folder, job.model.name, directory), notes
     else:

@@ -11,12 +11,12 @@ import numpy as np
 from torch import Tensor, nn
 
 from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
-from isthmus.api.federated_result import FederatedResult
 from isthmus.api.federated_run import run_simulated
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import TARGET, Arrays, check_arguments, columns_of, inputs_of, kept_folder, module_of
 from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
+from isthmus.api.run import Run
 from isthmus.api.run_session import RunChoices
 from isthmus.api.samples import Samples, write_arrays
 from isthmus.data import DataSpec
@@ -65,7 +65,7 @@ def federate(
     stop: Stop | None = None,
     dashboard: bool = False,
     **given: Unpack[GivenClients],
-) -> FederatedResult:
+) -> Run:
     """Train one model on many clients' data, which executors of this machine simulate.
 
     `job` is a federated job file or a `FederatedJob`; without one the run is of Python objects: `model` and `clients`,

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from isthmus.api.federated_result import PICTURES, FederatedResult
 from isthmus.api.observer import Observer
 from isthmus.api.rounds_watch import RoundsWatch
+from isthmus.api.run import Run
 from isthmus.api.run_session import RunChoices, ending, run_session
 from isthmus.api.watch import Watch
 from isthmus.callbacks import RunEnded
@@ -39,7 +39,7 @@ class RoundRunner(Protocol):
     def history(self) -> RoundHistory: ...
 
 
-def run_simulated(job: FederatedJob, choices: RunChoices, observer: Observer, stop: Stop) -> FederatedResult:
+def run_simulated(job: FederatedJob, choices: RunChoices, observer: Observer, stop: Stop) -> Run:
     """Clients of a population, on executors of this machine. Raises Interrupted where it ended at once."""
     stop.check()
     check_simulation(job)
@@ -63,7 +63,7 @@ def run_simulated(job: FederatedJob, choices: RunChoices, observer: Observer, st
     return _in_folder(job, choices, begin, observer, stop)
 
 
-def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: Observer, stop: Stop) -> FederatedResult:
+def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: Observer, stop: Stop) -> Run:
     """At the sites of the service that `serving` opens."""
     stop.check()
     check_deployment(job)
@@ -88,19 +88,19 @@ def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: O
     return _in_folder(job, choices, begin, observer, stop)
 
 
-def _in_folder(job: FederatedJob, choices: RunChoices, begin: Begin, observer: Observer, stop: Stop) -> FederatedResult:
+def _in_folder(job: FederatedJob, choices: RunChoices, begin: Begin, observer: Observer, stop: Stop) -> Run:
     with run_session(job, choices, observer) as session:
         folder, callbacks = session.folder.path, session.callbacks
         watch = Watch(session, observer)
         seen = RoundsWatch(job, watch, stop)
         run, finish = _watched(job, choices, folder, lambda path: begin(path, seen), observer)
         if finish is None:
-            return FederatedResult(folder, "done")
+            return Run(folder, "done")
         _draw(run.history.lines(), folder)
         outcome = ending(session.folder, finish.outcome, stop)
-        result = FederatedResult(folder, outcome)
+        result = Run(folder, outcome)
         watch.log.ended(outcome, result.reason or finish.reason)
-        observer.rounds_reported(result)
+        observer.reported(result)
         if line := choices.last_line(session.folder, outcome):
             observer.note(line)
         callbacks.end(RunEnded(run=folder, outcome=outcome, reason=result.reason, pictures=result.pictures))
@@ -135,6 +135,6 @@ def _draw(lines: list[RoundLine], folder: Path) -> None:
         return
     pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
     evaluated = [(line.record.round + 1, line.evaluation) for line in lines if line.evaluation is not None]
-    pictures.draw_evaluations(evaluated, folder / PICTURES["metrics"])
-    pictures.draw_round_timeline(lines[-1], folder / PICTURES["round"])
-    pictures.draw_throughput(lines, folder / PICTURES["paces"])
+    pictures.draw_evaluations(evaluated, folder / "metrics.png")
+    pictures.draw_round_timeline(lines[-1], folder / "round.png")
+    pictures.draw_throughput(lines, folder / "paces.png")

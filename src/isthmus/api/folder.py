@@ -40,6 +40,7 @@ from isthmus.api.losses import LossPoint, losses_file
 from isthmus.api.run_entries import ENTRIES, SPANS, run_entries, run_state
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
+from isthmus.federated.job import FederatedJob
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.job import Job
@@ -228,6 +229,9 @@ class RunFolder:
 
     def job(self) -> Job:
         return self._decode(JOB, Job)
+
+    def any_job(self) -> Job | FederatedJob:
+        return self._decode(JOB, FederatedJob if self.is_federated else Job)
 
     def read(self, kind: type[Decoded]) -> Decoded:
         """The job, as one of this kind."""

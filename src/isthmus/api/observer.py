@@ -15,7 +15,6 @@ from isthmus.planners import SearchObserver
 from isthmus.plans import Plan
 
 if TYPE_CHECKING:
-    from isthmus.api.federated_result import FederatedResult
     from isthmus.api.run import Run
 
 
@@ -77,9 +76,6 @@ class Observer(Protocol):
 
     def reported(self, run: Run) -> None:
         """The run's folder is complete."""
-
-    def rounds_reported(self, result: FederatedResult) -> None:
-        """The federated run's folder is complete."""
 
 
 class Silent(Observer):

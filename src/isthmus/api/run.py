@@ -14,36 +14,51 @@ from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
 from isthmus.api.notebook import picture_of, table_of
 from isthmus.api.observer import Observer
+from isthmus.api.round_files import trained_model
+from isthmus.api.run_entries import run_entries, run_state
 from isthmus.data.description import DataDescription
 from isthmus.disclosure import PrivacySpent, read_spent
 from isthmus.errors import UserError
+from isthmus.federated.accounting import written_guarantee
 from isthmus.federated.evaluation import Evaluation
+from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.job import FederatedJob
+from isthmus.federated.privacy import Guarantee
 from isthmus.fleet import Fleet
 from isthmus.job import Job
-from isthmus.models.registry import own_names
+from isthmus.models.registry import WithLoss, own_names
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary
-from isthmus.run_files import stop_reason
+from isthmus.report.federated_trace import trace_of
+from isthmus.run_files import CLIENT_NAMES, stop_reason
+from isthmus.run_files import read_json as read_document
+from isthmus.runtime.decoupled.record import MergeLine, merges_file
+from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
-from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, newest_checkpoint, read_manifest
+from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, newest_checkpoint
 from isthmus.units import format_metrics
+
+PICTURES = ("plan", "timeline", "loss", "metrics", "round", "paces")
 
 
 class Run:
-    """A training run: its settings and its results. Each property reads the run folder when it is used.
+    """A run of any program: its settings and its results. Each property reads the run folder when it is used.
 
-    UserError for a folder that is not there or holds no run of a pipeline's job.
+    UserError for a folder that is not there or holds no run. A property of a program that the run is not of is empty or
+    None, and `fleet` and `plan` raise UserError.
 
     >>> run = isthmus.Run(finished)
     >>> run.outcome, len(run.losses), run.losses[-1].step
     ('done', 4, 4)
+    >>> federated = isthmus.Run(federated)
+    >>> federated.outcome, len(federated.rounds), federated.heldout[-1].loss > 0
+    ('done', 2, True)
     """
 
     def __init__(self, path: str | Path, outcome: str | None = None) -> None:
         self._folder = RunFolder.existing(Path(path))
-        self._folder.check_kind(federated=False)
         self._outcome = outcome
 
     @property
@@ -52,9 +67,9 @@ class Run:
         return self._folder.path
 
     @property
-    def job(self) -> Job:
+    def job(self) -> Job | FederatedJob:
         """As it was run: with what was overridden."""
-        return self._folder.job()
+        return self._folder.any_job()
 
     @property
     def fleet(self) -> Fleet:
@@ -90,12 +105,13 @@ class Run:
     def loss_unit(self) -> str:
         """The unit of both losses: "nats per byte", "nats per token" or "nats per sample"."""
         described = self._folder.described()
-        return loss_unit(self.job, next(iter(described.values()))) if described else "nats per sample"
+        return loss_unit(self._folder.job(), next(iter(described.values()))) if described else "nats per sample"
 
     @property
     def trace(self) -> Trace:
-        """The trace of the newest session, in seconds since its first step began. UserError where it was killed."""
-        return self._folder.traces()[1]
+        """The trace of the newest session, in seconds since its first step began; of a federated run, of all rounds.
+        UserError where it was killed."""
+        return trace_of(self.path.name, self.rounds) if self._folder.is_federated else self._folder.traces()[1]
 
     @property
     def predicted(self) -> Trace:
@@ -109,31 +125,61 @@ class Run:
         return read_json(path, ComparisonSummary) if path.is_file() else None
 
     @property
-    def privacy(self) -> PrivacySpent | None:
-        """The privacy of samples that messages spent; None where no noise covers them."""
-        return read_spent(self.path)
+    def rounds(self) -> list[RoundLine]:
+        """The outcome of each committed round: who took part, seconds, bytes, evaluation. Of a federated run."""
+        return RoundHistory.of(self.path).lines()
+
+    @property
+    def merges(self) -> list[MergeLine]:
+        """Who contributed to each merge, and when. Of decoupled replicas."""
+        return merges_file(self.path).lines()
+
+    @property
+    def client_names(self) -> list[str]:
+        """The names of clients by number, as of files or of a mapping; empty where the data do not name them."""
+        return read_document(self.path / CLIENT_NAMES, list[str]) or []
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The newest: loss and metrics on held-out samples, and of a federated run's clients; None before any."""
+        of_rounds = next((line.evaluation for line in reversed(self.rounds) if line.evaluation is not None), None)
+        if of_rounds is not None or not (heldout := self.heldout):
+            return of_rounds
+        return Evaluation(loss=heldout[-1].loss, metrics=heldout[-1].metrics)
+
+    @property
+    def privacy(self) -> PrivacySpent | Guarantee | None:
+        """What messages disclosed of samples, or what the rounds of a private job promise; None without noise."""
+        return written_guarantee(self.path) if self._folder.is_federated else read_spent(self.path)
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest that is complete; None where none was saved."""
+        """The newest that is complete; None where none was saved, and of a federated run."""
         return newest_checkpoint(self._folder.checkpoints)
 
     @property
+    def model(self) -> nn.Module:
+        """With the newest checkpoint's weights, or the server's after the last committed round; of one that was given
+        beside a loss, without it."""
+        job = self.job
+        if isinstance(job, FederatedJob):
+            found = trained_model(self._folder, job)[0]
+        else:
+            self.load(found := seeded_model(job))
+        return found.model if isinstance(found, WithLoss) else found
+
+    @property
     def pictures(self) -> dict[str, Path]:
-        """PNG files that are there: `plan`, `timeline`, `loss` and `metrics`."""
-        folder = self._folder
-        drawn = (folder.plan_picture, folder.timeline, folder.loss_picture, folder.metrics_picture)
-        return {path.stem: path for path in drawn if path.is_file()}
+        """PNG files that are there: `plan`, `timeline`, `loss` and `metrics`; of rounds `metrics`, `round`, `paces`."""
+        paths = {name: self.path / f"{name}.png" for name in PICTURES}
+        return {name: path for name, path in paths.items() if path.is_file()}
 
     @property
     def outcome(self) -> str:
-        """`done`; `stopped` where a callback ended it, or `interrupted`, where steps are left to do."""
+        """`done`; `stopped` where a callback ended it, or `interrupted`, where steps or rounds are left to do."""
         if self._outcome is not None:
             return self._outcome
-        found = self.checkpoint
-        if found is not None and read_manifest(found).step >= self.job.training.steps:
-            return "done"
-        return "stopped" if self.reason else "interrupted"
+        return "done" if self._folder.is_done else "stopped" if self.reason else "interrupted"
 
     @property
     def reason(self) -> str:
@@ -150,24 +196,34 @@ class Run:
     ) -> Run:
         """Continue from the newest checkpoint. Losses and weights are those of a run that never stopped.
 
-        `steps` is the number of optimizer steps at the end, those that are done included; by default what the job
+        `steps` is the number of steps or rounds at the end, those that are done included; by default what the job
         says. The other arguments, and the errors, are those of `isthmus.train`. A run of Python objects continues in
         the process that gave them; another process calls `isthmus.train(model=..., run=..., resume=True)`.
 
         >>> isthmus.Run(interrupted).resume(steps=5).losses[-1].step
         5
         """
+        job, where = self.job, self.path
+        if isinstance(job, FederatedJob):
+            changed = overrides if steps is None else {**overrides, "federated.rounds": steps}
+            return isthmus.federate(job, run=where, resume=True, overrides=changed, observer=observer, stop=stop)
         changed = overrides if steps is None else {**overrides, "training.steps": steps}
-        return isthmus.train(self.job, run=self.path, resume=True, overrides=changed, observer=observer, stop=stop)
+        return isthmus.train(job, run=where, resume=True, overrides=changed, observer=observer, stop=stop)
 
     def load(self, model: nn.Module) -> int:
-        """Put the newest checkpoint's weights into a module like the run's. Returns the optimizer steps that were done.
-        UserError where nothing was saved, or the weights are another module's.
+        """Put the newest weights into a module like the run's. Returns the steps or rounds that were done. UserError
+        where nothing was saved, or the weights are another module's.
 
         >>> run.load(copy.deepcopy(model))
         4
         """
-        named = partial(own_names, self.job.model.name)
+        job = self.job
+        if isinstance(job, FederatedJob):
+            found, done = trained_model(self._folder, job)
+            module = found.model if isinstance(found, WithLoss) and not isinstance(model, WithLoss) else found
+            model.load_state_dict(module.state_dict())
+            return done
+        named = partial(own_names, job.model.name)
         return load_checkpoint(model, latest_checkpoint(self._folder.checkpoints), named)
 
     def __repr__(self) -> str:
@@ -175,7 +231,8 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: figures, and the pictures inline."""
-        rows = {"run": str(self.path), "outcome": self.outcome, "steps": f"{len(self.losses)}"}
+        state = run_state(run_entries(self.path))
+        rows = {"run": str(self.path), "outcome": self.outcome, f"{state.unit}s": f"{state.done}"}
         for name, points in (("loss", self.losses), ("held-out loss", self.heldout)):
             if points and points[-1].loss is not None:
                 rows[name] = f"{points[-1].loss:.4f} {self.loss_unit}{format_metrics(points[-1].metrics)}"
@@ -194,10 +251,6 @@ def loss_unit(job: Job, samples: DataDescription) -> str:
 def finite_points(points: Sequence[LossPoint]) -> list[tuple[int, float]]:
     """(step, loss), with NaN for a loss that is not a number."""
     return [(p.step, float("nan") if p.loss is None else p.loss) for p in points]
-
-
-def is_federated_run(path: Path) -> bool:
-    return RunFolder.existing(path).is_federated
 
 
 def calibrated(run: str | Path) -> Fleet:

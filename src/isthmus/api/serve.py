@@ -13,7 +13,6 @@ import msgspec
 
 from isthmus.api.decoupled import check_on_fleet
 from isthmus.api.federated import federated_job_of
-from isthmus.api.federated_result import FederatedResult
 from isthmus.api.federated_run import deploy
 from isthmus.api.job_overrides import job_of
 from isthmus.api.job_queue import Logged, run_queue
@@ -43,9 +42,7 @@ def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, 
         return run_job(job, msgspec.structs.replace(choices, backend=service), observer, stop)
 
 
-def serve_federated(
-    job: FederatedJob, choices: RunChoices, serving: Serving, observer: Observer, stop: Stop
-) -> FederatedResult:
+def serve_federated(job: FederatedJob, choices: RunChoices, serving: Serving, observer: Observer, stop: Stop) -> Run:
     """Until its rounds are done."""
     return deploy(job, choices, lambda log: serving_fleet(serving, log), observer, stop)
 
@@ -165,7 +162,7 @@ def serve(
     stop: Stop | None = None,
     dashboard: bool = False,
     **where: Unpack[Where],
-) -> Run | FederatedResult | None:
+) -> Run | None:
     """Coordinate devices that join over TLS, and train a job once all that its plan names are here.
 
     Without a job it does what is submitted, one job after another, until Ctrl-C, and returns None. A federated job

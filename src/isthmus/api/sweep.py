@@ -20,7 +20,6 @@ import msgspec
 
 from isthmus.accelerators import accelerator_names
 from isthmus.api.federated import federated_job_of
-from isthmus.api.federated_result import FederatedResult
 from isthmus.api.folder import RunFolder
 from isthmus.api.job_overrides import job_of
 from isthmus.api.notebook import table_of
@@ -99,10 +98,10 @@ class Sweep:
             return "interrupted"
         return "failed" if "failed" in outcomes else "done"
 
-    def run(self, result: RunResult) -> Run | FederatedResult:
+    def run(self, result: RunResult) -> Run:
         """One of its runs. UserError for one that has not begun."""
         folder = self.path / result.folder
-        return FederatedResult(folder) if RunFolder.existing(folder).is_federated else Run(folder)
+        return Run(folder)
 
     def __repr__(self) -> str:
         return f"Sweep({str(self.path)!r})"
@@ -271,16 +270,12 @@ class _Runner:
 
 def _metrics(folder: Path) -> dict[str, float]:
     """Return the metrics of a finished run. One that is missing, or is no number, is left out."""
-    if RunFolder.existing(folder).is_federated:
-        found = summarized(FederatedResult(folder).evaluation)
-    else:
-        run = Run(folder)
-        found = {
-            "loss": run.losses[-1].loss if run.losses else None,
-            "held-out loss": run.heldout[-1].loss if run.heldout else None,
-            **(run.heldout[-1].metrics if run.heldout else {}),
-            SECONDS: run.comparison.measured_step_s if run.comparison is not None else None,
-        }
+    run = Run(folder)
+    found = {
+        "loss": run.losses[-1].loss if run.losses else None,
+        **summarized(run.evaluation),
+        SECONDS: run.comparison.measured_step_s if run.comparison is not None else None,
+    }
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
 

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from isthmus.api.consoles import LOG_WIDTH
-from isthmus.api.federated_result import FederatedResult
 from isthmus.api.observer import Observer, Search, StepDone
 from isthmus.api.run import Run
 from isthmus.callbacks import Evaluated
+from isthmus.disclosure import PrivacySpent
+from isthmus.federated.job import FederatedJob
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Plan
@@ -70,31 +71,22 @@ class Terminal(Observer):
     def saved(self, step: int, directory: Path) -> None:
         self.note(f"checkpoint of step {step}: {directory}")
 
-    def rounds_reported(self, result: FederatedResult) -> None:
-        lines = result.rounds
-        if not lines:
-            return
-        if self._json:
-            found, spent = msgspec.to_builtins((result.evaluation, result.privacy))
-            self.document = {"run": str(result.path), "rounds": len(lines), "evaluation": found, "privacy": spent}
-            return
-        self._out.print(rounds_table(lines))
-        for text in last_figures(lines, result.privacy, of_sites=result.job.deployment is not None):
-            self._out.print(Text(sanitize(text)))
-        self._out.print(Text(f"run folder: {result.path}"))
-
     def reported(self, run: Run) -> None:
         if self._json:
             self.document = run_document(run, finished=True)
             return
-        summary, heldout = run.comparison, run.heldout
+        summary, heldout, rounds, privacy = run.comparison, run.heldout, run.rounds, run.privacy
         if summary is not None:
             self._out.print(comparison_table(summary))
             if summary.memory:
                 self._out.print(memory_table(summary.memory))
-        if run.privacy is not None:
-            self._out.print(f"local privacy of each sample: {run.privacy}", highlight=False)
-        if heldout:
+        if rounds:
+            self._out.print(rounds_table(rounds))
+            for text in last_figures(rounds, privacy, of_sites=_of_sites(run)):
+                self._out.print(Text(sanitize(text)))
+        if isinstance(privacy, PrivacySpent):
+            self._out.print(f"local privacy of each sample: {privacy}", highlight=False)
+        if heldout and not rounds:
             last = heldout[-1]
             loss = float("nan") if last.loss is None else last.loss
             metrics = format_metrics(last.metrics)
@@ -104,16 +96,25 @@ class Terminal(Observer):
         self._out.print(f"run folder: {run.path}", highlight=False)
 
 
+def _of_sites(run: Run) -> bool:
+    job = run.job
+    return isinstance(job, FederatedJob) and job.deployment is not None
+
+
 def run_document(run: Run, *, finished: bool) -> dict[str, object]:
     """A run as JSON has it; of a session that is not `finished`, the losses alone."""
+    losses, heldout, rounds = run.losses, run.heldout, run.rounds
     document: dict[str, object] = {
         "run": str(run.path),
-        "loss": run.losses[-1].loss if run.losses else None,
-        "heldout_loss": run.heldout[-1].loss if run.heldout else None,
-        "metrics": run.heldout[-1].metrics if run.heldout else {},
+        "loss": losses[-1].loss if losses else None,
+        "heldout_loss": heldout[-1].loss if heldout else None,
+        "metrics": heldout[-1].metrics if heldout else {},
         "comparison": msgspec.to_builtins(run.comparison) if finished else None,
     }
-    if finished and (spent := run.privacy) is not None:
+    spent = run.privacy if finished else None
+    if rounds:
+        document |= {"rounds": len(rounds), **msgspec.to_builtins({"evaluation": run.evaluation, "privacy": spent})}
+    elif isinstance(spent, PrivacySpent):
         document["privacy"] = {
             "delta": spent.delta,
             "epsilon": spent.epsilon,

@@ -38,18 +38,18 @@ def show(value: object, table: Callable[[], object], *, json: bool) -> None:
     print_json(value) if json else out().print(table())
 
 
-def show_run(act: Callable[[api.terminal.Terminal], isthmus.Run | isthmus.FederatedResult], *, json: bool) -> int:
+def show_run(act: Callable[[api.terminal.Terminal], isthmus.Run], *, json: bool) -> int:
     """Run with progress and results on the terminal; the exit code."""
     terminal = api.terminal.Terminal(out(), notes(), json=json)
     try:
         run = act(terminal)
-        if json and terminal.document is None and isinstance(run, isthmus.Run):
+        if json and terminal.document is None:
             terminal.document = api.terminal.run_document(run, finished=False)
         return 130 if run.outcome == "interrupted" else 0
     except Interrupted as e:
         log(str(e))
         folder = None if e.folder is None else Path(e.folder)
-        if json and folder is not None and not api.run.is_federated_run(folder):
+        if json and folder is not None:
             terminal.document = api.terminal.run_document(isthmus.Run(folder), finished=False)
         return 130
     finally:

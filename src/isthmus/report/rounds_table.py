@@ -24,12 +24,12 @@ MOST_SITES = 8
 """Sites that are named one by one."""
 
 
-def last_figures(lines: Sequence[RoundLine], spent: Guarantee | None, *, of_sites: bool) -> list[str]:
+def last_figures(lines: Sequence[RoundLine], spent: object, *, of_sites: bool) -> list[str]:
     """Return the lines for the end of a run: the newest evaluation, and the promise of a private one. Sites evaluate
     the model that they receive."""
     done = lines[-1].record.round + 1
-    left = "" if spent is None or done == spent.rounds else f"; {done} rounds are done"
-    promised = [] if spent is None else [f"privacy: {spent}{left}"]
+    left = "" if not isinstance(spent, Guarantee) or done == spent.rounds else f"; {done} rounds are done"
+    promised = [] if not isinstance(spent, Guarantee) else [f"privacy: {spent}{left}"]
     return [*_evaluation_lines(lines, of_sites=of_sites), *promised]
 
 

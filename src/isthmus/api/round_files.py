@@ -1,9 +1,8 @@
-"""A federated run, by its folder."""
+"""What the rounds of a federated run have left: a trace, and a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,92 +10,14 @@ from torch import nn
 from isthmus.api.folder import RunFolder
 from isthmus.documents import numbered
 from isthmus.errors import UserError
-from isthmus.federated.accounting import written_guarantee
 from isthmus.federated.buffers import buffers_of
-from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, build
-from isthmus.federated.privacy import Guarantee
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Commits
-from isthmus.models.registry import WithLoss
 from isthmus.report.federated_trace import trace_of
-from isthmus.run_files import CLIENT_NAMES, ROUND_LINES, ROUNDS, read_json, stop_reason
+from isthmus.run_files import ROUND_LINES, ROUNDS
 from isthmus.trace import write_perfetto
-
-PICTURES = {"metrics": "metrics.png", "round": "round.png", "paces": "paces.png"}
-
-
-class FederatedResult:
-    """A federated run: its settings and its results. Each property reads the run folder when it is used.
-
-    UserError for a folder that is not there or holds no federated run.
-
-    >>> result = isthmus.FederatedResult(federated)
-    >>> result.outcome, len(result.rounds), result.evaluation.loss > 0
-    ('done', 2, True)
-    """
-
-    def __init__(self, path: str | Path, outcome: str | None = None) -> None:
-        self._folder = RunFolder.existing(Path(path))
-        self._folder.check_kind(federated=True)
-        self._outcome = outcome
-
-    @property
-    def path(self) -> Path:
-        """The run folder."""
-        return self._folder.path
-
-    @property
-    def job(self) -> FederatedJob:
-        """As it was run: with what was overridden."""
-        return self._folder.read(FederatedJob)
-
-    @property
-    def rounds(self) -> list[RoundLine]:
-        """The outcome of each committed round: who took part, seconds, bytes, evaluation."""
-        return RoundHistory.of(self.path).lines()
-
-    @property
-    def client_names(self) -> list[str]:
-        """The names of clients by number, as of files or of a mapping; empty where the data do not name them."""
-        return read_json(self.path / CLIENT_NAMES, list[str]) or []
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """The newest: loss and metrics on held-out samples, and of clients; None where nothing was evaluated."""
-        return next((line.evaluation for line in reversed(self.rounds) if line.evaluation is not None), None)
-
-    @property
-    def privacy(self) -> Guarantee | None:
-        """Epsilon and delta after all rounds of the job; None without [privacy]."""
-        return written_guarantee(self.path)
-
-    @property
-    def model(self) -> nn.Module:
-        """The server's, after the last committed round; of one that was given beside a loss, without it."""
-        found = trained_model(self._folder, self.job)[0]
-        return found.model if isinstance(found, WithLoss) else found
-
-    @property
-    def pictures(self) -> dict[str, Path]:
-        """PNG files that are there: `metrics`, `round` and `paces`."""
-        return {name: self.path / file for name, file in PICTURES.items() if (self.path / file).is_file()}
-
-    @property
-    def outcome(self) -> str:
-        """`done`; `stopped` where a callback ended it, or `interrupted`, where rounds are left to do."""
-        done = max((line.record.round + 1 for line in self.rounds), default=0)
-        left = "stopped" if self.reason else "interrupted"
-        return self._outcome or ("done" if done >= self.job.federated.rounds else left)
-
-    @property
-    def reason(self) -> str:
-        """The callback that stopped the run, and why; empty for any other outcome."""
-        return stop_reason(self.path)
-
-    def __repr__(self) -> str:
-        return f"FederatedResult({str(self.path)!r})"
 
 
 def write_federated_trace(folder: RunFolder) -> tuple[list[RoundLine], list[str]]:
