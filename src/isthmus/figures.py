@@ -46,24 +46,24 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     """Mean training loss of the step's batch; None when no device reported one, and of a round."""
     clients: int | None = None
-    """Of a round: clients whose updates were accepted."""
+    """Clients of a round whose updates were accepted."""
     refused: int | None = None
-    """Of a round: updates that were not accepted."""
+    """Updates of a round that were not accepted."""
     late: int | None = None
-    """Of a round: updates that were made for a round before. Of decoupled replicas: contributions that came after
-    their merge, so far."""
+    """Updates that were made for a round before; or contributions of decoupled replicas that came after their merge, so
+    far."""
     missing: int | None = None
-    """Of a round: clients that did not answer."""
+    """Clients of a round that did not answer."""
     reassigned: int | None = None
-    """Of a round: clients that another executor took over."""
+    """Clients of a round that another executor took over."""
     merges: int | None = None
-    """Of decoupled replicas: merges so far."""
+    """Merges of decoupled replicas so far."""
     step_s: float | None = None
     """Seconds of a step, as a mean over the last 16; None before a second step. Of a round: its own."""
     longest_s: float | None = None
-    """Of a round: seconds of the executor that trained longest."""
+    """Seconds of the executor that trained longest in a round."""
     planned_s: float | None = None
-    """Of a round: that time as it was planned; None while nothing was known of the executors."""
+    """The same as it was planned; None while nothing was known of the executors."""
     tokens_per_s: float | None = None
     """Speed on text; None before a second step."""
     samples_per_s: float | None = None
@@ -87,7 +87,7 @@ FIGURES: Mapping[str, Figure] = {
     "samples_per_s": Figure("samples/s", "{} samples/s"),
     "sent_bytes": Figure("bytes sent", "{} sent", "bytes"),
 }
-"""By the name of the field, in the order of a sentence."""
+"""Figures by the name of the field, in the order of a sentence."""
 
 
 def figures_of(step: StepFigures) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the coordinator of a pipeline sees, as steps, evaluations and faults."""
+"""Reports to the coordinator of a pipeline, as steps, evaluations and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rounds of a federated run have left: a trace, and a model."""
+"""A trace and a model, from the files of a federated run's rounds."""
 
 from __future__ import annotations
 

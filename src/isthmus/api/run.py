@@ -149,7 +149,7 @@ class Run:
 
     @property
     def privacy(self) -> PrivacySpent | Guarantee | None:
-        """What messages disclosed of samples, or what the rounds of a private job promise; None without noise."""
+        """The privacy of samples that messages spent, or that a private job promises; None without noise."""
         return written_guarantee(self.path) if self._folder.is_federated else read_spent(self.path)
 
     @property

@@ -34,7 +34,7 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 0
     """The job's steps or rounds, in `began`."""
     counts: Unit = "step"
-    """What is counted, in `began`."""
+    """The thing that is counted, in `began`."""
     loss: float | None = None
     metrics: Mapping[str, float | None] = {}
     """The metrics in `heldout`."""
@@ -61,12 +61,12 @@ class RunState(msgspec.Struct, frozen=True):
 
     done: int = 0
     steps: int = 0
-    """Of the whole run."""
+    """Steps of the whole run."""
     unit: Unit = "step"
     loss: float | None = None
     """The newest of the training loss, or else on held-out samples."""
     outcome: str = ""
-    """Of the newest session; empty where it works, or was killed."""
+    """The outcome of the newest session; empty where it works, or was killed."""
     planned: bool = False
     """Whether a plan was in force."""
 

@@ -61,7 +61,7 @@ class StepDone(StepFigures, frozen=True, kw_only=True):
     steps: int
     """Steps of the whole run."""
     unit: Unit = "step"
-    """What is counted."""
+    """The thing that is counted."""
     heldout_loss: float | None = None
     """The latest since the run began or was resumed; None before an evaluation."""
     learning_rates: tuple[float, ...] = ()
@@ -77,7 +77,7 @@ class StepDone(StepFigures, frozen=True, kw_only=True):
     plan_epoch: int = 0
     """Rises whenever the run goes on after a lost device or with another plan."""
     text: str = ""
-    """What else is to be said of the step, as why an update was refused."""
+    """More that is to be said of the step, as why an update was refused."""
     round: RoundRecord | None = None
     """Federated runs: which clients trained where, which updates were refused or missing."""
     run: Path = Path()
