@@ -49,9 +49,6 @@ NOT_BUILT = "not built yet"
 _DECOUPLED = [
     Refusal("bf16, fp16", "decoupled", "training.precision", "'fp32'", "a replica trains in float32", built=False),
     Refusal("skipped steps", "decoupled", "training.non_finite", "'stop'", "a replica leaves no step out", built=False),
-    Refusal("checkpoints", "decoupled", "training.save_every", "0", "the model is saved at the end", built=False),
-    Refusal("resume", "decoupled", "--resume", "a new run", "replicas are not saved", built=False),
-    Refusal("store", "decoupled", "store", "none", "nothing is uploaded before the end", built=False),
     Refusal("data holders", "decoupled", "plan.data_holder", "none", "each replica reads all of the data", built=False),
     Refusal(
         "compression",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from isthmus.runtime.decoupled.fleet_replicas import check_joined
 from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.processes.signals import Stop
+from isthmus.training.checkpoint import latest_checkpoint
 from isthmus.training.decoupled import fragments_of
 from isthmus_testing.decoupled_replay import replay
 from tests.decoupled.small import LINK, NAMES, job_of
@@ -47,8 +49,9 @@ def _job(folder: Path) -> Job:
 class _Running:
     """The job on the devices of a fleet, in a thread."""
 
-    def __init__(self, fleet: Fleet, folder: Path) -> None:
+    def __init__(self, fleet: Fleet, folder: Path, *, resume: bool = False) -> None:
         self.job, self.folder, self.notes, self.stop = _job(folder), folder / "run", list[str](), Stop()
+        self._resume = resume
         self._ended: list[Run | Exception] = []
         self._thread = threading.Thread(target=self._run, args=(fleet,), daemon=True)
         self._thread.start()
@@ -58,7 +61,7 @@ class _Running:
             def note(_, text: str) -> None:
                 self.notes.append(text)
 
-        choices = Choices(run=self.folder, backend=fleet.service)
+        choices = Choices(run=self.folder, resume=self._resume, backend=fleet.service)
         self._ended += outcomes(lambda: run_job(self.job, choices, Notes(), self.stop))
 
     @property
@@ -79,9 +82,19 @@ class _Running:
         self._thread.join(60)
         assert [run.outcome for run in self._ended if isinstance(run, Run)] == ["interrupted"], self._ended
 
+    def check_bits(self, checkpoint: Path | None = None) -> None:
+        """The saved weights are those that the record gives, from the checkpoint that the run went on from."""
+        job = self.job
+        again = replay(job, load_dataset(job.used_data, "train"), NAMES, self.merges, checkpoint)
+        expected, found = seeded_model(job), seeded_model(job)
+        again.fill(fragments_of(expected, job.sync.decoupled.fragments))
+        Run(self.folder).load(found)
+        for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+
 
 @pytest.mark.long
-def test_a_device_is_lost_and_another_comes(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_device_is_lost_and_another_comes_and_the_run_is_resumed(fleet: Fleet, tmp_path: Path) -> None:
     run = _Running(fleet, tmp_path)
     first, second = Devices(fleet, tmp_path, ("a",)), Devices(fleet, tmp_path, ("b",))
     soon(lambda: {"a", "b"} <= {*run.contributors})
@@ -90,13 +103,13 @@ def test_a_device_is_lost_and_another_comes(fleet: Fleet, tmp_path: Path) -> Non
     third = Devices(fleet, tmp_path, ("c",))
     soon(lambda: "c" in run.contributors)
     run.end()
-    job = run.job
-    again = replay(job, load_dataset(job.used_data, "train"), NAMES, run.merges)
-    expected, found = seeded_model(job), seeded_model(job)
-    again.fill(fragments_of(expected, job.sync.decoupled.fragments))
-    Run(run.folder).load(found)
-    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    run.check_bits()
+    saved = shutil.copytree(latest_checkpoint(run.folder / "checkpoints"), tmp_path / "saved")
+    merged = len(run.merges)
+    run = _Running(fleet, tmp_path, resume=True)
+    soon(lambda: len(run.merges) > merged + 4)
+    run.end()
+    run.check_bits(saved)
     for devices in (first, third):
         devices.stop()
 

@@ -7,22 +7,21 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from isthmus.api.callbacks import run_started
-from isthmus.api.folder import FLEET
 from isthmus.api.make_plan import plan_for
 from isthmus.api.merge_period import with_period
 from isthmus.api.observer import Observer
 from isthmus.api.replica_models import fragment_bytes, plan_again, replica_models
 from isthmus.api.run import Run, draw_metrics
-from isthmus.api.run_session import RunChoices, RunSession, ending, run_session
+from isthmus.api.run_session import RunSession, ending
 from isthmus.api.watch import Watch
 from isthmus.callbacks import Evaluated, RunEnded, StepDone
 from isthmus.callbacks.events import Ended
-from isthmus.combinations import refused
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, load_dataset
 from isthmus.errors import Diverged, PeerError, UserError
@@ -32,9 +31,9 @@ from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.boundary_table import codecs_of
-from isthmus.run_files import JOB, stop_reason, write_json
+from isthmus.run_files import stop_reason
 from isthmus.runtime.coordinator.backend import Backend
-from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
+from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
 from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas, check_joined
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun, merge_rules
@@ -44,31 +43,28 @@ from isthmus.runtime.decoupled.record import MergeLine, merges_file
 from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
 from isthmus.runtime.decoupled.trainer import evaluated
 from isthmus.runtime.processes.signals import Stop
-from isthmus.training.checkpoint import CheckpointWriter, Manifest
-from isthmus.training.finite import is_finite
+from isthmus.training.checkpoint import CheckpointWriter, read_manifest
 from isthmus.units import format_duration, format_size
 
 
-def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop, backend: Backend | None = None) -> Run:
-    """To its end, or until it is to stop: then what replicas have is merged and saved. Replicas are processes here, or
-    devices of a `backend`. UserError for a job that cannot be run like this, PeerError where no replica was left."""
-    stop.check()
-    fleet = fleet_of(job)
-    (check_decoupled if backend is None else check_joined)(job, fleet)
-    if choices.resume:
-        raise refused("resume", "decoupled", "a run to resume")
-    with run_session(job, choices, observer) as session:
-        running = _Running(job, fleet, session, observer, stop)
-        outcome, ended = running.here() if backend is None else running.joined(backend)
-        if ended == "lost":
-            raise PeerError(outcome.finish.reason)
-        return Run(session.folder.path, outcome=ended)
+def run_decoupled(
+    job: Job, checkpoint: Path | None, session: RunSession, observer: Observer, stop: Stop, backend: Backend | None
+) -> Run:
+    """From a checkpoint, if there is one, to its end, or until it is to stop: then what replicas have is merged and
+    saved. Replicas are processes here, or devices of a `backend`. UserError for a job that cannot be run like this,
+    PeerError where no replica was left."""
+    running = _Running(job, fleet_of(job), checkpoint, session, observer, stop)
+    outcome, ended = running.here() if backend is None else running.joined(backend)
+    if ended == "lost":
+        raise PeerError(outcome.finish.reason)
+    return Run(session.folder.path, outcome=ended)
 
 
-def check_on_fleet(job: Job) -> None:
-    """Before anything begins. UserError for a job whose replicas cannot be devices that join a fleet."""
+def check_job(job: Job, *, on_fleet: bool = True) -> None:
+    """Before anything begins. UserError for a job whose replicas cannot be processes of this machine, or devices that
+    join a fleet."""
     if job.sync.mode == "decoupled":
-        check_joined(job, fleet_of(job))
+        (check_joined if on_fleet else check_decoupled)(job, fleet_of(job))
 
 
 class _Running(NamedTuple):
@@ -76,6 +72,8 @@ class _Running(NamedTuple):
 
     job: Job
     fleet: Fleet
+    checkpoint: Path | None
+    """To go on from."""
     session: RunSession
     observer: Observer
     stop: Stop
@@ -83,7 +81,7 @@ class _Running(NamedTuple):
     def here(self) -> tuple[DecoupledOutcome, Ended]:
         """Run on processes of this machine."""
         path = self.session.folder.path
-        run = DecoupledRun(self.job, self.fleet, path, plan_again)  # forks, so it comes first
+        run = DecoupledRun(self.job, self.fleet, path, plan_again, self.checkpoint)  # forks, so it comes first
         with run.processes:
             prepared = prepare(self.job, least=len(run.groups))
             plans = replica_plans(prepared, self.fleet)
@@ -108,9 +106,11 @@ class _Running(NamedTuple):
         note(f"capturing {job.model.name} ...")
         count = len(replica_groups(job, self.fleet))
         prepared = prepare(job, agreed(holders.described), least=count)
+        if self.checkpoint is not None:
+            unchanged(read_manifest(self.checkpoint).data, holders.digests)
         prepared = msgspec.structs.replace(prepared, computes=backend.computes)
         plans = replica_plans(prepared, self.fleet)
-        run = FleetReplicas(prepared, self.fleet, plans, holders)
+        run = FleetReplicas(prepared, self.fleet, plans, holders, self.checkpoint)
         logs = self.session.folder.path / "logs"
         return self._watched(run, prepared, plans, lambda watch: run.run(backend, watch, self.stop, logs))
 
@@ -213,10 +213,11 @@ class _Watch:
         self._job, self._run, self._observer = job, run, observer
         self._watch = Watch(session, observer)
         self._folder = session.folder
+        self._writer = CheckpointWriter(self._folder.checkpoints, keep=job.training.keep_checkpoints)
         self._merges = merges_file(self._folder.path)
         self._heldout = _heldout(job) if job.evaluates else None
         self._metrics = Metrics(job.metrics)
-        self._step = self._evaluated = 0
+        self._step = self._evaluated = self._saved = run.step
         self._losses: list[float] = []
         self._ended_s: defaultdict[str, list[float]] = defaultdict(list)
         """Seconds at which each replica's steps ended."""
@@ -224,19 +225,15 @@ class _Watch:
 
     def start(self, fleet: Fleet, stop: Stop) -> None:
         """The folder is the run's from now on."""
-        path = self._folder.path
-        write_json(path / FLEET, fleet)
-        write_json(path / JOB, self._job)
-        self._watch.began(run_started(self._job, path, 0, stop.request))
-
-    def _at(self, samples: int) -> int:
-        """The step of the job after so many samples of all replicas."""
-        return min(samples // self._job.training.batch_size, self._job.training.steps)
+        begun = self._run.machine.begun
+        self._folder.begin(self._job, fleet, None, self._step, self._observer.note)
+        self._merges.keep_if(lambda line: line.merge.merge <= begun.merge)
+        self._watch.began(run_started(self._job, self._folder.path, self._step, stop.request))
 
     def _stepped(self, replica: str, made: StepsMade, samples: int, seconds: float) -> None:
         self._ended_s[replica].append(seconds)
         self._losses.append(math.nan if made.loss is None else made.loss)
-        if (step := self._at(samples)) == self._step:
+        if (step := self._run.step) == self._step:
             return
         loss = sum(self._losses) / len(self._losses)
         self._step, self._losses = step, []
@@ -245,7 +242,7 @@ class _Watch:
             step=step,
             steps=self._job.training.steps,
             loss=loss,
-            samples_per_s=samples / seconds,
+            samples_per_s=(samples - machine.begun.samples) / seconds,
             merges=machine.merge,
             late=machine.late,
         )
@@ -253,10 +250,20 @@ class _Watch:
 
     def _merged(self, merge: MergeChanges, seconds: float) -> None:
         self._merges.add(MergeLine(seconds=seconds, merge=merge))
-        step, every = self._at(merge.samples), self._job.training.eval_every
-        last = step == self._job.training.steps  # the merge that ends the run comes after it: `end` evaluates that
-        if self._heldout is not None and not last and step // every > self._evaluated // every:
+        training, step = self._job.training, self._run.step
+        if step == training.steps:  # the merge that ends the run comes after it: `end` evaluates and saves that
+            return
+        if self._heldout is not None and step // training.eval_every > self._evaluated // training.eval_every:
             self._evaluate(step, self._heldout)
+        if training.save_every and step // training.save_every > self._saved // training.save_every:
+            self._save()
+
+    def _save(self) -> bool:
+        """Whether the weights are finite."""
+        directory, finite = self._run.save(self._writer)
+        self._saved = self._run.step
+        self._watch.saved(self._saved, directory)
+        return finite
 
     def _evaluate(self, step: int, heldout: Dataset) -> None:
         self._evaluated = step
@@ -268,22 +275,16 @@ class _Watch:
 
     def end(self, outcome: DecoupledOutcome, ended: Ended, emulated_s: Mapping[str, float]) -> None:
         """Save the merged model, and say what it took."""
-        training, step = self._job.training, self._at(outcome.samples)
+        training, step = self._job.training, self._run.step
         if self._heldout is not None and step:
             self._evaluate(step, self._heldout)
-        weights = dict(self._run.model.named_parameters()) | dict(self._run.model.named_buffers())
-        writer = CheckpointWriter(self._folder.checkpoints)
-        writer.write(step, "merged", weights)
-        finite = all(map(is_finite, self._run.merged.known))  # a mask of -inf may be a buffer
-        manifest = Manifest(
-            step=step, seed=training.seed, batch=training.batch_size, shuffle=training.shuffle, finite=finite
-        )
-        self._watch.saved(step, writer.commit(manifest))
+        finite = self._save()
         traffic = outcome.traffic
         changes_bytes = traffic.received_bytes + traffic.sent_bytes
         more = outcome.samples - training.steps * training.batch_size
         over = f", {more:,} more than asked: replicas train on until the last merge" if more > 0 else ""
-        self._watch.noted(f"{outcome.samples:,} samples in {format_duration(outcome.seconds)}{over}")
+        since = outcome.samples - self._run.machine.begun.samples
+        self._watch.noted(f"{since:,} samples in {format_duration(outcome.seconds)}{over}")
         self._watch.noted(
             f"{outcome.merges} merges; {outcome.late} contributions came too late, and counted in a later one"
         )
@@ -299,8 +300,6 @@ class _Watch:
             raise Diverged(NOT_FINITE)
         reason = stop_reason(self._folder.path)
         self._watch.log.ended(ended, reason or outcome.finish.reason)
-        if reason:
-            self._observer.note(f"stopped by {reason}")
         if ended != "lost":
             draw_metrics(self._folder)
             drawn = self._folder.metrics_picture

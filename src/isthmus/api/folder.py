@@ -156,18 +156,20 @@ class RunFolder:
                 made.rmdir()
 
     def begin(
-        self, job: Job, fleet: Fleet, plan: Plan, start_step: int, note: Callable[[str], None] = lambda _: None
+        self, job: Job, fleet: Fleet, plan: Plan | None, start_step: int, note: Callable[[str], None] = lambda _: None
     ) -> None:
-        """A session of the run starts. An earlier one that left its traces, or losses after `start_step`, is kept under
-        `sessions/`; those losses are forgotten here, as they will be made again, and what cannot be read of them, of
-        which `note` is called. UserError when the folder cannot be written."""
+        """A session of the run starts; `plan` is None where each replica has its own. An earlier session that left its
+        traces, or losses after `start_step`, is kept under `sessions/`. Those losses are forgotten here, as they will
+        be made again, and lines that cannot be read, of which `note` is called. UserError when the folder cannot be
+        written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._archive(start_step)
             if self.fitted(fleet) is None:
                 (self.path / FITTED).unlink(missing_ok=True)
             write_json(self.path / FLEET, fleet)
-            write_json(self.path / PLAN, plan)
+            if plan is not None:
+                write_json(self.path / PLAN, plan)
             self.forget_losses(start_step, note)
             keep_stop(self.path, "")
             keep_job(self.path, job, note)

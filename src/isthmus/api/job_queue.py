@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO, TypeVar
 
 import msgspec
 
-from isthmus.api.decoupled import check_on_fleet
+from isthmus.api.decoupled import check_job
 from isthmus.api.federated_run import deploy
 from isthmus.api.folder import RunFolder
 from isthmus.api.jobs import opened
@@ -51,7 +51,7 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | 
         names = ()
     else:
         names = fleet_of(job).names
-        check_on_fleet(job)
+        check_job(job)
         if ":" not in job.model.name and job.model.name not in model_names():
             raise unknown_name("model", job.model.name, model_names())
         refuse_paths(job.data)

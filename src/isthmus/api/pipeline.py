@@ -13,7 +13,7 @@ import msgspec
 from isthmus.api.audit import Audited, IdleDevices, audit_run
 from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.callbacks import run_started
-from isthmus.api.decoupled import run_decoupled
+from isthmus.api.decoupled import check_job, run_decoupled
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan
 from isthmus.api.observer import Observer
@@ -72,10 +72,11 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     stop.check()
-    if job.sync.mode == "decoupled":
+    decoupled = job.sync.mode == "decoupled"
+    if decoupled:
         if choices.plan is not None:
             raise refused("a plan document", "decoupled", "one")
-        return run_decoupled(job, choices, observer, stop, choices.backend)
+        check_job(job, on_fleet=choices.backend is not None)
     with run_session(job, choices, observer) as session:
         folder = session.folder
         start = _start(job, choices, folder, observer.note)
@@ -87,10 +88,13 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
         if choices.resume:
             where = "from the start: nothing was saved yet" if start.checkpoint is None else f"after step {start.step}"
             observer.note(f"resuming {folder.path} {where}")
-        planned = _planned(job, choices, folder, start, observer, stop)
-        outcome, ended = _carry_out(planned, start, session, observer, stop)
-        run = _explained(planned, outcome, ended, session, observer)
-        check_outcome(outcome)
+        if decoupled:
+            run = run_decoupled(job, start.checkpoint, session, observer, stop, choices.backend)
+        else:
+            planned = _planned(job, choices, folder, start, observer, stop)
+            outcome, ended = _carry_out(planned, start, session, observer, stop)
+            run = _explained(planned, outcome, ended, session, observer)
+            check_outcome(outcome)
         if line := choices.last_line(folder, run.outcome):
             observer.note(line)
         return run

@@ -11,7 +11,7 @@ from typing import TypedDict, Unpack
 
 import msgspec
 
-from isthmus.api.decoupled import check_on_fleet
+from isthmus.api.decoupled import check_job
 from isthmus.api.federated import federated_job_of
 from isthmus.api.federated_run import deploy
 from isthmus.api.job_overrides import job_of
@@ -36,7 +36,7 @@ from isthmus.units import parse_duration, whole_number
 
 def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
     """Until it has run."""
-    check_on_fleet(job)
+    check_job(job)
     fleet_of(job)
     with serving_fleet(serving, observer.note) as service:
         return run_job(job, msgspec.structs.replace(choices, backend=service), observer, stop)

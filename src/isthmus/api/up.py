@@ -12,7 +12,7 @@ import msgspec
 
 from isthmus.api.agent_log import AgentLog
 from isthmus.api.cluster import Cluster
-from isthmus.api.decoupled import check_on_fleet
+from isthmus.api.decoupled import check_job
 from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import job_of
@@ -62,7 +62,7 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
     launcher = open_launcher(asked.engine, asked.options)
     fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
     if fleet is not None:
-        check_on_fleet(job)
+        check_job(job)
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
     serving = _serving(asked, launcher.head)

@@ -25,6 +25,7 @@ import msgspec
 
 from isthmus.errors import PeerError
 from isthmus.protocol.decoupled_events import (
+    NOTHING_MERGED,
     CollectChanges,
     Contributed,
     Contribution,
@@ -33,6 +34,7 @@ from isthmus.protocol.decoupled_events import (
     MergeChanges,
     MergedFragment,
     MergeRules,
+    MergesDone,
     StepsMade,
 )
 from isthmus.session.deadlines import STARTING
@@ -57,8 +59,9 @@ _AGAIN_S = 30.0
 class _Member:
     """A replica that is connected, or was."""
 
-    def __init__(self, now_s: float, before: _Member | None) -> None:
-        """`before`: on the connection before."""
+    def __init__(self, now_s: float, before: _Member | None, steps: int, fragments: int) -> None:
+        """`before`: on the connection before. `steps` were made before this connection; before the first one, what
+        was learned in them is merged or lost."""
         self.present = True
         """Whether merges count on it."""
         self.joined_s = now_s
@@ -66,10 +69,10 @@ class _Member:
         self.reports = 0
         """Steps that it has reported on this connection."""
         self.connections = before.connections + 1 if before is not None else 1
-        self.merged_steps: dict[int, int] = before.merged_steps if before is not None else {}
+        self.merged_steps = before.merged_steps if before is not None else dict.fromkeys(range(fragments), steps)
         """Steps that it had made when it gave the newest contribution that is merged, by fragment."""
         self.leaves = False
-        self.steps = before.steps if before is not None else 0
+        self.steps = steps
         self.shows_life = False
         """Whether it has made a step since the newest merge was announced."""
         self.is_ready = False
@@ -108,19 +111,25 @@ class Merger(Policy[MergerPort], Session):
     """Its host sets `port`, and says `clock` before each other call that may open or end a merge, and at `due_s`."""
 
     def __init__(
-        self, rules: MergeRules, replicas: Collection[str], *, calls: bool = False, final_s: float | None = None
+        self,
+        rules: MergeRules,
+        replicas: Collection[str],
+        *,
+        calls: bool = False,
+        final_s: float | None = None,
+        begun: MergesDone = NOTHING_MERGED,
     ) -> None:
         """`calls`: replicas are devices of a fleet, called whenever they are there; else each has one process, and no
         other one where that has ended. `final_s`: how long replicas may take to receive the merged model at the end;
-        None: they do not get it."""
+        None: they do not get it. `begun`: from where a run goes on."""
         Policy.__init__(self, "waiting")
         Session.__init__(self, lambda text: self.port.note(text), timeout_s=rules.timeout_s, grace_s=0.0)
-        self.rules, self.final_s = rules, final_s
+        self.rules, self.final_s, self.begun = rules, final_s, begun
         self.finish: FinishMerges | None = None
         """How the run ended, once nothing more is merged."""
-        self.samples = 0
+        self.samples = begun.samples
         """Samples that all replicas have trained on so far."""
-        self.merge = 0
+        self.merge = begun.merge
         """Number of the newest merge that was announced."""
         self._admissible = set(replicas)
         """All but those that sent what no replica can have done: these do not come back."""
@@ -140,9 +149,9 @@ class Merger(Policy[MergerPort], Session):
         """Seconds per step of the fastest replica, as far as is known."""
         self._interval_s = 0.0
         """From one announcement to the next, as it was lately."""
-        self._merged_samples = 0
+        self._merged_samples = begun.samples
         """Samples of all replicas when the newest merge was announced."""
-        self._turn = 0
+        self._turn = begun.merge % rules.fragments
         """The fragment of the next merge."""
         self._asked: CollectChanges | None = None
         self._invited: set[str] = set()
@@ -173,7 +182,14 @@ class Merger(Policy[MergerPort], Session):
 
     def steps(self, replica: str) -> int:
         """That it has made, as far as is known."""
-        return self._members[replica].steps if replica in self._members else 0
+        return self._members[replica].steps if replica in self._members else self.begun.steps.get(replica, 0)
+
+    @property
+    def merges_done(self) -> MergesDone:
+        """Where the run is, if what is not merged yet is lost."""
+        names = {*self._members, *self.begun.steps}
+        steps = {replica: self.steps(replica) for replica in sorted(names)}
+        return MergesDone(merge=self.merge, samples=self.samples, steps=steps)
 
     def check(self, replica: str, body: StepsMade | Contributed) -> None:
         """PeerError for figures that are not of what this replica can have done."""
@@ -248,7 +264,7 @@ class Merger(Policy[MergerPort], Session):
         if replica in self.connected:  # how its process ended was waited for, and it goes on
             self.lost(Loss(replica, CLOSED))
         before = self._members.get(replica)
-        self._members[replica] = _Member(self.now_s, before)
+        self._members[replica] = _Member(self.now_s, before, self.steps(replica), self.rules.fragments)
         self.connected.add(replica)
         self._processes.add(replica)
         self._invited.discard(replica)
@@ -257,7 +273,7 @@ class Merger(Policy[MergerPort], Session):
             held.pop(replica, None)  # it gives the same again
         if self.phase == "waiting":
             self.phase, self._due_s = "training", None
-            self._announced_s = self._announced_s if self.merge else self.now_s
+            self._announced_s = self.now_s if self.merge == self.begun.merge else self._announced_s
         if before is not None and self.finish is None:
             text = f"is back after {before.steps} steps: it takes the current fragments and goes on"
             self.port.note(f"{replica} {text}")
@@ -451,7 +467,8 @@ class Merger(Policy[MergerPort], Session):
     def _announce(self, fragments: tuple[int, ...], *, last: bool) -> None:
         self.merge += 1
         lately_s = self.now_s - self._announced_s
-        self._interval_s += (lately_s - self._interval_s) * (_INTERVAL_DECAY if self.merge > 1 else 1.0)
+        first = self.merge == self.begun.merge + 1
+        self._interval_s += (lately_s - self._interval_s) * (1.0 if first else _INTERVAL_DECAY)
         self._announced_s, self._merged_samples = self.now_s, self.samples
         self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
         self._invited = {name for name in self.present if not self._members[name].leaves}

@@ -6,21 +6,29 @@ newest one whole.
 
 from __future__ import annotations
 
-from isthmus.protocol.decoupled_events import NEVER, CollectChanges, FragmentSent, ReplicaOrder
+from isthmus.protocol.decoupled_events import (
+    NEVER,
+    NOTHING_MERGED,
+    CollectChanges,
+    FragmentSent,
+    MergesDone,
+    ReplicaOrder,
+)
 from isthmus.protocol.run_messages import Halt
 
 
 class Delivery:
     """To one replica. `next` is what fits on its link now."""
 
-    def __init__(self, fragments: int) -> None:
+    def __init__(self, fragments: int, begun: MergesDone = NOTHING_MERGED) -> None:
+        """`begun`: where a run goes on, with a version of every fragment."""
         self._sent = [NEVER] * fragments
         """The version of each fragment that it has, or will once what is on its way has arrived."""
-        self._newest = [0] * fragments
+        self._newest = [begun.merge] * fragments
         self._before = [NEVER] * fragments
         """The version that each newest one was made from."""
         self._included = [NEVER] * fragments
-        self._samples = [0] * fragments
+        self._samples = [begun.samples] * fragments
         self._asked: CollectChanges | Halt | None = None
         self._halt: Halt | None = None
         self._newest_first = self._is_halted = False

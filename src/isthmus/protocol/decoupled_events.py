@@ -34,6 +34,20 @@ class MergeRules(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of a replica's step, at most; None: its own script says how many."""
 
 
+class MergesDone(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run of merges is: another process goes on from there."""
+
+    merge: Count = 0
+    """The number of the newest merge."""
+    samples: Count = 0
+    """Samples that all replicas have trained on."""
+    steps: dict[str, Count] = {}
+    """Steps that each replica has made."""
+
+
+NOTHING_MERGED = MergesDone()
+
+
 # Replica to merger
 
 

@@ -26,13 +26,14 @@ from typing import Annotated, Literal
 
 import msgspec
 import torch
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from isthmus.atomic_write import atomic_path, atomic_write, flush
 from isthmus.errors import UserError
+from isthmus.protocol.decoupled_events import MergesDone
 from isthmus.reading import read_json
 from isthmus.run_files import MANIFEST, newest_whole, write_json
 from isthmus.training.left_out import digest_of, rest
@@ -71,6 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     data: dict[str, dict[str, str]] = {}
     """Reports of devices on their samples by device and split, each under the device's own key."""
     finite: bool = True  # whether its weights are
+    merges: MergesDone | UnsetType = UNSET  # of replicas that never wait, whose step is that of all samples
     base: str = ""
     """Digest of the weights that are left out, since they are read again where they came from; empty: none are."""
     files: dict[str, SavedFile] = {}

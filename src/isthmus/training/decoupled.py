@@ -232,6 +232,17 @@ class MergedFragments:
         outer.values[0].copy_(self.known[fragment])
         return payload
 
+    @property
+    def momenta(self) -> list[Tensor | None]:
+        """Of the outer step of each fragment, flat; None where it has none."""
+        return [outer.momenta[0] for outer in self._outer]
+
+    def load(self, start: Sequence[Tensor], momenta: Sequence[Tensor | None]) -> None:
+        """Go on from saved versions of the fragments and momenta, flat."""
+        self.known = list(start)
+        for outer, values, momentum in zip(self._outer, start, momenta, strict=True):
+            outer.load([values], [momentum])
+
     def fill(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
         """Write the merged values into a module's fragments."""
         for known, own in zip(self.known, parameters, strict=True):

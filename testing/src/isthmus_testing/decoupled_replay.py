@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,10 +13,18 @@ from torch import Tensor
 from isthmus.data import Dataset
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.protocol.decoupled_events import NEVER, Contribution, FragmentSent, MergeChanges
+from isthmus.protocol.decoupled_events import (
+    NEVER,
+    NOTHING_MERGED,
+    Contribution,
+    FragmentSent,
+    MergeChanges,
+    MergesDone,
+)
 from isthmus.protocol.decoupled_replica import SamplesKnown
+from isthmus.runtime.decoupled.merged_run import MergedRun
 from isthmus.runtime.decoupled.record import MERGES
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, merged_fragments
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments, ReplicaFragments, delta_codec
 
@@ -34,25 +43,33 @@ class Trainer(Protocol):
         ...
 
 
-def job_together(job: Job, data: Dataset, names: Sequence[str]) -> ReplicasTogether:
-    """The replicas of a job."""
+def job_together(job: Job, data: Dataset, names: Sequence[str], checkpoint: Path | None = None) -> ReplicasTogether:
+    """The replicas of a job, at the start or as they go on from a checkpoint."""
     numbers = {name: number for number, name in enumerate(names)}
+    begun = MergedRun(job, names, checkpoint)
     return ReplicasTogether(
-        merged_fragments(job),
+        begun.merged,
         delta_codec(job.sync.decoupled),
-        lambda name: ReplicaTrainer(job, data, numbers[name], len(numbers)),
+        lambda name: ReplicaTrainer(job, data, numbers[name], len(numbers), steps=begun.machine.steps(name)),
+        begun.machine.begun,
     )
 
 
 class ReplicasTogether:
     """A simulation's `Computing`."""
 
-    def __init__(self, merged: MergedFragments, codec: Codec, trainer_of: Callable[[str], Trainer]) -> None:
-        """`merged` is at the start; `codec` packs what replicas give."""
-        self.merged = merged
+    def __init__(
+        self,
+        merged: MergedFragments,
+        codec: Codec,
+        trainer_of: Callable[[str], Trainer],
+        begun: MergesDone = NOTHING_MERGED,
+    ) -> None:
+        """`merged` is at the start, or as the run goes on from `begun`; `codec` packs what replicas give."""
+        self.merged, self.begun = merged, begun
         self.trainers: dict[str, Trainer] = {}
         self._codec, self._trainer_of = codec, trainer_of
-        self._versions = {(fragment, 0): values for fragment, values in enumerate(self.merged.known)}
+        self._versions = {(fragment, begun.merge): values for fragment, values in enumerate(self.merged.known)}
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
         self.changes: dict[int, Tensor] = {}
         """The payload of each fragment's newest change."""
@@ -116,15 +133,15 @@ class _Replay:
     def __init__(
         self, together: ReplicasTogether, names: Sequence[str], per_step: int, merges: Sequence[MergeChanges]
     ) -> None:
-        self.together = together
-        self._merges = merges
+        self.together, begun = together, together.begun
+        self._merges = merges = [merge for merge in merges if merge.merge > begun.merge]
         merged = [fragment for merge in merges for fragment in merge.fragments]
         self._acts: dict[str, deque[_Act]] = {}
         for name in names:
             self.together.start(name)
             own = [(f.fragment, c) for f in merged for c in f.contributions if c.replica == name]
             self._acts[name] = _acts(own)
-        self._samples = {merge.merge: merge.samples for merge in merges} | {0: 0}
+        self._samples = {merge.merge: merge.samples for merge in merges} | {begun.merge: begun.samples}
         """Samples of all replicas at each version."""
         self._known = {name: SamplesKnown(per_step) for name in names}
         """The same, as far as each replica knows."""
@@ -167,10 +184,13 @@ class _Replay:
         self._known[replica].heard(samples, act.steps)
 
 
-def replay(job: Job, data: Dataset, names: Sequence[str], merges: Sequence[MergeChanges]) -> MergedFragments:
+def replay(
+    job: Job, data: Dataset, names: Sequence[str], merges: Sequence[MergeChanges], checkpoint: Path | None = None
+) -> MergedFragments:
     """The merged fragments after these merges of a job's run, the same bits. `names` are those of all replicas, in
-    their order. UserError for merges that are no run's of theirs."""
-    return replay_together(job_together(job, data, names), names, job.training.batch_size, merges)
+    their order. A run that was resumed is made again from the `checkpoint` that it went on from. UserError for merges
+    that are no run's of theirs."""
+    return replay_together(job_together(job, data, names, checkpoint), names, job.training.batch_size, merges)
 
 
 def replay_together(

@@ -95,6 +95,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     stop: Stop = msgspec.field(default_factory=Stop)
     fingerprints: Fingerprinting | None = None
     """How an audit has steps fingerprinted; None: as the job says."""
+    first_step: int = 0
+    """Steps that were made before, whose state is `weights`."""
     until: int | None = None
     """The step to end after, and evaluate nothing; None: as the job says."""
     yields: bool = False
@@ -178,7 +180,8 @@ class RunController:
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None
         """The step of the state that `_values` are; None when they are of several."""
-        self.start_step = self._begun_from(options.resume_from) if options.resume_from is not None else 0
+        resumes = options.resume_from
+        self.start_step = options.first_step if resumes is None else self._begun_from(resumes)
         if self._record is None:
             self._load(options.resume_from)
 
@@ -221,7 +224,7 @@ class RunController:
         """The checkpoint's values, or at the very beginning the model's own."""
         if checkpoint is None:
             self._values.begin()
-            self._loaded_step = 0
+            self._loaded_step = self.start_step
         else:
             self._loaded_step = manifest_of(self.job, checkpoint).step
             self._values.load(checkpoint)

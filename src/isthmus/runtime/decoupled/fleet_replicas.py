@@ -15,7 +15,7 @@ from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
 from isthmus.protocol.run_ports import EpochStart
 from isthmus.runtime.coordinator.backend import Backend, RunRequest
-from isthmus.runtime.coordinator.data_holders import DataHolders
+from isthmus.runtime.coordinator.data_holders import DataHolders, Digests
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.decoupled.groups import Groups, replica_groups
@@ -45,13 +45,24 @@ def check_joined(job: Job, fleet: Fleet) -> None:
 class FleetReplicas(MergedRun):
     """The merger is where the fleet's coordinator is."""
 
-    def __init__(self, prepared: Prepared, fleet: Fleet, plans: Mapping[str, Plan], holders: DataHolders) -> None:
-        """`plans` are those of each device alone; `holders` says which devices have the data. UserError for a model
-        that cannot be merged."""
+    def __init__(
+        self,
+        prepared: Prepared,
+        fleet: Fleet,
+        plans: Mapping[str, Plan],
+        holders: DataHolders,
+        checkpoint: Path | None = None,
+    ) -> None:
+        """`plans` are those of each device alone; `holders` says which devices have the data. UserError as of
+        `MergedRun`."""
         self._groups: Groups = replica_groups(prepared.job, fleet)
-        super().__init__(prepared.job, self._groups, calls=True)
+        super().__init__(prepared.job, self._groups, checkpoint, calls=True)
         self._prepared, self._fleet, self._plans, self._holders = prepared, fleet, plans, holders
         self._shapes = _shapes(self.model, prepared)
+
+    @property
+    def digests(self) -> Digests:
+        return self._holders.digests
 
     def run(self, backend: Backend, watch: MergerWatch, stop: Stop, logs: Path) -> DecoupledOutcome:
         """To the end."""

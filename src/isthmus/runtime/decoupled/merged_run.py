@@ -6,21 +6,35 @@ import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
+from msgspec import UnsetType
+from torch import Tensor, nn
 
+from isthmus.errors import UserError
 from isthmus.fleet import Link
 from isthmus.job import Job
 from isthmus.protocol.decoupled import Merger
-from isthmus.protocol.decoupled_events import FinishMerges, MergeRules
+from isthmus.protocol.decoupled_events import NOTHING_MERGED, FinishMerges, MergeRules, MergesDone
 from isthmus.runtime.coordinator.backend import DevicesAtWork
+from isthmus.runtime.coordinator.data_holders import Digests
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch, MergeTraffic
 from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.lanes import Outgoing
-from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, fragments_of
+from isthmus.training.checkpoint import (
+    OPTIMIZER,
+    CheckpointWriter,
+    Manifest,
+    load_checkpoint,
+    read_manifest,
+    read_tensors,
+)
+from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, flat, fragments_of
+from isthmus.training.finite import is_finite
+from isthmus.training.optim import MOMENTUM
 
 
 def merge_rules(job: Job, replicas: int = 1) -> MergeRules:
@@ -49,23 +63,73 @@ class DecoupledOutcome:
     """Contributions that came after their merge had ended, and were part of the next."""
     traffic: MergeTraffic
     seconds: float
+    """Of this session, as are its merges."""
 
 
 class MergedRun:
     """Replicas may be processes here or devices of a fleet."""
 
-    def __init__(self, job: Job, replicas: Collection[str], *, calls: bool = False) -> None:
-        """`calls`: as `Merger`. UserError for a model that cannot be merged."""
+    def __init__(
+        self, job: Job, replicas: Collection[str], checkpoint: Path | None = None, *, calls: bool = False
+    ) -> None:
+        """`checkpoint`: to go on from. `calls`: as `Merger`. UserError for a model that cannot be merged, and for a
+        checkpoint of another model or of another kind of run."""
         torch.set_num_threads(job.runtime.threads)
         self._job = job
         self.model: nn.Module = seeded_model(job)
         check_model(self.model)
+        begun = NOTHING_MERGED if checkpoint is None else merges_of(checkpoint)
         rules = merge_rules(job, len(replicas))
         if calls:
             rules = msgspec.structs.replace(rules, timeout_s=math.inf)  # devices may be away for long
-        self.machine = Merger(rules, replicas, calls=calls)
+        self.machine = Merger(rules, replicas, calls=calls, begun=begun)
         self.merged: MergedFragments = merged_fragments(job)
+        if checkpoint is not None:
+            self._load(checkpoint)
         self._run = secrets.token_hex(16)
+
+    def _load(self, checkpoint: Path) -> None:
+        """The merged weights and the outer optimizer's state."""
+        load_checkpoint(self.model, checkpoint)
+        saved, fragments = read_tensors(checkpoint), self._fragments()
+        names = {parameter: f"{OPTIMIZER}{name}.{MOMENTUM}" for name, parameter in self.model.named_parameters()}
+        momenta = [
+            flat([saved[names[p]] for p in fragment]) if all(names[p] in saved for p in fragment) else None
+            for fragment in fragments
+        ]
+        self.merged.load([flat(fragment) for fragment in fragments], momenta)
+
+    @property
+    def digests(self) -> Digests:
+        """Of the data, where devices have described them."""
+        return {}
+
+    def save(self, writer: CheckpointWriter) -> tuple[Path, bool]:
+        """Save what is merged as a step's checkpoint; returns it, and whether its weights are finite."""
+        self.fill()
+        training, names = self._job.training, {p: name for name, p in self.model.named_parameters()}
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        for fragment, momentum in zip(self._fragments(), self.merged.momenta, strict=True):
+            if momentum is not None:
+                for parameter, part in zip(fragment, momentum.split([p.numel() for p in fragment]), strict=True):
+                    tensors[f"{OPTIMIZER}{names[parameter]}.{MOMENTUM}"] = part.view(parameter.shape)
+        step = self.step
+        writer.write(step, "merged", tensors)
+        manifest = Manifest(
+            step=step,
+            seed=training.seed,
+            batch=training.batch_size,
+            shuffle=training.shuffle,
+            data={device: dict(entry) for device, entry in self.digests.items()},
+            finite=all(map(is_finite, self.merged.known)),  # a mask of -inf may be a buffer
+            merges=self.machine.merges_done,
+        )
+        return writer.commit(manifest), manifest.finite
+
+    @property
+    def step(self) -> int:
+        """The step of the job after the samples of all replicas so far."""
+        return min(self.machine.samples // self._job.training.batch_size, self._job.training.steps)
 
     def _host(
         self,
@@ -94,7 +158,7 @@ class MergedRun:
         return DecoupledOutcome(
             finish=finish,
             samples=self.machine.samples,
-            merges=self.machine.merge,
+            merges=self.machine.merge - self.machine.begun.merge,
             late=self.machine.late,
             traffic=host.traffic,
             seconds=host.now_s,
@@ -102,4 +166,14 @@ class MergedRun:
 
     def fill(self) -> None:
         """Put what is merged into `model`."""
-        self.merged.fill(fragments_of(self.model, self._job.sync.decoupled.fragments))
+        self.merged.fill(self._fragments())
+
+    def _fragments(self) -> list[list[nn.Parameter]]:
+        return fragments_of(self.model, self._job.sync.decoupled.fragments)
+
+
+def merges_of(checkpoint: Path) -> MergesDone:
+    """Where the merges of a checkpoint's run are. UserError for one of a run without merges."""
+    if isinstance(found := read_manifest(checkpoint).merges, UnsetType):
+        raise UserError(f"resume: sync.mode: got 'decoupled', the checkpoint {checkpoint.name} was made with another")
+    return found

@@ -74,10 +74,16 @@ class _ReplicaLink:
     """One replica's connection, and the messages that wait for it."""
 
     def __init__(
-        self, run: str, merged: MergedFragments, traffic: MergeTraffic, lock: threading.Lock, shape: Link | None
+        self,
+        run: str,
+        merged: MergedFragments,
+        delivery: Delivery,
+        traffic: MergeTraffic,
+        lock: threading.Lock,
+        shape: Link | None,
     ) -> None:
         """The `lock` is held while versions and `traffic` change, and while it is decided what is sent."""
-        self.delivery = Delivery(len(merged.known))
+        self.delivery = delivery
         self.outgoing: SendLane | None = None
         self._connections = 0
         self.changes: dict[int, Tensor] = {}
@@ -166,7 +172,10 @@ class MergerHost(SessionHost[Merger]):
         self._begin, self._has_data = begin, has_data
         self._lock = threading.Lock()
         self.traffic = MergeTraffic()
-        self._links = {n: _ReplicaLink(run, merged, self.traffic, self._lock, shape) for n, shape in links.items()}
+        self._links = {
+            name: _ReplicaLink(run, merged, Delivery(len(merged.known), machine.begun), self.traffic, self._lock, shape)
+            for name, shape in links.items()
+        }
         self._at_hand: Sequence[Tensor] = ()
         """The changes of the contribution that the machine hears of."""
         self._deltas: list[dict[str, Tensor]] = [{} for _ in range(machine.rules.fragments)]

@@ -82,13 +82,14 @@ class _Ended(Exception):
 class PipelineReplica:
     """Drives the machine as the controller of a run: everything but the connection's threads is in the run's thread."""
 
-    def __init__(self, job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace) -> None:
+    def __init__(self, job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace, steps: int = 0) -> None:
+        """`steps` were made before, by optimizers whose state is lost."""
         count = job.sync.decoupled.fragments
         self._job, self._pipeline = job, pipeline
         self._samples = pipeline.prepared.job.training.batch_size
         self._most_steps = 2 * job.training.steps * job.training.batch_size // self._samples
         """The whole run has half as many, if no other replica makes any."""
-        self._machine = DecoupledReplica(count, job.training.batch_size)
+        self._machine = DecoupledReplica(count, job.training.batch_size, steps)
         self._machine.port = self
         self._values: list[Tensor] = []
         """Values that came with the order that is being taken."""
@@ -100,7 +101,7 @@ class PipelineReplica:
         self._taken = TakenVersions()
         self._link = MergerLink(place)
         self._log = PipelineLog(pipeline.folder, pipeline.began_s)
-        self.steps = 0
+        self.steps = self.first_step = steps
         """That were made; some may be made again."""
         self._trained = 0
         """Samples of all replicas at the step that is opened next."""
@@ -133,6 +134,7 @@ class PipelineReplica:
             emulate=self._job.runtime.emulate,
             weights={name: t.clone() for name, t in weights_of(self._module, known.prepared.captured).items()},
             backend=LocalBackend(places=known.places, respawn_after_s=RETURN_S),
+            first_step=self.first_step,
             until=self._most_steps,
             exchanges=self,
             replan=known.replan,
@@ -258,14 +260,15 @@ class PipelineReplica:
         self._link.put(self._taken.contributed(asked, asked.fragments, self.steps, samples), payloads)
 
 
-def serve_pipeline(job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace) -> None:
-    """Train as one replica until the merger ends the run. A pipeline whose devices have lost its state begins anew from
-    the merged weights. PeerError where it made no step since."""
+def serve_pipeline(job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace, steps: int = 0) -> None:
+    """Train as one replica until the merger ends the run, after so many `steps`. A pipeline whose devices have lost its
+    state begins anew from the merged weights, with the samples that follow. PeerError where it made no step since."""
     while True:
-        replica = PipelineReplica(job, pipeline, place)
+        replica = PipelineReplica(job, pipeline, place, steps)
         try:
             return replica.run()
         except (PeerError, FleetTooSmall):
-            if not replica.steps:
+            if replica.steps == steps:
                 raise
+            steps = replica.steps
             time.sleep(RETURN_S)

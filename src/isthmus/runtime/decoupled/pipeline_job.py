@@ -38,6 +38,7 @@ def pipeline_job(job: Job, groups: Groups, name: str) -> Job:
             seed=torch_seed(training.seed, 0, number),
             shuffle=False,
             eval_every=0,
+            save_every=0,
             keep_checkpoints=1,
         ),
         # A step is opened when the one before is over: only then is it known what comes with it.
@@ -45,6 +46,7 @@ def pipeline_job(job: Job, groups: Groups, name: str) -> Job:
         sync=SyncPolicy(),
         compression=job.compression if not packed or name in packed else None,
         callback=(),
+        store=None,
     )
 
 

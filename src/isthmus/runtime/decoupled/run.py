@@ -63,10 +63,8 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
     asked: dict[str, tuple[object, object]] = {
         "bf16, fp16": (training.precision, "fp32"),
         "skipped steps": (training.non_finite, "stop"),
-        "checkpoints": (training.save_every, 0),
         "data holders": (", ".join(job.plan.holders), ""),
         "compression": (job.compression is not None and not pipelines, False),
-        "store": (job.store is not None, False),
         "JAX": (", ".join(sorted(fleet.engines)), "torch"),
         "compile": (runtime.compile, False),
         "changes": (bool(runtime.changes), False),
@@ -85,12 +83,12 @@ def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link 
     return {first: (None, None), **found}
 
 
-def _trainer(job: Job, data: Dataset, number: int, count: int, place: ProcessPlace) -> ReplicaTrainer:
+def _trainer(job: Job, data: Dataset, number: int, count: int, place: ProcessPlace, steps: int) -> ReplicaTrainer:
     """In the replica's own process: a driver that has started in one process works in no copy of it."""
     accelerator = open_accelerator(place.accelerator)
     if note := job.engine().kernels.use(accelerator):
         print(note, file=sys.stderr, flush=True)
-    return ReplicaTrainer(job, data, number, count, accelerator)
+    return ReplicaTrainer(job, data, number, count, accelerator, steps)
 
 
 class _Begin(msgspec.Struct, frozen=True):
@@ -108,12 +106,14 @@ class DecoupledRun(MergedRun):
     """Replicas are forked when it is made, so before this process has threads. `processes` is a context manager, which
     ends them."""
 
-    def __init__(self, job: Job, fleet: Fleet, folder: Path, replan: MakePlan | None = None) -> None:
+    def __init__(
+        self, job: Job, fleet: Fleet, folder: Path, replan: MakePlan | None = None, checkpoint: Path | None = None
+    ) -> None:
         """`replan` plans a pipeline anew where some of its devices are lost, or came. UserError for a job or a model
-        that does not fit."""
+        that does not fit, or as of `MergedRun` for the `checkpoint` to go on from."""
         check_decoupled(job, fleet)
         self.groups = groups = replica_groups(job, fleet)
-        super().__init__(job, groups)
+        super().__init__(job, groups, checkpoint)
         self._folder = folder
         self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
         places = local_places(job.runtime.device, fleet.names)
@@ -135,8 +135,10 @@ class DecoupledRun(MergedRun):
                     step_s=begin.step_s.get(name, 0.0),
                     link=self._links[name][0],
                 )
+                steps = self.machine.steps(name)
                 if len(devices) == 1:
-                    serve_replica(lambda: _trainer(own, data, number, count, places.get(name, ProcessPlace())), place)
+                    here = places.get(name, ProcessPlace())
+                    serve_replica(lambda: _trainer(own, data, number, count, here, steps), place)
                     return
                 fork_before_threads(waiting=1)  # one waits for the end of the merger's process
                 whole = kept_prepared(own, folder / CAPTURED)
@@ -151,7 +153,7 @@ class DecoupledRun(MergedRun):
                     folder=replica_folder(folder, name),
                     began_s=begin.began_s,
                 )
-                serve_pipeline(own, pipeline, place)
+                serve_pipeline(own, pipeline, place, steps)
 
             return act
 

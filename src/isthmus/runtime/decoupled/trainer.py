@@ -45,7 +45,10 @@ class ReplicaTrainer:
     """Replica `number` of `count`. What it does follows from the job, and from which versions it took after how many
     steps."""
 
-    def __init__(self, job: Job, data: Dataset, number: int, count: int, accelerator: Accelerator = HOST) -> None:
+    def __init__(
+        self, job: Job, data: Dataset, number: int, count: int, accelerator: Accelerator = HOST, steps: int = 0
+    ) -> None:
+        """`steps` were made by an earlier process."""
         self.samples = job.training.batch_size // count
         """Samples of a step."""
         self.batch = self.samples * count
@@ -53,7 +56,7 @@ class ReplicaTrainer:
         self._micro_batch = min(self.samples, job.micro_batch_size)
         self._accelerator, self._losses = accelerator, LossAccumulator(accelerator)
         self._seed = torch.tensor(self._micro_batch / self.samples, device=accelerator.device)
-        self.steps = 0
+        self.steps = steps
         """That were made."""
         self._job, self._number = job, number
         self._data, self._columns = data, list(data.columns)
@@ -62,8 +65,8 @@ class ReplicaTrainer:
         self.module = seeded_model(job).to(accelerator.device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        steps = job.training.steps
-        self._optimizers = Optimizers(job.optimizer, named, job.learning_rate.tabled(steps), steps)
+        most = job.training.steps
+        self._optimizers = Optimizers(job.optimizer, named, job.learning_rate.tabled(most), most)
         rules = job.sync.decoupled
         self.fragments = ReplicaFragments(fragments_of(self.module, rules.fragments), delta_codec(rules))
 
