@@ -234,7 +234,7 @@ class MergedFragments:
 
     @property
     def momenta(self) -> list[Tensor | None]:
-        """Of the outer step of each fragment, flat; None where it has none."""
+        """Momenta of the outer step of each fragment, flat; None where it has none."""
         return [outer.momenta[0] for outer in self._outer]
 
     def load(self, start: Sequence[Tensor], momenta: Sequence[Tensor | None]) -> None:

@@ -63,7 +63,7 @@ class DecoupledOutcome:
     """Contributions that came after their merge had ended, and were part of the next."""
     traffic: MergeTraffic
     seconds: float
-    """Of this session, as are its merges."""
+    """Seconds of this session; merges are those of this session, too."""
 
 
 class MergedRun:
@@ -101,7 +101,7 @@ class MergedRun:
 
     @property
     def digests(self) -> Digests:
-        """Of the data, where devices have described them."""
+        """Digests of the data, where devices have described them."""
         return {}
 
     def save(self, writer: CheckpointWriter) -> tuple[Path, bool]:
