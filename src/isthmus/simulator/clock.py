@@ -4,6 +4,7 @@ seed."""
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Hashable
 
@@ -34,9 +35,9 @@ class VirtualClock:
         self._asked += 1
         heapq.heappush(self._heap, (time_s, draw, self._asked, action))
 
-    def run(self) -> None:
-        """Until nothing is left to do."""
-        while self._heap:
+    def run(self, most_s: float = math.inf) -> None:
+        """Until nothing is left to do up to this time."""
+        while self._heap and self._heap[0][0] <= most_s:
             self.now_s, _, _, action = heapq.heappop(self._heap)
             action()
 

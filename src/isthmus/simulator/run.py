@@ -39,13 +39,13 @@ from isthmus.protocol.run_messages import (
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.work import Item, RunSpec
 from isthmus.protocol.worker import WorkerStatistics
-from isthmus.session.session import TICK_S
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.epoch import Epoch
 from isthmus.simulator.history import State, check_state
 from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.simulator.parties import Party
+from isthmus.simulator.session_host import SimulatedHost
 from isthmus.simulator.state_donations import StateDonations
 from isthmus.simulator.strikes import Strikes
 from isthmus.simulator.world import World
@@ -141,7 +141,15 @@ class RunSimulation:
         self._statistics: dict[str, WorkerStatistics] = {}
         self._finished_s = 0.0
         self.finish: FinishRun | None = None
-        self.machine = self._made(spec, None)
+        machine = self._made(spec, None)
+        regular = bool(options.faults) or advanced is not None
+        self.host = SimulatedHost(machine, self.world.clock, self.strikes, regular=regular)
+        self.tell = self.host.tell
+
+    @property
+    def machine(self) -> Pipeline:
+        """Of the coordinator that is there, or was there last."""
+        return self.host.session
 
     def _made(self, spec: RunSpec, lineage: Lineage | None) -> Pipeline:
         """A coordinator of the run; with a lineage, one that is started again."""
@@ -162,11 +170,9 @@ class RunSimulation:
         """InternalError if the machines wait for each other, or the history is not what it must be."""
         for fault in filter(_is_there_at_first, self._options.faults):
             self.strikes.strike(fault)
-        if self._options.faults or self._advanced is not None:
-            self._tick()
         for worker_id in self._epoch.worker_ids:
             self.connections.join(worker_id)
-        self.world.clock.run()
+        self.world.clock.run(MOST_S)
         if self.finish is None:
             raise InternalError(f"simulation: no machine has anything left to do, but the run is not over ({self})")
         if self.finish.outcome == "done":
@@ -206,28 +212,6 @@ class RunSimulation:
 
     # Calls of the machine
 
-    def _tick(self) -> None:
-        if self.finish is not None:
-            return
-        if self.world.clock.now_s > MOST_S:
-            raise InternalError(f"simulation: the run does not end ({self})")
-        self._look()
-        self.world.later(TICK_S, "tick", self._tick)
-
-    def _look(self) -> None:
-        seen = self.strikes.tick()
-        self.tell(lambda machine: machine.looked(seen))
-
-    def tell(self, happened: Callable[[Pipeline], None]) -> None:
-        """Tell the coordinator, if it is there."""
-        machine = self.machine
-        if not self.connections.answered or self.finish is not None:
-            return
-        machine.clock(self.world.clock.now_s)
-        happened(machine)
-        if machine.urgent and self.finish is None:
-            self.world.later(0.0, "urgent", partial(self._urgent, machine))
-
     def made(self, worker_id: str, device: Party[SimulatedWorker]) -> SimulatedWorker:
         return SimulatedWorker(worker_id, device, self.world)
 
@@ -241,11 +225,7 @@ class RunSimulation:
         self.tell(lambda machine: machine.heard(device, body))
 
     def disconnected(self, device: str, reason: str) -> None:
-        self.tell(lambda machine: machine.disconnected(device, reason))
-
-    def _urgent(self, machine: Pipeline) -> None:
-        if self.machine is machine and machine.urgent:
-            self._look()
+        self.host.disconnected(device, reason)
 
     # What workers say
 
@@ -296,9 +276,7 @@ class RunSimulation:
         self.world.later(self._options.recovery.plan_s, "planner", partial(self._plan, request))
 
     def call_device(self, device: str) -> None:
-        self.strikes.called(device_of(device))
-        seconds = self._options.recovery.process_s
-        self.world.later(seconds, ("call", device), partial(self.connections.join, device))
+        self.strikes.call(device_of(device), device)
 
     def restart_run(self, devices: tuple[str, ...], count: int, most: int, reasons: str) -> None:
         pass  # only a person hears of it
@@ -431,8 +409,8 @@ class RunSimulation:
         made = self._made(spec, Lineage(self._lineage))
         self._earlier += self.machine.recoveries
         self._known = 0
-        self.machine = made
         self.connections.answered = True
+        self.host.replace(made)
 
 
 def _assign(epoch: Epoch, number: int, step: int, worker: SimulatedWorker) -> None:

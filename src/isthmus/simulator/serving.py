@@ -17,10 +17,10 @@ from isthmus.errors import PeerError, UserError
 from isthmus.planners.generation import FRAME_BYTES, Chain, ServingProblem
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, StageUnable, TokenGenerated
-from isthmus.session.session import TICK_S
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.simulator.parties import LinkedParties, Party
+from isthmus.simulator.session_host import SimulatedHost
 from isthmus.simulator.strikes import Strikes
 from isthmus.units import format_duration
 
@@ -156,12 +156,13 @@ class ServingSimulation(LinkedParties[_Stage]):
             vocabulary=1,
             timeout_s=options.recovery.timeout_s,
         )
+        self.host = SimulatedHost(self.program, self.clock, self.strikes, regular=bool(options.faults))
 
     def run(self) -> SimulatedServing:
         """Until each request is answered or refused."""
         for number, request in enumerate(self._requests):
             prompt = Prompt(number=number, tokens=(0,) * request.prompt, sampling=Sampling(max_tokens=request.new))
-            self.clock.at(request.arrives_s, "requests", partial(self._tell, partial(_submit, prompt)))
+            self.clock.at(request.arrives_s, "requests", partial(self.host.tell, partial(_submit, prompt)))
         for fault in self._options.faults:
             self.clock.at(fault.time_s, ("fault", fault.device), partial(self.strikes.strike, fault))
         later = {fault.device for fault in self._options.faults if fault.kind == "join"}
@@ -171,8 +172,9 @@ class ServingSimulation(LinkedParties[_Stage]):
             elif device not in later:
                 self.strikes.strike(Fault(kind="join", device=device, time_s=0.0))
         self.setting_up = True
-        self._tick()
-        self.clock.run()
+        self.clock.run(MOST_S)
+        if self._open:
+            raise UserError(f"simulation: no answer within {MOST_S:g} s: expected devices and links that are quicker")
         answers = [SimulatedAnswer(tuple(t), self._refused.get(n, "")) for n, t in enumerate(self._tokens)]
         return SimulatedServing(
             answers=tuple(answers), notes=tuple(self._notes), losses=self.program.losses, chain=self._chain
@@ -180,38 +182,17 @@ class ServingSimulation(LinkedParties[_Stage]):
 
     # What the program hears
 
-    def _tell(self, happened: Callable[[Tokens], None]) -> None:
-        self.program.clock(self.clock.now_s)
-        happened(self.program)
-        if self.program.urgent:
-            self._look()
-        if not self._open:
-            self.program.stop()
-
-    def _look(self) -> None:
-        seen = self.strikes.tick()
-        self.program.clock(self.clock.now_s)
-        self.program.looked(seen)
-
-    def _tick(self) -> None:
-        if self.program.over:
-            return
-        if self.clock.now_s > MOST_S:
-            raise UserError(f"simulation: no answer within {MOST_S:g} s: expected devices and links that are quicker")
-        self._tell(lambda _: self._look())
-        self.later(TICK_S, "tick", self._tick)
-
     def made(self, worker_id: str, device: Party[_Stage]) -> _Stage:
         return _Stage(worker_id, device)
 
     def arrived(self, worker: _Stage) -> None:
-        self._tell(lambda program: program.joined(worker.name))
+        self.host.tell(lambda program: program.joined(worker.name))
 
     def disconnected(self, device: str, reason: str) -> None:
-        self._tell(lambda program: program.disconnected(device, reason))
+        self.host.disconnected(device, reason)
 
     def _report(self, stage: _Stage, body: StageReport) -> None:
-        self.connections.up(stage, lambda: self._tell(lambda program: program.heard(stage.name, body)))
+        self.connections.up(stage, lambda: self.host.tell(lambda program: program.heard(stage.name, body)))
 
     # What the program asks
 
@@ -238,15 +219,19 @@ class ServingSimulation(LinkedParties[_Stage]):
     def deliver(self, number: int, token: int, *, last: bool) -> None:
         self._tokens[number].append(self.clock.now_s)
         if last:
-            self._open.discard(number)
+            self._close(number)
 
     def refuse(self, number: int, reason: str, *, of_request: bool = False) -> None:
         self._refused[number] = reason
+        self._close(number)
+
+    def _close(self, number: int) -> None:
         self._open.discard(number)
+        if not self._open:
+            self.later(0.0, "requests", self.program.stop)
 
     def call(self, device: str) -> None:
-        self.strikes.called(device)
-        self.later(self._options.recovery.process_s, ("call", device), partial(self.connections.join, device))
+        self.strikes.call(device)
 
     def release(self, device: str) -> None:
         self.connections.release(device)

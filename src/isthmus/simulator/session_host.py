@@ -25,8 +25,8 @@ class SimulatedHost(Generic[SessionT]):
         """When the next look is."""
 
     def replace(self, session: SessionT) -> None:
-        """Another coordinator is there from now on."""
-        self.session, self._looked_s = session, -math.inf
+        """Another coordinator is there from now on. Devices that run connect before it looks at them."""
+        self.session, self._looked_s = session, self._clock.now_s
         self._plan_look()
 
     def tell(self, happened: Callable[[SessionT], None], *, looks: bool = False) -> None:

@@ -81,6 +81,8 @@ class Strikes:
                 self._offers.add(fault.device)
             case "leave":
                 self._leaving.add(fault.device)
+                self._offers.discard(fault.device)
+                self._returning.discard(fault.device)
 
     def _kill(self, fault: Fault) -> None:
         name = fault.device
