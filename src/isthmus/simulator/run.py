@@ -148,7 +148,7 @@ class RunSimulation:
 
     @property
     def machine(self) -> Pipeline:
-        """Of the coordinator that is there, or was there last."""
+        """The program of the coordinator that is there, or was there last."""
         return self.host.session
 
     def _made(self, spec: RunSpec, lineage: Lineage | None) -> Pipeline:
