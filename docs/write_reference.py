@@ -13,11 +13,11 @@ from typing import Any
 
 from isthmus.cli.app import commands
 from isthmus.option_docs import OptionDoc
+from isthmus.programs.masked import Masked
+from isthmus.programs.merger import Merger
 from isthmus.programs.pipeline import Pipeline
+from isthmus.programs.rounds import Rounds
 from isthmus.programs.tokens import Tokens
-from isthmus.protocol.decoupled import Merger
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.secure_coordinator import SecureCoordinator
 from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tables_by_file
 
 DOCS = Path(__file__).parent
@@ -36,8 +36,8 @@ PROGRAMS = {
     "Pipeline": Pipeline,
     "A service that generates text": Tokens,
     "The merger of decoupled replicas": Merger,
-    "The coordinator of federated rounds": FederatedCoordinator,
-    "Secure aggregation, the coordinator": SecureCoordinator,
+    "The coordinator of federated rounds": Rounds,
+    "Secure aggregation, the coordinator": Masked,
 }
 
 

@@ -51,7 +51,13 @@ COMPONENTS = {
     "federated": ("isthmus.data.femnist", "isthmus.protocol.federated_participation", "isthmus.rng"),  # peers' clients
     "federated_deployment": ("isthmus.runtime.service.fleet_state",),  # tickets for thousands of sites
     "federated_memory": ("isthmus.federated",),  # sizes of states
-    "federated_scheduling": ("isthmus.federated", "isthmus.protocol", "isthmus.runtime.federated", "isthmus.simulator"),
+    "federated_scheduling": (
+        "isthmus.federated",
+        "isthmus.programs",
+        "isthmus.protocol",
+        "isthmus.runtime.federated",
+        "isthmus.simulator",
+    ),
     "fusion": ("isthmus.planners",),
     "generate": ("isthmus.api", "isthmus.job.served", "isthmus.protocol", "isthmus.training"),  # stages in one process
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
@@ -67,7 +73,13 @@ COMPONENTS = {
         "isthmus.report",
     ),  # what `plan` shows
     "nat": ("isthmus.protocol", "isthmus.runtime", "isthmus.training.layout"),  # a connection without a run
-    "parrot_figures": ("isthmus.api.federated_simulation", "isthmus.data", "isthmus.federated", "isthmus.protocol"),
+    "parrot_figures": (
+        "isthmus.api.federated_simulation",
+        "isthmus.data",
+        "isthmus.federated",
+        "isthmus.programs",
+        "isthmus.protocol",
+    ),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": (

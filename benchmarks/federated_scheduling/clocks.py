@@ -18,14 +18,14 @@ from isthmus import FederatedJob
 from isthmus.experiments import RoundLine
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.job import emulation
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, PhaseId
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.run import coordinator_of
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 
-class Alternating(FederatedCoordinator):
+class Alternating(Rounds):
     """Executors steal in every other round."""
 
     @staticmethod

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
@@ -120,7 +120,7 @@ def measure(setting: str, noise: float, strategy: str, sizes: NDArray[np.int64])
     speeds, factor = SETTINGS[setting]
     rules, window = STRATEGIES[strategy]
     lines = tuple(LinearFit(LINE.seconds_per_sample * s, LINE.fixed_s * s) for s in speeds)
-    machine = FederatedCoordinator(
+    machine = Rounds(
         [f"executor-{k}" for k in range(len(lines))],
         rules,
         sizes,
@@ -166,7 +166,7 @@ def simulate_large(executors: int, clients: int) -> Large:
     lines = tuple(LinearFit(LINE.seconds_per_sample * s, LINE.fixed_s) for s in speeds.tolist())
     before_s = time.process_time()
     everybody = np.arange(clients)
-    machine = FederatedCoordinator(
+    machine = Rounds(
         [f"executor-{k}" for k in range(executors)],
         RoundRules(rounds=2, needed=clients, steals=True),
         sizes,

@@ -31,7 +31,7 @@ from isthmus.federated.client_costs import ClientCosts, client_costs
 from isthmus.federated.job import Execution, FederatedConfig
 from isthmus.federated.local import LocalConfig
 from isthmus.models import ModelSpec
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
 from isthmus.protocol.federated_participation import Participation
 
 mpl.use("Agg")

@@ -16,7 +16,8 @@ from isthmus.api.run_entries import ENTRIES
 from isthmus.api.run_log import RunLog
 from isthmus.callbacks import RunStarted
 from isthmus.federated.history import RoundHistory
-from isthmus.protocol.federated_events import ClientTime, RefusedUpdate, RoundRecord
+from isthmus.programs.round_records import RoundRecord
+from isthmus.protocol.federated_messages import ClientTime, RefusedUpdate
 from isthmus.run_files import JOB, ROUND_LINES
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue

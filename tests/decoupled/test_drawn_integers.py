@@ -14,15 +14,9 @@ from torch import Tensor
 from isthmus.cost import Decoupled
 from isthmus.errors import PeerError
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled import Merger
-from isthmus.protocol.decoupled_events import (
-    Contributed,
-    FinishMerges,
-    LastStepMade,
-    MergeChanges,
-    MergeRules,
-    StepsMade,
-)
+from isthmus.programs.merger import Merger
+from isthmus.programs.merging import Finish
+from isthmus.protocol.decoupled_events import Contributed, LastStepMade, MergeChanges, MergeRules, StepsMade
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.merger_link import MergerLink, Received
@@ -108,7 +102,7 @@ class Conversation:
         return self._merger._merged.known
 
     @property
-    def finish(self) -> FinishMerges | None:
+    def finish(self) -> Finish | None:
         return self.machine.finish
 
     def run(self) -> None:
@@ -256,6 +250,6 @@ def test_a_drawn_integer_is_refused_or_one_that_the_run_may_have(to_replicas: bo
     disturbed = Conversation(lies, to_replicas=to_replicas)
     disturbed.run()
     lies.told()
-    assert disturbed.finish == right.finish == FinishMerges("done")
+    assert disturbed.finish == right.finish == Finish("done")
     assert disturbed.machine.samples == right.machine.samples
     assert all(torch.equal(a, b) for a, b in zip(disturbed.weights, right.weights, strict=True))

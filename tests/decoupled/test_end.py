@@ -8,7 +8,7 @@ import torch
 
 from isthmus.cost import Decoupled
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled import Merger
+from isthmus.programs.merger import Merger
 from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,

@@ -30,7 +30,7 @@ from isthmus.fleet import resolve_fleet
 from isthmus.job import Job, RuntimeConfig, TrainingConfig, fleet_of, prepare
 from isthmus.models import ModelSpec, build_model
 from isthmus.models.registry import give_model
-from isthmus.protocol.decoupled_events import FinishMerges
+from isthmus.programs.merging import Finish
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.merger import MergeTraffic
 from isthmus.runtime.decoupled.record import merges_file
@@ -256,7 +256,7 @@ def test_a_merged_model_that_is_not_finite_is_saved_as_such_and_ends_the_run_as_
     folder = RunFolder(tmp_path)
     watch = _Watch(job, run, RunSession(folder, Callbacks(()), Uploads()), Silent())
     traffic = MergeTraffic(1, 1, 1, 1)
-    outcome = DecoupledOutcome(finish=FinishMerges("done"), samples=16, merges=1, late=0, seconds=1.0, traffic=traffic)
+    outcome = DecoupledOutcome(finish=Finish("done"), samples=16, merges=1, late=0, seconds=1.0, traffic=traffic)
     with pytest.raises(Diverged, match="not finite") if spoilt else contextlib.nullcontext():
         watch.end(outcome, "done", {})
     assert read_manifest(latest_checkpoint(folder.checkpoints)).finite is not spoilt

@@ -15,13 +15,13 @@ import torch
 from isthmus.cost import Decoupled
 from isthmus.errors import PeerError, UserError
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled import Merger
+from isthmus.programs.merger import Merger
+from isthmus.programs.merging import Finish
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
     CollectChanges,
     Contributed,
-    FinishMerges,
     FragmentSent,
     LastStepMade,
     MergeChanges,
@@ -259,7 +259,7 @@ def test_without_a_replica_the_run_waits_and_then_ends() -> None:
     host.lose("a")
     assert host.machine.phase == "waiting"
     assert host.at(61.0) == [("ended", "no replica came within 60 s")]
-    assert host.machine.finish == FinishMerges("lost", "no replica came within 60 s")
+    assert host.machine.finish == Finish("lost", "no replica came within 60 s")
 
 
 def test_how_a_process_ended_says_why_its_replica_is_lost_and_no_merge_waits_for_that() -> None:
@@ -332,7 +332,7 @@ def test_a_run_ends_when_every_process_has_ended_and_says_how() -> None:
         ("note", f"c: {how}"),
         ("ended", "every replica's process has ended"),
     ]
-    assert host.machine.finish == FinishMerges("lost", "every replica's process has ended")
+    assert host.machine.finish == Finish("lost", "every replica's process has ended")
 
 
 def test_one_that_sends_what_it_cannot_have_is_rejected_for_good() -> None:
@@ -384,7 +384,7 @@ def test_replicas_receive_the_end_until_they_hang_up() -> None:
     assert not host.machine.over
     assert host.machine.due_s == 60.0
     host.lose("c")
-    assert host.machine.over and host.machine.finish == FinishMerges("done")
+    assert host.machine.over and host.machine.finish == Finish("done")
 
 
 def test_one_that_does_not_receive_the_end_holds_nobody_up_for_ever() -> None:
@@ -452,7 +452,7 @@ def test_a_run_without_a_number_of_samples_ends_when_all_are_ready() -> None:
     found = host.give("b", 1, 8)
     assert merged(found) == [("a", 1, 8), ("b", 1, 8)]
     assert found[-1] == ("ended", "")
-    assert host.machine.finish == FinishMerges("done")
+    assert host.machine.finish == Finish("done")
 
 
 def test_a_loss_ends_a_run_whose_others_are_ready() -> None:

@@ -17,7 +17,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import resolve_fleet
 from isthmus.job import Job
 from isthmus.models import build_model
-from isthmus.protocol.decoupled import Merger
+from isthmus.programs.merger import Merger
 from isthmus.protocol.decoupled_events import CollectChanges, MergeChanges, MergesDone, StepsMade
 from isthmus.run_files import JOB
 from isthmus.runtime.decoupled.merged_run import MergedRun

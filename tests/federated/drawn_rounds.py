@@ -27,9 +27,10 @@ from isthmus.federated.robust import Aggregation
 from isthmus.federated.site import Site, SiteStates
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.models import ModelSpec
+from isthmus.programs.masked import MaskedRoundPort, MaskedRounds
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.failures import StepFailure
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import (
     ExecutorJoined,
     PhaseDropped,
@@ -38,7 +39,6 @@ from isthmus.protocol.federated_messages import (
     PhaseSetup,
     SumsSent,
 )
-from isthmus.protocol.federated_ports import FederatedPort
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.memory_shortage import MemoryShortage
@@ -148,7 +148,7 @@ class _Checked:
         return ask
 
 
-class Rounds:
+class DrawnRounds:
     """A run of `rounds` to its end. What becomes of it does not depend on the lies that come before the messages."""
 
     def __init__(
@@ -211,7 +211,7 @@ class Rounds:
             most_samples=MOST if self.secure else 0,
             gathering=ExecutorChurn(start=len(NAMES), wait_s=1.0),
         )
-        machine = FederatedCoordinator(
+        machine = (MaskedRounds if self.secure else Rounds)(
             NAMES,
             rules,
             np.zeros(len(NAMES), dtype=np.int64),
@@ -238,7 +238,7 @@ class Rounds:
 
     def _commit(self, record: RoundRecord, measure: object) -> None:
         self.records.append(record)
-        self.host.session.coordinator.durable_round = record.round
+        self.host.session.durable_round = record.round
 
     def _site(self, name: str) -> Site:
         client = NAMES.index(name)
@@ -316,10 +316,10 @@ class Rounds:
         with named(name):
             _, landed_tensors = landed(lie, tensors, lambda message: doors.guard(name, message))
         # On a copy: an executor that is dismissed would have to join again.
-        found = Recorder(FederatedPort)
+        found = Recorder(MaskedRoundPort)
         right: Any = self.host.session
         machine: Any = copy.deepcopy(right, {id(self.port): _Checked(found, self._check_call)})
-        machine.coordinator._cohort_of = lambda round_: machine.coordinator.here
+        machine._cohort_of = lambda round_: machine.here
         self.host.session = machine
         try:
             self.host.take((name, lie, landed_tensors))

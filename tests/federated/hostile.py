@@ -24,6 +24,7 @@ from isthmus.federated.secure.recovery import MaskedSum
 from isthmus.federated.server import Server
 from isthmus.federated.task_spec import TaskSpec, load_site
 from isthmus.models import ModelSpec, build_model
+from isthmus.programs.masked import Masked, TakeMasksOff, Unmasking
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
@@ -35,7 +36,6 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.run_messages import DeviceFailed
-from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import SecureOrder
 from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.identity import Authority
@@ -185,7 +185,7 @@ class HostileCoordinator:
     def secure_sum(self, phase: PhaseId, names: Sequence[str]) -> Tensor | str:
         """The sum of these sites' updates, in units of itself; or why the sites do not give it."""
         total = MaskedSum(self._sizes)
-        machine = SecureCoordinator(SecureRules())
+        machine = Masked(SecureRules())
         machine.port = sums = _Sums(self, total)
         self.open(phase, names)
         machine.opened(phase, frozenset(names))

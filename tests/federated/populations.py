@@ -27,16 +27,16 @@ from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
-from isthmus.planners.cohort import CohortSchedule
+from isthmus.programs.merging import Finish
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import RoundPort, Rounds
 from isthmus.protocol.federated_buffer import Buffer
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import FinishRounds, RoundRecord
-from isthmus.protocol.federated_messages import ExecutorReport, PhaseId
+from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport
 from isthmus.protocol.federated_participation import Participation, cohort
-from isthmus.protocol.federated_planning import PlanningProblem, plan_round
-from isthmus.protocol.federated_ports import CoordinatorPort
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.session.failures import Loss
+from isthmus.session.session import Observation
 from tests.federated.twins import BATCH, EPOCHS, ETA, SEED
 from tests.programs.ports import Asked, Recorder
 
@@ -141,7 +141,7 @@ class Run:
         if kept is not None:
             self.server.restore(kept, rules.get("first_round", 0))
         self.records: list[RoundRecord] = []
-        self.machine = FederatedCoordinator(
+        self.machine = Rounds(
             self.sites,
             RoundRules(rounds=rounds, passes=len(algorithm.passes), **{"needed": PER_ROUND, **rules}),
             data.sizes,
@@ -159,7 +159,7 @@ class Run:
             clients_per_vmap=clients_per_vmap,
         )
 
-    def run(self) -> FinishRounds:
+    def run(self) -> Finish:
         return self.driver.run()
 
     @property
@@ -167,35 +167,31 @@ class Run:
         return self.server.values["model"]
 
 
-class RoundRecorder(Recorder):
-    """A port that answers questions for schedules, which it does not write down."""
-
-    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
-        return plan_round(problem)
-
-    def opened(self, phase: PhaseId, executors: frozenset[str]) -> None:
-        """It is known from what was sent."""
-
-
-class Asking(FederatedCoordinator):
-    """The machine by itself: each call returns what it asks then."""
+class Asking(Rounds):
+    """The machine by itself: each call returns what it asks then, but for lines for people."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._recorder = RoundRecorder(CoordinatorPort)
+        self._recorder = Recorder(RoundPort)
         self.port = self._recorder.port
 
     def after_report(self, executor: str, report: ExecutorReport) -> list[Asked]:
+        if isinstance(report, ExecutorJoined):
+            self.joined(executor)
         self.heard(executor, report)
-        return self._recorder.took()
+        return self._took()
 
     def after_loss(self, executor: str, reason: str) -> list[Asked]:
-        self.lost(executor, reason)
-        return self._recorder.took()
+        self.lost(Loss(executor, reason))
+        return self._took()
 
     def after_tick(self, now_s: float) -> list[Asked]:
         self.clock(now_s)
-        return self._recorder.took()
+        self.looked(Observation())
+        return self._took()
+
+    def _took(self) -> list[Asked]:
+        return [call for call in self._recorder.took() if call[0] != "note"]
 
 
 def orders(out: Sequence[Asked], kind: type[T]) -> list[tuple[str, T]]:
@@ -208,8 +204,8 @@ def commits(out: Sequence[Asked]) -> list[RoundRecord]:
     return [call[1] for call in out if isinstance(call[1], RoundRecord)]
 
 
-def finish_of(out: Sequence[Asked]) -> FinishRounds:
+def finish_of(out: Sequence[Asked]) -> Finish:
     """How the run ended, which is said last."""
     finish = out[-1][1]
-    assert isinstance(finish, FinishRounds)
+    assert isinstance(finish, Finish)
     return finish

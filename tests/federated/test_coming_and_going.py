@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isthmus.programs.merging import OpenMerge
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import RoundPort, Rounds, Waiting
 from isthmus.protocol.federated_buffer import Buffer
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import (
     ClientTime,
     ExecutorJoined,
@@ -21,13 +22,11 @@ from isthmus.protocol.federated_messages import (
     UpdateRefused,
 )
 from isthmus.protocol.federated_participation import Participation
-from isthmus.protocol.federated_ports import FederatedPort
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, Waiting
-from isthmus.protocol.federated_run import FederatedRunMachine
+from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.session.failures import CLOSED, EXIT_S
 from isthmus.session.session import Observation
-from tests.federated.populations import Asking, RoundRecorder, commits, finish_of, orders
+from tests.federated.populations import Asking, commits, finish_of, orders
 from tests.programs.ports import Asked, Recorder
 
 SITES = ("a", "b", "c")
@@ -70,23 +69,17 @@ class Sites:
         return self.machine.after_tick(now_s)
 
 
-class Watched(FederatedRunMachine):
+class Watched(Sites):
     """A run of sites, and the lines that people read."""
 
     def __init__(self) -> None:
-        super().__init__(Sites().machine, timeout_s=60.0)
-        self._recorder = Recorder(FederatedPort)
-        self.port = self._recorder.port
-        self.looked_at(0.0)
+        super().__init__()
+        self._recorder = Recorder(RoundPort)
+        self.machine.port = self._recorder.port
 
     def looked_at(self, now_s: float, **seen: Any) -> None:
-        self.clock(now_s)
-        self.looked(Observation(**seen))
-
-    def join(self, *names: str) -> None:
-        for name in names:
-            self.joined(name)
-            self.heard(name, ExecutorJoined(samples=10))
+        self.machine.clock(now_s)
+        self.machine.looked(Observation(**seen))
 
     def lines(self) -> list[str]:
         """Since the last call."""
@@ -118,6 +111,12 @@ def test_the_first_round_begins_when_enough_are_here() -> None:
     opened = asked(sites.join("a"))
     assert opened == {"a": (PhaseId(0), [0]), "c": (PhaseId(0), [2])}
     assert sites.sizes.tolist() == [10, 0, 30]
+
+
+def test_the_first_round_does_not_begin_with_fewer_than_make_one() -> None:
+    sites = Sites(start=1, minimum=2)
+    assert sites.join("c") == [] and sites.machine.waiting == Waiting(2, None)
+    assert asked(sites.join("a")).keys() == {"a", "c"}
 
 
 def test_who_is_lost_is_missing_and_used_again_from_the_next_turn_on() -> None:
@@ -204,7 +203,7 @@ def test_sites_that_all_left_are_said_in_one_short_line(monkeypatch: pytest.Monk
     run = Watched()
     run.join(*SITES)
     for name in SITES:
-        run.disconnected(name)
+        run.machine.disconnected(name)
     run.looked_at(0.0)
     assert {f"site {name} was lost: {CLOSED}" for name in SITES} <= set(run.lines())
     notes = run.lines_at(1.0, 700.0, 800.0)
@@ -218,7 +217,7 @@ def test_how_a_process_ended_is_waited_for_where_only_its_connection_closed(ende
     """On a machine that is busy the exit is heard of later; a process that runs on is lost in the end."""
     run = Watched()
     run.join("a")
-    run.disconnected("a")
+    run.machine.disconnected("a")
     run.looked_at(0.0, starting=frozenset("a"))
     lines = run.lines()
     for now_s in (1.0, 2.0, 3.0, EXIT_S):
@@ -233,12 +232,9 @@ def test_how_a_process_ended_is_waited_for_where_only_its_connection_closed(ende
 
 def test_the_only_executor_that_had_clients_is_lost_and_the_round_begins_anew_with_another() -> None:
     """Its loss, the plan and whatever else is due come with one look at the clock."""
-    asked = RoundRecorder(FederatedPort)
+    asked = Recorder(RoundPort)
     rules = RoundRules(rounds=1, steals=False)
-    machine = FederatedCoordinator(
-        "ab", rules, np.array([5]), lambda _: np.arange(1), ThroughputModel(2, window_rounds=5)
-    )
-    run = FederatedRunMachine(machine, timeout_s=60.0)
+    run = Rounds("ab", rules, np.array([5]), lambda _: np.arange(1), ThroughputModel(2, window_rounds=5))
     run.port = asked.port
     run.looked(Observation())
     for name in "ab":
@@ -384,9 +380,12 @@ def test_who_cannot_come_is_not_waited_for() -> None:
 def test_a_round_below_its_quorum_is_not_recorded_as_one_of_all(
     outstanding: int, done: int, enough: int, behind: int, why: str | None
 ) -> None:
-    rules = RoundRules(rounds=1, quorum=0.67, needed=3, deadline_s=10.0)
-    assert rules.why_over(outstanding, done, enough, 1.0, behind) == why
-    assert rules.why_over(outstanding, done, enough, 10.0, behind) == (why or "deadline")
+    class Opened(OpenMerge):
+        outstanding = property(lambda _: outstanding)
+
+    opened = Opened(opened_s=1.0, done=done, enough=enough, deadline_s=10.0)
+    assert opened.why_over(2.0, behind=behind) == why
+    assert opened.why_over(11.0, behind=behind) == (why or "deadline")
 
 
 # Late updates that count (FedBuff)

@@ -15,7 +15,7 @@ from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.privacy import Privacy
 from isthmus.federated.robust import Aggregation
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime
 
 IDENTITY = RunIdentity(algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5)

@@ -17,7 +17,7 @@ from isthmus.federated import ClientUpdate
 from isthmus.federated.admission import AdmissionRules, bounded, refusal_of
 from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.partial import PartialSum
-from isthmus.protocol.federated_events import FinishRounds
+from isthmus.programs.merging import Finish
 from isthmus.runtime.federated.host import ended
 from isthmus.runtime.processes.forked import Forked
 from tests.federated.populations import LOCAL, Run
@@ -116,10 +116,10 @@ def test_who_runs_it_reads_that_changes_are_lost(more: str, tmp_path: Path) -> N
 
 def test_how_a_run_ends_is_raised() -> None:
     with pytest.raises(Diverged, match="why"):
-        ended(FinishRounds("diverged", "why"))
+        ended(Finish("diverged", "why"))
     with pytest.raises(PeerError, match="why"):
-        ended(FinishRounds("lost", "why"))
-    assert ended(FinishRounds("interrupted")).outcome == "interrupted"
+        ended(Finish("lost", "why"))
+    assert ended(Finish("interrupted")).outcome == "interrupted"
 
 
 def test_sites_that_all_diverge_end_the_run(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.robust import Aggregation, Robust
-from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.programs.merging import Finish
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import RoundPort
 from isthmus.protocol.federated_executor import ExecutorPort, FederatedExecutor
 from isthmus.protocol.federated_messages import (
     ClientTask,
@@ -38,16 +40,13 @@ from isthmus.protocol.federated_messages import (
     TasksRecalled,
     TasksReturned,
 )
-from isthmus.protocol.federated_ports import FederatedPort
-from isthmus.protocol.federated_run import FederatedRunMachine
 from isthmus.protocol.secure_messages import KeysListed, UnmaskAsked
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.runtime.transport.message_sender import headers_of
-from isthmus.session.session import Observation
 from tests.drawn_integers import DRAWN, Lies, landed, received
-from tests.federated.drawn_rounds import NAMES, RUN, Rounds, named
-from tests.federated.populations import RoundRecorder, Run, population
+from tests.federated.drawn_rounds import NAMES, RUN, DrawnRounds, named
+from tests.federated.populations import Run, population
 from tests.programs.ports import Recorder
 
 pytestmark = pytest.mark.thorough
@@ -72,8 +71,8 @@ def test_rounds_of_sites_are_those_of_honest_parties(algorithm: str, secure: boo
     lies = Lies(7, frames), Lies(8, frames)
     (tmp_path / "honest").mkdir()
     (tmp_path / "lied").mkdir()
-    honest = Rounds(tmp_path / "honest", algorithm, rounds, secure=secure)
-    lied = Rounds(tmp_path / "lied", algorithm, rounds, secure=secure, to_coordinator=lies[0], to_sites=lies[1])
+    honest = DrawnRounds(tmp_path / "honest", algorithm, rounds, secure=secure)
+    lied = DrawnRounds(tmp_path / "lied", algorithm, rounds, secure=secure, to_coordinator=lies[0], to_sites=lies[1])
     honest.run()
     lied.run()
     assert torch.equal(lied.server.values["model"], honest.server.values["model"])
@@ -87,7 +86,7 @@ def test_rounds_of_sites_are_those_of_honest_parties(algorithm: str, secure: boo
 def test_a_model_in_another_form_is_the_coordinators_fault(name: str, tmp_path: Path) -> None:
     """Its frame may be right in itself. No client is trained, and the site's process goes on: its model was right
     before. A first model in another form is this site's own, which leaves."""
-    run = Rounds(tmp_path, "fedavg", 1, secure=False)
+    run = DrawnRounds(tmp_path, "fedavg", 1, secure=False)
     run.run()
     site: Any = run.sites["a"]
     site._latest = None
@@ -105,7 +104,7 @@ def test_a_model_in_another_form_is_the_coordinators_fault(name: str, tmp_path: 
 @pytest.mark.parametrize("kind", [TasksGranted, TasksRecalled, PhaseClosed, KeysListed, UnmaskAsked])
 def test_what_no_site_is_asked_is_refused(kind: Any, tmp_path: Path) -> None:
     """A site has one client, which comes with the opening: more tasks would train it twice, or send what it has not."""
-    run = Rounds(tmp_path, "fedavg", 1, secure=False)
+    run = DrawnRounds(tmp_path, "fedavg", 1, secure=False)
     line = LinearFit(1.0, 1.0)
     more = {
         TasksGranted: {"tasks": (ClientTask(0, 3),)},
@@ -120,7 +119,7 @@ def test_what_no_site_is_asked_is_refused(kind: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clients", [(), (0, 0)])
 def test_a_phase_of_a_site_has_its_client_once(clients: Sequence[int], tmp_path: Path) -> None:
-    run = Rounds(tmp_path, "fedavg", 1, secure=False)
+    run = DrawnRounds(tmp_path, "fedavg", 1, secure=False)
     tasks = tuple(ClientTask(client, 3) for client in clients)
     opening = PhaseSetup(phase=PhaseId(0), clients=2, samples=9)
     said = f"coordinator: asked for clients at this site {len(clients)} of the run, expected 1"
@@ -132,7 +131,7 @@ def test_a_phase_of_a_site_has_its_client_once(clients: Sequence[int], tmp_path:
     ("client", "told"), [(0, ""), (1, "called site 'a' client 1 of the run, expected 0"), (9, "client 9 ")]
 )
 def test_a_site_is_the_client_that_the_run_has_under_its_name(client: int, told: str, tmp_path: Path) -> None:
-    task_spec = Rounds(tmp_path, "fedavg", 1, secure=False).task_spec(client)
+    task_spec = DrawnRounds(tmp_path, "fedavg", 1, secure=False).task_spec(client)
     with pytest.raises(PeerError, match=told) if told else contextlib.nullcontext():
         task_spec.check_site("a")
 
@@ -144,23 +143,16 @@ class LiedTo(InProcess):
         order = random.Random(3)
         pick = lambda ready: order.randrange(len(ready))  # noqa: E731
         super().__init__(run.machine, run.server, run.sites, committed=run.records.append, pick=pick)
-        self.run_machine: Any = FederatedRunMachine(run.machine, timeout_s=60.0)
-        self.run_machine.port = self
         self._receiver = SumsReceiver(run.server)
         self._sizes = population().sizes
         self._to_coordinator, self._to_executors = to_coordinator, to_executors
         self.kinds: set[type] = set()
-        for name in run.sites:
-            self.run_machine.joined(name)
-        self.run_machine.looked(Observation())
 
     def heard(self, executor: str, report: Any) -> None:
         self.kinds.add(type(report))
         if not isinstance(report, ExecutorJoined):
             self._lie_to_coordinator(executor, report)
-        self.run_machine.heard(executor, report)
-
-    def note(self, text: str) -> None: ...
+        super().heard(executor, report)
 
     def _act(self, slot: Any) -> None:
         if slot.inbox and not isinstance(order := slot.inbox[0], PhaseId):
@@ -184,9 +176,9 @@ class LiedTo(InProcess):
             _, found = landed(lie, tensors, lambda message: receiver.guard(name, message))
             values = {header.name: tensor for header, tensor in zip(lie.tensors, found, strict=True)}
             report = receiver.on_report(name, lie.body, lie.values, values)
-        asked = RoundRecorder(FederatedPort)
-        machine = copy.deepcopy(self.run_machine, {id(self): asked})
-        held = {n: dict(tasks) for n, tasks in machine.coordinator._open.held.items()}
+        asked = Recorder(RoundPort)
+        machine: Any = copy.deepcopy(self.machine, {id(self): asked})
+        held = {n: dict(tasks) for n, tasks in machine._open.held.items()}
         machine.heard(name, report)
         for call in asked.asked:
             match call:
@@ -205,7 +197,7 @@ class LiedTo(InProcess):
                     trained = [t for timed in record.trained.values() for t in timed]
                     assert len({t.client for t in trained}) == len(trained)
                     assert all(t.samples == self._sizes[t.client] for t in trained)
-                case "finished", FinishRounds(outcome=outcome):
+                case "finished", Finish(outcome=outcome):
                     assert outcome == "done"
                 case _:
                     pass
@@ -238,7 +230,7 @@ def test_rounds_of_executors_are_those_of_honest_parties(algorithm: str, tmp_pat
     honest, run = (Run(algorithm, {}, tmp_path / str(n), **options) for n in range(2))
     to_coordinator, to_executors = Lies(9, 8 * rounds), Lies(10, 8 * rounds)
     lied = LiedTo(run, to_coordinator, to_executors)
-    assert honest.run() == lied.run() == FinishRounds("done")
+    assert honest.run() == lied.run() == Finish("done")
     assert torch.equal(run.model, honest.model)
     assert trained(run) == trained(honest) and len(trained(run)) == rounds
     assert lied.kinds >= {SumsSent, ExecutorDrained, TasksReturned}
@@ -276,7 +268,7 @@ def test_weights_of_sums_are_those_of_their_clients(collects: bool, tmp_path: Pa
     options: dict[str, Any] = {"executors": 2, "rounds": 4, "around": _collecting} if collects else {"executors": 2}
     honest, run = (Run("fedavg", {}, tmp_path / str(n), **options) for n in range(2))
     lies = Lies(14, 8)
-    assert honest.run() == LiedToOfWeights(run, lies, lies).run() == FinishRounds("done")
+    assert honest.run() == LiedToOfWeights(run, lies, lies).run() == Finish("done")
     assert torch.equal(run.model, honest.model) and trained(run) == trained(honest)
     if collects:  # each weight is of a client, and all of them are the total
         assert lies.refused >= DRAWN and not lies.taken

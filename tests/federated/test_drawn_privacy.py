@@ -18,7 +18,7 @@ from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import client_data, identity, load_federated_job, round_rules
 from isthmus.federated.privacy import Guarantee, Privacy, guarantee, private
 from isthmus.federated.secure import site_noise
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId, PhaseOpened, PhaseSetup
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules

@@ -14,7 +14,8 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.partial import AggregationWeights, PartialSum
-from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.programs.merging import Finish
+from isthmus.programs.round_records import RoundRecord
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure
 from isthmus.runtime.federated.shared_memory import SharedMemory
@@ -61,7 +62,7 @@ def conducted(
     notes: list[str],
     shared: Mapping[str, SharedMemory] | None = None,
     measures: list[RoundMeasure] | None = None,
-) -> tuple[FinishRounds, list[RoundRecord]]:
+) -> tuple[Finish, list[RoundRecord]]:
     """The run with each site in a thread of its own, over loopback, and over shared memory where there is some."""
     records: list[RoundRecord] = []
     accumulators = {name: one.accumulator for name, one in (shared or {}).items()}

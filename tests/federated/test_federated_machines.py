@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from isthmus.protocol.federated_events import FinishRounds
+from isthmus.programs.merging import Finish
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
@@ -27,7 +27,6 @@ from isthmus.protocol.federated_messages import (
     TasksRecalled,
     TasksReturned,
 )
-from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
@@ -90,7 +89,7 @@ def test_a_round_goes_around() -> None:
     }
     again = clients_of(out)
     machine.after_report(*summed("e0", *again["e0"], phase=PhaseId(1)))
-    assert machine.after_report(*summed("e1", *again["e1"], phase=PhaseId(1)))[-1] == ("finished", FinishRounds("done"))
+    assert machine.after_report(*summed("e1", *again["e1"], phase=PhaseId(1)))[-1] == ("finished", Finish("done"))
 
 
 def test_a_second_pass_has_the_same_cohort() -> None:
@@ -375,11 +374,11 @@ def test_a_schedule_that_wasmade_by_sizes_says_nothing_of_seconds() -> None:
     throughput = ThroughputModel(1, window_rounds=5)
     sizes, everybody = np.array([4, 3, 2, 1]), np.arange(4)
     scheduler = ClientScheduler(["e0"], RoundRules(rounds=3), sizes, throughput, None, {})
-    scheduler.take(plan_round(scheduler.ask(1, everybody, ["e0"])))
+    scheduler.plan(1, everybody, ["e0"])
     throughput.record(0, 0, [ClientTime(client, int(size), 0.1 * int(size)) for client, size in enumerate(sizes)])
-    assert throughput.known and scheduler.assignment(everybody, ["e0"]).schedule is None, "it was made before"
-    scheduler.take(plan_round(scheduler.ask(2, everybody, ["e0"])))
-    schedule = scheduler.assignment(everybody, ["e0"]).schedule
+    assert throughput.known and scheduler.assignment(1, everybody, ["e0"]).schedule is None, "it was made before"
+    scheduler.plan(2, everybody, ["e0"])
+    schedule = scheduler.assignment(2, everybody, ["e0"]).schedule
     assert schedule is not None and schedule.makespan_s == pytest.approx(1.0)
 
 

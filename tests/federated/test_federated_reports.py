@@ -12,7 +12,7 @@ from isthmus.api.rounds_watch import round_step
 from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.privacy import Guarantee
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
 from isthmus.report.federated_pictures import draw_evaluations, draw_round_timeline, draw_throughput
 from isthmus.report.progress import Progress

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
@@ -35,7 +35,7 @@ from isthmus.simulator.federated import FederatedCosts, simulate_federated
 QUICK_S, SLOW_S, DEADLINE_S = 0.01, 7.8, 1.0
 
 
-class Rounds:
+class Played:
     """A simulated run to its end."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Rounds:
         run's `clients`."""
         count = len(names) if sites else clients
         self.trained: list[tuple[str, PhaseId]] = []
-        self.machine = FederatedCoordinator(
+        self.machine = Rounds(
             names,
             RoundRules(needed=count, gathering=ExecutorChurn(start=len(names), wait_s=1.0) if sites else None, **rules),
             np.zeros(count, dtype=np.int64) if sites else np.arange(1, count + 1),
@@ -82,7 +82,7 @@ def slow_once(name: str, phase: PhaseId) -> float:
 @pytest.mark.parametrize("staleness", [0, 3, 20])
 @pytest.mark.parametrize("quorum", [1.0, 0.9])
 def test_one_late_site_costs_one_deadline(staleness: int, quorum: float) -> None:
-    run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, staleness=staleness, quorum=quorum)
+    run = Played("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, staleness=staleness, quorum=quorum)
     waited = [record.round for record in run.records if record.closed_by == "deadline"]
     if quorum < 1 and staleness:  # its update may be one of those that make the quorum
         return
@@ -91,13 +91,13 @@ def test_one_late_site_costs_one_deadline(staleness: int, quorum: float) -> None
 
 
 def test_passes_of_a_round_are_turns_like_others() -> None:
-    run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, passes=2)
+    run = Played("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, passes=2)
     assert [record.closed_by for record in run.records].count("deadline") == 0, "the second pass has who was in"
     assert run.seconds < 2 * DEADLINE_S
 
 
 def test_an_executor_that_is_behind_holds_up_no_other() -> None:
-    run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, sites=False, clients=9)
+    run = Played("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, sites=False, clients=9)
     assert run.seconds < 2 * DEADLINE_S
     assert all(record.missing for record in run.records[:1])
 
@@ -106,19 +106,19 @@ def test_who_is_late_takes_part_as_soon_as_it_can() -> None:
     def train_s(name: str, phase: PhaseId) -> float:
         return 1.2 if (name, phase.round) == ("b", 0) else 0.3 if name == "b" else 0.4
 
-    run = Rounds("abc", train_s, rounds=4, deadline_s=DEADLINE_S)
+    run = Played("abc", train_s, rounds=4, deadline_s=DEADLINE_S)
     assert [record.missing for record in run.records] == [(1,), (), (), ()], "it had time enough in the second"
 
 
 def test_a_round_that_lacks_its_least_number_waits() -> None:
-    run = Rounds("ab", slow_once, rounds=3, deadline_s=DEADLINE_S, minimum=2, attempts=20)
+    run = Played("ab", slow_once, rounds=3, deadline_s=DEADLINE_S, minimum=2, attempts=20)
     assert len(run.records) == 3
     assert all(record.missing == () for record in run.records)
     assert SLOW_S < run.seconds < SLOW_S + 2 * DEADLINE_S
 
 
 def test_what_was_asked_meanwhile_is_not_made_up_for() -> None:
-    run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, minimum=3, attempts=50)
+    run = Played("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, minimum=3, attempts=50)
     first = [phase for name, phase in run.trained if (name, phase.round) == ("b", 0)]
     assert [phase.attempt for phase in first] == [0, 7], "of the attempts between it was asked for each"
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.site_secrets import SiteSecrets
+from isthmus.programs.masked import Masked, SecurePort
 from isthmus.protocol.federated_messages import PhaseId
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.secure_coordinator import SecureCoordinator, SecurePort
 from isthmus.protocol.secure_messages import (
     KeysListed,
     KeysSent,
@@ -68,7 +68,7 @@ def test_a_site_that_reveals_wrong_shares_is_left_out_of_the_next_round(monkeypa
 
     monkeypatch.setattr(SiteSecrets, "reveal", lie)
     updates = {name: {"w": torch.arange(3) + n, WEIGHTS: torch.tensor([1, 1])} for n, name in enumerate(NAMES)}
-    machine = SecureCoordinator(SecureRules())
+    machine = Masked(SecureRules())
     for round_, names in enumerate(("abcd", "bcd")):
         result = SecurePhase(updates, SecureRules(), machine=machine, round_=round_).run()
         assert result.summed == frozenset(names)
@@ -96,7 +96,7 @@ def test_badly_sealed_shares_are_a_message_and_no_site_hangs_up(
     coordinator.close()
 
 
-def dealt(machine: SecureCoordinator, attempt: int) -> Recorder:
+def dealt(machine: Masked, attempt: int) -> Recorder:
     """A phase until shares are delivered: what the machine asks."""
     phase, asked = PhaseId(0, attempt), Recorder(SecurePort)
     machine.port = asked.port
@@ -147,7 +147,7 @@ def left_out(found: Recorder) -> dict[Any, object]:
     ],
 )
 def test_who_is_left_out_after_complaints(said: list[tuple[str, str]], out: dict[str, str]) -> None:
-    machine = SecureCoordinator(SecureRules())
+    machine = Masked(SecureRules())
     assert not left_out(dealt(machine, 0))
     for holder in dict.fromkeys(holder for holder, _ in said):
         owners = tuple(owner for by, owner in said if by == holder)
@@ -173,7 +173,7 @@ def test_a_site_that_deals_some_wrong_shares_leaves_none_of_them_out(
 
     monkeypatch.setattr(SiteSecrets, "deal", spoilt)
     updates = {name: {"w": torch.arange(3) + n, WEIGHTS: torch.tensor([1, 1])} for n, name in enumerate("abcde")}
-    machine = SecureCoordinator(SecureRules(fewest=4))
+    machine = Masked(SecureRules(fewest=4))
     for round_ in range(3):
         phase = SecurePhase(updates, SecureRules(fewest=4), machine=machine, round_=round_)
         result = phase.run()
@@ -183,7 +183,7 @@ def test_a_site_that_deals_some_wrong_shares_leaves_none_of_them_out(
 
 
 def test_after_one_wrong_share_its_owner_and_its_holder_deal_each_other_none() -> None:
-    machine = SecureCoordinator(SecureRules(fewest=3))
+    machine = Masked(SecureRules(fewest=3))
     dealt(machine, 0)
     machine.heard("a", SharesDisputed(phase=PhaseId(0), owners=("d",)))
     asked = dealt(machine, 1)
@@ -197,7 +197,7 @@ def test_after_one_wrong_share_its_owner_and_its_holder_deal_each_other_none() -
 @given(st.sets(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=6))
 def test_one_site_that_lies_leaves_no_honest_one_out(lies: set[tuple[bool, str]]) -> None:
     """Whatever site d does, as owner and as holder: it is in every pair."""
-    machine = SecureCoordinator(SecureRules())
+    machine = Masked(SecureRules())
     machine.opened(PhaseId(0), frozenset(NAMES))
     machine._disputes = {("d", other) if holds else (other, "d") for holds, other in lies}
     out = {site for sites in left_out(dealt(machine, 1)) for site in sites}

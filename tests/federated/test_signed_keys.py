@@ -13,8 +13,8 @@ from isthmus.errors import PeerError
 from isthmus.federated.secure.recovery import ShareSearch
 from isthmus.federated.secure.shamir import deal
 from isthmus.federated.secure.site_secrets import SiteSecrets, key_of
+from isthmus.programs.masked import Secrets
 from isthmus.protocol.federated_messages import PhaseId
-from isthmus.protocol.secure_coordinator import Secrets
 from isthmus.protocol.secure_messages import SealedShare, SiteKeys
 from isthmus.runtime.identity import Authority
 from isthmus.runtime.identity.signatures import DeviceSigner

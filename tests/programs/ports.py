@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import PeerError, UserError
+from isthmus.programs.merger import MergerPort
 from isthmus.programs.tokens import ServingPort
-from isthmus.protocol.decoupled import MergerPort
 from isthmus.protocol.decoupled_events import Contributed, MergeChanges, StepsMade
 from isthmus.protocol.federated_messages import PhaseId
 from isthmus.protocol.generation import Prompt

@@ -13,11 +13,10 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from isthmus.planners.cohort import CohortSchedule
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import ExecutorReport, PhaseOpened, TasksGranted, TasksReturned
-from isthmus.protocol.federated_planning import PlanningProblem
+from isthmus.session.failures import Loss
 from tests.programs.ports import Watched
 
 Decision = tuple[str, str, list[str]]
@@ -57,7 +56,7 @@ def _words(asked: str, given: Sequence[Any]) -> list[str]:
         case "commit":
             return [_committed(given[0])]
         case "finished":
-            return ["Halt", f"FinishRounds {given[0].outcome}"]
+            return ["Halt", f"Finish {given[0].outcome}"]
         case "update_server":
             return ["UpdateServer"]
         case "merge" | "ignore":
@@ -68,21 +67,7 @@ def _words(asked: str, given: Sequence[Any]) -> list[str]:
             return []
 
 
-class _Watched(Watched):
-    """The machine's port: `decisions` gets what it is asked, by event."""
-
-    def __init__(self, host: Any, decisions: list[Decision]) -> None:
-        super().__init__(host, lambda asked, *given: decisions[-1][2].extend(_words(asked, given)))
-        self._decisions = decisions
-
-    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
-        self._decisions[-1][2].append(f"PlanRound {round_}")
-        schedule = self._host.plan(round_, problem)
-        self._decisions.append(("RoundPlanned", "", []))
-        return schedule
-
-
-class Recorded(FederatedCoordinator):
+class Recorded(Rounds):
     """The machine, which remembers what it decided."""
 
     def record(self) -> None:
@@ -90,6 +75,7 @@ class Recorded(FederatedCoordinator):
         self._found: list[Decision] = []
         self._heard = threading.Condition()
         self._decisions: list[Decision] = []
+        self._scheduler.plan = partial(self._planned, self._scheduler.plan)
 
     @property
     def port(self) -> Any:
@@ -97,19 +83,29 @@ class Recorded(FederatedCoordinator):
 
     @port.setter
     def port(self, port: Any) -> None:
-        self._watched = _Watched(port, self._decisions)
+        self._watched = Watched(port, self._told)
 
-    def heard(self, executor: str, report: ExecutorReport) -> None:
-        self._decide(_name(report), executor, partial(super().heard, executor, report))
+    def _told(self, asked: str, *given: Any) -> None:
+        if words := _words(asked, given):
+            self._decisions[-1][2].extend(words)
 
-    def lost(self, executor: str, reason: str) -> None:
-        self._decide("ExecutorLost", executor, partial(super().lost, executor, reason))
+    def _planned(self, plan: Callable[..., Any], round_: int, *given: Any) -> Any:
+        self._decisions[-1][2].append(f"PlanRound {round_}")
+        found = plan(round_, *given)
+        self._decisions.append(("RoundPlanned", "", []))
+        return found
 
-    def clock(self, now_s: float) -> None:
-        self._decide("Tick", "", partial(super().clock, now_s))
+    def heard(self, device: str, body: ExecutorReport) -> None:
+        self._decide(_name(body), device, partial(super().heard, device, body))
 
-    def interrupted(self) -> None:
-        self._decide("RunInterrupted", "", super().interrupted)
+    def lost(self, loss: Loss) -> None:
+        self._decide("ExecutorLost", loss.device, partial(super().lost, loss))
+
+    def stop(self) -> None:
+        self._decide("RunInterrupted", "", super().stop)
+
+    def _tick(self) -> None:
+        self._decide("Tick", "", super()._tick)
 
     def under_way(self) -> None:
         self._decide("PhaseUnderWay", "", super().under_way)
@@ -128,7 +124,7 @@ class Recorded(FederatedCoordinator):
     def wait_for(self, words: str, limit_s: float) -> bool:
         """Until it has heard or told what begins with these words, or the run is over; False after `limit_s`."""
         with self._heard:
-            return self._heard.wait_for(lambda: self._knows(words) or self._knows("FinishRounds"), limit_s)
+            return self._heard.wait_for(lambda: self._knows(words) or self._knows("Finish"), limit_s)
 
     def _opening(self) -> int:
         """The place behind the last phase's opening."""

@@ -10,7 +10,7 @@ from .federated_ports import Departure, Port, Scenario, Slow, play
 
 DEADLINE_S = 3.0
 """A busy machine may keep an executor that is not slow for so long."""
-NEVER = Slow("FinishRounds", 1000.0)
+NEVER = Slow("Finish", 1000.0)
 
 SCENARIOS: dict[str, tuple[Scenario, str]] = {
     "a round ends at its deadline": (
@@ -25,13 +25,13 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         "Tick: PhaseDropped c; UpdateServer; CommitRound 0 by deadline of 1,2,3,5,6,8 without 0,4,7; "
         "PhaseOpened 1.0 a 5,6,8; PhaseOpened 1.0 b 1,2,3; PhaseOpened 1.0 c 0,4,7\n"
         "SumsSent a,b: MergeSums a; MergeSums b; PhaseDropped c; UpdateServer; "
-        "CommitRound 1 by behind of 1,2,3,5,6,8 without 0,4,7; Halt; FinishRounds done",
+        "CommitRound 1 by behind of 1,2,3,5,6,8 without 0,4,7; Halt; Finish done",
     ),
     "a round ends with its quorum": (
         Scenario(sites=True, rules=RoundRules(rounds=1, quorum=0.6), slow={("c", 0): NEVER}),
         "ExecutorJoined a,b,c: PhaseOpened 0.0 a 0; PhaseOpened 0.0 b 1; PhaseOpened 0.0 c 2\n"
         "SumsSent a,b: MergeSums a; MergeSums b; PhaseDropped c; UpdateServer; "
-        "CommitRound 0 by quorum of 0,1 without 2; Halt; FinishRounds done",
+        "CommitRound 0 by quorum of 0,1 without 2; Halt; Finish done",
     ),
     "too few at the deadline, twice": (
         Scenario(
@@ -44,7 +44,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         "Tick: PhaseDropped a; PhaseDropped b; PhaseDropped c; PhaseOpened 0.1 a 0; PhaseOpened 0.1 b 1; "
         "PhaseOpened 0.1 c 2\n"
         "SumsSent a,b: MergeSums a; MergeSums b\n"
-        "Tick: PhaseDropped a; PhaseDropped b; PhaseDropped c; Halt; FinishRounds lost",
+        "Tick: PhaseDropped a; PhaseDropped b; PhaseDropped c; Halt; Finish lost",
     ),
     "a late update counts in the next round": (
         Scenario(
@@ -59,7 +59,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         "ExecutorJoined a,b,c: PhaseOpened 0.0 a 0; PhaseOpened 0.0 b 1; PhaseOpened 0.0 c 2\n"
         "SumsSent a,b,c: MergeSums a; MergeSums b; UpdateServer; CommitRound 0 by quorum of 0,1 without 2; "
         "PhaseOpened 1.0 a 0; PhaseOpened 1.0 b 1; MergeSums a; MergeSums c; UpdateServer; "
-        "CommitRound 1 by quorum of 0,2 without 1 2 is 1 late; Halt; FinishRounds done",
+        "CommitRound 1 by quorum of 0,2 without 1 2 is 1 late; Halt; Finish done",
     ),
     "clients are stolen": (
         Scenario(executors="ab", rules=RoundRules(rounds=1), slow={("b", 0): Slow("SumsSent a", 5.0)}),
@@ -73,7 +73,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         "SumsSent a: MergeSums a\n"
         "ExecutorDrained b: PhaseClosed b\n"
         "SumsSent b: MergeSums b; UpdateServer; CommitRound 0 by all of 0,1,2,3,4,5,6,7,8 3 stolen; "
-        "Halt; FinishRounds done",
+        "Halt; Finish done",
     ),
     "an executor is lost": (
         Scenario(
@@ -90,7 +90,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         "PlanRound 1\n"
         "RoundPlanned: PhaseOpened 1.0 a 0,1,2,3,4,5,6,7,8\n"
         "SumsSent a: MergeSums a; UpdateServer; "
-        "CommitRound 1 by all of 0,1,2,3,4,5,6,7,8; Halt; FinishRounds done",
+        "CommitRound 1 by all of 0,1,2,3,4,5,6,7,8; Halt; Finish done",
     ),
     "a site leaves and is back": (
         Scenario(
@@ -112,7 +112,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         "ExecutorJoined b\n"
         "SumsSent a,b,c: MergeSums a; MergeSums c; UpdateServer; CommitRound 1 by all of 0,2; "
         "PhaseOpened 2.0 a 0; PhaseOpened 2.0 b 1; PhaseOpened 2.0 c 2; MergeSums a; MergeSums b; MergeSums c; "
-        "UpdateServer; CommitRound 2 by all of 0,1,2; Halt; FinishRounds done",
+        "UpdateServer; CommitRound 2 by all of 0,1,2; Halt; Finish done",
     ),
 }
 

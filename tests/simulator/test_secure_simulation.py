@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.programs.masked import MaskedRounds
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, SecureRules
 from isthmus.protocol.federated_throughput import ThroughputModel
@@ -28,7 +29,7 @@ def simulated(*, secure: bool = True, minimum: int = 2, **costs: object) -> Simu
         secure=SecureRules(wait_s=2.0) if secure else None,
         gathering=ExecutorChurn(start=SITES, wait_s=1.0),
     )
-    machine = FederatedCoordinator(
+    machine = (MaskedRounds if secure else Rounds)(
         names,
         rules,
         sizes.copy(),

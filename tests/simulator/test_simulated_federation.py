@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from isthmus.errors import PeerError
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
@@ -21,7 +21,7 @@ def run(costs: FederatedCosts, rounds: int = 8, **rules: object) -> tuple[Simula
     count = len(costs.lines)
     names = [f"e{k}" for k in range(count)]
     options = {"rounds": rounds, "needed": 100, "steals": False} | rules
-    machine = FederatedCoordinator(
+    machine = Rounds(
         names, RoundRules(**options), SIZES, lambda r: np.arange(r, 300, 3), ThroughputModel(count, window_rounds=5)
     )
     return simulate_federated(machine, costs)

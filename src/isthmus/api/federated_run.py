@@ -18,13 +18,13 @@ from isthmus.combinations import refused
 from isthmus.errors import PeerError
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
-from isthmus.protocol.federated_events import FinishRounds
+from isthmus.programs.merging import Finish
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 
-Act = Callable[[], FinishRounds]
+Act = Callable[[], Finish]
 ServeAs = Callable[[Callable[[str], None]], AbstractContextManager[FleetCoordinator]]
 """Opens a service, or one that is open already, that tells people what it does in this way."""
 Begin = Callable[[Path, RoundsWatch], "tuple[RoundRunner, Act]"]
@@ -77,7 +77,7 @@ def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: O
             watch=watch.round_done,
         )
 
-        def act() -> FinishRounds:
+        def act() -> Finish:
             sites, ends = ", ".join(run.deployment.sites), run.machine.rules.description
             with serving(observer.note) as service:
                 observer.note(f"{job.federated.algorithm} over sites {sites}; a round ends with {ends}")
@@ -113,7 +113,7 @@ def _watched(
     folder: Path,
     begin: Callable[[Path], tuple[RoundRunner, Act]],
     observer: Observer,
-) -> tuple[RoundRunner, FinishRounds | None]:
+) -> tuple[RoundRunner, Finish | None]:
     observer.began(f"{job.federated.algorithm}, {job.federated.rounds} rounds")
     try:
         run, act = begin(folder)

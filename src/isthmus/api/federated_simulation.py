@@ -37,7 +37,7 @@ from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.pipeline import check_descends
 from isthmus.federated.privacy import Guarantee
 from isthmus.federated.promise import promised
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
 from isthmus.protocol.federated_participation import Participation
 from isthmus.runtime.federated.emulation import counted_costs
@@ -176,7 +176,6 @@ def _simulated(
         sums_s=found.overhead_s,
         noise=job.execution.noise,
         clients_per_vmap=found.clients_per_vmap,
-        timeout_s=job.timeout_s,
         factor=_factor(job, 0 if sites else len(machine.executors)),
         sites=sites,
     )
@@ -221,7 +220,7 @@ def _on_fleet(
     what a device does besides products and convolutions, take no time."""
     fleet.check_memory(counted.memory_bytes)
 
-    def coordinator() -> FederatedCoordinator:
+    def coordinator() -> Rounds:
         states = np.full(len(data.sizes), NONE, dtype=np.int32) if counted.state_bytes else None
         return coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, states)
 
@@ -235,7 +234,6 @@ def _on_fleet(
         lines=lines,
         noise=job.execution.noise,
         clients_per_vmap=job.execution.clients_per_vmap or 1,
-        timeout_s=job.timeout_s,
         factor=lambda k, phase: slower(k, phase) * share[phase.number],
         used=job.local.used,
         messages=tuple(message_costs(fleet, k, counted) for k in range(count)),

@@ -8,7 +8,7 @@ import msgspec
 
 from isthmus.api.fault_simulation import fault_text
 from isthmus.errors import PeerError
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.programs.rounds import Rounds
 from isthmus.simulator.federated import FederatedCosts, SimulatedFederation, simulate_federation
 from isthmus.simulator.options import Fault
 from isthmus.units import format_duration
@@ -64,7 +64,7 @@ class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate_struck(
-    machines: tuple[FederatedCoordinator, FederatedCoordinator],
+    machines: tuple[Rounds, Rounds],
     costs: FederatedCosts,
     faults: Sequence[Fault],
     seed: int,

@@ -11,8 +11,8 @@ from isthmus.callbacks import Evaluated, RunFault, StepDone
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
-from isthmus.protocol.federated_reports import refusal_texts
-from isthmus.protocol.federated_rules import Why
+from isthmus.programs.merging import Why
+from isthmus.programs.round_records import refusal_texts
 from isthmus.run_files import keep_stop
 from isthmus.runtime.processes.signals import Stop
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from isthmus.dashboard.spans import Bar
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
 
 
 class RoundShown(msgspec.Struct, frozen=True):

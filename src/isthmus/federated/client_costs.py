@@ -24,7 +24,7 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, PhaseSetup, RefusedUpdate
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
@@ -85,7 +85,7 @@ def client_costs(job: FederatedJob, data: ClientData) -> ClientCosts:
             None if form is None else StateStore(Path(folder), form),
         )
         clients = len(few.sizes)
-        machine = FederatedCoordinator(
+        machine = Rounds(
             [EXECUTOR],
             RoundRules(rounds=1, passes=server.passes, needed=clients, planner="uniform", steals=False),
             few.sizes,

@@ -15,9 +15,9 @@ from torch import Tensor
 from isthmus.errors import InternalError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.server import Server
-from isthmus.planners.cohort import CohortSchedule
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.programs.merging import Finish
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
     ClientTask,
@@ -30,7 +30,7 @@ from isthmus.protocol.federated_messages import (
     PhaseSetup,
     SumsSent,
 )
-from isthmus.protocol.federated_planning import PlanningProblem, plan_round
+from isthmus.session.session import Observation
 
 TICK_S = 0.25
 
@@ -93,7 +93,7 @@ class InProcess:
 
     def __init__(
         self,
-        machine: FederatedCoordinator,
+        machine: Rounds,
         server: Server,
         sites: Mapping[str, ClientTrainer],
         *,
@@ -104,7 +104,7 @@ class InProcess:
     ) -> None:
         """Without a `clock`, in seconds, no time passes."""
         self.machine = machine
-        machine.port = self
+        machine.port, machine.notes_waits = self, False
         self.server = server
         self._slots = {name: _ExecutorSlot(name, site, clients_per_vmap, self) for name, site in sites.items()}
         self._committed = committed
@@ -112,7 +112,7 @@ class InProcess:
         self._clock = clock
         self._looked_s = clock()
         self._interrupted = False
-        self._finish: FinishRounds | None = None
+        self._finish: Finish | None = None
         self.trips = self.broadcast_bytes = self.value_bytes = 0
         """Traffic between coordinator and executors so far: sums (messages and bytes), and broadcasts."""
 
@@ -120,10 +120,11 @@ class InProcess:
         """The open round is dropped and the run ends, once the work that is under way is done."""
         self._interrupted = True
 
-    def run(self) -> FinishRounds:
+    def run(self) -> Finish:
         """Events come of executors and of the clock: the run ends when no executor has anything left to do."""
         self.machine.clock(self._looked_s)  # deadlines count from a phase's opening
         for name in self._slots:
+            self.machine.joined(name)
             self.heard(name, ExecutorJoined())
         while self._finish is None:
             ready = [name for name, slot in self._slots.items() if slot.inbox or slot.work]
@@ -147,10 +148,11 @@ class InProcess:
     def _look(self) -> None:
         """At the clock, and whether somebody wants it to end."""
         if self._interrupted:
-            self.machine.interrupted()
+            self.machine.stop()
         elif (now_s := self._clock()) - self._looked_s >= TICK_S:
             self._looked_s = now_s
             self.machine.clock(now_s)
+            self.machine.looked(Observation())
 
     def _act(self, slot: _ExecutorSlot) -> None:
         """One thing: an order that waits, else one piece of work."""
@@ -166,12 +168,6 @@ class InProcess:
             self.server.open(order.opening)
         self._slots[executor].inbox.append(order)
 
-    def opened(self, phase: PhaseId, executors: frozenset[str]) -> None:
-        """Nothing follows from it."""
-
-    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
-        return plan_round(problem)
-
     def merge(self, executor: str, phase: PhaseId) -> None:
         partial = self._slots[executor].site.partial
         sums = partial.tensors()
@@ -185,9 +181,6 @@ class InProcess:
     def dismiss(self, executor: str, reason: str) -> None:
         raise InternalError(f"federated: {executor} {reason}")
 
-    def unmask_sums(self, phase: PhaseId, executors: frozenset[str]) -> None:
-        raise InternalError(f"federated: round {phase.round + 1}: sums in one process are not masked")
-
     def update_server(self, phase: PhaseId, opening: PhaseSetup | None = None) -> None:
         if opening is not None:
             self.server.open(opening)
@@ -196,5 +189,8 @@ class InProcess:
     def commit(self, record: RoundRecord) -> None:
         self._committed(record)
 
-    def finished(self, finish: FinishRounds) -> None:
+    def finished(self, finish: Finish) -> None:
         self._finish = finish
+
+    def note(self, text: str) -> None:
+        """Nobody can be waited for or lost."""

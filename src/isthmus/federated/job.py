@@ -408,6 +408,7 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
         quorum=rules.quorum,
         minimum=rules.minimum,
         deadline_s=job.deadline_s,
+        timeout_s=job.timeout_s,
         attempts=rules.attempts,
         most_samples=job.aggregation.most_samples or 0,
     )

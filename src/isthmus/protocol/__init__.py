@@ -3,8 +3,8 @@
 `session.program` is their kernel. `worker` is a stage, with `compute_lane`, `feeding` and `exchange`; `device_session`
 is a device in a run. `programs.pipeline` uses a run's items (`work`, `leases`), its devices (`members`,
 `state_transfer`), recovery (`recovery`, `failures`, `memory_shortage`, `finite`, `interruptions`) and new plans
-(`adaptation`, `drift`). `run_ports` is its port, `run_messages` are the bodies of its frames. `federated_coordinator`
-and `federated_executor` are rounds. `fleet_membership` is a fleet, with a `membership` for each device.
+(`adaptation`, `drift`). `run_ports` is its port, `run_messages` are the bodies of its frames. `federated_executor`
+trains the clients of rounds. `fleet_membership` is a fleet, with a `membership` for each device.
 """
 
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout

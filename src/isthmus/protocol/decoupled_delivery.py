@@ -25,8 +25,7 @@ class Delivery:
         self._sent = [NEVER] * fragments
         """The version of each fragment that it has, or will once what is on its way has arrived."""
         self._newest = [begun.merge] * fragments
-        self._before = [NEVER] * fragments
-        """The version that each newest one was made from."""
+        self._before = [NEVER] * fragments  # the version that each newest one was made from
         self._included = [NEVER] * fragments
         self._samples = [begun.samples] * fragments
         self._asked: CollectChanges | Halt | None = None

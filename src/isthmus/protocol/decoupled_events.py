@@ -5,15 +5,12 @@ A merge has a number, from 1 on. A fragment's version is the number of the merge
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from isthmus.protocol.run_messages import Halt
 from isthmus.wire_types import Count, CountOrNone, Finite, Many
 
-NEVER = -1
-"""In place of a merge's number."""
+NEVER = -1  # in place of a merge's number
 
 
 class MergeRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,28 +18,20 @@ class MergeRules(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: int | None
     """After which the run ends, all replicas together. None: when every one that is there has made its last step."""
-    merge_every: float
-    """Samples of all replicas together from one merge to the next."""
+    merge_every: float  # samples of all replicas together from one merge to the next
     fragments: int
-    quorum: int
-    """Contributions without which a merge does not end, where so many replicas are there."""
-    grace: float
-    """How long a merge that has its quorum waits for others, as a share of the time between two merges."""
-    timeout_s: float
-    """After which a run ends that has no replica."""
-    step_samples: int | None = None
-    """Samples of a replica's step, at most; None: its own script says how many."""
+    quorum: int  # contributions without which a merge does not end, where so many replicas are there
+    grace: float  # how long a merge that has its quorum waits for others, as a share of the time between two merges
+    timeout_s: float  # after which a run ends that has no replica
+    step_samples: int | None = None  # samples of a replica's step, at most; None: its own script says how many
 
 
 class MergesDone(msgspec.Struct, frozen=True, kw_only=True):
     """Where a run of merges is: another process goes on from there."""
 
-    merge: Count = 0
-    """The number of the newest merge."""
-    samples: Count = 0
-    """Samples that all replicas have trained on."""
-    steps: dict[str, Count] = {}
-    """Steps that each replica has made."""
+    merge: Count = 0  # the number of the newest merge
+    samples: Count = 0  # samples that all replicas have trained on
+    steps: dict[str, Count] = {}  # steps that each replica has made
 
 
 NOTHING_MERGED = MergesDone()
@@ -54,12 +43,9 @@ NOTHING_MERGED = MergesDone()
 class StepsMade(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A step is done."""
 
-    steps: Count
-    """Steps that this replica has made, this one included."""
-    samples: Count
-    """Samples of this step."""
-    loss: Finite | None = None
-    """None for one that is not a number."""
+    steps: Count  # steps that this replica has made, this one included
+    samples: Count  # samples of this step
+    loss: Finite | None = None  # None for one that is not a number
 
 
 class VersionTaken(msgspec.Struct, frozen=True, array_like=True):
@@ -76,12 +62,9 @@ class Contributed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
     merge: Count
     fragments: Many[Count]
     steps: Count
-    samples: Many[Count]
-    """Samples of each fragment that were trained on since the last contribution that was merged."""
-    taken: Many[VersionTaken] = ()
-    """Versions since the newest contribution that it knows to be merged."""
-    taken_before: Count = 0
-    """How many it took before those."""
+    samples: Many[Count]  # samples of each fragment that were trained on since the last contribution that was merged
+    taken: Many[VersionTaken] = ()  # versions since the newest contribution that it knows to be merged
+    taken_before: Count = 0  # how many it took before those
 
 
 class LastStepMade(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -99,23 +82,20 @@ class CollectChanges(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid
 
     merge: Count
     fragments: Many[Count]
-    last: bool = False
-    """No step comes after it."""
+    last: bool = False  # no step comes after it
 
 
 class FragmentSent(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """With it comes the fragment: what has changed since the version that this replica has, or all of it."""
 
     fragment: Count
-    merge: Count
-    """The version."""
+    merge: Count  # the version
     whole: bool
     included: CountOrNone
     """The newest contribution of this replica to this fragment that is merged, by the merge that asked for it."""
     first: bool
     """On this connection: a contribution that is not merged yet is void, and its change is to be given again."""
-    samples: Count
-    """Samples of all replicas until then: the learning rate follows them."""
+    samples: Count  # samples of all replicas until then: the learning rate follows them
 
 
 ReplicaOrder = CollectChanges | FragmentSent | Halt
@@ -130,18 +110,15 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     replica: str
     number: int
     """The number of the merge that asked for it: either it is in that merge, or it came too late for that one."""
-    steps: int
-    """That the replica had made."""
-    samples: int
-    """Trained on since its contribution before."""
+    steps: int  # that the replica had made
+    samples: int  # trained on since its contribution before
     taken: tuple[VersionTaken, ...]
     taken_before: int
 
 
 class MergedFragment(msgspec.Struct, frozen=True, kw_only=True):
     fragment: int
-    contributions: tuple[Contribution, ...]
-    """In the order of the replicas' names."""
+    contributions: tuple[Contribution, ...]  # in the order of the replicas' names
 
 
 class MergeChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,12 +127,4 @@ class MergeChanges(msgspec.Struct, frozen=True, kw_only=True):
 
     merge: int
     fragments: tuple[MergedFragment, ...]
-    samples: int
-    """Samples that all replicas have trained on so far."""
-
-
-class FinishMerges(msgspec.Struct, frozen=True):
-    """The run is over."""
-
-    outcome: Literal["done", "interrupted", "lost"]
-    reason: str = ""
+    samples: int  # samples that all replicas have trained on so far

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 LARGEST_WEIGHTS = 10.0
 """Root mean square of a fragment's merged weights, as a multiple of that of its first ones, or of 1 if that is more.
 Beyond it the changes of a merge are compared with those of other replicas."""
-UNLIKE_OTHERS = 10.0
-"""Times as far for each sample as others have moved: such a change is not merged beyond the limit."""
+UNLIKE_OTHERS = 10.0  # times as far for each sample as others have moved: such a change is not merged beyond the limit
 
 
 class FragmentGrowth:
@@ -23,8 +22,7 @@ class FragmentGrowth:
     def __init__(self, first: float) -> None:
         """`first` is the size of the run's first weights."""
         self._limit = LARGEST_WEIGHTS * max(1.0, first)
-        self._moved: dict[str, tuple[float, int]] = {}
-        """The summed sizes and samples of each replica's merged changes."""
+        self._moved: dict[str, tuple[float, int]] = {}  # the summed sizes and samples of each replica's merged changes
 
     def unlike_others(self, weights: float, changes: Mapping[str, tuple[float, int]]) -> dict[str, float]:
         """Return how many times as far for each sample a change moves the weights as others, for each change of a merge

@@ -71,8 +71,7 @@ class DecoupledReplica(Policy[ReplicaPort]):
         """`per_step` is as of `SamplesKnown`; `steps` were made by an earlier process of this replica."""
         super().__init__("joining")
         self._fragments = fragments
-        self._missing = set(range(fragments))
-        """Fragments that it has no version of yet."""
+        self._missing = set(range(fragments))  # fragments that it has no version of yet
         self.steps = steps
         self._known = SamplesKnown(per_step)
         self._asked: CollectChanges | None = None

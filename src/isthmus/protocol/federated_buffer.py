@@ -19,10 +19,8 @@ from numpy.typing import NDArray
 from isthmus.protocol.federated_participation import Integers, Participation
 from isthmus.rng import stream
 
-KEPT = 4
-"""Rounds that may be asked for again without playing from the first one on."""
-TRIES = 20
-"""Draws of a client that is not at work yet, before those that are not are counted."""
+KEPT = 4  # rounds that may be asked for again without playing from the first one on
+TRIES = 20  # draws of a client that is not at work yet, before those that are not are counted
 
 
 class Buffer:
@@ -38,8 +36,7 @@ class Buffer:
     ) -> None:
         """`sizes` (population,) in samples; `here` gives the clients that can begin in a round, None for all."""
         self.at_work = rules.asked(len(sizes))
-        self.size = min(self.at_work, rules.expected(len(sizes)))
-        """K, of the paper."""
+        self.size = min(self.at_work, rules.expected(len(sizes)))  # k, of the paper
         self._rules, self._sizes, self._seed, self._here = rules, sizes, seed, here
         self._begin()
 
@@ -47,8 +44,7 @@ class Buffer:
         self._draws = stream(self._seed, "cohort")
         self._next = 0
         self._now = 0.0
-        self._working: list[tuple[float, int, int]] = []
-        """(end, client, round in which it began), a heap."""
+        self._working: list[tuple[float, int, int]] = []  # (end, client, round in which it began), a heap
         self._busy: set[int] = set()
         self._made: dict[int, Mapping[int, int]] = {}
 

@@ -36,8 +36,7 @@ from isthmus.protocol.federated_messages import (
 from isthmus.protocol.run_messages import Halt
 from isthmus.session.program import OVER, OutOfPhase, Policy
 
-AHEAD = 16
-"""How many tasks are announced in advance. Reading this many states at once takes as long as reading a few."""
+AHEAD = 16  # how many tasks are announced in advance. Reading this many states at once takes as long as reading a few.
 
 
 class ExecutorPort(Protocol):
@@ -74,8 +73,7 @@ class FederatedExecutor(Policy[ExecutorPort]):
         self._phase_id: PhaseId | None = None
         self._queue: deque[ClientTask] = deque()
         self._busy = self._holds = self._reported = False
-        self._dropped: set[PhaseId] = set()
-        """Phases that ended while a client of theirs was trained."""
+        self._dropped: set[PhaseId] = set()  # phases that ended while a client of theirs was trained
         self._timed: list[ClientTime] = []
         self._refused: list[RefusedUpdate] = []
 

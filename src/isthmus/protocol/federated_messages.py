@@ -14,19 +14,15 @@ from msgspec import Meta
 
 from isthmus.wire_types import MOST_CLIENTS, Client, Count, CountOrNone, Finite, Many, Seconds, Text
 
-NONE = -1
-"""In place of a state's number, of a client that keeps nothing yet."""
-MOST_SAMPLES = (1 << 40) - 1
-"""The most samples of a site."""
-State = Annotated[int, Meta(ge=NONE, le=MOST_CLIENTS)]
-"""An executor numbers the states that it keeps, of its clients."""
+NONE = -1  # in place of a state's number, of a client that keeps nothing yet
+MOST_SAMPLES = (1 << 40) - 1  # the most samples of a site
+State = Annotated[int, Meta(ge=NONE, le=MOST_CLIENTS)]  # an executor numbers the states that it keeps, of its clients
 
 
 class PhaseId(msgspec.Struct, frozen=True, order=True):
     round: Count
     attempt: Count = 0
-    number: Count = 0
-    """The pass within the round, from 0 on."""
+    number: Count = 0  # the pass within the round, from 0 on
 
     def __str__(self) -> str:
         return f"round {self.round + 1} (attempt {self.attempt + 1}, pass {self.number + 1})"
@@ -46,11 +42,9 @@ class PhaseSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a phase that every executor must know."""
 
     phase: PhaseId
-    clients: Client
-    """Clients of the whole cohort. Like the cohort's samples they fix the scale of exact sums."""
+    clients: Client  # clients of the whole cohort. Like the cohort's samples they fix the scale of exact sums.
     samples: Count
-    durable_round: CountOrNone = -1
-    """Rounds up to this one are on disk: states that they replaced can go."""
+    durable_round: CountOrNone = -1  # rounds up to this one are on disk: states that they replaced can go
 
 
 class LinearFit(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -70,8 +64,7 @@ class ClientTime(msgspec.Struct, frozen=True, array_like=True, gc=False):
     samples: Count
     seconds: Seconds
     state: State = NONE
-    renewed: bool = False
-    """Its state of before was lost: it went on with that of a new client."""
+    renewed: bool = False  # its state of before was lost: it went on with that of a new client
 
 
 class RefusedUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -79,8 +72,7 @@ class RefusedUpdate(msgspec.Struct, frozen=True, array_like=True):
 
     client: Client
     reason: Text
-    diverged: bool = False
-    """Its numbers are not finite, or too large to be added up."""
+    diverged: bool = False  # its numbers are not finite, or too large to be added up
 
 
 class RoundBody(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -97,8 +89,7 @@ class PhaseOpened(RoundBody, frozen=True, kw_only=True):
     tasks: Many[ClientTask]
     holds: bool = False
     """Say when the tasks are done, and keep the sums until the phase closes: there may be more tasks."""
-    brief: bool = False
-    """Expected to be over before another message could come: nobody need listen meanwhile."""
+    brief: bool = False  # expected to be over before another message could come: nobody need listen meanwhile
 
 
 class TasksGranted(RoundBody, frozen=True, kw_only=True):
@@ -128,8 +119,7 @@ class PhaseDropped(RoundBody, frozen=True, kw_only=True):
 
     phase: PhaseId
     kept: Many[Client] = ()
-    again: bool = False
-    """The round is tried again."""
+    again: bool = False  # the round is tried again
 
 
 class UpdateRefused(RoundBody, frozen=True, kw_only=True):
@@ -139,10 +129,8 @@ class UpdateRefused(RoundBody, frozen=True, kw_only=True):
     reason: Text
 
 
-PhaseOrder = TasksGranted | TasksRecalled | PhaseClosed | PhaseDropped | UpdateRefused
-"""Within a phase."""
-ExecutorOrder = PhaseOpened | PhaseOrder
-"""To one executor."""
+PhaseOrder = TasksGranted | TasksRecalled | PhaseClosed | PhaseDropped | UpdateRefused  # within a phase
+ExecutorOrder = PhaseOpened | PhaseOrder  # to one executor
 
 
 # Executor to coordinator
@@ -177,6 +165,5 @@ class SumsSent(RoundBody, frozen=True, kw_only=True):
     refused: Many[RefusedUpdate] = ()
 
 
-PhaseReport = ExecutorDrained | TasksReturned | SumsSent
-"""Within a phase."""
+PhaseReport = ExecutorDrained | TasksReturned | SumsSent  # within a phase
 ExecutorReport = ExecutorJoined | PhaseReport

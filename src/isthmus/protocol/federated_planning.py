@@ -18,41 +18,31 @@ from isthmus.planners.cohort import (
 )
 from isthmus.planners.cohort.problem import Floats, Integers
 
-STEP_S = 1e-4
-"""The rough seconds of one exchange of the certified search."""
+STEP_S = 1e-4  # the rough seconds of one exchange of the certified search
 FEWEST_STEPS, MOST_STEPS = 300, 4000
 LARGE = 100_000_000
 """Clients x executors from where on the certified search's tables would be larger than 1 GB; then it is Parrot's."""
 TINY_S = 1e-12
-NEVER_S = 1e9
-"""Seconds that the move of a state is taken to last while no measured times can be compared with it."""
+NEVER_S = 1e9  # seconds that the move of a state is taken to last while no measured times can be compared with it
 
 
 class StatesOnNodes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Where the states of a cohort's clients lie, for a schedule."""
 
-    homes: Integers
-    """(clients,) the node of each one's state, below 0 for none."""
-    nodes: Integers
-    """(executors,)"""
-    move_s: float
-    """Seconds of one state from node to node."""
+    homes: Integers  # (clients,) the node of each one's state, below 0 for none
+    nodes: Integers  # (executors,)
+    move_s: float  # seconds of one state from node to node
 
 
 class PlanningProblem(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """All that a round's schedule depends on. Arrays are not changed."""
 
     planner: str
-    sizes: Floats
-    """(clients,) in samples."""
-    seconds_per_sample: Floats
-    """(executors,)"""
-    fixed_s: Floats
-    """(executors,) what a client costs whatever its size."""
-    known: bool
-    """Whether these times were measured; else they are of sizes alone."""
-    states: StatesOnNodes | None = None
-    """Where clients' states lie on several nodes."""
+    sizes: Floats  # (clients,) in samples
+    seconds_per_sample: Floats  # (executors,)
+    fixed_s: Floats  # (executors,) what a client costs whatever its size
+    known: bool  # whether these times were measured; else they are of sizes alone
+    states: StatesOnNodes | None = None  # where clients' states lie on several nodes
 
 
 def plan_round(problem: PlanningProblem) -> CohortSchedule:

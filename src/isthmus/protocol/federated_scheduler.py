@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from isthmus.protocol.federated_messages import (
     ClientTime,
     LinearFit,
 )
-from isthmus.protocol.federated_planning import PlanningProblem, StatesOnNodes
+from isthmus.protocol.federated_planning import StatesOnNodes, plan_round
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.state_homes import NOWHERE, StateHomes
@@ -35,19 +35,13 @@ class ClientAssignment:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """A schedule, or the question for one, and what it is of."""
+    """A schedule, and what it is of."""
 
     round: int
     alive: tuple[str, ...]
     cohort: Integers
-    timed: bool
-    """Whether a pace was known."""
-    schedule: CohortSchedule | None = None
-
-    def fits(self, round_: int, alive: Sequence[str], members: Integers) -> bool:
-        """A second pass may have fewer clients, and executors may have been lost meanwhile."""
-        same = self.round == round_ and self.alive == tuple(alive)
-        return same and np.array_equal(self.cohort, members)
+    timed: bool  # whether a pace was known
+    schedule: CohortSchedule
 
 
 class ClientScheduler:
@@ -67,8 +61,7 @@ class ClientScheduler:
         self.sizes = sizes
         self.states = states
         self.throughput = throughput
-        self.pinned = pinned
-        """The client of each executor that has the data of one only."""
+        self.pinned = pinned  # the client of each executor that has the data of one only
         self.late: Mapping[int, int] = {}
         """Rounds that clients of the assigned cohort are late; a client that is not late may be absent."""
         self._rules = rules
@@ -102,6 +95,10 @@ class ClientScheduler:
             return 0.0
         return self._homes.move_s
 
+    def seconds(self, task: ClientTask, executor: str) -> float:
+        """Return the task's on the executor, with the move of the client's state."""
+        return self.line(executor).seconds(task.samples) + self.move_s(task.client, executor)
+
     def samples(self, cohort: Integers) -> int:
         """Return the samples of all these clients, or an upper bound."""
         return len(cohort) * self._rules.most_samples or int(self.sizes[cohort].sum())
@@ -115,30 +112,28 @@ class ClientScheduler:
             if self._homes is not None:
                 self._home[clients] = self._homes.of(self.states[clients])
 
-    def is_planned(self, round_: int, cohort: Integers, alive: Sequence[str]) -> bool:
-        """Whether `assignment` needs no further schedule."""
-        return bool(self.pinned) or (self._plan is not None and self._plan.fits(round_, alive, cohort))
-
-    def assignment(self, cohort: Integers, alive: Sequence[str]) -> ClientAssignment:
-        """Return the assignment of a round that is planned."""
+    def assignment(self, round_: int, cohort: Integers, alive: Sequence[str]) -> ClientAssignment:
+        """Return the assignment of a pass. A second one may have fewer clients, and executors may have been lost since
+        the round was planned: then it is planned again."""
         if self.pinned:
             chosen = set(cohort.tolist())
             mine = {name: self.pinned[name] for name in alive if self.pinned.get(name) in chosen}
             return ClientAssignment({name: self._tasks(np.array([client])) for name, client in mine.items()})
-        assert self._plan is not None, "a round is planned before it is opened"
-        schedule, timed = self._plan.schedule, self._plan.timed
-        assert schedule is not None, "a question is answered at once"
-        sizes = self.sizes[cohort]
+        plan = self._plan
+        same = plan is not None and (plan.round, plan.alive) == (round_, tuple(alive))
+        if plan is None or not (same and np.array_equal(plan.cohort, cohort)):
+            plan = self.plan(round_, cohort, alive)
+        schedule, sizes = plan.schedule, self.sizes[cohort]
         dealt: dict[str, tuple[ClientTask, ...]] = {}
         for name, places in zip(alive, schedule.clients_of(), strict=True):
             order = places[np.argsort(-sizes[places], kind="stable")]
             dealt[name] = self._tasks(cohort[order])
             if self._homes is not None:
                 self._home[cohort[order]] = self._homes.nodes[self._number[name]]
-        return ClientAssignment(dealt, schedule if timed else None)
+        return ClientAssignment(dealt, schedule if plan.timed else None)
 
-    def ask(self, round_: int, cohort: Integers, alive: Sequence[str]) -> PlanningProblem:
-        """The question for a round's schedule, which `take` gets next."""
+    def plan(self, round_: int, cohort: Integers, alive: Sequence[str]) -> _Plan:
+        """Schedule a round. A short round's schedule is made sooner than another thread wakes up."""
         early = round_ - self._rules.first_round < self._rules.warm_up_rounds
         planner = "uniform" if early else self._rules.planner
         sizes = self.sizes[cohort].astype(np.float64)
@@ -148,13 +143,8 @@ class ClientScheduler:
             nodes = np.array(homes.nodes, dtype=np.int64)[numbers]
             states = StatesOnNodes(homes=self._home[cohort], nodes=nodes, move_s=homes.move_s)
             problem = msgspec.structs.replace(problem, states=states)
-        self._plan = _Plan(round_, tuple(alive), cohort, problem.known)
-        return problem
-
-    def take(self, schedule: CohortSchedule) -> None:
-        """The answer to what was asked last."""
-        assert self._plan is not None, "a schedule is asked for"
-        self._plan = replace(self._plan, schedule=schedule)
+        self._plan = _Plan(round_, tuple(alive), cohort, problem.known, plan_round(problem))
+        return self._plan
 
     def cohort_ahead(self, round_: int) -> Integers | None:
         """Return the cohort of a round that was planned ahead; None if it was not."""

@@ -16,8 +16,7 @@ from isthmus.planners.cohort.problem import Floats
 from isthmus.protocol.federated_messages import ClientTime, LinearFit
 from isthmus.protocol.federated_planning import PlanningProblem
 
-FEWEST = 3
-"""Clients that an executor must have trained before its own line is believed."""
+FEWEST = 3  # clients that an executor must have trained before its own line is believed
 
 
 class ThroughputModel:

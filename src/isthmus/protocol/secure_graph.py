@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from isthmus.units import exact
 
-COMPLETE_BELOW = 100
-"""Sites: fewer are all neighbours."""
-LEAST_SUMMED = 2
-"""Updates in a sum: of one update the sum is that update."""
+COMPLETE_BELOW = 100  # sites: fewer are all neighbours
+LEAST_SUMMED = 2  # updates in a sum: of one update the sum is that update
 PER_DOUBLING = 10
 """Neighbours for each doubling of the sites: of up to 1,000 sites a fifth may collude, and a fifth drop out. That any
 neighbourhood has a majority of either then has a probability below 2^-30."""

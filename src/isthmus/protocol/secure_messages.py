@@ -26,12 +26,9 @@ class SiteKeys(msgspec.Struct, frozen=True, array_like=True):
     """A site's public keys of one phase, signed."""
 
     site: Name
-    cipher: Key
-    """An X25519 key: shares for the site are sealed under the secret that it agrees with a peer."""
-    mask: Key
-    """An X25519 key: the secret that the site agrees with a peer is the seed of their common mask."""
-    commitment: Key
-    """SHA-256 of the seed of its own mask."""
+    cipher: Key  # an X25519 key: shares for the site are sealed under the secret that it agrees with a peer
+    mask: Key  # an X25519 key: the secret that the site agrees with a peer is the seed of their common mask
+    commitment: Key  # sHA-256 of the seed of its own mask
     certificate: Annotated[bytes, Meta(max_length=4096)] = b""
     """The certificate of the key that signed, as the fleet's authority issued it (DER)."""
     signature: Annotated[bytes, Meta(max_length=256)] = b""
@@ -40,16 +37,14 @@ class SiteKeys(msgspec.Struct, frozen=True, array_like=True):
 class SealedShare(msgspec.Struct, frozen=True, array_like=True):
     """An owner's two shares for one holder, which only the holder can read."""
 
-    site: Name
-    """The holder, on the way to the coordinator; the owner, on the way from it."""
+    site: Name  # the holder, on the way to the coordinator; the owner, on the way from it
     sealed: Annotated[bytes, Meta(max_length=128)]
 
 
 class RevealedShare(msgspec.Struct, frozen=True, array_like=True):
     """A holder's share of one secret of an owner."""
 
-    site: Name
-    """The owner."""
+    site: Name  # the owner
     share: Share
 
 
@@ -74,8 +69,7 @@ class UnmaskAsked(RoundBody, frozen=True, kw_only=True):
     """The sums are in. Of `summed`, shares of their own masks are wanted; of `dropped`, shares of their keys."""
 
     phase: PhaseId
-    summed: Sites[Name]
-    """The receiver itself among them."""
+    summed: Sites[Name]  # the receiver itself among them
     dropped: Sites[Name]
 
 
@@ -111,10 +105,8 @@ class SharesRevealed(RoundBody, frozen=True, kw_only=True):
     """The answer to `UnmaskAsked`: of each owner one share, never two."""
 
     phase: PhaseId
-    seeds: Sites[RevealedShare]
-    """Shares of the seeds of summed sites' own masks, the sender's own among them."""
-    keys: Sites[RevealedShare]
-    """Shares of dropped sites' mask keys."""
+    seeds: Sites[RevealedShare]  # shares of the seeds of summed sites' own masks, the sender's own among them
+    keys: Sites[RevealedShare]  # shares of dropped sites' mask keys
 
 
 SecureReport = KeysSent | SharesSent | SharesDisputed | SharesRevealed

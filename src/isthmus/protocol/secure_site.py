@@ -119,18 +119,13 @@ class SecureSite(Policy[SecureSitePort]):
         self._site = site
         self._share = share
         self._fewest = fewest
-        self._parties: dict[str, str] = {}
-        """Name and device of each peer."""
+        self._parties: dict[str, str] = {}  # name and device of each peer
         self._revealed = dict(revealed or {})
-        self._phase_id: PhaseId | None = None
-        """The phase that is open; None while it is idle, and when it is over."""
+        self._phase_id: PhaseId | None = None  # the phase that is open; None while it is idle, and when it is over
         self._client = 0
-        self._holders: frozenset[str] = frozenset()
-        """Holders of this site's secrets: its neighbours and itself."""
-        self._owners: frozenset[str] = frozenset()
-        """With whom it masks: neighbours whose shares it holds."""
-        self._sums: SumsSent | None = None
-        """Sent with the update, which is trained."""
+        self._holders: frozenset[str] = frozenset()  # holders of this site's secrets: its neighbours and itself
+        self._owners: frozenset[str] = frozenset()  # with whom it masks: neighbours whose shares it holds
+        self._sums: SumsSent | None = None  # sent with the update, which is trained
         self._of: tuple[str, ...] = ()
 
     @property

@@ -9,22 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
-NOWHERE = -1
-"""In place of a node, of a client that keeps nothing yet."""
+NOWHERE = -1  # in place of a node, of a client that keeps nothing yet
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StateHomes:
     """States are numbered file by file, and executors fill files in turn; a file stays on its node."""
 
-    nodes: tuple[int, ...]
-    """The node of each executor. Executors that read the same folder are on one node."""
-    per_file: int
-    """States."""
-    move_s: float = 0.0
-    """Seconds of one state from node to node."""
-    found: Mapping[int, int] = field(default_factory=dict)
-    """The node of each file that an earlier run left."""
+    nodes: tuple[int, ...]  # the node of each executor. Executors that read the same folder are on one node.
+    per_file: int  # states
+    move_s: float = 0.0  # seconds of one state from node to node
+    found: Mapping[int, int] = field(default_factory=dict)  # the node of each file that an earlier run left
 
     def of(self, states: NDArray[np.int32]) -> Integers:
         """(clients,) the node of each state."""

@@ -13,8 +13,8 @@ from rich.text import Text
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.privacy import Guarantee
+from isthmus.programs.merging import Why
 from isthmus.protocol.federated_messages import LinearFit
-from isthmus.protocol.federated_rules import Why
 from isthmus.report.tables import new_table, titled
 from isthmus.sanitize import sanitize
 from isthmus.simulator.federated import SimulatedRound

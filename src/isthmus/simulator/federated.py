@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.errors import InternalError, PeerError
-from isthmus.planners.cohort import CohortSchedule
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
-    FinishRounds,
-    RoundRecord,
-)
+from isthmus.programs.masked import TakeMasksOff, Unmasking
+from isthmus.programs.merging import Finish
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
     NONE,
@@ -36,9 +34,6 @@ from isthmus.protocol.federated_messages import (
     TasksGranted,
     TasksReturned,
 )
-from isthmus.protocol.federated_planning import PlanningProblem, plan_round
-from isthmus.protocol.federated_run import FederatedRunMachine
-from isthmus.protocol.secure_coordinator import TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SecureReport, SharesDelivered, UnmaskAsked
 from isthmus.protocol.secure_stand_in import SimulatedSecrets
 from isthmus.session.session import Observation
@@ -96,8 +91,6 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """(executor, second) that its connection closes while its process goes on."""
     returns: tuple[tuple[int, float], ...] = ()
     """(executor, second) that a lost one connects again."""
-    timeout_s: float = 60.0
-    """How long an executor may take to join; sites may take what the rules say."""
     slows: tuple[tuple[int, float, float], ...] = ()
     """(executor, second, factor): clients that begin later take so many times as long, until its next entry."""
 
@@ -124,14 +117,12 @@ class SimulatedFederation(msgspec.Struct, frozen=True, kw_only=True):
     rounds: tuple[SimulatedRound, ...]
     """Committed ones."""
     events: tuple[SimulatedEvent, ...]
-    finish: FinishRounds
+    finish: Finish
     seconds: float
     """Until the coordinator finished."""
 
 
-def simulate_federated(
-    machine: FederatedCoordinator, costs: FederatedCosts, seed: int = 0
-) -> tuple[SimulatedRound, ...]:
+def simulate_federated(machine: Rounds, costs: FederatedCosts, seed: int = 0) -> tuple[SimulatedRound, ...]:
     """Every committed round. The same seed gives the same run. PeerError when the run cannot go on."""
     found = simulate_federation(machine, costs, seed)
     if found.finish.outcome == "lost":
@@ -139,7 +130,7 @@ def simulate_federated(
     return found.rounds
 
 
-def simulate_federation(machine: FederatedCoordinator, costs: FederatedCosts, seed: int = 0) -> SimulatedFederation:
+def simulate_federation(machine: Rounds, costs: FederatedCosts, seed: int = 0) -> SimulatedFederation:
     """The run until its end, whatever that is. The same seed gives the same run."""
     return _RoundsSimulation(machine, costs, seed).run()
 
@@ -212,9 +203,9 @@ class _SimulatedExecutor:
 
 
 class _RoundsSimulation:
-    def __init__(self, machine: FederatedCoordinator, costs: FederatedCosts, seed: int) -> None:
-        self._machine = FederatedRunMachine(machine, timeout_s=costs.timeout_s, notes_waits=False)
-        self._machine.port = self
+    def __init__(self, machine: Rounds, costs: FederatedCosts, seed: int) -> None:
+        self._machine = machine
+        machine.port, machine.notes_waits = self, False
         self._costs = costs
         self._clock = VirtualClock(seed)
         self._draws = np.random.default_rng(seed)
@@ -235,7 +226,7 @@ class _RoundsSimulation:
         """Processes that run or have ended; none is known of sites."""
         self._due_s: float | None = None
         """Seconds at which the next tick comes."""
-        self._finish: FinishRounds | None = None
+        self._finish: Finish | None = None
         self._opened_s = 0.0
         self._ended_s = self._lost_s = 0.0
         self._moves: dict[tuple[str, str], list[int]] = {}
@@ -259,10 +250,10 @@ class _RoundsSimulation:
         self._clock.run()
         if self._finish is None and self._last_lost_s is not None:
             reason = "every executor is lost, and a run would wait for them"
-            self._finish, self._ended_s = FinishRounds("lost", reason), self._last_lost_s
-        if self._finish is None and (waiting := self._machine.coordinator.waiting) is not None:
+            self._finish, self._ended_s = Finish("lost", reason), self._last_lost_s
+        if self._finish is None and (waiting := self._machine.waiting) is not None:
             reason = f"{len(self._executors)} executors came, and a run would wait for {waiting.needed}"
-            self._finish, self._ended_s = FinishRounds("lost", reason), self._clock.now_s
+            self._finish, self._ended_s = Finish("lost", reason), self._clock.now_s
         if self._finish is None:
             raise InternalError("federated simulation: nobody has anything to do, and the run is not over")
         return SimulatedFederation(
@@ -283,7 +274,7 @@ class _RoundsSimulation:
     def _join(self, name: str) -> None:
         number, sites = self._numbers[name], self._costs.sites
         secrets = None
-        if (secure := self._machine.coordinator.rules.secure) is not None:
+        if (secure := self._machine.rules.secure) is not None:
             before = self._executors[name].secrets if name in self._executors else None
             secrets = SimulatedSecrets(name, secure, partial(self._tell_masked, name), before)
         executor = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secrets, self._tell)
@@ -360,16 +351,13 @@ class _RoundsSimulation:
     def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
         return Unmasking()
 
-    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
-        return plan_round(problem)
-
     def commit(self, record: RoundRecord) -> None:
         self._rounds.append(self._measured(record))
         for text in record_texts(record, self._moves):
             self.note(text)
         self._opened_s = self._clock.now_s
 
-    def finished(self, finish: FinishRounds) -> None:
+    def finished(self, finish: Finish) -> None:
         self._finish, self._ended_s = finish, self._clock.now_s
 
     def merge(self, executor: str, phase: PhaseId) -> None:

@@ -15,13 +15,13 @@ from typing import Protocol
 
 from isthmus.errors import UserError
 from isthmus.fleet import Link
-from isthmus.protocol.decoupled import Merger
+from isthmus.programs.merger import Merger
+from isthmus.programs.merging import Finish
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
     CollectChanges,
     Contributed,
-    FinishMerges,
     FragmentSent,
     MergeChanges,
     MergeRules,
@@ -109,7 +109,7 @@ class SimulatedReplicas:
     steps: list[tuple[float, str, StepsMade]] = field(default_factory=list[tuple[float, str, StepsMade]])
     """When the merger heard of each."""
     notes: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
-    finish: FinishMerges = field(default_factory=lambda: FinishMerges("lost", "nobody has anything to do"))
+    finish: Finish = field(default_factory=lambda: Finish("lost", "nobody has anything to do"))
     seconds: float = 0.0
     late: int = 0
     busy_s: dict[str, float] = field(default_factory=dict[str, float])

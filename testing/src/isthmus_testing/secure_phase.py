@@ -20,9 +20,9 @@ from isthmus.federated.secure.masks import WEIGHTS, joined, parted
 from isthmus.federated.secure.recovery import MaskedSum
 from isthmus.federated.secure.shamir import Draw
 from isthmus.federated.secure.site_secrets import SiteSecrets
+from isthmus.programs.masked import Masked, TakeMasksOff, Unmasking
 from isthmus.protocol.federated_messages import ClientTime, PhaseId, PhaseOpened, PhaseSetup, SumsSent
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.secure_coordinator import SecureCoordinator, TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import (
     KeysSent,
     SealedShare,
@@ -121,7 +121,7 @@ class SecurePhase:
         lost: Mapping[str, Step] = {},
         late: Collection[str] = (),
         draw: Draw = os.urandom,
-        machine: SecureCoordinator | None = None,
+        machine: Masked | None = None,
         round_: int = 0,
         heard: Callable[[str, SecureReport | Mapping[str, Tensor]], None] = lambda site, sent: None,
     ) -> None:
@@ -129,7 +129,7 @@ class SecurePhase:
         `heard` gets all that comes to the coordinator. `machine` is the coordinator's of rounds before."""
         self.draw, self._lost, self._late, self._heard = draw, lost, late, heard
         self._sites = {name: _Site(name, values, self, rules.share) for name, values in updates.items()}
-        self._machine = SecureCoordinator(rules) if machine is None else machine
+        self._machine = Masked(rules) if machine is None else machine
         self._machine.port = self
         sizes = {name: len(value) for name, value in next(iter(updates.values())).items() if name != WEIGHTS}
         self._sum = MaskedSum(sizes)

@@ -17,7 +17,7 @@ from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.secure.masks import WEIGHTS, Vector, add_mask, check_masked, joined, parted
 from isthmus.federated.secure.shamir import is_share, recover, share_of
 from isthmus.federated.secure.site_secrets import context, key_of, mask_key, mask_sign
-from isthmus.protocol.secure_coordinator import Secrets, TakeMasksOff
+from isthmus.programs.masked import Secrets, TakeMasksOff
 
 MOST_SUBSETS = 1000
 """That are tried for one secret. With a threshold of half, each wrong share doubles how many it takes: of a hundred

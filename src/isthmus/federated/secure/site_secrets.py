@@ -23,8 +23,8 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.federated.secure.masks import Vector, add_mask
 from isthmus.federated.secure.shamir import SECRET_BYTES, Draw, deal, draw_secret
+from isthmus.programs.masked import number_of
 from isthmus.protocol.federated_messages import PhaseId
-from isthmus.protocol.secure_coordinator import number_of
 from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SiteKeys
 
 _NONCE = bytes(12)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 from isthmus.fleet import Link
 from isthmus.job import Job
-from isthmus.protocol.decoupled import Merger
-from isthmus.protocol.decoupled_events import NOTHING_MERGED, FinishMerges, MergeRules, MergesDone
+from isthmus.programs.merger import Merger
+from isthmus.programs.merging import Finish
+from isthmus.protocol.decoupled_events import NOTHING_MERGED, MergeRules, MergesDone
 from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.coordinator.data_holders import Digests
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch, MergeTraffic
@@ -56,7 +57,7 @@ def merge_rules(job: Job, replicas: int = 1) -> MergeRules:
 class DecoupledOutcome:
     """The outcome of a run."""
 
-    finish: FinishMerges
+    finish: Finish
     samples: int
     merges: int
     late: int

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
-from isthmus.protocol.decoupled import Merger
+from isthmus.programs.merger import Merger
+from isthmus.programs.merging import Finish
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
     CollectChanges,
     Contributed,
-    FinishMerges,
     FragmentSent,
     MergeChanges,
     MergedFragment,
@@ -183,7 +183,7 @@ class MergerHost(SessionHost[Merger]):
         self._growth = [FragmentGrowth(size_of(values)) for values in merged.known]
         self._began_s = time.monotonic()
 
-    def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> FinishMerges:
+    def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> Finish:
         """Run to the end. `devices` are at work; without them replicas come by themselves. `stop` ends the run with
         what replicas have; without it Ctrl-C is somebody else's."""
         self.devices = devices or self.devices

@@ -18,7 +18,7 @@ from isthmus.cost import Decoupled
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled import Merger
+from isthmus.programs.merger import Merger
 from isthmus.protocol.decoupled_events import MergeChanges, MergeRules
 from isthmus.run_files import LinesFile
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch

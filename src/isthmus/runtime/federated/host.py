@@ -15,14 +15,12 @@ from torch import Tensor
 
 from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.federated.server import Server
-from isthmus.planners.cohort import CohortSchedule
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.programs.masked import TakeMasksOff, Unmasking
+from isthmus.programs.merging import Finish
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import ExecutorOrder, PhaseId, PhaseOpened, PhaseSetup, TasksGranted
-from isthmus.protocol.federated_planning import PlanningProblem, plan_round
-from isthmus.protocol.federated_run import FederatedRunMachine
 from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.protocol.secure_coordinator import TakeMasksOff, Unmasking
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
@@ -54,7 +52,7 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of those values, without headers."""
 
 
-def ended(finish: FinishRounds) -> FinishRounds:
+def ended(finish: Finish) -> Finish:
     """How a run ended that is done or interrupted; UserError, PeerError and Diverged where it could not go on."""
     if finish.outcome == "failed":
         raise UserError(finish.reason)
@@ -90,7 +88,7 @@ class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Where executors of this machine read the broadcast."""
 
 
-class FederatedHost(SessionHost[FederatedRunMachine]):
+class FederatedHost(SessionHost[Rounds]):
     """The port of the machine: it does what the machine asks over the connections that its acceptor hands on.
 
     What an executor says is acted on by the thread that receives it, one at a time: another thread would first have to
@@ -100,7 +98,7 @@ class FederatedHost(SessionHost[FederatedRunMachine]):
 
     def __init__(
         self,
-        machine: FederatedCoordinator,
+        machine: Rounds,
         server: Server,
         receiver: UpdateReceiver,
         policy: ConnectionPolicy,
@@ -110,9 +108,8 @@ class FederatedHost(SessionHost[FederatedRunMachine]):
     ) -> None:
         """`committed` is called before the next round opens, and what it returns once executors are at work on that
         one. `note` receives a line for each lost executor."""
-        session = FederatedRunMachine(machine, timeout_s=policy.timeout_s)
-        super().__init__(session, policy.run, machine.executors, timeout_s=policy.timeout_s, acceptor=policy.acceptor)
-        session.port = self
+        super().__init__(machine, policy.run, machine.executors, timeout_s=policy.timeout_s, acceptor=policy.acceptor)
+        machine.port = self
         self._server = server
         self._receiver = receiver
         self._policy = policy
@@ -135,20 +132,20 @@ class FederatedHost(SessionHost[FederatedRunMachine]):
         self._shown_bytes = 0
         self._opened_s = 0.0
         self._counted = (0, 0, 0, 0)
-        self._finish: FinishRounds | None = None
+        self._finish: Finish | None = None
         self._failure: BaseException | None = None
 
-    def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> FinishRounds:
+    def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> Finish:
         """Run to the end. `devices` are the executors' processes, where they are known. `stop` drops the open round and
         ends the run.
         """
         self.devices = devices or self.devices
         before_s = sys.getswitchinterval()
-        sys.setswitchinterval(switch_interval_s(len(self.session.coordinator.executors)))
+        sys.setswitchinterval(switch_interval_s(len(self.session.executors)))
         try:
             self.look()  # before any phase: deadlines count from its opening
             self._begun.set()
-            with (stop or Stop()).calls(lambda: self.inbox.put(self.session.interrupted)):
+            with (stop or Stop()).calls(lambda: self.inbox.put(self.session.stop)):
                 self.drive()
             for name, out in list(self._senders.items()):
                 self._outboxes[name].finish()
@@ -220,9 +217,9 @@ class FederatedHost(SessionHost[FederatedRunMachine]):
             yield
         except BaseException as e:
             self._failure = e
-            self._end(FinishRounds("lost", str(e)))
+            self._end(Finish("lost", str(e)))
 
-    def _end(self, finish: FinishRounds) -> None:
+    def _end(self, finish: Finish) -> None:
         self._finish = self._finish or finish
         self.inbox.put(lambda: None)
 
@@ -282,9 +279,6 @@ class FederatedHost(SessionHost[FederatedRunMachine]):
     def tell(self, site: str, order: SecureOrder) -> None:
         self._put(site, ToExecutor(run=self.run, body=order))
 
-    def plan(self, round_: int, problem: PlanningProblem) -> CohortSchedule:
-        return plan_round(problem)  # a short round's plan is made sooner than another thread wakes up
-
     def merge(self, executor: str, phase: PhaseId) -> None:
         self._receiver.merge(executor)
 
@@ -315,7 +309,7 @@ class FederatedHost(SessionHost[FederatedRunMachine]):
     def note(self, text: str) -> None:
         self._note(text)
 
-    def finished(self, finish: FinishRounds) -> None:
+    def finished(self, finish: Finish) -> None:
         for executor in list(self._senders):
             if self.session.is_here(executor):
                 self._put(executor, ToExecutor(run=self.run, body=Halt()))

@@ -24,7 +24,7 @@ from isthmus.federated.personal import OwnModels
 from isthmus.federated.privacy import Guarantee
 from isthmus.federated.server import Commits, RunIdentity, Server
 from isthmus.graph.metrics import Metrics
-from isthmus.protocol.federated_events import RoundRecord
+from isthmus.programs.round_records import RoundRecord
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.run_files import ROUNDS, keep_job, write_json
 from isthmus.runtime.federated.host import RoundMeasure

@@ -39,8 +39,9 @@ from isthmus.federated.server import Server
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.federated.update_checks import check_updates
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.programs.merging import Finish
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.run_files import CLIENT_NAMES, write_json
 from isthmus.runtime.coordinator.backend import StartedProcesses
@@ -74,7 +75,7 @@ ONE_BY_ONE = (
 
 def coordinator_of(
     job: FederatedJob, sizes: NDArray[np.int64], cohorts: Cohorts, first_round: int, states: NDArray[np.int32] | None
-) -> FederatedCoordinator:
+) -> Rounds:
     """The machine of a job's run, for the executors that its scheme takes."""
     scheme, count = job.scheme, executors(job, len(sizes))
     rules = msgspec.structs.replace(
@@ -96,9 +97,7 @@ def coordinator_of(
     names = [f"executor-{number}" for number in range(count)] if fleet is None else fleet.names
     throughput = ThroughputModel(count, window_rounds=job.execution.window_rounds)
     own = {name: number for number, name in enumerate(names)} if scheme.per == "population" else {}
-    return FederatedCoordinator(
-        names, rules, sizes, cohorts.members, throughput, clients=own, states=states, late=cohorts.late
-    )
+    return Rounds(names, rules, sizes, cohorts.members, throughput, clients=own, states=states, late=cohorts.late)
 
 
 class FederatedRun:
@@ -168,7 +167,7 @@ class FederatedRun:
             what = f"no client has more than {largest} samples: each makes one step per epoch, with all of its own"
             note(f"local.batch_size: got {batch}, and {what}")
 
-    def run(self, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None) -> FinishRounds:
+    def run(self, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None) -> Finish:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left, Diverged
         when no client's numbers are finite."""
         self.begin(note)
@@ -194,7 +193,7 @@ class FederatedRun:
         folder = Path(os.path.expandvars(states_folder(self.job, self.folder)))
         return StateStore(folder, self._state_form, self.store.states, (number, parts))
 
-    def _in_process(self, after: _Aftermath, stop: Stop | None) -> FinishRounds:
+    def _in_process(self, after: _Aftermath, stop: Stop | None) -> Finish:
         opened_s, before = time.monotonic(), (0, 0, 0)
 
         def committed(record: RoundRecord) -> None:
@@ -231,7 +230,7 @@ class FederatedRun:
         finally:
             sys.setswitchinterval(before_s)
 
-    def _in_processes(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> FinishRounds:
+    def _in_processes(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> Finish:
         run, names = secrets.token_hex(16), self.machine.executors
         timeout_s, clients_per_vmap = self.job.timeout_s, self.job.execution.clients_per_vmap
 
@@ -265,7 +264,7 @@ class FederatedRun:
             finally:
                 listener.close()
 
-    def _on_ray(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> FinishRounds:
+    def _on_ray(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> Finish:
         run, states = secrets.token_hex(16), self.store.states
         setups = [
             ActorSetup(

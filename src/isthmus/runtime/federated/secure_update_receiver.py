@@ -8,8 +8,8 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.federated.secure.recovery import MaskedSum
+from isthmus.programs.masked import TakeMasksOff
 from isthmus.protocol.federated_messages import PhaseId, SumsSent
-from isthmus.protocol.secure_coordinator import TakeMasksOff
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
 from isthmus.runtime.messages.federated import MaskedValues, SentValues
 

@@ -34,8 +34,10 @@ from isthmus.federated.secure.rules import secure_rules
 from isthmus.federated.server import Server
 from isthmus.federated.task_spec import RUN_NAME, TaskSpec
 from isthmus.federated.update_checks import check_updates
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.programs.masked import MaskedRounds
+from isthmus.programs.merging import Finish
+from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_rules import ExecutorChurn
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.coordinator.backend import RunRequest
@@ -56,7 +58,7 @@ def site_coordinator(
     sizes: NDArray[np.int64],
     first_round: int,
     states: NDArray[np.int32] | None,
-) -> FederatedCoordinator:
+) -> Rounds:
     """The machine of a job's run over sites. `sizes` (sites,) in samples are filled in as sites say them."""
     population = len(deployment.sites)
     rules = msgspec.structs.replace(
@@ -65,7 +67,8 @@ def site_coordinator(
         secure=secure_rules(job.aggregation, job.participation.minimum),
         gathering=ExecutorChurn(start=deployment.start or population, wait_s=deployment.wait_s),
     )
-    machine = FederatedCoordinator(
+    kind = Rounds if rules.secure is None else MaskedRounds
+    machine = kind(
         deployment.sites,
         rules,
         sizes,
@@ -119,7 +122,7 @@ class SiteRun:
 
     def run(
         self, service: FleetCoordinator, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None
-    ) -> FinishRounds:
+    ) -> Finish:
         """To the end. Raises UserError for what the job is to blame for, PeerError when too few sites take part,
         Diverged when no site's numbers are finite."""
         self.store.begin(note)

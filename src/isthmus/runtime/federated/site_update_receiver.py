@@ -13,8 +13,8 @@ from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.server import Server
 from isthmus.federated.stale_models import staleness_weight
 from isthmus.federated.task_spec import TaskSpec
+from isthmus.programs.masked import TakeMasksOff
 from isthmus.protocol.federated_messages import NONE, ExecutorJoined, ExecutorReport, PhaseId, SumsSent, TasksReturned
-from isthmus.protocol.secure_coordinator import TakeMasksOff
 from isthmus.runtime.federated.update_receiver import check_frame, unmasked
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import SentValues, SiteValues, TaskMessage

@@ -10,8 +10,8 @@ from torch import Tensor
 from isthmus.errors import InternalError, PeerError
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.server import Server
+from isthmus.programs.masked import TakeMasksOff
 from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, SumsSent
-from isthmus.protocol.secure_coordinator import TakeMasksOff
 from isthmus.runtime.federated.shared_memory import SharedAccumulator
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, SentValues, SummedValues

@@ -1,24 +1,37 @@
-"""Checks of executors' reports, the log lines about refused updates, and the record of a round."""
+"""The record of a round, checks of executors' reports, and the log lines about refused updates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from isthmus.protocol.federated_events import RoundRecord
-from isthmus.protocol.federated_messages import (
-    NONE,
-    ClientTask,
-    LinearFit,
-    RefusedUpdate,
-    SumsSent,
-)
-from isthmus.protocol.federated_phase import OpenPhase
-from isthmus.protocol.federated_rules import Why
+import msgspec
+
+from isthmus.programs.merging import Why
+from isthmus.programs.open_phase import OpenPhase
+from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, LinearFit, RefusedUpdate, SumsSent
 
 MOST_STATES = 2**31
-MOST_REFUSALS = 3
-"""Refused clients that a run's last line names."""
+MOST_REFUSALS = 3  # refused clients that a run's last line names
+
+
+class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a round: exactly which updates are in it."""
+
+    round: int
+    attempt: int
+    trained: Mapping[str, tuple[ClientTime, ...]]  # the clients that each executor trained in the last pass
+    earlier_s: Mapping[str, float] = {}
+    """Seconds that each executor trained in the passes before that one; empty for algorithms of one pass."""
+    refused: tuple[RefusedUpdate, ...] = ()
+    missing: tuple[int, ...] = ()  # clients of the cohort that neither came, in all passes, nor were refused
+    predicted_s: float | None = None  # the makespan that was planned; None while nothing was known of the executors
+    bound_s: float | None = None
+    lines: Mapping[str, LinearFit] = {}
+    """The estimated time of each executor when the round was planned; empty while nothing was known."""
+    stolen: int = 0  # clients that changed hands
+    stale: tuple[tuple[int, int], ...] = ()  # (client, rounds late) of updates that were made for a round before
+    closed_by: Why = "all"
 
 
 def refusal_texts(refused: Sequence[RefusedUpdate]) -> list[str]:

@@ -12,13 +12,16 @@ own mask off. An update that comes after that is ignored, and its own mask is st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from isthmus.protocol.federated_messages import PhaseId
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.programs.merging import Why
+from isthmus.programs.open_phase import OpenPhase
+from isthmus.programs.rounds import RoundPort, Rounds
+from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, RefusedUpdate, SumsSent
+from isthmus.protocol.federated_rules import RoundRules, SecureRules
 from isthmus.protocol.secure_graph import neighbours, threshold_of
 from isthmus.protocol.secure_messages import (
     KeysListed,
@@ -40,12 +43,9 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
     """Shares that give back one secret, and what it must fit."""
 
     keys: SiteKeys
-    shares: Mapping[int, bytes]
-    """Shares by their holder's number, from 1 on; at least `threshold` of them."""
-    threshold: int
-    """So many give it back."""
-    holders: Mapping[int, str]
-    """The site of every number, whether it is here or not."""
+    shares: Mapping[int, bytes]  # shares by their holder's number, from 1 on; at least `threshold` of them
+    threshold: int  # so many give it back
+    holders: Mapping[int, str]  # the site of every number, whether it is here or not
 
 
 class TakeMasksOff(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,21 +54,19 @@ class TakeMasksOff(msgspec.Struct, frozen=True, kw_only=True):
     phase: PhaseId
     summed: Mapping[str, Secrets]
     dropped: Mapping[str, Secrets]
-    peers: Mapping[str, tuple[SiteKeys, ...]]
-    """The summed sites that masked with each dropped site."""
+    peers: Mapping[str, tuple[SiteKeys, ...]]  # the summed sites that masked with each dropped site
 
 
 class Unmasking(NamedTuple):
     """The answer to `take_masks_off`."""
 
-    reason: str = ""
-    """Why the shares that are here do not give back the secrets; empty: the masks are off."""
+    reason: str = ""  # why the shares that are here do not give back the secrets; empty: the masks are off
     wrong: frozenset[tuple[str, str]] = frozenset()
     """Holder and owner of each share that is wrong; the others were enough."""
 
 
 class SecurePort(Protocol):
-    """The coordinator of secure aggregation asks this of its host. All calls that one event leads to come after the
+    """Secure aggregation asks this of its host. All calls that one event leads to come after the
     last change of state: a host that leaves out a site may answer by `sums_wanted`."""
 
     def tell(self, site: str, order: SecureOrder) -> None:
@@ -85,34 +83,28 @@ class SecurePort(Protocol):
         """The phase is over: the masks are off, or they stay on for this reason."""
 
 
-MOST_DISPUTED = 1
-"""A wrong share between two sites may be the fault of either: no site is named for one."""
+MOST_DISPUTED = 1  # a wrong share between two sites may be the fault of either: no site is named for one
 
-_LeftOut = Sequence[tuple[Collection[str], str]]
-"""Sites, and why they are left out."""
+_LeftOut = Sequence[tuple[Collection[str], str]]  # sites, and why they are left out
 _STEP: Mapping[str, type[SecureReport]] = {"keys": KeysSent, "shares": SharesSent, "unmasking": SharesRevealed}
 """The answer that a step waits for."""
 
 
-class SecureCoordinator(Policy[SecurePort]):
-    """The machine, one phase after another. Its host sets `port`."""
+class Masked(Policy[SecurePort]):
+    """One phase after another. Its host sets `port`."""
 
     def __init__(self, rules: SecureRules) -> None:
         super().__init__("idle")
         self._rules = rules
         self._phase_id = PhaseId(-1)
         self._opened: frozenset[str] = frozenset()
-        self._waits: set[str] = set()
-        """Sites whose answer of this step is not in."""
+        self._waits: set[str] = set()  # sites whose answer of this step is not in
         self._since_s = self._now_s = 0.0
         self._keys: dict[str, SiteKeys] = {}
-        self._peers: dict[str, tuple[str, ...]] = {}
-        """Neighbours of every site whose keys are in."""
-        self._dealt: dict[str, dict[str, bytes]] = {}
-        """The sealed shares of each owner, by holder."""
+        self._peers: dict[str, tuple[str, ...]] = {}  # neighbours of every site whose keys are in
+        self._dealt: dict[str, dict[str, bytes]] = {}  # the sealed shares of each owner, by holder
         self._gone: set[str] = set()
-        self._out_of: dict[str, str] = {}
-        """Sites that lied, and how: the run goes on without them."""
+        self._out_of: dict[str, str] = {}  # sites that lied, and how: the run goes on without them
         self._apart: set[str] = set()
         """Sites of this phase that are no neighbours of all that they would be, after a wrong share."""
         self._disputes: set[tuple[str, str]] = set()
@@ -122,8 +114,7 @@ class SecureCoordinator(Policy[SecurePort]):
         self._summed: frozenset[str] = frozenset()
         self._seeds: dict[str, dict[int, bytes]] = {}
         self._mask_keys: dict[str, dict[int, bytes]] = {}
-        self._failed = False
-        """Some shares of this phase are wrong: the next try is the last, of all that come."""
+        self._failed = False  # some shares of this phase are wrong: the next try is the last, of all that come
 
     @property
     def due_s(self) -> float | None:
@@ -401,3 +392,116 @@ class SecureCoordinator(Policy[SecurePort]):
 def number_of(holder: str, holders: Collection[str]) -> int:
     """A holder's number among those of one secret, from 1 on: where its share is evaluated."""
     return 1 + sorted(holders).index(holder)
+
+
+class MaskedRoundPort(RoundPort, Protocol):
+    """Rounds whose sums are masked ask this of their host."""
+
+    def tell(self, site: str, order: SecureOrder) -> None:
+        """Send a site a step of secure aggregation."""
+
+    def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
+        """Take the masks off the sum."""
+        ...
+
+
+class MaskedRounds(Rounds):
+    """Rounds whose sums are masked: a phase that is over is unmasked before the server's update.
+
+    running ──phase over──► unmasking ──masks are off, or stay on──► running, as in `Rounds`
+    """
+
+    port: MaskedRoundPort  # pyright: ignore[reportIncompatibleVariableOverride]  # its hosts do more
+
+    def __init__(self, executors: Iterable[str], rules: RoundRules, *given: Any, **named: Any) -> None:
+        """As `Rounds`."""
+        super().__init__(executors, rules, *given, **named)
+        self._masks = Masked(rules.secure or SecureRules())
+        self._masks.port = self
+        self._why: Why = "all"  # why the phase is over whose sum is unmasked
+        self._left_out: set[str] = set()  # sites that were left out of the phase that was opened last
+
+    @property
+    def due_s(self) -> float | None:
+        times_s = (super().due_s, self._masks.due_s)
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    def is_late(self, device: str, body: ExecutorReport) -> bool:
+        unmasked = self.phase == "unmasking" and not isinstance(body, ExecutorJoined)
+        return unmasked or super().is_late(device, body)  # what is in the sum cannot change any more
+
+    def _leaves(self, executor: str, reason: str) -> None:
+        super()._leaves(executor, reason)
+        if not self.over:
+            self._masks.gone(executor)
+
+    def _reported(self, executor: str, body: ExecutorReport | SecureReport) -> None:
+        if isinstance(body, SecureReport):
+            self._masks.heard(executor, body)
+        elif isinstance(body, SumsSent):
+            self._on_masked(executor, body)
+        else:
+            super()._reported(executor, body)
+
+    def _on_masked(self, site: str, sums: SumsSent) -> None:
+        """An update that is masked with others, or the news that there is none."""
+        if sums.phase == self._newest and site in self._left_out:
+            self.port.ignore(site, sums.phase)
+            return
+        is_due = self.rounds_late(site, sums.phase) == 0 and self.phase == "running"
+        if sums.timed and is_due and not self._masks.takes(site, sums.phase):
+            self.port.ignore(site, sums.phase)
+            self.refused(site, "sent an update before it had keys to mask it with")
+            return
+        super()._reported(site, sums)
+        if not (sums.timed or self.over):
+            self._masks.gone(site)
+
+    def _tick(self) -> None:
+        self._masks.clock(self.now_s)
+        super()._tick()
+
+    def _invited(self, opened: OpenPhase) -> None:
+        if opened.held:
+            self._left_out = set()
+            self._masks.opened(opened.phase, frozenset(opened.held))
+
+    def _look(self) -> None:
+        if self.phase != "unmasking":
+            super()._look()
+
+    def _answered(self, opened: OpenPhase, why: Why) -> None:
+        if opened.done < opened.least:
+            super()._answered(opened, why)
+            return
+        self.phase, self._why = "unmasking", why
+        self._masks.sums_wanted(opened.phase, frozenset(name for name, timed in opened.timed.items() if timed))
+
+    # What secure aggregation asks
+
+    def tell(self, site: str, order: SecureOrder) -> None:
+        self.port.tell(site, order)
+
+    def take_masks_off(self, recovered: TakeMasksOff) -> Unmasking:
+        found = self.port.take_masks_off(recovered)
+        for holder, owner in sorted(found.wrong):
+            what = f"the share that {owner} dealt and {holder} revealed is wrong: one of the two lies"
+            self._note(f"round {recovered.phase.round + 1}: {what}")
+        return found
+
+    def unmasked(self, phase: PhaseId, reason: str) -> None:
+        opened = self._opened
+        self.phase = "running"
+        if reason:
+            self._note(f"round {phase.round + 1}: {reason}")
+            opened.void(reason)
+        self._close_phase(self._why)
+
+    def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
+        """As if each had said that it has no update of the phase."""
+        self._left_out |= set(sites)
+        for site in sites:
+            if self.is_here(site) and self.rounds_late(site, phase) == 0:
+                self._note(f"site {site}: left out of round {phase.round + 1}: {reason}")
+                refused = (RefusedUpdate(self.clients[site], reason),)
+                super()._reported(site, SumsSent(phase=phase, timed=(), refused=refused))

@@ -19,17 +19,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
 
 from isthmus.errors import PeerError
+from isthmus.programs.merging import Finish, OpenMerge
 from isthmus.protocol.decoupled_events import (
     NOTHING_MERGED,
     CollectChanges,
     Contributed,
     Contribution,
-    FinishMerges,
     LastStepMade,
     MergeChanges,
     MergedFragment,
@@ -42,18 +43,12 @@ from isthmus.session.failures import CLOSED, Loss
 from isthmus.session.program import OVER, OutOfPhase, Policy, Port, report
 from isthmus.session.session import Fault, Observation, Session
 
-_INTERVAL_DECAY = 0.5
-"""Weight of the newest time between two merges in their mean."""
-_SHORTEST_S = 1e-3
-"""Between two looks at a merge that could not end."""
-_QUORUM_TIMEOUT = 2.0
-"""Times between two merges after which a quorum counts only replicas that show life."""
-_FASTEST_STEP_S = 1e-3
-"""Seconds per step that an absent replica is assumed to need where no replica's speed is known."""
-_FASTER = 8
-"""Times the fastest pace that was seen: what one that was away may have had."""
-_AGAIN_S = 30.0
-"""After so long a device whose process failed is called again; twice as long each further time."""
+_INTERVAL_DECAY = 0.5  # weight of the newest time between two merges in their mean
+_SHORTEST_S = 1e-3  # between two looks at a merge that could not end
+_QUORUM_TIMEOUT = 2.0  # times between two merges after which a quorum counts only replicas that show life
+_FASTEST_STEP_S = 1e-3  # seconds per step that an absent replica is assumed to need where no replica's speed is known
+_FASTER = 8  # times the fastest pace that was seen: what one that was away may have had
+_AGAIN_S = 30.0  # after so long a device whose process failed is called again; twice as long each further time
 
 
 class _Member:
@@ -62,25 +57,39 @@ class _Member:
     def __init__(self, now_s: float, before: _Member | None, steps: int, fragments: int) -> None:
         """`before`: on the connection before. `steps` were made before this connection; before the first one, what
         was learned in them is merged or lost."""
-        self.present = True
-        """Whether merges count on it."""
+        self.present = True  # whether merges count on it
         self.joined_s = now_s
         self.heard_s = before.heard_s if before is not None else now_s
-        self.reports = 0
-        """Steps that it has reported on this connection."""
+        self.reports = 0  # steps that it has reported on this connection
         self.connections = before.connections + 1 if before is not None else 1
         self.merged_steps = before.merged_steps if before is not None else dict.fromkeys(range(fragments), steps)
         """Steps that it had made when it gave the newest contribution that is merged, by fragment."""
         self.leaves = False
         self.steps = steps
-        self.shows_life = False
-        """Whether it has made a step since the newest merge was announced."""
-        self.is_ready = False
-        """Whether it has made its last step."""
+        self.shows_life = False  # whether it has made a step since the newest merge was announced
+        self.is_ready = False  # whether it has made its last step
 
     def answers(self, *, last: bool) -> bool:
         """Whether a merge is to wait for it: one that is ready may have nothing to give before the last one."""
         return last if self.is_ready else self.shows_life
+
+
+@dataclass(kw_only=True)
+class _FragmentMerge(OpenMerge):
+    asked: CollectChanges
+    invited: set[str]  # those that were asked for a contribution
+    expected: set[str]  # those of them that it waits for
+    answered: set[str] = field(default_factory=set)  # those that contributed since
+    given: set[str] = field(default_factory=set)  # those of which there is what was asked for
+    has_quorum: bool = False
+
+    @property
+    def outstanding(self) -> int:
+        return len(self.expected - self.given)
+
+    def forget(self, replica: str) -> None:
+        self.invited.discard(replica)
+        self.expected.discard(replica)
 
 
 class MergerPort(Port, Protocol):
@@ -125,45 +134,27 @@ class Merger(Policy[MergerPort], Session):
         Policy.__init__(self, "waiting")
         Session.__init__(self, lambda text: self.port.note(text), timeout_s=rules.timeout_s, grace_s=0.0)
         self.rules, self.final_s, self.begun = rules, final_s, begun
-        self.finish: FinishMerges | None = None
-        """How the run ended, once nothing more is merged."""
-        self.samples = begun.samples
-        """Samples that all replicas have trained on so far."""
-        self.merge = begun.merge
-        """Number of the newest merge that was announced."""
+        self.finish: Finish | None = None  # how the run ended, once nothing more is merged
+        self.samples = begun.samples  # samples that all replicas have trained on so far
+        self.merge = begun.merge  # number of the newest merge that was announced
         self._admissible = set(replicas)
         """All but those that sent what no replica can have done: these do not come back."""
         self._calls = calls
-        self._processes = set[str]() if calls else set(replicas)
-        """Replicas whose process is not known to have ended."""
+        self._processes = set[str]() if calls else set(replicas)  # replicas whose process is not known to have ended
         self._failures_of: Counter[str] = Counter()
-        self._call_from_s: dict[str, float] = {}
-        """When a device whose process failed may be called again."""
-        self._leaving: set[str] = set()
-        """Devices that were asked to leave while they were called or at work."""
-        self._due_s: float | None = None
-        """When time alone opens or ends a merge, or the run."""
+        self._call_from_s: dict[str, float] = {}  # when a device whose process failed may be called again
+        self._leaving: set[str] = set()  # devices that were asked to leave while they were called or at work
+        self._due_s: float | None = None  # when time alone opens or ends a merge, or the run
         self._members: dict[str, _Member] = {}
         self._announced_s = 0.0
-        self._step_s = math.inf
-        """Seconds per step of the fastest replica, as far as is known."""
-        self._interval_s = 0.0
-        """From one announcement to the next, as it was lately."""
-        self._merged_samples = begun.samples
-        """Samples of all replicas when the newest merge was announced."""
-        self._turn = begun.merge % rules.fragments
-        """The fragment of the next merge."""
-        self._asked: CollectChanges | None = None
-        self._invited: set[str] = set()
-        """Those that were asked for a contribution to the open merge."""
-        self._expected: set[str] = set()
-        """Those of them that it waits for."""
-        self._answered: set[str] = set()
-        self._has_quorum = False
+        self._step_s = math.inf  # seconds per step of the fastest replica, as far as is known
+        self._interval_s = 0.0  # from one announcement to the next, as it was lately
+        self._merged_samples = begun.samples  # samples of all replicas when the newest merge was announced
+        self._turn = begun.merge % rules.fragments  # the fragment of the next merge
+        self._open: _FragmentMerge | None = None
         self._held: list[dict[str, Contribution]] = [{} for _ in range(rules.fragments)]
         """Contributions that are not merged yet, by fragment and replica."""
-        self.late = 0
-        """Contributions that came after their merge had ended."""
+        self.late = 0  # contributions that came after their merge had ended
         self._outcome: Literal["done", "interrupted"] = "done"
 
     @property
@@ -250,7 +241,7 @@ class Merger(Policy[MergerPort], Session):
         if self._due_s is None or now_s < self._due_s:
             return
         if self.phase == "waiting":
-            self._finish(FinishMerges("lost", f"no replica came within {self.rules.timeout_s:g} s"))
+            self._finish(Finish("lost", f"no replica came within {self.rules.timeout_s:g} s"))
         elif self.phase == "ending":
             self.phase = OVER
         else:
@@ -267,8 +258,8 @@ class Merger(Policy[MergerPort], Session):
         self._members[replica] = _Member(self.now_s, before, self.steps(replica), self.rules.fragments)
         self.connected.add(replica)
         self._processes.add(replica)
-        self._invited.discard(replica)
-        self._expected.discard(replica)
+        if self._open is not None:
+            self._open.forget(replica)
         for held in self._held:
             held.pop(replica, None)  # it gives the same again
         if self.phase == "waiting":
@@ -331,7 +322,7 @@ class Merger(Policy[MergerPort], Session):
         if self.finish is not None or self.connected:
             return
         if not (self._admissible if self._calls else self._processes):
-            self._finish(FinishMerges("lost", "every replica's process has ended"))
+            self._finish(Finish("lost", "every replica's process has ended"))
         elif was_connected and self._calls:
             self.port.note("no device is left: the run waits for one; if it is stopped, what is merged is saved")
 
@@ -341,7 +332,7 @@ class Merger(Policy[MergerPort], Session):
             return
         self._outcome = "interrupted"
         if not self.present:
-            self._asked = None
+            self._open = None
             self._finish()
         elif self.phase != "closing":
             self._announce(tuple(range(self.rules.fragments)), last=True)
@@ -362,7 +353,8 @@ class Merger(Policy[MergerPort], Session):
         if self.over or replica not in self.present:
             return
         self._members[replica].present = False
-        self._expected.discard(replica)
+        if self._open is not None:
+            self._open.expected.discard(replica)
         if self.phase == "ending":
             self.phase = self.phase if self.present else OVER
             return
@@ -374,7 +366,7 @@ class Merger(Policy[MergerPort], Session):
         elif self.phase == "closing":
             self._finish()
         else:
-            self.phase, self._asked = "waiting", None
+            self.phase, self._open = "waiting", None
             self._due_s = self.now_s + self.rules.timeout_s
 
     def _release(self, replica: str) -> None:
@@ -402,8 +394,8 @@ class Merger(Policy[MergerPort], Session):
         member.heard_s, member.reports = self.now_s, member.reports + 1
         if member.reports > 1 and self.now_s > member.joined_s:
             self._step_s = min(self._step_s, (self.now_s - member.joined_s) / member.reports)
-        if replica in self._invited:
-            self._expected.add(replica)  # it will answer: what it was asked is on its way
+        if self._open is not None and replica in self._open.invited:
+            self._open.expected.add(replica)  # it will answer: what it was asked is on its way
         if self.phase == "training":
             self._next()
         self.port.stepped(replica, made)
@@ -428,8 +420,8 @@ class Merger(Policy[MergerPort], Session):
                 taken_before=body.taken_before,
             )
         leaves = self._members[replica].leaves
-        if self._asked is not None and body.merge == self._asked.merge:
-            self._answered.add(replica)
+        if self._open is not None and body.merge == self._open.asked.merge:
+            self._open.answered.add(replica)
         elif not leaves:
             self.late += 1
         self._look()
@@ -470,58 +462,53 @@ class Merger(Policy[MergerPort], Session):
         first = self.merge == self.begun.merge + 1
         self._interval_s += (lately_s - self._interval_s) * (1.0 if first else _INTERVAL_DECAY)
         self._announced_s, self._merged_samples = self.now_s, self.samples
-        self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
-        self._invited = {name for name in self.present if not self._members[name].leaves}
-        self._expected = {name for name in self._invited if self._members[name].answers(last=last)}
-        self._answered = set()
+        invited = {name for name in self.present if not self._members[name].leaves}
+        self._open = _FragmentMerge(
+            opened_s=self.now_s,
+            asked=CollectChanges(merge=self.merge, fragments=fragments, last=last),
+            invited=invited,
+            expected={name for name in invited if self._members[name].answers(last=last)},
+        )
         for member in self._members.values():
             member.shows_life = False
         self.phase = "closing" if last else "collecting"
-        self._has_quorum = False
         self._due_s = self.now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
-        for name in sorted(self._invited):
-            self.port.ask(name, self._asked)
+        for name in sorted(invited):
+            self.port.ask(name, self._open.asked)
 
     @property
     def _grace_s(self) -> float:
         return self.rules.grace * self._interval_s
 
-    @property
-    def _given(self) -> set[str]:
-        """Replicas of which there is what the open merge asked for."""
-        assert self._asked is not None, "asked while a merge is open"
-        if self._asked.last:
-            return self._answered
-        return set.intersection(*({*self._held[fragment]} for fragment in self._asked.fragments))
-
-    @property
-    def _needed(self) -> int:
-        """The quorum, or as many as are at work if those are fewer."""
-        there = {name for name in self.present if self._members[name].shows_life} | self._given
-        if self.now_s - self._announced_s < _QUORUM_TIMEOUT * self._interval_s:
-            there |= self._expected
-        return max(1, min(self.rules.quorum, len(there)))
+    def _count(self, opened: _FragmentMerge) -> None:
+        """Count the replicas of which there is what it asked for, and its quorum: as many as are at work if those are
+        fewer."""
+        held = (self._held[fragment].keys() for fragment in opened.asked.fragments)
+        opened.given = opened.answered if opened.asked.last else set.intersection(*map(set, held))
+        there = {name for name in self.present if self._members[name].shows_life} | opened.given
+        if self.now_s - opened.opened_s < _QUORUM_TIMEOUT * self._interval_s:
+            there |= opened.expected
+        opened.done, opened.enough = len(opened.given), max(1, min(self.rules.quorum, len(there)))
 
     def _look(self, *, grace_is_over: bool = False) -> None:
         """End the open merge where nothing more is to be waited for."""
-        if self._asked is None:
+        if (opened := self._open) is None:
             return
-        given = self._given
-        if grace_is_over and not given and self._are_ready and not self._asked.last:
-            self._asked, self.phase = None, "training"  # who could give to it is lost
+        self._count(opened)
+        asked, are_ready = opened.asked, self._are_ready
+        if grace_is_over and not opened.given and are_ready and not asked.last:
+            self._open, self.phase = None, "training"  # who could give to it is lost
             self._next()
             return
-        complete = self._expected <= given
-        idle = self._asked.last and self._are_ready  # waiting for all costs nobody a step
-        enough = grace_is_over and len(given) >= self._needed and not idle
-        if not given or not (complete or enough):
-            reached = len(given) >= self._needed and not self._has_quorum
+        idle = asked.last and are_ready  # waiting for all costs nobody a step
+        why = opened.why_over(self.now_s, grace_is_over=grace_is_over and not idle)
+        if why is None or not opened.given:
+            reached = opened.done >= opened.enough and not opened.has_quorum
             if grace_is_over or reached:
-                self._has_quorum |= reached
+                opened.has_quorum |= reached
                 self._due_s = self.now_s + max(self._grace_s, _SHORTEST_S)
             return
-        asked, self._asked, self._due_s = self._asked, None, None
-        self._invited, self._expected = set(), set()
+        self._open, self._due_s = None, None
         fragments = tuple(self._taken_out(fragment) for fragment in asked.fragments if self._held[fragment])
         refused = self.port.merge(MergeChanges(merge=asked.merge, fragments=fragments, samples=self.samples))
         self._admissible -= refused.keys()
@@ -530,11 +517,11 @@ class Merger(Policy[MergerPort], Session):
         else:
             self.phase = "training"
             self._next()
-        for replica, why in refused.items():
+        for replica, why_not in refused.items():
             if self.over:
-                self.port.note(f"{replica} is left out: {why}")
+                self.port.note(f"{replica} is left out: {why_not}")
             else:
-                self.disbelieve(replica, why)
+                self.disbelieve(replica, why_not)
 
     def _taken_out(self, fragment: int) -> MergedFragment:
         held, self._held[fragment] = self._held[fragment], {}
@@ -543,12 +530,12 @@ class Merger(Policy[MergerPort], Session):
         contributions = tuple(held[name] for name in sorted(self._admissible.intersection(held)))
         return MergedFragment(fragment=fragment, contributions=contributions)
 
-    def _finish(self, finish: FinishMerges | None = None) -> None:
+    def _finish(self, finish: Finish | None = None) -> None:
         for replica in sorted(self.connected.difference(self.present)):
             self.forget(replica)
             self._note_loss(replica, CLOSED)
         self.phase, self._due_s = OVER, None
         if self.final_s is not None and self.present:
             self.phase, self._due_s = "ending", self.now_s + self.final_s
-        self.finish = finish or FinishMerges(self._outcome)
+        self.finish = finish or Finish(self._outcome)
         self.port.ended(self.finish.reason)
