@@ -23,6 +23,7 @@ from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tabl
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 python_page = importlib.import_module("python_reference").python_page
+together_page = importlib.import_module("together_page").together_page
 EXIT_CODES = {
     0: "done, or stopped by a callback",
     1: "failed",
@@ -46,6 +47,7 @@ def pages() -> dict[str, str]:
     return {
         "state-machines.md": machines_page(),
         "journeys.md": journeys_page(),
+        "together.md": together_page(),
         "reference/files.md": files_page(),
         "reference/options.md": options_page(),
         "reference/commands.md": commands_page(),

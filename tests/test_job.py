@@ -66,8 +66,8 @@ def test_a_job(tmp_path: Path) -> None:
         ("[model]", "[sync]\nmode = 'outer'\nperiod = 0\n[model]", "sync.period: expected 'integer' >= 1"),
         ("[model]", "[sync]\nmode = 'outer'\nperiod = 3\n[model]", "got 100, expected a multiple of sync.period"),
         ("[model]", "[sync]\nouter_momentum = 1.0\n[model]", "sync.outer_momentum: expected 'number' < 1.0"),
-        ("[model]", "[sync]\nmode = 'local'\nmixing = 0.1\n[model]", "mixing: got 0.1 with mode 'local', expected"),
-        ("[model]", "[sync]\nouter_rate = 0.5\n[model]", "outer_rate: got 0.5 with mode 'every-step', expected"),
+        ("[model]", "[sync]\nmode = 'local'\nmixing = 0.1\n[model]", "mixing: got 0.1 with mode 'local', which"),
+        ("[model]", "[sync]\nouter_rate = 0.5\n[model]", "outer_rate: got 0.5 with mode 'every-step', which"),
         ("[model]", "[sync]\nmode = 'streaming'\ndelay = 2\n[model]", "delay: got 2, expected at most the period"),
     ],
 )

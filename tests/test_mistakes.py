@@ -60,7 +60,7 @@ plan empty.toml                                       | empty.toml: missing key 
 plan fleet.toml                                       | is a fleet's file: a job names it, or `--fleet fleet.toml`
 plan sweep.toml                                       | is a sweep's file: `isthmus sweep sweep.toml`
 plan site.toml                                        | is a site's file: `isthmus join --site site.toml`
-plan fed.toml                                         | fed.toml: is a federated job
+plan fed.toml                                         | fed.toml: got a federated job
 plan job.toml --stesp 3                               | No such option: --stesp (Possible options: --max-step, --set
 plan job.toml extra                                   | Got unexpected extra argument(s) (extra)
 plan job.toml --fleet laptpo                          | unknown fleet 'laptpo': did you mean 'laptop'?
@@ -134,7 +134,7 @@ simulate job.toml --trace nodir/t.json                | --trace nodir/t.json: no
 simulate fed.toml --trace t.json                      | --trace: got t.json in a federated job
 simulate fed.toml --fault executor-7@1s               | unknown executor in --fault 'executor-7'
 simulate decoupled.toml --trace t.json                | got --trace with sync.mode 'decoupled', expected none
-graph fed.toml                                        | fed.toml: is a federated job
+graph fed.toml                                        | fed.toml: got a federated job
 describe-data job.toml --out nodir/x                  | --out nodir/x: nodir is not a folder
 train job.toml --scheme ours                          | --scheme: got ours in a job without a table [federated]
 train fed.toml --steps 3                              | --steps: got 3 in a federated job
@@ -249,7 +249,7 @@ CALLS = """
 train()                                               | model, data: missing, expected a job, or a model and its data
 train(3)                                              | job: got 3, expected a Job or a job file
 train('nothing.toml')                                 | job file nothing.toml: not found
-train('fed.toml')                                     | fed.toml: is a federated job
+train('fed.toml')                                     | fed.toml: got a federated job
 train('job.toml', overrides={'training.stepz': 3})    | unknown key 'training.stepz': did you mean 'training.steps'?
 train('job.toml', model=net)                          | train: got a job and model, expected one or the other
 train('job.toml', plan='nothing.json')                | plan file nothing.json: not found

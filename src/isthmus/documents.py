@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from isthmus.combinations import refusals, refused
 from isthmus.errors import UserError, check_choice, plain_types, unknown_name
 from isthmus.reading import parse_json, read_file
 
@@ -93,13 +94,31 @@ def _inside(value: object) -> Iterable[object]:
 
 def convert(tables: Mapping[str, object], struct: type[Document], source: str) -> Document:
     """The tables as a struct. Raises UserError naming the field, with the nearest valid key for an unknown one, and
-    what the struct's `HINTS` say in its place."""
+    what the struct's `HINTS` say in its place; and of a key that the table of combinations refuses beside the struct's
+    `BESIDE`, its reason."""
     top = {field.encode_name for field in msgspec.structs.fields(struct)}
+    _check_together(tables, struct, source)
     _check_names(tables, struct, source, "", top)  # first, because msgspec's message would not offer the nearest name
     try:
         return msgspec.convert(tables, struct)
     except msgspec.ValidationError as e:
         raise UserError(f"{source}: {_plain(str(e), tables)}") from None
+
+
+def _check_together(tables: Mapping[str, object], struct: type[msgspec.Struct], source: str) -> None:
+    """UserError for a key that the struct does not have, since it is of another program."""
+    beside: str = getattr(struct, "BESIDE", "")
+    for row in refusals().values() if beside else ():
+        value: object = tables
+        kind: object = struct
+        for key in row.field.split(".") if row.beside == beside else ():
+            fields = (
+                {f.encode_name: f.type for f in msgspec.structs.fields(owner)} if (owner := _struct_of(kind)) else {}
+            )
+            value, kind = value.get(key) if isinstance(value, Mapping) else None, fields.get(key)
+        if value is not tables and value is not None and kind is None:
+            got = "a table" if isinstance(value, Mapping) else repr(value)
+            raise UserError(f"{source}: {refused(row.what, beside, got)}")
 
 
 def _plain(message: str, tables: Mapping[str, object]) -> str:

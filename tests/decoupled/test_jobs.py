@@ -239,7 +239,7 @@ def test_pipelines_on_devices_that_join_are_refused_before_anything_begins(job: 
 
 
 def test_settings_of_another_mode_are_refused() -> None:
-    with pytest.raises(ValueError, match="decoupled: got a table with mode 'outer', expected mode 'decoupled'"):
+    with pytest.raises(ValueError, match=r"decoupled: got a table with mode 'outer', .* for mode 'decoupled'"):
         msgspec.convert({"mode": "outer", "period": 5, "decoupled": {"quorum": 3}}, SyncPolicy)
 
 

@@ -210,11 +210,11 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
         ),
         (
             [("[execution]", '[aggregation]\nrule = "median"\n[execution]'), ('"fedavg"', '"scaffold"')],
-            ["aggregation.rule: got 'median' with scaffold, whose server adds up what clients keep"],
+            ["aggregation.rule: got 'median' with an algorithm whose server adds up what clients keep"],
         ),
         (
             [("[execution]", "[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[execution]"), ('"fedavg"', '"fednova"')],
-            ["privacy: fednova returns the single number 'steps'"],
+            ["federated.algorithm: got fednova, which returns 'steps', beside [privacy]"],
         ),
         ([("[execution]", '[aggregation]\nrule = "mean"\n[execution]')], ["aggregation.rule", "'mean'"]),
         (
@@ -229,7 +229,7 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
         ([("[execution]", "[privacy]\nclip = 0.0\nnoise_multiplier = 1.0\n[execution]")], ["privacy.clip"]),
         (
             [("[execution]", "[participation]\nfraction = 0.5\npoisson = true\nweighted = true\n[execution]")],
-            ["participation.poisson"],
+            ["participation: got weighted beside participation.poisson"],
         ),
         ([("all.npz", "none.npz")], ["no file"]),
         (
@@ -242,7 +242,7 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
         ),
         (
             [("[execution]", "[participation]\nclients = 2\npoisson = true\nstaleness = 1\n[execution]")],
-            ["participation.poisson: got true beside staleness"],
+            ["participation.staleness: got 1 beside participation.poisson"],
         ),
         (
             [("[execution]", "[participation]\nclients = 2\nstaleness = 1\n[execution]"), ('"fedavg"', '"scaffold"')],

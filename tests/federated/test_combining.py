@@ -224,7 +224,7 @@ def test_whole_numbers_have_a_robust_mean_too(rule: str) -> None:
 
 
 def test_running_means_are_refused() -> None:
-    with pytest.raises(UserError, match="keeps running means"):
+    with pytest.raises(UserError, match="averaged as they are"):
         Server(private(), MODEL, {"norm.running_mean": torch.zeros(3)}, 9)
 
 

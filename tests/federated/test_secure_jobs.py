@@ -35,7 +35,7 @@ minimum = 2
         ("secure = true", 'secure = true\nrule = "median"', "aggregation.rule: got 'median' .* every update by itself"),
         ("most_samples = 64", "", "aggregation.most_samples: missing, expected the most samples of a site"),
         ("minimum = 2", "minimum = 1", "participation.minimum: got 1 .* the sum of one update is that update"),
-        ("minimum = 2", "minimum = 2\nstaleness = 2", "participation.staleness: got 2 .* of its own round"),
+        ("minimum = 2", "minimum = 2\nstaleness = 2", "participation.staleness: got 2 .* of one round only"),
         ("minimum = 2", "minimum = 2\nmin_samples = 2", "participation.min_samples: got 2 .* nobody knows"),
         ("minimum = 2", "minimum = 2\nweighted = true", "participation.weighted: got true .* nobody knows"),
         ("[execution]", "[admission]\nmax_norm = 3.0\n\n[execution]", "admission.max_norm: got 3 .* without a proof"),

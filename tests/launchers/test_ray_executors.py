@@ -141,11 +141,11 @@ def test_as_many_executors_as_there_is_room_for(
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ({"execution.scheme": "sp"}, "execution.engine: got 'ray' for scheme 'sp', which has no executors"),
-        ({"fleet": "parrot-a"}, "fleet: got 'parrot-a' beside execution.engine = 'ray', expected one of them"),
+        ({"execution.scheme": "sp"}, "execution.scheme: got 'sp' beside execution.engine 'ray'"),
+        ({"fleet": "parrot-a"}, "fleet: got 'parrot-a' beside execution.engine 'ray'"),
         (
             {"execution.device": "cuda:1"},
-            "execution.device: got 'cuda:1' beside engine 'ray', expected",
+            "execution.device: got 'cuda:1' beside execution.engine 'ray', expected",
         ),
         ({"execution.ray.bandwidth": "fast"}, "execution.ray.bandwidth: "),
         (

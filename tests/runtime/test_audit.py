@@ -367,7 +367,7 @@ def test_a_run_whose_rounding_is_not_torchs_is_refused(honest: Path) -> None:
     fleet = msgspec.structs.replace(
         folder.fleet(), devices=(*devices[:-1], msgspec.structs.replace(devices[-1], engine="jax"))
     )
-    with pytest.raises(UserError, match="audit: engine: got jax, whose rounding is each device's own, expected torch"):
+    with pytest.raises(UserError, match=r"audit: engine: got jax .* its rounding is each device's own"):
         check_can_audit(folder.job(), folder.plan(), fleet, 0)
 
 

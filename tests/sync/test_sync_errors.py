@@ -220,7 +220,7 @@ class TestAttach:
 
     def test_lbfgs_in_dream(self) -> None:
         model = net()
-        with pytest.raises(UserError, match=r"optimizer LBFGS.*any optimizer works in 'every-step'"):
+        with pytest.raises(UserError, match=r"optimizer: got LBFGS .* or mode 'every-step'"):
             attach(model, torch.optim.LBFGS(model.parameters()))
 
     @pytest.mark.parametrize("mode", mode_names())
@@ -250,7 +250,7 @@ class TestAttach:
             (
                 "partial",
                 Options(plan=PLAN),
-                "'plan': got a plan with mode 'partial', which does not read it: expected mode 'dream' or 'dreamddp'",
+                "'plan': got a plan with mode 'partial', which .* for mode 'dream' or 'dreamddp'",
             ),
             ("dreamddp", Options(plan=PLAN, spare=0.5), "'spare': got 0.5, expected no plan with it"),
         ],
@@ -263,9 +263,11 @@ class TestAttach:
     @pytest.mark.parametrize("mode", ["dream", "every-step", "partial", "local"])
     def test_codec_where_there_are_no_deltas(self, mode: str) -> None:
         model = net()
-        with pytest.raises(UserError, match=f"codec: got Bytes with mode '{mode}', expected 'outer' or 'streaming'"):
+        with pytest.raises(
+            UserError, match=f"codec: got Bytes with mode '{mode}', .* expected mode 'outer' or 'streaming'"
+        ):
             attach(model, sgd(model), mode=mode, codec=Bytes())
-        with pytest.raises(UserError, match=r"codec: got Bytes with mode 'decoupled', expected Options\(decoupled="):
+        with pytest.raises(UserError, match=r"codec: got Bytes with mode 'decoupled', .* Decoupled\(codec"):
             attach(model, sgd(model), mode="decoupled", codec=Bytes())
 
     def test_streaming_delay_of_a_period(self) -> None:

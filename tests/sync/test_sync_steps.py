@@ -132,27 +132,27 @@ class TestSteps:
         model, _, sync = attached("dream")
         loss_of(model).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(UserError, match=r"'0\.weight' was changed after backward, as global-norm clipping"):
+        with pytest.raises(UserError, match=r"that of '0\.weight' after backward .* clip_grad_norm_"):
             sync.step()
 
     def test_gradients_put_in_place_of_others_in_dream(self) -> None:
         model, _, sync = attached("dream")
         loss_of(model).backward()
         model[2].bias.grad = model[2].bias.grad / 2
-        with pytest.raises(UserError, match=r"'2\.bias' was changed after backward"):
+        with pytest.raises(UserError, match=r"that of '2\.bias' after backward"):
             sync.step()
 
     def test_grad_scaler_in_dream(self) -> None:
         model, _, sync = attached("dream")
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(model)).backward()
-        with pytest.raises(UserError, match="GradScaler: this mode updates inside backward"):
+        with pytest.raises(UserError, match="GradScaler: got one in a mode that updates inside backward"):
             sync.step(scaler=scaler)
 
     def test_closure_in_dream(self) -> None:
         model, _, sync = attached("dream")
         loss_of(model).backward()
-        with pytest.raises(UserError, match="expected no closure"):
+        with pytest.raises(UserError, match=r"closure\): got one in a mode that updates inside"):
             sync.step(lambda: loss_of(model))
 
     @pytest.mark.parametrize("mode", ["dream", "local"])

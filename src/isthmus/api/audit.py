@@ -11,6 +11,7 @@ import msgspec
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
+from isthmus.combinations import refused
 from isthmus.documents import numbered
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, Link, Links
@@ -261,7 +262,7 @@ def _alike(plan: Plan, fleet: Fleet, accelerators: Mapping[str, str]) -> dict[st
     """All devices of another fleet where those of the plan computed. UserError where these did in several places."""
     places = {accelerators.get(name, "cpu") for name in plan.used}
     if len(places) > 1:
-        raise UserError(f"audit: the run's devices compute on {' and '.join(sorted(places))}: expected no --fleet")
+        raise refused("several accelerators", "another cut", " and ".join(sorted(places)))
     return dict.fromkeys(fleet.names, places.pop())
 
 
@@ -302,44 +303,36 @@ def check_can_audit(job: Job, plan: Plan, fleet: Fleet, after: int) -> None:
     edges = [edge for replica in plan.replicas for edge in replica.edges]
     packed = [e.backward_compression for e in edges if e.backward_compression is not None]
     engines = sorted({d.engine for d in fleet.devices if d.name in plan.used} - {"torch"})
-    reason = ""
-    if is_given(job):
-        reason = "the run is of Python objects, expected a job that names its model and data"
-    elif job.privacy is not None:
-        reason = "[privacy]: noise on activations is drawn from the system, expected none"
-    elif job.runtime.compile:
-        reason = "[runtime] compile: got true, whose rounding is each device's own, expected false"
-    elif engines:
-        reason = f"engine: got {', '.join(engines)}, whose rounding is each device's own, expected torch"
-    elif plan.sync.averages != "gradients":
-        reason = f"[sync]: replicas average {plan.sync.averages}, expected sums of gradients in every step"
-    elif after and any(packing.feedback for packing in packed):
-        reason = "[compression] feedback: what a device has left out is in no checkpoint, expected none"
-    if reason:
-        raise UserError(f"audit: {reason}")
+    asked: dict[str, object] = {
+        "Python objects": "some" if is_given(job) else "",
+        "activation noise": "some" if job.privacy is not None else "",
+        "compile": job.runtime.compile,
+        "JAX": ", ".join(engines),
+        "averaged replicas": plan.sync.averages if plan.sync.averages != "gradients" else "",
+        "error feedback": bool(after) and any(packing.feedback for packing in packed),
+    }
+    for what, got in asked.items():
+        if got:
+            raise refused(what, "audit", got)
 
 
 def check_any_cut(prepared: Prepared, plan: Plan) -> None:
     """UserError where the bits of a step depend on the cut."""
     replica, *others = plan.replicas
     edges, shared = replica.edges, replica.shared
-    reason = ""
-    if others or replica.copies:
-        reason = (
-            f"{len(plan.devices)} stages in {len(plan.replicas)} replicas sum their gradients in an order of theirs"
-        )
-    elif prepared.job.schedule == "delayed":
-        reason = "schedule: got 'delayed'"
-    elif any(e.forward_compression or e.backward_compression for e in edges):
-        reason = "[compression]: what is left out of a message depends on the cut"
-    elif shared:
-        reason = f"parameter {shared[0].name!r} is shared between stages, which sum its gradients"
-    if reason:
-        raise UserError(f"audit: {reason}: expected no --fleet, and one plan since the checkpoint")
+    asked: dict[str, object] = {
+        "several replicas": f"{len(plan.replicas)} of {len(plan.devices)} stages" if others or replica.copies else "",
+        "delayed": "'delayed'" if prepared.job.schedule == "delayed" else "",
+        "compression": any(e.forward_compression or e.backward_compression for e in edges),
+        "shared parameters": f"{shared[0].name!r}" if shared else "",
+    }
+    for what, got in asked.items():
+        if got:
+            raise refused(what, "another cut", got)
 
 
 def _check_once(stage: StageGraph, fleet: str) -> None:
     values = [c.value for c in stage.sends]
     if len(set(values)) < len(values) or stage.shared_from:
         twice = "a value that goes to two stages" if not stage.shared_from else "a parameter that two stages share"
-        raise UserError(f"--fleet: {fleet}: its cut has {twice}, whose sums have another order: expected fewer devices")
+        raise refused("a value of two stages", "another cut", twice, f"--fleet {fleet}")

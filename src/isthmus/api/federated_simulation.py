@@ -23,6 +23,7 @@ import numpy as np
 from isthmus.api.fault_simulation import fault_text
 from isthmus.api.federated_timeline import FederatedTimeline, simulate_struck
 from isthmus.api.make_plan import plan_for
+from isthmus.combinations import refused
 from isthmus.data.clients import ClientData
 from isthmus.data.description import DataDescription
 from isthmus.errors import PeerError, UserError, unknown_name
@@ -147,7 +148,7 @@ def simulate_rounds(
     UserError for faults that no executor or site can have, PeerError where the run cannot go on.
     """
     if job.scheme.per == "population" and not job.fleet:
-        raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
+        raise refused("an executor for each client", "simulation", repr(job.execution.scheme))
     check_simulation(job)
     data = client_data(job)
     return _simulated(job, data, faults, counted)._replace(privacy=promised(job, len(data.sizes)))
@@ -281,17 +282,11 @@ def _struck(faults: Sequence[Fault], executors: Sequence[str], *, may_return: bo
     numbers = {name: number for number, name in enumerate(executors)}
     for fault in faults:
         if fault.kind not in ("lost", "slow", "join"):
-            raise UserError(
-                f"{fault.option}: got {fault_text(fault)!r} for a federated job, expected --fault NAME@12s, "
-                "--slow NAME@12s:4 or --join NAME@12s"
-            )
+            raise refused("faults of links and the coordinator", "federated", repr(fault_text(fault)), fault.option)
         if fault.device not in numbers:
             raise unknown_name(f"executor in {fault.option}", fault.device, executors)
         if not may_return and math.isfinite(fault.lasts_s):
-            raise UserError(
-                f"--fault: got {fault.device!r} with a time after which it is back, expected none: an executor that is "
-                "lost stays lost, a site may return"
-            )
+            raise refused("devices that return", "executors", f"{fault.device!r} with a time after which it is back")
     lost = [fault for fault in faults if fault.kind == "lost"]
     return FederatedCosts(
         lines=(),

@@ -38,6 +38,7 @@ import msgspec
 
 from isthmus.api.losses import LossPoint, losses_file
 from isthmus.api.run_entries import ENTRIES, SPANS, run_entries, run_state
+from isthmus.combinations import refused
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
@@ -279,13 +280,13 @@ class RunFolder:
 
     def traces(self) -> tuple[Trace, Trace]:
         """(predicted, measured). UserError of a run that has none."""
-        self.refuse_decoupled("trace: one device alone records no spans; replicas/NAME/spans.jsonl has a pipeline's")
+        self.refuse_decoupled("trace")
         return read_jsonl(self.path / PREDICTED), read_jsonl(self.path / MEASURED)
 
     def refuse_decoupled(self, lacks: str) -> None:
         """UserError where the run is one of replicas that never wait, and so `lacks` something."""
         if self.job().sync.mode == "decoupled":
-            raise UserError(f"run folder {self.path}: a run with sync.mode 'decoupled' has no {lacks}")
+            raise refused(lacks, "decoupled", f"run folder {self.path}")
 
     def periods(self) -> tuple[PlanPeriod, ...]:
         """The plans of the newest session."""

@@ -20,6 +20,7 @@ from isthmus.api.given import is_given
 from isthmus.api.pipeline import places_of
 from isthmus.api.serve import Serving, address_of, serving_fleet
 from isthmus.api.states import PORT
+from isthmus.combinations import refused
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
@@ -252,7 +253,7 @@ def _prepared(run: str | Path, choices: ServingChoices, note: Callable[[str], No
     folder.check_kind(federated=False)
     job, fleet = folder.job(), folder.fleet()
     if is_given(job):
-        raise UserError(f"run folder {run}: its model is a Python object, expected one that a job file names")
+        raise refused("Python objects", "generation", "one", f"run folder {run}: model")
     note(f"capturing {job.model.name} ...")
     served = prepare_served(job, folder.checkpoints, _trained_length(folder))
     flow = Flow(served.graph)
@@ -473,7 +474,7 @@ def simulate_generation(
     """When the tokens of answers would come, of `most_tokens` each, on the run's fleet; faults strike meanwhile. Errors
     as `served_run`, and UserError for a fault of what is not there or that ends a service."""
     if choices.joined is not None:
-        raise UserError("--joined: got it with --simulate, expected one: nothing is computed on devices")
+        raise refused("devices that join", "simulation", "them")
     check_serving_faults(faults)
     ready = _prepared(run, choices, note)
     check_faults(faults, ready.fleet)

@@ -28,8 +28,7 @@ def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
         raise UserError(f"job: got {job!r:.80}, expected a Job or a job file")
     path = Path(job)
     if is_federated(path):
-        what = "is a federated job, of which nothing is placed on a fleet: run `isthmus simulate`"
-        raise UserError(f"{path}: {what}, `train`, or `serve` for one with sites")
+        raise refused("isthmus plan", "a federated job", field=str(path))
     refuse_other_file(path)
     return load_job(path, overrides)
 

@@ -15,6 +15,7 @@ from isthmus.accelerators import AUTO, accelerator_names, open_accelerator, reso
 from isthmus.api.make_plan import plan_for
 from isthmus.api.states import state_folder
 from isthmus.api.states import timeout_s as read_timeout
+from isthmus.combinations import refused
 from isthmus.data import dataset_kinds
 from isthmus.data.allowed import check_kind
 from isthmus.data.callables import is_callable_name
@@ -154,7 +155,7 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     if joining.devices:
         return _several(joining, folder, timeout_s, log, ask)
     if island is not None and joining.site is not None:
-        raise UserError(f"--site: got {str(joining.site)!r} under torchrun: a site trains in one process")
+        raise refused("several ranks", "sites", str(joining.site))
     if island is not None and island.rank:
         accelerator = open_accelerator(_of_rank(joining.device, island), "--device")
         memory_bytes = joining.place.memory_bytes

@@ -60,7 +60,7 @@ def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) 
 
 def _job(path: Path) -> Job:
     if is_federated(path):
-        raise refused("probe", "a federated job")
+        raise refused("isthmus probe", "a federated job")
     return load_job(path)
 
 

@@ -257,7 +257,7 @@ def calibrated(run: str | Path) -> Fleet:
     """The run's fleet with what its steps showed. UserError where nothing was measured."""
     folder = RunFolder.existing(Path(run))
     folder.check_kind(federated=False)
-    folder.refuse_decoupled("measured fleet: its replicas share no predicted step")
+    folder.refuse_decoupled("calibrate")
     found = Run(run).fitted_fleet
     if found is None:
         raise UserError(f"run folder {run}: nothing was measured: it takes a second step under one plan")

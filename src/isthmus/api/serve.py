@@ -7,13 +7,15 @@ import ipaddress
 import socket
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import msgspec
 
+from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
 from isthmus.api.decoupled import check_job
 from isthmus.api.federated import federated_job_of
 from isthmus.api.federated_run import deploy
+from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import job_of
 from isthmus.api.job_queue import Logged, run_queue
 from isthmus.api.notebook import default_observer
@@ -152,6 +154,10 @@ class Where(TypedDict, total=False):
     """Folder with the fleet's keys; by default ~/.local/state/isthmus/fleet."""
 
 
+class HowServed(Where, Attached, total=False):
+    """Where a coordinator listens, and how it is reached; callbacks and trackers of its job."""
+
+
 def serve(
     job: Job | FederatedJob | str | Path | None = None,
     *,
@@ -161,26 +167,29 @@ def serve(
     observer: Observer | None = None,
     stop: Stop | None = None,
     dashboard: bool = False,
-    **where: Unpack[Where],
+    **given: Unpack[HowServed],
 ) -> Run | None:
     """Coordinate devices that join over TLS, and train a job once all that its plan names are here.
 
     Without a job it does what is submitted, one job after another, until Ctrl-C, and returns None. A federated job
-    trains at the sites that it names. `resume`, `run`, `overrides`, `observer`, `stop` and `dashboard` are as of
-    `isthmus.train`; without a job the page shows the fleet.
+    trains at the sites that it names. `resume`, `run`, `overrides`, `observer`, `stop`, `dashboard`, `callbacks`,
+    `track`, `metrics` and `quiet` are as of `isthmus.train`; without a job the page shows the fleet.
 
     UserError for what is wrong with the job, the state folder or the address; PeerError where devices were lost and
     the run could not go on.
 
     >>> run = isthmus.serve("job.toml", host="10.0.0.1", tickets=2, ticket=print)  # doctest: +SKIP
     """
-    observer, stop = observer or default_observer(), stop or Stop()
-    serving, folder = Serving(**where), None if run is None else Path(run)
+    check_arguments(serve, HowServed, given)
+    observer, stop = observer or default_observer(quiet=given.get("quiet", False)), stop or Stop()
+    listening = cast("Where", {name: value for name, value in given.items() if name not in ATTACHED})
+    serving, folder = Serving(**listening), None if run is None else Path(run)
     if job is None:
         serve_submitted(serving, observer, Written, dashboard=dashboard)
         return None
     if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
-        choices = RunChoices(resume=resume, run=folder, dashboard=dashboard)
-        return serve_federated(federated_job_of(job, overrides), choices, serving, observer, stop)
-    choices = Choices(resume=resume, run=folder, dashboard=dashboard)
-    return serve_job(job_of(job, overrides), choices, serving, observer, stop)
+        choices = RunChoices(resume=resume, run=folder, dashboard=dashboard, callbacks=given_callbacks(given))
+        made = attached_to(federated_job_of(job, overrides), given)
+        return serve_federated(made, choices, serving, observer, stop)
+    choices = Choices(resume=resume, run=folder, dashboard=dashboard, callbacks=given_callbacks(given))
+    return serve_job(attached_to(job_of(job, overrides), given), choices, serving, observer, stop)

@@ -150,9 +150,11 @@ def sweep(
     here = folder_of(path) or os.getcwd()
     for one in runs:
         overrides = counted_from(one.overrides("federated.seed" if federated else "training.seed"), here)
-        track = _check(job, overrides, federated=federated).track
-        if track.names and not track.group:
+        made = _check(job, overrides, federated=federated)
+        if made.track.names and not made.track.group:
             overrides |= {"track.group": said.name}
+        if made.store is not None:
+            overrides |= {"store.url": f"{made.store.url.rstrip('/')}/{one.folder}"}
         tasks[one.folder] = Task(
             job=str(job),
             federated=federated,
@@ -294,8 +296,6 @@ def _check(job: Path, overrides: dict[str, object], *, federated: bool) -> Job |
             check_simulation(made := federated_job_of(job, overrides))
         else:
             made = job_of(job, overrides)
-        if made.store is not None:
-            raise refused("store", "sweep", "one")
         return made
     except UserError as e:
         raise UserError(f"{e} (with {', '.join(f'{key}={value}' for key, value in overrides.items())})") from None

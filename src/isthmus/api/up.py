@@ -6,11 +6,12 @@ import contextlib
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import msgspec
 
 from isthmus.api.agent_log import AgentLog
+from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
 from isthmus.api.cluster import Cluster
 from isthmus.api.decoupled import check_job
 from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
@@ -79,7 +80,12 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
                     check_devices(devices, fleet)
                 again = asked.again or PYTHON_AGAIN
                 choices = Choices(
-                    resume=asked.resume, run=folder.path, backend=service, devices_stay=False, again=again
+                    resume=asked.resume,
+                    run=folder.path,
+                    backend=service,
+                    devices_stay=False,
+                    again=again,
+                    callbacks=asked.callbacks,
                 )
                 return run_job(job, choices, observer, stop)
     except KeyboardInterrupt:
@@ -174,9 +180,7 @@ def _measured(
     return probe_fleet(service, devices, note, question, f"measured by isthmus up for {job.name}")
 
 
-class HowUp(TypedDict, total=False):
-    """How a job runs on an engine."""
-
+class _OnEngine(TypedDict, total=False):
     nodes: int
     """Number of nodes, by default all that the engine has, or as many as the job's fleet file names."""
     devices_per_node: str
@@ -200,6 +204,10 @@ class HowUp(TypedDict, total=False):
     """Whether the devices that join are measured; by default unless the job names a fleet file."""
 
 
+class HowUp(_OnEngine, Attached, total=False):
+    """How a job runs on an engine; its callbacks and trackers."""
+
+
 def up(
     job: Job | str | Path,
     on: str,
@@ -214,7 +222,7 @@ def up(
     """Train a job on the nodes of a cluster, by its engine, as `local`.
 
     Starts a coordinator here and an agent on each node, trains, and ends them, also where the run fails. `resume`,
-    `run`, `overrides`, `observer` and `stop` are as of `isthmus.train`.
+    `run`, `overrides`, `observer`, `stop`, `callbacks`, `track`, `metrics` and `quiet` are as of `isthmus.train`.
 
     UserError for what is wrong with the job, the engine or the address; PeerError where agents end before they have
     joined, or devices were lost and the run could not go on.
@@ -222,12 +230,15 @@ def up(
     >>> run = isthmus.up("job.toml", on="local", nodes=3)  # doctest: +SKIP
     """
     check_arguments(up, HowUp, given)
-    asked = UpChoices(engine=on, resume=resume, run=None if run is None else Path(run), **given)
+    how = cast("_OnEngine", {name: value for name, value in given.items() if name not in ATTACHED})
+    asked = UpChoices(engine=on, resume=resume, run=None if run is None else Path(run), **how)
+    asked = msgspec.structs.replace(asked, callbacks=given_callbacks(given))
     refuse_federated(job)
-    return run_on_engine(job_of(job, overrides), asked, observer or default_observer(), stop or Stop())
+    observer = observer or default_observer(quiet=given.get("quiet", False))
+    return run_on_engine(attached_to(job_of(job, overrides), given), asked, observer, stop or Stop())
 
 
 def refuse_federated(job: Job | FederatedJob | str | Path) -> None:
     """UserError for a federated job."""
     if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
-        raise refused("up", "a federated job")
+        raise refused("isthmus up", "a federated job")

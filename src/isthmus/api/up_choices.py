@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.callbacks import Callback
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.runtime.launchers.launcher import AgentSpec
@@ -41,6 +42,8 @@ class UpChoices(msgspec.Struct, frozen=True, kw_only=True):
     """As of `RunChoices`."""
     verbose: bool = False
     """Show what agents print."""
+    callbacks: tuple[Callback, ...] = ()
+    """Besides the job's."""
 
 
 def is_known(fleet: str, measure: bool | None) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
@@ -125,9 +126,9 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for option in msgspec.structs.fields(self):
             modes = MODES_OF.get(option.name, (self.mode,))
             if self.mode not in modes and (value := getattr(self, option.name)) != option.default:
-                expected = " or ".join(map(repr, modes))
-                value = "a table" if option.name == "decoupled" else value
-                raise ValueError(f"{option.name}: got {value} with mode {self.mode!r}, expected mode {expected}")
+                got = f"{'a table' if option.name == 'decoupled' else value} with mode {self.mode!r},"
+                of = f"it is for mode {' or '.join(map(repr, modes))}"
+                raise ValueError(str(refused("an option of another mode", "a mode", got, option.name, of)))
         if self.mode == "every-step" and self.period != 1:
             raise ValueError(f"period: got {self.period}, expected 1 where mode is 'every-step'")
 

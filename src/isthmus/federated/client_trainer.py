@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device, to_host
+from isthmus.combinations import refused
 from isthmus.data.clients import ClientData, Redrawn
 from isthmus.data.dataset import any_left_out
 from isthmus.errors import PeerError, UserError, users_code
@@ -139,8 +140,7 @@ class ClientTrainer:
         changed = self._changes({})
         self._draws = self.resident.draws(few)
         if shapes and (self._draws or changed):
-            what = "draws random numbers" if self._draws else "keeps running means"
-            raise UserError(f"execution.clients_per_vmap: got more than 1 for a model that {what}, expected 1, or 0")
+            raise refused("random numbers" if self._draws else "running statistics", "clients together", "some")
         for rows, samples in shapes:
             one = {name: column[:1] for name, column in columns.items()}
             several = {name: c.expand(rows, samples, *c.shape[1:]).clone() for name, c in one.items()}
@@ -172,8 +172,8 @@ class ClientTrainer:
         not averaged."""
         changes = self.resident.buffer_changes(since)
         if changes and not self.averages_buffers:
-            what = f"model: training changes its buffer {next(iter(changes))!r} (it keeps running means)"
-            raise UserError(f"{what}, which are averaged as they are: expected none with [privacy] or [aggregation]")
+            got = f"a buffer {next(iter(changes))!r} that training changes"
+            raise refused("running statistics", "privacy or aggregation", got)
         return as_values(changes)
 
     def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
@@ -260,20 +260,19 @@ class ClientTrainer:
         if compare:
             self._compared.add(self._phase_id.number)
             alone = self._update_of(tasks[0], None if states is None else {n: v[0].clone() for n, v in states.items()})
-            what = "execution.clients_per_vmap: got more than 1 for"
             if self._draws:
-                raise UserError(f"{what} an algorithm that draws random numbers")
+                raise refused("random numbers", "clients together", "some of the algorithm")
             if any(is_buffer(name) for name in alone.values):
-                raise UserError(f"{what} a model that keeps running means")
+                raise refused("running statistics", "clients together", "some")
             self._pacer.begin()
         with users_code(f"{len(tasks)} clients together"):
             update = self._returned(broadcast, lambda one: one.client(local, broadcast, states))
         _check_rows(update.values, len(rows))
-        taken, refused = self._take_in_rows(tasks, update)
+        taken, rejected = self._take_in_rows(tasks, update)
         each_s = self._pacer.end(sum(task.samples for task in tasks)) / len(tasks)
         if alone is not None:
             check_alike(alone, update)
-        return tuple(self._timed(task, each_s, state) for task, state in taken), refused
+        return tuple(self._timed(task, each_s, state) for task, state in taken), rejected
 
     def _timed(self, task: ClientTask, seconds: float, state: int) -> ClientTime:
         return ClientTime(task.client, task.samples, seconds, state, task.client in self._renewed)

@@ -19,6 +19,7 @@ from torch import nn
 
 from isthmus.accelerators import AUTO, Accelerator, open_accelerator
 from isthmus.callbacks import CallbackConfig, find_callback
+from isthmus.combinations import refused
 from isthmus.data import DataSpec
 from isthmus.data.availability import Availability, read_availability
 from isthmus.data.client_files import KIND as CLIENTS
@@ -102,6 +103,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ('scaffold', 20)
     """
 
+    BESIDE: ClassVar[str] = "federated"
     name: Annotated[str, Meta(pattern=JOB_NAME)]
     """The run's name: its folder is RUN_DIR/NAME."""
     model: ModelSpec
@@ -253,9 +255,7 @@ def check(job: FederatedJob) -> None:
     check_engine(job)
     check_emulation(job)
     if job.local.micro_batches > 1 and job.execution.clients_per_vmap != 1:
-        raise UserError(
-            f"local.micro_batches: got {job.local.micro_batches} beside execution.clients_per_vmap, expected 1 in one"
-        )
+        raise refused("micro-batches", "clients together", job.local.micro_batches)
 
 
 def _spec(job: FederatedJob) -> AlgorithmSpec:
@@ -271,14 +271,11 @@ def check_engine(job: FederatedJob) -> None:
     if not 0 < job.execution.ray.bandwidth_bytes_s < math.inf:
         raise UserError(f"execution.ray.bandwidth: got {job.execution.ray.bandwidth!r}, expected a finite bandwidth")
     if not job.scheme.processes:
-        raise UserError(f"execution.engine: got 'ray' for scheme {job.execution.scheme!r}, which has no executors")
+        raise refused("a scheme without executors", "Ray", repr(job.execution.scheme))
     if job.fleet:
-        raise UserError(f"fleet: got {job.fleet!r} beside execution.engine = 'ray', expected one of them")
+        raise refused("an emulated fleet", "Ray", repr(job.fleet))
     if job.devices not in ((AUTO,), ("cpu",)):
-        raise UserError(
-            f"execution.device: got {', '.join(map(repr, job.devices))} beside engine 'ray', expected 'auto' or 'cpu': "
-            "an executor sees the GPUs of execution.ray.gpus only"
-        )
+        raise refused("accelerators by name", "Ray", ", ".join(map(repr, job.devices)))
 
 
 def check_emulation(job: FederatedJob) -> None:
@@ -288,13 +285,10 @@ def check_emulation(job: FederatedJob) -> None:
     if job.fleet and (eta := job.execution.slow_down):
         raise UserError(f"execution.slow_down: got {len(eta)} numbers beside fleet {job.fleet!r}, expected one of them")
     if job.fleet and job.deployment is not None:
-        raise UserError(f"fleet: got {job.fleet!r} beside [deployment], whose sites are real: expected one of them")
+        raise refused("an emulated fleet", "sites", repr(job.fleet))
     job.executor_fleet(job.execution.executors if job.scheme.per == "given" and job.scheme.processes else 1)
     if job.scheme.per != "given" and job.execution.slow_down:
-        raise UserError(
-            f"execution.slow_down: got {len(job.execution.slow_down)} numbers for scheme {job.execution.scheme!r}, "
-            "which has no such executors"
-        )
+        raise refused("slow executors", "a scheme of its own", f"{len(job.execution.slow_down)} numbers")
     if (eta := job.execution.slow_down) and len(eta) != job.execution.executors:
         raise UserError(f"execution.slow_down: got {len(eta)}, expected {job.execution.executors}, one per executor")
 
@@ -305,9 +299,9 @@ def check_combining(job: FederatedJob) -> None:
     if job.admission.clip and job.admission.max_norm is None:
         raise UserError("admission.max_norm: missing, expected the norm to clip to")
     if job.privacy is not None and job.aggregation.rule != "declared":
-        raise UserError(f"aggregation.rule: got {job.aggregation.rule!r} beside [privacy], expected one of them")
+        raise refused("robust aggregation", "client privacy", repr(job.aggregation.rule))
     if job.privacy is not None and job.admission.max_norm is not None:
-        raise UserError(f"admission.max_norm: got {job.admission.max_norm:g} beside [privacy], expected none")
+        raise refused("a largest norm", "client privacy", f"{job.admission.max_norm:g}")
     if job.aggregation.fewest > rules.minimum:
         raise UserError(
             f"participation.minimum: got {rules.minimum}, expected at least {job.aggregation.fewest} for "
@@ -318,7 +312,7 @@ def check_combining(job: FederatedJob) -> None:
     if rules.availability is not None and not 0 < rules.round_length_s < math.inf:
         raise UserError(f"participation.round_length: got {rules.round_length!r}, expected more than 0 s")
     if rules.poisson and (rules.weighted or rules.over_select > 1):
-        raise UserError("participation.poisson: got true beside weighted or over_select, expected one of them")
+        raise refused("weighted clients", "Poisson sampling", "weighted" if rules.weighted else "over_select")
 
 
 def check_deployment(job: FederatedJob) -> None:
@@ -330,7 +324,7 @@ def check_deployment(job: FederatedJob) -> None:
     if len(set(deployment.sites)) < sites:
         raise UserError("deployment.sites: got a name twice, expected each once")
     if job.participation.availability is not None:
-        raise UserError("participation.availability: got a trace, expected none: sites are available when here")
+        raise refused("an availability trace", "sites", "one")
     if (deployment.start or 1) > sites:
         raise UserError(f"deployment.start: got {deployment.start}, expected at most the {sites} sites")
     if not 0 <= deployment.wait_s < math.inf:
@@ -343,7 +337,7 @@ def check_deployment(job: FederatedJob) -> None:
 def check_simulation(job: FederatedJob) -> None:
     """UserError for what sites can do only."""
     if job.participation.staleness and job.participation.poisson:
-        raise UserError("participation.poisson: got true beside staleness, of which a round has so many, expected one")
+        raise refused("late updates", "Poisson sampling", job.participation.staleness)
 
 
 def client_data(job: FederatedJob) -> ClientData:

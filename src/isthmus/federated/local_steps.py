@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.training.learning_rate import CONSTANT, LearningRate
 from isthmus.training.optim import AnyOptimizerConfig, Optimizers, choose, clip, gradient_norms, settings_of
@@ -46,10 +47,8 @@ class RoundSteps:
     def learning_rate(self) -> float:
         """UserError where there is no plain SGD."""
         if self.rate is None:
-            raise UserError(
-                f"{what_is_set(self.optimizers, self.clip_norm)} for an algorithm whose clients make steps of SGD "
-                "themselves, expected local.learning_rate alone (or an algorithm that calls `descend`)"
-            )
+            field, got = what_is_set(self.optimizers, self.clip_norm)
+            raise refused("optimizers", "an algorithm of SGD", got, field, "its clients make the steps themselves")
         return self.rate
 
     def descent(self, parameters: Mapping[str, Tensor]) -> Callable[[Sequence[Tensor | None]], None]:
@@ -153,11 +152,11 @@ def is_plain(optimizers: Sequence[AnyOptimizerConfig], clip_norm: float) -> bool
     return clip_norm == 0 and len(optimizers) == 1 and one == sgd
 
 
-def what_is_set(optimizers: Sequence[AnyOptimizerConfig], clip_norm: float) -> str:
-    """Name the setting that is no plain SGD, for a refusal."""
+def what_is_set(optimizers: Sequence[AnyOptimizerConfig], clip_norm: float) -> tuple[str, str]:
+    """Return the key that asks for other steps than plain SGD's, and its value."""
     if not is_plain(optimizers, 0.0):
         one = next((one for one in optimizers if not is_plain([one], 0.0)), optimizers[0])
         given = (name for name in ("momentum", "weight_decay", "pattern") if getattr(one, name) not in (0.0, "*"))
         with_ = next((f" with {name} {getattr(one, name)}" for name in given), "")
-        return f"local.optimizer: got {one.called}{with_}"
-    return f"local.clip_norm: got {clip_norm:g}"
+        return "local.optimizer", f"{one.called}{with_}"
+    return "local.clip_norm", f"{clip_norm:g}"

@@ -13,10 +13,11 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from isthmus.combinations import refused
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.dataset import Indices, SamplesOf, Split, batch_of_round, checked
 from isthmus.documents import beside
-from isthmus.errors import IsthmusError, UserError
+from isthmus.errors import IsthmusError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.local import Batch, ConfiguredLocal, LocalConfig
@@ -183,10 +184,7 @@ class PipelineLocal(ConfiguredLocal):
 
 
 def _refuse() -> NoReturn:
-    raise UserError(
-        "pipeline: got an algorithm that asks for gradients of single batches, expected one whose clients "
-        "only descend: fedavg, fedavgm, fedadam, fedyogi, fednova"
-    )
+    raise refused("gradients of batches", "pipeline clients", "an algorithm that asks for them")
 
 
 def check_descends(algorithm: Algorithm) -> None:

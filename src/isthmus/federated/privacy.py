@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.federated.admission import AdmissionRules
@@ -67,7 +68,7 @@ class Private(Wrapping, frozen=True):
     def operations(self, returns: Mapping[str, Combine]) -> Mapping[str, Combine]:
         for name, combine in returns.items():
             if combine == "collect":
-                raise UserError(f"privacy: the algorithm collects {name!r} of every client, expected means and sums")
+                raise refused("collected values", "client privacy", f"one that collects {name!r} of every client")
         return dict.fromkeys(returns, "sum")
 
     def change(self, values: Values) -> Values:

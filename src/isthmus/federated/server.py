@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.atomic_write import atomic_path
+from isthmus.combinations import refused
 from isthmus.data.dataset import fingerprint_of
 from isthmus.documents import first_difference
 from isthmus.errors import Diverged, UserError, users_code
@@ -100,8 +101,7 @@ class Server:
         """Whether clients keep something from round to round."""
         averaged = not isinstance(algorithm, Wrapping)
         if not averaged and any(name.rpartition(".")[2] == _RUNNING_MEAN for name in buffers):
-            what = "model: keeps running means, which are averaged as they are"
-            raise UserError(f"{what}: expected none with [privacy] or [aggregation]")
+            raise refused("running statistics", "privacy or aggregation", "some")
         self._first_buffers = as_values(buffers)
         self.values |= self._first_buffers
         with users_code("algorithm"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from isthmus.errors import UserError
+from isthmus.combinations import refused
 from isthmus.federated.admission import first_state, tried
 from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.algorithms.registry import GIVEN
@@ -20,8 +20,8 @@ def check_steps(name: str, algorithm: Algorithm, local: LocalConfig, rounds: int
     if local.is_plain:
         return
     if reason := algorithm.needs_sgd:
-        what = what_is_set(local.optimizer, local.clip_norm)
-        raise UserError(f"{what} for {name.removeprefix(GIVEN)}, expected local.learning_rate alone: {reason}")
+        field, got = what_is_set(local.optimizer, local.clip_norm)
+        raise refused("optimizers", "an algorithm of SGD", f"{got} for {name.removeprefix(GIVEN)}", field, reason)
     model = torch.zeros(1)
     broadcast, state = algorithm.broadcast(algorithm.init_server(model)), first_state(algorithm, model)
     for one in algorithm.passes:

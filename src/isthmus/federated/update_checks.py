@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from isthmus.errors import UserError
+from isthmus.combinations import refused
 from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
 from isthmus.federated.buffers import is_buffer
 from isthmus.federated.job import FederatedJob
@@ -15,16 +15,11 @@ def check_updates(job: FederatedJob, server: Server) -> None:
     """UserError for an algorithm whose updates cannot be late, clipped as one, or combined by the job's rule."""
     name = job.federated.algorithm
     if job.participation.staleness and (server.keeps or server.passes > 1):
-        raise UserError(
-            f"participation.staleness: got {job.participation.staleness} with an algorithm whose clients keep "
-            "something, or that takes several passes a round: expected 0"
-        )
+        raise refused("late updates", "states or passes", job.participation.staleness)
     if job.privacy is not None and (single := _single_number(server)):
-        what = f"privacy: {name} returns the single number {single!r} beside the model's change"
-        raise UserError(f"{what}, and a clip of both scales it too: expected an algorithm without it, as fedavg")
+        raise refused("a single number", "client privacy", f"{name}, which returns {single!r},")
     if job.aggregation.rule != "declared" and server.keeps and not _is_free(job):
-        what = f"aggregation.rule: got {job.aggregation.rule!r} with {name}, whose server adds up what clients keep"
-        raise UserError(f"{what}, which is not what the rule takes of them: expected 'declared'")
+        raise refused("robust aggregation", "summed states", repr(job.aggregation.rule))
 
 
 def _is_free(job: FederatedJob) -> bool:

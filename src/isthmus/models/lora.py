@@ -19,6 +19,7 @@ import torch
 from msgspec import Meta
 from torch import nn
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.models.hugging_face import finish_directory, tokenizer_files
@@ -114,10 +115,7 @@ def merged(module: nn.Module) -> nn.Module:
     with _heard():
         model: nn.Module = module.merge_and_unload()  # pyright: ignore
     if tied := _still_tied(model, untied):
-        raise UserError(
-            f"export: --merge: the model ties {' and '.join(tied)}, and LoRA changes one of them: expected the "
-            "adapter, without --merge, or [model.lora] target_modules and modules_to_save without them"
-        )
+        raise refused("a merged adapter", "tied weights", " and ".join(tied))
     return model
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from isthmus.combinations import refused
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import check_arguments, import_object, load_third_party, read_options, third_party
 from isthmus.graph.capture_errors import built_by, reason_of, user_line
@@ -51,12 +52,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.boundary is None or self.boundary.method == "none":
             return
         if self.lora is not None:
-            raise ValueError("boundary: got one with lora, expected one of the two: LoRA keeps the model as it is")
+            raise ValueError(str(refused("a boundary", "LoRA", "one")))
         if self.name == "hf" and not self.options.get("random_weights"):
-            raise ValueError(
-                "boundary: got one with weights that are read, expected options.random_weights = true: a rewritten "
-                "stream is learned from the start"
-            )
+            raise ValueError(str(refused("a boundary", "pretrained weights", "one")))
 
     @property
     def base_is_kept(self) -> bool:

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from isthmus.errors import FleetTooSmall, UserError
+from isthmus.combinations import refused
+from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, cuts
 from isthmus.graph.serving import ATTENTION
@@ -159,7 +160,7 @@ def chain_of_plan(problem: ServingProblem, devices: Sequence[str], stages: Seque
             boundaries.append(position)
     names = [devices[stage] for stage in used]
     if len(set(names)) < len(names):
-        raise UserError("the run's plan has several stages on one device: --objective latency plans another chain")
+        raise refused("two stages", "generation", "several stages on one device")
     ends = [*boundaries, len(stages)]
     for name, start, end in zip(names, [0, *boundaries], ends, strict=True):
         needed, room = problem.memory_bytes(start, end), problem.fleet.device(name).memory_bytes

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from isthmus.combinations import refused
 from isthmus.errors import PeerError, UserError
 from isthmus.planners.generation import FRAME_BYTES, Chain, ServingProblem
 from isthmus.programs.tokens import Tokens
@@ -32,7 +33,7 @@ def check_serving_faults(faults: Iterable[Fault]) -> None:
     """UserError for a fault that no service goes on after."""
     for fault in faults:
         if fault.kind == "coordinator":
-            raise UserError(f"{fault.option}: got the coordinator, expected a device or a link: requests end with it")
+            raise refused("a lost coordinator", "generation", "the coordinator")
 
 
 class ServedRequest(NamedTuple):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_object
 from isthmus.planners.sync import SYNC_PLANNERS
@@ -143,10 +144,8 @@ def _check_arguments(
         raise UserError("isthmus.sync.attach: got a DistributedDataParallel, expected the module inside (model.module)")
     options.check_read(mode, codec=codec is not None)
     if codec is not None and mode not in ("outer", "streaming"):
-        where = "Options(decoupled=Decoupled(codec=...))" if mode == "decoupled" else "'outer' or 'streaming'"
-        raise UserError(
-            f"codec: got {type(codec).__name__} with mode {mode!r}, expected {where}: only deltas are packed"
-        )
+        why = "Decoupled(codec=...) is the codec of 'decoupled'" if mode == "decoupled" else ""
+        raise refused("a codec", "modes without deltas", f"{type(codec).__name__} with mode {mode!r},", why=why)
     if codec is not None and not _is_codec(codec):
         raise UserError(f"codec: got {codec!r}, expected a codec such as isthmus.training.compression.Int8()")
     if attached(optimizer):

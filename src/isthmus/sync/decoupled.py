@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from isthmus.combinations import refused
 from isthmus.errors import IsthmusError, UserError
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.protocol.run_messages import DeviceFailed
@@ -152,10 +153,7 @@ class DecoupledMode(Mode):
         self._replica.link.close(timeout_s)
 
     def state(self) -> dict[str, Tensor]:
-        raise UserError(
-            "sync.state_dict(): got mode 'decoupled', expected another: workers are at no common step. Save the model "
-            "after sync.close()"
-        )
+        raise refused("a saved state", "decoupled scripts", "it")
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.state()

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.extensions import what_is_missing
 from isthmus.sync.attach import DEFAULT_OPTIONS, attach
@@ -76,10 +77,8 @@ class SyncCallback(TrainerCallback):
         self._training.callback(sync.close)
         if sync.updates_in_backward and args.max_grad_norm > 0:
             self._training.close()
-            raise UserError(
-                f"SyncCallback: got max_grad_norm={args.max_grad_norm} with mode {self._mode!r}, which updates inside "
-                "backward, before the norm is known: expected max_grad_norm=0, or mode 'partial' with the same schedule"
-            )
+            got = f"max_grad_norm={args.max_grad_norm}"
+            raise refused("changed gradients", "updates in backward", got, "SyncCallback")
         self._wrapper.require_backward_grad_sync = False  # as in its no_sync, for all of the training
         self._training.callback(setattr, self._wrapper, "require_backward_grad_sync", True)
         optimizer.step = lambda closure=None: _step(sync, optimizer, closure)  # pyright: ignore[reportUnknownLambdaType]

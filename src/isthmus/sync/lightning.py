@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from isthmus.errors import UserError
+from isthmus.combinations import refused
 from isthmus.extensions import what_is_missing
 from isthmus.sync.attach import DEFAULT_OPTIONS, attach
 from isthmus.sync.options import Options
@@ -61,9 +61,9 @@ class SyncStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if len(self.optimizers) != 1:
-            raise UserError(f"SyncStrategy: got {len(self.optimizers)} optimizers, expected one")
+            raise refused("several optimizers", "Lightning", len(self.optimizers))
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise UserError("SyncStrategy: got a precision with a GradScaler, expected '32-true' or 'bf16-mixed'")
+            raise refused("GradScaler", "Lightning", "one")
         assert self.model is not None, "Lightning has connected it"
         self.sync = attach(
             self.model,

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from isthmus.combinations import refused
 from isthmus.cost import Decoupled
 from isthmus.errors import UserError, check_choice, plain_types
 from isthmus.plans.exchanges import DELAY, MIXING, MOMENTUM, RATE
@@ -133,10 +134,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for field, value in given.items():
             modes = MODES_OF.get(field, (mode,))
             if mode not in modes:
-                raise UserError(
-                    f"sync option {field!r}: got {value} with mode {mode!r}, which does not read it: expected mode "
-                    f"{' or '.join(map(repr, modes))}"
-                )
+                got, of = f"{value} with mode {mode!r},", f"it is for mode {' or '.join(map(repr, modes))}"
+                raise refused("an option of another mode", "a mode", got, f"sync option {field!r}", of)
         needed = [
             ("forward_overlap", "overlap=True", mode != "partial" or self.overlap),
             ("forward_overlap", "average_state=False", not self.average_state),

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
 from isthmus.plans.exchanges import SendOrder
@@ -64,11 +65,7 @@ class Scheduled(Mode):
         super().__init__(setting)
         optimizer = setting.updates.optimizer
         if not per_parameter(optimizer):
-            raise UserError(
-                f"optimizer {type(optimizer).__name__}: cannot update one layer at a time, as this mode does "
-                "inside backward: expected SGD, Adam, AdamW or another element-wise one; any optimizer works in "
-                "'every-step', 'local', 'outer', 'streaming' and 'partial'"
-            )
+            raise refused("optimizers", "updates in backward", type(optimizer).__name__)
         self.origin = 0  # the step at which the plan's first iteration was
         self._on_the_way: dict[int, _SentLayers] = {}
         """Layers that are being averaged, in the order in which they were sent."""
@@ -202,12 +199,9 @@ class Scheduled(Mode):
 
     def _check(self, closure: Closure | None, scaler: GradScaler | None) -> None:
         if closure is not None:
-            raise UserError("sync.step(closure): this mode has updated inside backward already: expected no closure")
+            raise refused("closures", "updates in backward", "one")
         if scaler is not None:
-            raise UserError(
-                "GradScaler: this mode updates inside backward, before the scale is taken off. Expected bfloat16 "
-                "without a scaler, or mode 'every-step', 'local', 'outer' or 'partial'"
-            )
+            raise refused("GradScaler", "updates in backward", "one")
         layers = self.setting.model.layers
         if len(self._order.complete) < len(layers):
             raise UserError("sync.step(): expected loss.backward() outside sync.no_sync() first")
@@ -216,11 +210,7 @@ class Scheduled(Mode):
                 layer.parameter_names, self._versions[number], versions(layer.parameters), strict=True
             ):
                 if is_now not in (then, GONE):
-                    raise UserError(
-                        f"the gradient of {name!r} was changed after backward, as global-norm clipping "
-                        "(clip_grad_norm_) and GradScaler.unscale_ do: too late in this mode, whose updates are made "
-                        "inside backward. Use mode 'every-step', 'local', 'outer' or 'partial'"
-                    )
+                    raise refused("changed gradients", "updates in backward", f"that of {name!r} after backward")
 
 
 class PartialSync(Mode):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators.copies import all_to_device
+from isthmus.combinations import refused
 from isthmus.errors import RankLost, StepError, UserError
 from isthmus.graph.label_means import is_even
 from isthmus.graph.mixing import mixes
@@ -47,15 +48,9 @@ def check_shares(config: EngineConfig, train: StageGraph, ranks: int) -> None:
     mixing = mixes(train, synchronised=True)
     if mixing is not None:
         where = f" ({mixing.source})" if mixing.source else ""
-        raise UserError(
-            f"island of {ranks} ranks: stage {train.index} computes {mixing.target}{where} over all samples of a "
-            "micro-batch, and each sample's values depend on it: its samples cannot be shared out"
-        )
+        raise refused("statistics over samples", "several ranks", f"{mixing.target}{where} in stage {train.index}")
     if not is_even(train):
-        raise UserError(
-            f"island of {ranks} ranks: the model's loss is a mean of its own, which would be the mean of the ranks' as "
-            "they share out a micro-batch's samples, expected (loss_sum, count)"
-        )
+        raise refused("a mean as loss", "several ranks", "a loss that is a mean of its own")
 
 
 def batch_axis(spec: TensorSpec, size: int, ranks: int) -> int | None:

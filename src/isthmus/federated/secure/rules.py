@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm
@@ -23,8 +24,8 @@ def check_secure(
     """UserError for what does not go together with sums of updates that nobody sees."""
     if not aggregation.secure:
         return
-    for field, got, why in _refusals(aggregation, participation, admission, algorithm):
-        raise UserError(f"{field}: got {got} beside aggregation.secure, {why}")
+    for what, got in _refusals(aggregation, participation, admission, algorithm):
+        raise refused(what, "secure sums", got)
     if aggregation.most_samples is None:
         what = "missing, expected the most samples of a site: with aggregation.secure no site says how many it has"
         raise UserError(f"aggregation.most_samples: {what}")
@@ -44,23 +45,21 @@ def check_sizes(aggregation: Aggregation, sizes: NDArray[np.int64]) -> None:
 
 def _refusals(
     aggregation: Aggregation, participation: Participation, admission: AdmissionRules, algorithm: Algorithm
-) -> Iterator[tuple[str, str, str]]:
+) -> Iterator[tuple[str, object]]:
+    """Yield what is asked for, and how."""
     if aggregation.rule != "declared":
-        yield "aggregation.rule", repr(aggregation.rule), "which needs every update by itself: expected 'declared'"
+        yield "robust aggregation", repr(aggregation.rule)
     collected = sorted(n for p in algorithm.passes for n, combine in p.returns.items() if combine == "collect")
     if collected:
-        yield "federated.algorithm", f"one that collects {collected[0]!r} of every client", "expected means and sums"
+        yield "collected values", f"one that collects {collected[0]!r} of every client"
     if participation.staleness:
-        why = "which masks an update with those of its own round: expected 0"
-        yield "participation.staleness", str(participation.staleness), why
+        yield "late updates", participation.staleness
     if participation.weighted:
-        yield "participation.weighted", "true", "where nobody knows how many samples a site has: expected false"
+        yield "weighted clients", True
     if participation.min_samples > 1:
-        why = "where nobody knows how many samples a site has: expected 1"
-        yield "participation.min_samples", str(participation.min_samples), why
+        yield "a least number of samples", participation.min_samples
     if admission.max_norm is not None and not admission.clip:
-        why = "where no norm can be checked without a proof: expected admission.clip = true, and sites clip"
-        yield "admission.max_norm", f"{admission.max_norm:g}", why
+        yield "a largest norm", f"{admission.max_norm:g}"
 
 
 def secure_rules(aggregation: Aggregation, minimum: int) -> SecureRules | None:

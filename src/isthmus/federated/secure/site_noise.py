@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
+from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.federated.fixed_point import FRACTION_BITS, scale_exponent
@@ -56,8 +57,7 @@ def check_site_noise(privacy: Privacy | None, minimum: int, *, secure: bool) -> 
     if privacy is None or privacy.noise != "sites":
         return
     if not secure:
-        what = 'got "sites" without aggregation.secure, expected it: one share of the noise hides no single update'
-        raise UserError(f"privacy.noise: {what}")
+        raise refused("noise of sites", "sums in the open", "'sites'")
     if (deviation := site_deviation(privacy, minimum)) > MOST_DEVIATION:
         what = f"got {privacy.noise_multiplier:g} x clip {privacy.clip:g}, of which a site adds {deviation:.3g}"
         raise UserError(f"privacy.noise_multiplier: {what}, expected at most {MOST_DEVIATION:g}")

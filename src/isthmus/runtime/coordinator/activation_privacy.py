@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from isthmus.combinations import refused
 from isthmus.data import ColumnSpec
 from isthmus.disclosure import ActivationNoise, format_epsilon
 from isthmus.errors import UserError
@@ -238,10 +239,7 @@ def _check_stage(pair: StagePair, device: str, noise: ActivationNoise) -> None:
     for stage in (pair.train, pair.evaluation):
         mixing = mixes(stage)
         if mixing is not None:
-            raise UserError(
-                f"{FIELD}: {_at(mixing)} on {device} computes over all samples of a micro-batch, expected values that "
-                "are of one sample each: a sample would leave with others, too"
-            )
+            raise refused("statistics over samples", "activation noise", f"{_at(mixing)} on {device}")
         if stage.loss is not None:
             raise UserError(
                 f"{FIELD}: the plan computes the loss of raw samples on {device}, where no noise covers it, expected a "
@@ -249,10 +247,7 @@ def _check_stage(pair: StagePair, device: str, noise: ActivationNoise) -> None:
             )
     written = next((op for op in pair.train.ops if op.mutates), None)
     if written is not None and noise.weights == "frozen":
-        raise UserError(
-            f"{FIELD}.weights: got 'frozen', and {_at(written)} on {device} keeps what it saw of other samples, "
-            "expected a stage that writes no buffer"
-        )
+        raise refused("running statistics", "frozen weights", f"{_at(written)} on {device}")
 
 
 def _check_gradients(stage: StageGraph, whole: _Graph, devices: Sequence[str], held: Sequence[bool]) -> None:
@@ -270,35 +265,23 @@ def _check_trained(
 ) -> None:
     """Gradients of weights that learn from raw samples stay where they are."""
     if prepared.job.plan.feeders:
-        raise UserError(
-            f"{FIELD}.weights: got 'trained' with plan.holders_data = 'own', expected 'frozen': holders would sum "
-            "gradients of raw samples with each other"
-        )
+        raise refused("own data", "trained weights", "'own'")
     t = prepared.job.training
     if t.exchanges_norms:
         field, got = ("clip_norm", t.clip_norm) if t.clip_norm > 0 else ("non_finite", t.non_finite)
         field, got = ("precision", t.precision) if t.loss_scaling is not None else (field, got)
-        raise UserError(
-            f"training.{field}: got {got!r} beside {FIELD}.weights = 'trained', by which norms of gradients of raw "
-            "samples would leave the data holders, expected weights = 'frozen', or a step that no norm decides"
-        )
+        raise refused("norms of gradients", "trained weights", repr(got), f"training.{field}")
     for worker in sorted(raw):
         train, device = pairs[worker].train, plan.devices[worker]
         others = {**{n: (o,) for n, o in train.shared_from.items()}, **train.shared_with}
         for name, stages in others.items():
             if not all(held[stage] for stage in stages):
-                raise UserError(
-                    f"{FIELD}.weights: got 'trained', and {device} shares parameter {name!r} with another device, to "
-                    "which its gradients or values would go, expected none that is shared"
-                )
+                raise refused("shared parameters", "trained weights", f"{name!r} of {device}")
         for group in plan.sync.groups:
             members = plan.members(group)
             outside = [plan.devices[m] for m in members if worker in members and not held[m]]
             if outside:
-                raise UserError(
-                    f"{FIELD}.weights: got 'trained', and {device} sums gradients with {outside[0]}, which holds no "
-                    "data, expected replicas whose cuts are alike"
-                )
+                raise refused("several replicas", "trained weights", f"{device}, which sums with {outside[0]},")
 
 
 def _sent_values(

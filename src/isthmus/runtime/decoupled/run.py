@@ -68,6 +68,7 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         "JAX": (", ".join(sorted(fleet.engines)), "torch"),
         "compile": (runtime.compile, False),
         "changes": (bool(runtime.changes), False),
+        "fingerprints": (runtime.fingerprints or runtime.audit > 0, False),
     }
     for what, (got, expected) in asked.items():
         if got != expected:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.accelerators.copies import to_host
+from isthmus.combinations import refused
 from isthmus.data import Dataset
-from isthmus.errors import IsthmusError, PeerError, RankLost, StepError, UserError
+from isthmus.errors import IsthmusError, PeerError, RankLost, StepError
 from isthmus.graph.boundaries import WATCHED
 from isthmus.plans.worker_ids import is_first
 from isthmus.protocol.device_session import DeviceSession
@@ -363,9 +364,9 @@ class DeviceWorker:
         if fingerprints.on and self._accelerator.asynchronous:
             here = self._accelerator.device
             if self._site.identity is not None:  # an audit could not tell which hardware to compute on again
-                raise UserError(f"runtime.fingerprints: got true, and {here} of a device that joined: expected CPUs")
+                raise refused("fingerprints", "accelerators that join", f"true on {here}")
             if not config.kernels.deterministic:
-                raise UserError(f"runtime.fingerprints: got true on {here}: expected runtime.deterministic = true")
+                raise refused("fingerprints", "kernels of any order", f"true on {here}")
         if note := config.kernels.use(self._accelerator):
             print(f"device {self._site.device}: {note}", file=sys.stderr, flush=True)
         if assignment.view.splits and self._site.island is None and not assignment.frozen:
@@ -391,9 +392,9 @@ class DeviceWorker:
                 frozen=assignment.frozen,
             )
         if assignment.view.delayed:
-            raise UserError("schedule: got 'delayed' with an island of ranks, expected '1f1b': they hold one version")
+            raise refused("delayed", "several ranks", "'delayed'")
         if not is_first(self._site.device):
-            raise UserError("its ranks share one stage of a plan, expected a device without ranks to hold two")
+            raise refused("two stages", "several ranks", "two stages")
         self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks, self._accelerator)
         made = StageSetUp(
             train=train,

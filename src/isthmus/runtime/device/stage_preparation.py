@@ -20,6 +20,7 @@ from torch import Tensor
 
 from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_device
+from isthmus.combinations import refused
 from isthmus.engines import EngineName
 from isthmus.errors import PeerError, UserError
 from isthmus.graph import Ref, StageGraph
@@ -58,7 +59,7 @@ def compile_stage(
 
 def _by_jax(engine: Engine, assignment: Assignment, batches: Batches) -> str:
     if not isinstance(engine, TorchEngine):
-        raise UserError("engine: got 'jax' for a device of several ranks, expected 'torch'")
+        raise refused("JAX", "several ranks", "'jax'")
     if isinstance(engine, SplitEngine):
         return "computed by torch, not JAX: the schedule computes weight gradients apart"
     return compute_by_jax(engine, _columns(engine, assignment, batches))

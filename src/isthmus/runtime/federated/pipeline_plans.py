@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.combinations import refused
 from isthmus.cost import build_again, layouts_of
 from isthmus.data import DataSpec
 from isthmus.data.dataset import any_left_out
 from isthmus.data.description import DataDescription
-from isthmus.errors import UserError
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.local_steps import StepsByRound, what_is_set
 from isthmus.federated.pipeline import PipelineConfig, Segment, mean_loss_spec, round_spec, segments
@@ -50,8 +50,8 @@ class PipelinePlans:
         self._samples, self._make_plan, self._threads = samples, make_plan, threads
         self._steps = steps
         if not local.is_plain:  # a round is several runs, and the last one ends before its step
-            what = what_is_set(local.optimizer, local.clip_norm)
-            raise UserError(f"{what} for a client that is a fleet, expected local.learning_rate alone")
+            field, got = what_is_set(local.optimizer, local.clip_norm)
+            raise refused("optimizers", "pipeline clients", got, field)
         self.segments = segments(samples.train, local)
         """Segments of every round."""
         self._captured: dict[int, Prepared] = {}
@@ -69,11 +69,8 @@ class PipelinePlans:
         document = Path(config.plan) if config.plan else None
         self.first = make_plan(self.prepared(largest), self.fleet, document)
         """The cut."""
-        if len(self.first.replicas) > 1:  # they would add up gradients in another order
-            raise UserError(
-                f"pipeline.planner: {config.planner!r} plans {len(self.first.replicas)} replicas, expected one "
-                "pipeline, as by 'chain'"
-            )
+        if len(self.first.replicas) > 1:
+            raise refused("several replicas", "pipeline clients", f"{len(self.first.replicas)} by {config.planner!r}")
 
     def prepared(self, segment: Segment, key: Key = (0, 0, 0)) -> Prepared:
         """The job of a segment of the client's round. A model is captured once for batches of one size."""
