@@ -117,7 +117,7 @@ def _check_together(tables: Mapping[str, object], struct: type[msgspec.Struct], 
             )
             value, kind = value.get(key) if isinstance(value, Mapping) else None, fields.get(key)
         if value is not tables and value is not None and kind is None:
-            got = "a table" if isinstance(value, Mapping) else repr(value)
+            got = "a table" if isinstance(value, Mapping) else value if value is True else repr(value)
             raise UserError(f"{source}: {refused(row.what, beside, got)}")
 
 

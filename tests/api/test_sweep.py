@@ -68,7 +68,8 @@ def ends(pid: int) -> bool:
 
 
 def test_killed_stopped_and_resumed_it_trains_each_run_once(tmp_path: Path) -> None:
-    sweep, folder = write(tmp_path), tmp_path / "runs" / "rates"
+    job = f'{JOB}store = {{ url = "file://{tmp_path}/bucket" }}\n'
+    sweep, folder = write(tmp_path, job=job), tmp_path / "runs" / "rates"
     sweeping = start("sweep", sweep)
     wait_until(lambda: (folder / "sweep.json").is_file() and "done" in outcomes(folder))
     pids = Path(f"/proc/{sweeping.pid}/task/{sweeping.pid}/children")
@@ -93,6 +94,7 @@ def test_killed_stopped_and_resumed_it_trains_each_run_once(tmp_path: Path) -> N
     assert ended.code == 0, ended.err
     for result in record(folder).results:
         figures = (folder / result.folder / "metrics.prom").read_text()
+        assert (tmp_path / "bucket" / result.folder / "job.json").is_file(), "one store, a folder each"
         assert f'isthmus_step{{group="rates",run="{result.folder}"}} 2.0' in figures, "one group, a name each"
     assert "2 of 3 runs are done already" in ended.err
     assert (first / "job.json").stat().st_mtime_ns == changed

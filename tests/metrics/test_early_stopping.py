@@ -153,10 +153,12 @@ def test_replicas_that_never_wait_stop(tmp_path: Path) -> None:
         data=samples(64),
         steps=400,
         callbacks=[asked],
+        track="csv",
         run=tmp_path / "run",
         observer=notes,
         overrides={"sync.mode": "decoupled", "training.batch_size": 8},
     )
+    assert (run.path / "figures.csv").read_text().startswith("step"), "trackers hear of its steps"
     assert (run.outcome, run.reason) == ("stopped", "Asked: enough") and len(run.losses) < 400
     assert (asked.ended.outcome, asked.ended.reason) == ("stopped", "Asked: enough")
     assert notes.lines[-1] == "stopped by Asked: enough"

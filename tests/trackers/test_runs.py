@@ -11,7 +11,10 @@ from torch import nn
 
 import isthmus
 from isthmus.api.callbacks import given_callbacks
+from isthmus.data import DataSpec
 from isthmus.errors import UserError
+from isthmus.job import TrainingConfig
+from isthmus.models import ModelSpec
 from isthmus.trackers.tracker import TrackedRun
 
 LOSS = nn.functional.mse_loss
@@ -156,3 +159,24 @@ def test_what_is_no_callback_and_no_tracker_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             isthmus.train(**given, **arguments)
     assert given_callbacks({}) == () and not (tmp_path / "run" / "job.json").exists()
+
+
+def test_runs_over_devices_of_a_fleet_take_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, seen = Recording(), list[tuple[object, ...]]()
+    monkeypatch.setattr(
+        "isthmus.api.serve.serve_job", lambda job, how, *_: seen.append((job.track.names, job.metrics, how.callbacks))
+    )
+    monkeypatch.setattr(
+        "isthmus.api.up.run_on_engine", lambda job, how, *_: seen.append((job.track.names, job.metrics, how.callbacks))
+    )
+    job = isthmus.Job(
+        name="x",
+        model=ModelSpec(name="mlp"),
+        data=DataSpec(kind="digits"),
+        training=TrainingConfig(eval_every=1),
+    )
+    isthmus.serve(job, port=0, callbacks=[said], track="csv", metrics=["accuracy"], state=tmp_path)
+    isthmus.up(job, on="local", callbacks=[said], track="csv", metrics=["accuracy"], quiet=True)
+    assert seen == [(("csv",), ("accuracy",), (said,))] * 2
+    with pytest.raises(UserError, match="unknown serve argument 'callback': did you mean 'callbacks'"):
+        isthmus.serve(job, callback=[said])  # pyright: ignore[reportCallIssue]
