@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from isthmus.api.pipeline import Choices, run_job
+from isthmus.api.run_job import run_job
+from isthmus.api.run_session import Choices
 from isthmus.api.terminal import Terminal
 from isthmus.fleet import dump_fleet
 from isthmus.job import Job

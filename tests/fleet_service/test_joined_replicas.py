@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from isthmus.api.observer import Observer
-from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
+from isthmus.api.run_job import run_job
+from isthmus.api.run_session import Choices
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Links, dump_fleet

@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 
 from isthmus.api.folder import RunFolder
-from isthmus.api.pipeline import Choices, run_job
+from isthmus.api.run_job import run_job
+from isthmus.api.run_session import Choices
 from isthmus.api.terminal import Terminal
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec

@@ -20,11 +20,9 @@ import pytest
 
 import isthmus as isthmus_package
 from isthmus.api import job_queue
-from isthmus.api.federated_run import ServeAs
 from isthmus.api.job_queue import run_queue
 from isthmus.api.observer import Observer
-from isthmus.api.pipeline import Choices
-from isthmus.api.run_session import RunChoices
+from isthmus.api.run_session import Choices
 from isthmus.api.terminal import logged
 from isthmus.errors import UserError
 from isthmus.extensions import import_object
@@ -253,14 +251,13 @@ def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
     assert isthmus("submit", job, "--state", fleet.state.folder).code == 0
     deployed: list[object] = []
 
-    def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, *_: object) -> None:
-        with serving(lambda _: None) as service:
-            deployed.append((job, choices.resume, service))
+    def run_job(job: FederatedJob, choices: Choices, *_: object) -> None:
+        deployed.append((job, choices.resume, choices.backend))
         _ctrl_c()
         time.sleep(10)
 
     queue = JobQueue(fleet.state.folder)
-    with mock.patch.object(job_queue, "deploy", deploy):
+    with mock.patch.object(job_queue, "run_job", run_job):
         run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, logged)
     assert deployed == [(load_federated_job(job), False, fleet.service)]
     assert _states(queue) == ["queued"]

@@ -18,8 +18,8 @@ from isthmus.api.given import Objects
 from isthmus.api.observer import Silent
 from isthmus.api.pipeline_watch import PipelineWatch
 from isthmus.api.run_entries import run_entries
-from isthmus.api.run_session import RunSession
 from isthmus.api.stored_run import Uploads
+from isthmus.api.watch import Watch
 from isthmus.callbacks import Callbacks
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import DataSpec, load_dataset
@@ -352,8 +352,8 @@ def test_an_evaluation_that_a_lost_device_interrupts_is_ended(tmp_path: Path) ->
     layout = PlanLayout((fleet.devices[0].name,), (), 4)
     plan, seen = build_replicas(prepared.problem(fleet), [layout], planner="even"), Evaluations()
     (tmp_path / "run").mkdir()
-    session = RunSession(RunFolder.empty(tmp_path / "run"), Callbacks(()), Uploads())
-    watch = PipelineWatch(prepared, plan, session, seen)
+    watched = Watch(RunFolder.empty(tmp_path / "run"), Callbacks(()), Uploads(), seen)
+    watch = PipelineWatch(prepared, plan, watched)
     alone = StateLayout(parts={"d": frozenset({"weights"})})
     leases, made = Leases(run_spec(prepared), alone), 0
     while not made:

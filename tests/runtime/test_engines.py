@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from isthmus.api.observer import Observer
-from isthmus.api.pipeline import Choices, run_job
+from isthmus.api.run_job import run_job
+from isthmus.api.run_session import Choices
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, dump_fleet, parse_fleet
 from isthmus.graph.schemas import schema_of

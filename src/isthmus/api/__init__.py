@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import doctor as doctor
     from isthmus.api import export as export
     from isthmus.api import fault_simulation as fault_simulation
-    from isthmus.api import federated_run as federated_run
     from isthmus.api import federated_simulation as federated_simulation
     from isthmus.api import generation as generation
     from isthmus.api import job_overrides as job_overrides
@@ -31,6 +30,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import pipeline as pipeline
     from isthmus.api import probe as probe
     from isthmus.api import run as run
+    from isthmus.api import run_job as run_job
     from isthmus.api import run_session as run_session
     from isthmus.api import serve as serve
     from isthmus.api import site as site

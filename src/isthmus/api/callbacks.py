@@ -15,7 +15,7 @@ from isthmus.graph.metrics import MetricFunction, Metrics, give_metric
 from isthmus.job import Job, check_metrics
 from isthmus.trackers import Track, TrackerCallback, check_trackers
 
-AnyJob = TypeVar("AnyJob", Job, FederatedJob)
+AnyJob = TypeVar("AnyJob", bound=Job | FederatedJob)
 
 
 class Attached(TypedDict, total=False):

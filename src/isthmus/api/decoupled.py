@@ -15,23 +15,21 @@ import msgspec
 from isthmus.api.callbacks import run_started
 from isthmus.api.make_plan import plan_for
 from isthmus.api.merge_period import with_period
-from isthmus.api.observer import Observer
+from isthmus.api.pipeline import start_of
 from isthmus.api.replica_models import fragment_bytes, plan_again, replica_models
-from isthmus.api.run import Run, draw_metrics
-from isthmus.api.run_session import RunSession, ending
-from isthmus.api.watch import Watch
-from isthmus.callbacks import Evaluated, RunEnded, StepDone
-from isthmus.callbacks.events import Ended
+from isthmus.api.run import draw_metrics
+from isthmus.api.run_session import Choices
+from isthmus.api.watch import Ran, Watch
+from isthmus.callbacks import Evaluated, StepDone
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, load_dataset
-from isthmus.errors import Diverged, PeerError, UserError
+from isthmus.errors import Diverged, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph.metrics import Metrics
 from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.boundary_table import codecs_of
-from isthmus.run_files import stop_reason
 from isthmus.runtime.coordinator.backend import Backend
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
 from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas, check_joined
@@ -47,24 +45,19 @@ from isthmus.training.checkpoint import CheckpointWriter, read_manifest
 from isthmus.units import format_duration, format_size
 
 
-def run_decoupled(
-    job: Job, checkpoint: Path | None, session: RunSession, observer: Observer, stop: Stop, backend: Backend | None
-) -> Run:
-    """From a checkpoint, if there is one, to its end, or until it is to stop: then what replicas have is merged and
-    saved. Replicas are processes here, or devices of a `backend`. UserError for a job that cannot be run like this,
-    PeerError where no replica was left."""
-    running = _Running(job, fleet_of(job), checkpoint, session, observer, stop)
-    outcome, ended = running.here() if backend is None else running.joined(backend)
-    if ended == "lost":
-        raise PeerError(outcome.finish.reason)
-    return Run(session.folder.path, outcome=ended)
+def run_decoupled(job: Job, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
+    """Until all samples are merged, or it is to stop: then what replicas have is merged and saved. Replicas are
+    processes here, or devices of a backend. None where nothing is left to do."""
+    start = start_of(job, choices, watch)
+    if start is None:
+        return None
+    running = _Running(job, fleet_of(job), start.checkpoint, watch, stop)
+    return running.here() if choices.backend is None else running.joined(choices.backend)
 
 
-def check_job(job: Job, *, on_fleet: bool = True) -> None:
-    """Before anything begins. UserError for a job whose replicas cannot be processes of this machine, or devices that
-    join a fleet."""
-    if job.sync.mode == "decoupled":
-        (check_joined if on_fleet else check_decoupled)(job, fleet_of(job))
+def check_replicas(job: Job, *, on_fleet: bool) -> None:
+    """UserError for a job whose replicas cannot be processes here, or devices of a fleet."""
+    (check_joined if on_fleet else check_decoupled)(job, fleet_of(job))
 
 
 class _Running(NamedTuple):
@@ -74,13 +67,12 @@ class _Running(NamedTuple):
     fleet: Fleet
     checkpoint: Path | None
     """To go on from."""
-    session: RunSession
-    observer: Observer
+    watch: Watch
     stop: Stop
 
-    def here(self) -> tuple[DecoupledOutcome, Ended]:
+    def here(self) -> Ran:
         """Run on processes of this machine."""
-        path = self.session.folder.path
+        path = self.watch.folder.path
         run = DecoupledRun(self.job, self.fleet, path, plan_again, self.checkpoint)  # forks, so it comes first
         with run.processes:
             prepared = prepare(self.job, least=len(run.groups))
@@ -96,9 +88,9 @@ class _Running(NamedTuple):
 
             return self._watched(run, prepared, plans, act, emulated_s)
 
-    def joined(self, backend: Backend) -> tuple[DecoupledOutcome, Ended]:
+    def joined(self, backend: Backend) -> Ran:
         """Run on devices of a fleet, as soon as one of them is there."""
-        job, note = self.job, self.observer.note
+        job, note = self.job, self.watch.observer.note
         holders = DataHolders(
             backend.asks(self.stop), job.used_data, self.fleet.names, heldout=job.evaluates, note=note
         )
@@ -111,7 +103,7 @@ class _Running(NamedTuple):
         prepared = msgspec.structs.replace(prepared, computes=backend.computes)
         plans = replica_plans(prepared, self.fleet)
         run = FleetReplicas(prepared, self.fleet, plans, holders, self.checkpoint)
-        logs = self.session.folder.path / "logs"
+        logs = self.watch.folder.path / "logs"
         return self._watched(run, prepared, plans, lambda watch: run.run(backend, watch, self.stop, logs))
 
     def _watched(
@@ -121,11 +113,11 @@ class _Running(NamedTuple):
         plans: Mapping[str, Plan],
         act: Callable[[MergerWatch], DecoupledOutcome],
         emulated_s: Mapping[str, float] = {},
-    ) -> tuple[DecoupledOutcome, Ended]:
-        job, observer = prepared.job, self.observer
-        watch = _Watch(job, run, self.session, observer)
+    ) -> Ran:
+        job, observer = prepared.job, self.watch.observer
+        watch = _Watch(job, run, self.watch)
         watch.start(self.fleet, self.stop)
-        observer.note(f"run folder: {self.session.folder.path}")
+        observer.note(f"run folder: {self.watch.folder.path}")
         for name, plan in plans.items():
             observer.note(step_text(name, plan, plan.predicted.step_s))
         models = replica_models(prepared, self.fleet, plans) if job.sync.period == "auto" else []
@@ -135,13 +127,8 @@ class _Running(NamedTuple):
             run.machine.rules = msgspec.structs.replace(run.machine.rules, merge_every=every)
             observer.note(period_note)
         observer.began(f"{job.model.name} on {self.fleet.name}, {len(plans)} replicas")
-        try:
-            outcome = act(watch.merger)
-            ended = ending(self.session.folder, outcome.finish.outcome, self.stop)
-            watch.end(outcome, ended, emulated_s)
-        finally:
-            observer.ended()
-        return outcome, ended
+        outcome = act(watch.merger)
+        return watch.end(outcome, emulated_s)
 
 
 def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
@@ -209,10 +196,8 @@ def _heldout(job: Job) -> Dataset:
 class _Watch:
     """Turns what the merger sees into lines of files, events for who observes it, and calls of the job's callbacks."""
 
-    def __init__(self, job: Job, run: MergedRun, session: RunSession, observer: Observer) -> None:
-        self._job, self._run, self._observer = job, run, observer
-        self._watch = Watch(session, observer)
-        self._folder = session.folder
+    def __init__(self, job: Job, run: MergedRun, watch: Watch) -> None:
+        self._job, self._run, self._watch, self._folder = job, run, watch, watch.folder
         self._writer = CheckpointWriter(self._folder.checkpoints, keep=job.training.keep_checkpoints)
         self._merges = merges_file(self._folder.path)
         self._heldout = _heldout(job) if job.evaluates else None
@@ -226,7 +211,7 @@ class _Watch:
     def start(self, fleet: Fleet, stop: Stop) -> None:
         """The folder is the run's from now on."""
         begun = self._run.machine.begun
-        self._folder.begin(self._job, fleet, None, self._step, self._observer.note)
+        self._folder.begin(self._job, fleet, None, self._step, self._watch.observer.note)
         self._merges.keep_if(lambda line: line.merge.merge <= begun.merge)
         self._watch.began(run_started(self._job, self._folder.path, self._step, stop.request))
 
@@ -273,7 +258,7 @@ class _Watch:
         loss, metrics = evaluated(self._run.model, heldout, most, size, self._metrics)
         self._watch.evaluated(Evaluated(step=step, loss=loss, metrics=metrics))
 
-    def end(self, outcome: DecoupledOutcome, ended: Ended, emulated_s: Mapping[str, float]) -> None:
+    def end(self, outcome: DecoupledOutcome, emulated_s: Mapping[str, float]) -> Ran:
         """Save the merged model, and say what it took."""
         training, step = self._job.training, self._run.step
         if self._heldout is not None and step:
@@ -285,9 +270,8 @@ class _Watch:
         over = f", {more:,} more than asked: replicas train on until the last merge" if more > 0 else ""
         since = outcome.samples - self._run.machine.begun.samples
         self._watch.noted(f"{since:,} samples in {format_duration(outcome.seconds)}{over}")
-        self._watch.noted(
-            f"{outcome.merges} merges; {outcome.late} contributions came too late, and counted in a later one"
-        )
+        late = f"{outcome.late} contributions came too late, and counted in a later one"
+        self._watch.noted(f"{outcome.merges} merges; {late}")
         self._watch.noted(
             f"changes: {format_size(traffic.received_bytes)} received, {format_size(traffic.sent_bytes)} sent, "
             f"{traffic.plain_bytes / max(1, changes_bytes):.1f} times fewer than as float32; "
@@ -296,12 +280,5 @@ class _Watch:
         for text in overruns(self._ended_s, emulated_s):
             self._watch.noted(text)
         if not finite:
-            self._watch.log.ended("lost", NOT_FINITE)
-            raise Diverged(NOT_FINITE)
-        reason = stop_reason(self._folder.path)
-        self._watch.log.ended(ended, reason or outcome.finish.reason)
-        if ended != "lost":
-            draw_metrics(self._folder)
-            drawn = self._folder.metrics_picture
-            pictures = {"metrics": drawn} if drawn.is_file() else {}
-            self._watch.callbacks.end(RunEnded(run=self._folder.path, outcome=ended, reason=reason, pictures=pictures))
+            return Ran("diverged", NOT_FINITE, Diverged(NOT_FINITE))
+        return Ran(outcome.finish.outcome, outcome.finish.reason, explain=lambda: draw_metrics(self._folder))

@@ -11,20 +11,22 @@ import numpy as np
 from torch import Tensor, nn
 
 from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
-from isthmus.api.federated_run import run_simulated
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import TARGET, Arrays, check_arguments, columns_of, inputs_of, kept_folder, module_of
+from isthmus.api.job_overrides import job_of
 from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run
-from isthmus.api.run_session import RunChoices
+from isthmus.api.run_job import run_job
+from isthmus.api.run_session import Choices
 from isthmus.api.samples import Samples, write_arrays
 from isthmus.data import DataSpec
 from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError
 from isthmus.federated.algorithms.algorithm import Algorithm
 from isthmus.federated.algorithms.registry import give_algorithm
-from isthmus.federated.job import ALL, FederatedConfig, FederatedJob, check, load_federated_job
+from isthmus.federated.job import ALL, FederatedConfig, FederatedJob, check, is_federated, load_federated_job
+from isthmus.job import Job
 from isthmus.models import ModelSpec
 from isthmus.models.registry import WithLoss, give_model
 from isthmus.overrides import overridden_struct
@@ -97,8 +99,8 @@ def federate(
                 raise UserError(
                     f"federate: got a job and {', '.join(objects)}, expected one or the other: see overrides"
                 )
-            choices = RunChoices(resume=resume, run=where, callbacks=callbacks, dashboard=dashboard)
-            return run_simulated(attached_to(federated_job_of(job, overrides), given), choices, observer, stop)
+            choices = Choices(resume=resume, run=where, callbacks=callbacks, dashboard=dashboard)
+            return run_job(attached_to(federated_job_of(job, overrides), given), choices, observer, stop)
         model, clients = given.get("model"), given.get("clients")
         if model is None or clients is None:
             missing = [name for name in ("model", "clients") if given.get(name) is None]
@@ -108,8 +110,8 @@ def federate(
         with kept_folder(name, where, overrides, observer.note, resume=resume) as folder:
             made = _job(built, model, clients, given, folder.path / GIVEN)
             made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
-            choices = RunChoices(resume=resume, run=folder.path, callbacks=callbacks, dashboard=dashboard)
-            return run_simulated(attached_to(made, given), choices, observer, stop)
+            choices = Choices(resume=resume, run=folder.path, callbacks=callbacks, dashboard=dashboard)
+            return run_job(attached_to(made, given), choices, observer, stop)
 
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
@@ -123,6 +125,13 @@ def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, obj
     made = overridden_struct(job, overrides, "job")
     check(made)
     return made
+
+
+def any_job_of(job: Job | FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> Job | FederatedJob:
+    """The job, of whatever kind, with overrides. UserError."""
+    if isinstance(job, Job) or (not isinstance(job, FederatedJob) and not is_federated(Path(job))):
+        return job_of(job, overrides)
+    return federated_job_of(job, overrides)
 
 
 def _job(

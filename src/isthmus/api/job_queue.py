@@ -13,17 +13,15 @@ from typing import NamedTuple, TextIO, TypeVar
 
 import msgspec
 
-from isthmus.api.decoupled import check_job
-from isthmus.api.federated_run import deploy
 from isthmus.api.folder import RunFolder
 from isthmus.api.jobs import opened
 from isthmus.api.observer import Observer
-from isthmus.api.pipeline import Choices, run_job
-from isthmus.api.run_session import RunChoices
+from isthmus.api.run_job import check_on_fleet, run_job
+from isthmus.api.run_session import Choices
 from isthmus.data.allowed import refuse_paths
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import modules_of
-from isthmus.federated.job import FederatedJob, check_deployment
+from isthmus.federated.job import FederatedJob
 from isthmus.job import Job, fleet_of
 from isthmus.models import model_names
 from isthmus.runtime.identity.database import StoreError
@@ -46,12 +44,11 @@ class Handed(NamedTuple):
 
 def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | None = None) -> Handed:
     """Hand it in. Its runs are written to the current folder. UserError for what could not be run anyway."""
+    check_on_fleet(job)
     if isinstance(job, FederatedJob):
-        check_deployment(job)
         names = ()
     else:
         names = fleet_of(job).names
-        check_job(job)
         if ":" not in job.model.name and job.model.name not in model_names():
             raise unknown_name("model", job.model.name, model_names())
         refuse_paths(job.data)
@@ -161,14 +158,9 @@ def _where_submitted(job: Submitted) -> Generator[None]:
 
 
 def _run(job: Submitted, service: FleetCoordinator, queue: JobQueue, observer: Observer, stop: Stop) -> str:
-    again = f"isthmus resume {job.number}"
-    if job.kind == "federated":
-        made = msgspec.json.decode(job.document, type=FederatedJob)
-        folder = _folder(job, made.run_dir, queue)
-        choices = RunChoices(resume=folder.begun, run=folder.path, again=again)
-        return deploy(made, choices, lambda _: contextlib.nullcontext(service), observer, stop).outcome
-    made = msgspec.json.decode(job.document, type=Job)
+    made = msgspec.json.decode(job.document, type=FederatedJob if job.kind == "federated" else Job)
     folder = _folder(job, made.run_dir, queue)
+    again = f"isthmus resume {job.number}"
     choices = Choices(resume=folder.begun, run=folder.path, backend=service, again=again)
     return run_job(made, choices, observer, stop).outcome
 

@@ -13,17 +13,14 @@ import msgspec
 from isthmus.api.audit import Audited, IdleDevices, audit_run
 from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.callbacks import run_started
-from isthmus.api.decoupled import check_job, run_decoupled
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline_watch import PipelineWatch
 from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
-from isthmus.api.run_session import RunChoices, RunSession, ending, run_session
+from isthmus.api.run_session import Choices
 from isthmus.api.search import searched
-from isthmus.callbacks import RunEnded
-from isthmus.callbacks.events import Ended
-from isthmus.combinations import refused
+from isthmus.api.watch import Ran, Watch
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.documents import first_difference
 from isthmus.errors import UserError
@@ -35,7 +32,6 @@ from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
 from isthmus.report.fleet_tables import fitted_text
-from isthmus.run_files import stop_reason
 from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
@@ -43,7 +39,6 @@ from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_rec
 from isthmus.runtime.coordinator.run import (
     RunOptions,
     Watcher,
-    check_outcome,
     late_warnings,
     manifest_of,
     run_plan,
@@ -59,45 +54,15 @@ from isthmus.training.checkpoint import check_shapes, newest_whole_checkpoint, r
 from isthmus.training.engine_operators import engine_operators
 
 
-class Choices(RunChoices, frozen=True, kw_only=True):
-    plan: Path | None = None
-    """A plan document to follow."""
-    backend: Backend | None = None
-    """Devices of a fleet, at their own speed; None: a process for each device here, emulated as the job says."""
-    devices_stay: bool = True
-    """Whether devices of a run that was left in its middle may be at work still."""
-
-
-def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
-    """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
-    Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
-    stop.check()
-    decoupled = job.sync.mode == "decoupled"
-    if decoupled:
-        if choices.plan is not None:
-            raise refused("a plan document", "decoupled", "one")
-        check_job(job, on_fleet=choices.backend is not None)
-    with run_session(job, choices, observer) as session:
-        folder = session.folder
-        start = _start(job, choices, folder, observer.note)
-        if start.step >= job.training.steps and not start.eval_due:
-            observer.note(
-                f"nothing left to do: {folder.path} has {start.step} steps, the job asks for {job.training.steps}"
-            )
-            return Run(folder.path, outcome="done")
-        if choices.resume:
-            where = "from the start: nothing was saved yet" if start.checkpoint is None else f"after step {start.step}"
-            observer.note(f"resuming {folder.path} {where}")
-        if decoupled:
-            run = run_decoupled(job, start.checkpoint, session, observer, stop, choices.backend)
-        else:
-            planned = _planned(job, choices, folder, start, observer, stop)
-            outcome, ended = _carry_out(planned, start, session, observer, stop)
-            run = _explained(planned, outcome, ended, session, observer)
-            check_outcome(outcome)
-        if line := choices.last_line(folder, run.outcome):
-            observer.note(line)
-        return run
+def run_pipeline(job: Job, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
+    """Plan, run and compare. None where nothing is left to do."""
+    folder, observer, start = watch.folder, watch.observer, start_of(job, choices, watch)
+    if start is None:
+        return None
+    planned = _planned(job, choices, folder, start, observer, stop)
+    outcome = _carry_out(planned, start, watch, stop)
+    explain = partial(_explain, planned, outcome, folder, observer)
+    return Ran(outcome.outcome, outcome.reason, outcome.failure, explain)
 
 
 def places_of(job: Job) -> dict[str, ProcessPlace]:
@@ -117,7 +82,7 @@ def _other_engines(prepared: Prepared, fleet: Fleet) -> Iterator[str]:
             yield f"{name}: engine {found.engine}, {version}: it {has}"
 
 
-class _Start(NamedTuple):
+class Start(NamedTuple):
     """Where a run goes on."""
 
     step: int
@@ -129,16 +94,27 @@ class _Start(NamedTuple):
     """A stop interrupted the evaluation of that step."""
 
 
-def _start(job: Job, choices: Choices, folder: RunFolder, note: Callable[[str], None]) -> _Start:
-    if not choices.resume:
-        return _Start(0, None, None)
+def start_of(job: Job, choices: Choices, watch: Watch) -> Start | None:
+    """Where the run goes on, of pipelines and of replicas. None where nothing is left to do."""
+    folder, note = watch.folder, watch.observer.note
+    start = _start(job, choices, folder, note) if choices.resume else Start(0, None, None)
+    if start.step >= job.training.steps and not start.eval_due:
+        note(f"nothing left to do: {folder.path} has {start.step} steps, the job asks for {job.training.steps}")
+        return None
+    if choices.resume:
+        where = "from the start: nothing was saved yet" if start.checkpoint is None else f"after step {start.step}"
+        note(f"resuming {folder.path} {where}")
+    return start
+
+
+def _start(job: Job, choices: Choices, folder: RunFolder, note: Callable[[str], None]) -> Start:
     record = _left_in_its_middle(folder, choices)
     checkpoint = newest_whole_checkpoint(folder.checkpoints, note, finite=job.training.non_finite != "ignore")
     step = manifest_of(job, checkpoint).step if checkpoint is not None else 0
     every, steps = job.training.eval_every, job.training.steps
     made = any(point.split == "heldout" and point.step == step for point in folder.losses())
     asked = every > 0 and step > 0 and (step % every == 0 or step == steps)
-    return _Start(step, checkpoint, record, eval_due=asked and not made and record is None)
+    return Start(step, checkpoint, record, eval_due=asked and not made and record is None)
 
 
 class _Planned(NamedTuple):
@@ -152,7 +128,7 @@ class _Planned(NamedTuple):
     backend: Backend
 
 
-def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, observer: Observer, stop: Stop) -> _Planned:
+def _planned(job: Job, choices: Choices, folder: RunFolder, start: Start, observer: Observer, stop: Stop) -> _Planned:
     fleet = fleet_for(job)
     if choices.plan is not None:
         read_plan(job, fleet, choices.plan)
@@ -189,12 +165,9 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, obser
     return _Planned(prepared, plan, fleet, believed, holders, backend)
 
 
-def _carry_out(
-    planned: _Planned, start: _Start, session: RunSession, observer: Observer, stop: Stop
-) -> tuple[Outcome, Ended]:
+def _carry_out(planned: _Planned, start: Start, watch: Watch, stop: Stop) -> Outcome:
     prepared, plan, fleet = planned.prepared, planned.plan, planned.fleet
-    folder, seen = session.folder, PipelineWatch(prepared, plan, session, observer)
-    watch = seen.watch
+    folder, observer, seen = watch.folder, watch.observer, PipelineWatch(prepared, plan, watch)
     idle = IdleDevices(planned.backend, planned.holders)
 
     def on_idle_devices(step: int, note: Callable[[str], None], stop: Stop) -> Audited:
@@ -228,20 +201,15 @@ def _carry_out(
     )
     stages = sum(len(replica.stages) for replica in plan.replicas)
     observer.began(f"{plan.model} on {plan.fleet}, {stages} stages")
-    try:
-        options = msgspec.structs.replace(_options(planned, start), stop=stop)
-        with audits:
-            outcome = run_plan(prepared, plan, fleet, folder.path, options, watcher)
-    finally:
-        observer.ended()
-    ended = ending(folder, outcome.outcome, stop)
-    watch.log.ended(ended, _reason(outcome, folder.path))
+    options = msgspec.structs.replace(_options(planned, start), stop=stop)
+    with audits:
+        outcome = run_plan(prepared, plan, fleet, folder.path, options, watcher)
     if start.record is not None:
         draw_plan(plan, fleet, folder.plan_picture)
-    return outcome, ended
+    return outcome
 
 
-def _begin_folder(planned: _Planned, start: _Start, folder: RunFolder, observer: Observer) -> None:
+def _begin_folder(planned: _Planned, start: Start, folder: RunFolder, observer: Observer) -> None:
     prepared, plan, fleet = planned.prepared, planned.plan, planned.fleet
     # Where devices hold more than the checkpoint, what was lost is not known yet: see Watch.rolled_back.
     kept_until = start.step if start.record is None else prepared.job.training.steps
@@ -255,27 +223,16 @@ def _begin_folder(planned: _Planned, start: _Start, folder: RunFolder, observer:
     draw_plan(plan, fleet, folder.plan_picture)
 
 
-def _explained(planned: _Planned, outcome: Outcome, ended: Ended, session: RunSession, observer: Observer) -> Run:
+def _explain(planned: _Planned, outcome: Outcome, folder: RunFolder, observer: Observer) -> None:
     """Traces, pictures, summary and measured speeds, in the folder."""
-    folder, fleet = session.folder, planned.fleet
     predicted = predict_periods(planned.prepared, outcome.periods)
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=planned.plan.period)
     folder.write_traces(predicted, measured, outcome.periods)
     _report(folder, planned.prepared, (predicted, measured), outcome)
-    run = Run(folder.path, ended)
-    observer.reported(run)
-    fitted = fit_fleet(fleet, outcome.periods, measured.spans)
+    fitted = fit_fleet(planned.fleet, outcome.periods, measured.spans)
     if fitted is not None:
         folder.keep_fitted(fitted)
         observer.note(f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
-    reason = _reason(outcome, folder.path)
-    session.callbacks.end(RunEnded(run=folder.path, outcome=ended, reason=reason, pictures=run.pictures))
-    return run
-
-
-def _reason(outcome: Outcome, run: Path) -> str:
-    """Why it did not come to its end."""
-    return stop_reason(run) if outcome.outcome in ("done", "interrupted") else outcome.reason
 
 
 def _left_in_its_middle(folder: RunFolder, choices: Choices) -> RecoveryRecord | None:
@@ -319,7 +276,7 @@ def _trained(prepared: Prepared) -> dict[str, tuple[int, ...]]:
     return {op.target: op.outputs[0].shape_at(1) for op in parameters}
 
 
-def _options(planned: _Planned, start: _Start) -> RunOptions:
+def _options(planned: _Planned, start: Start) -> RunOptions:
     prepared, backend, holders = planned.prepared, planned.backend, planned.holders
     # The numbers follow from how a batch is cut: that stays as it is.
     kept = msgspec.structs.replace(prepared.job.plan, micro_batches=())

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
-from isthmus.api.observer import Observer
-from isthmus.api.run_session import RunSession
 from isthmus.api.watch import Watch
 from isthmus.callbacks import Evaluated, RunFault, StepDone
 from isthmus.graph.metrics import Metrics
@@ -27,8 +25,8 @@ SPEED_STEPS = 16
 
 
 class PipelineWatch:
-    def __init__(self, prepared: Prepared, plan: Plan, session: RunSession, observer: Observer) -> None:
-        self.watch = Watch(session, observer)
+    def __init__(self, prepared: Prepared, plan: Plan, watch: Watch) -> None:
+        self.watch = watch
         self._job = job = prepared.job
         rate, steps = job.learning_rate.tabled(job.training.steps), job.training.steps
         self._settings = [settings_of(optimizer, rate, steps) for optimizer in job.optimizer]

@@ -106,10 +106,11 @@ class RunLog:
         self._add(RunEntry(at_s=self._clock(), kind="saved", step=step))
 
     def ended(self, outcome: str, reason: str = "") -> None:
-        """The session is over. `reason` is empty where it went well."""
+        """The session is over: nothing is written any more. `reason` is empty where it went well."""
         if reason:
             self._add(RunEntry(at_s=self._clock(), kind="note", text=reason))
         self._add(RunEntry(at_s=self._clock(), kind="ended", text=outcome))
+        self._writes = False
 
     def _add(self, entry: RunEntry) -> None:
         """After the step that it came after."""

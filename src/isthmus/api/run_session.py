@@ -6,7 +6,6 @@ import contextlib
 import shlex
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -14,21 +13,23 @@ from isthmus.api.callbacks import callbacks_of
 from isthmus.api.folder import RunFolder
 from isthmus.api.observer import Observer
 from isthmus.api.page import page_beside
-from isthmus.api.stored_run import Uploads, chosen_folder, uploaded
-from isthmus.callbacks import Callback, Callbacks
-from isthmus.callbacks.events import Ended
+from isthmus.api.stored_run import chosen_folder, uploaded
+from isthmus.api.watch import Watch
+from isthmus.callbacks import Callback
 from isthmus.errors import Interrupted
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
-from isthmus.run_files import keep_stop, stop_reason
-from isthmus.runtime.processes.signals import Stop
+from isthmus.run_files import stop_reason
+from isthmus.runtime.coordinator.backend import Backend
 
 LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
 PYTHON_AGAIN = "resume=True, run={run}"
 
 
-class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
+class Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is run."""
+
     resume: bool = False
     run: Path | None = None
     again: str = PYTHON_AGAIN
@@ -37,6 +38,12 @@ class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
     """Besides the job's."""
     dashboard: bool = False
     """Whether the run is shown in a browser."""
+    plan: Path | None = None
+    """A plan document to follow."""
+    backend: Backend | None = None
+    """Devices or sites of a fleet, at their own speed; None: processes here, emulated as the job says."""
+    devices_stay: bool = True
+    """Whether devices of a run that was left in its middle may be at work still."""
 
     def going_on(self, folder: Path) -> str:
         """How the run in this folder goes on, for a person."""
@@ -51,21 +58,7 @@ class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
         return lines.get(outcome, "")
 
 
-class RunSession(NamedTuple):
-    folder: RunFolder
-    callbacks: Callbacks
-    uploads: Uploads
-
-
-def ending(folder: RunFolder, outcome: Ended, stop: Stop) -> Ended:
-    """`stopped` in place of `interrupted` where a callback asked for the end: the folder keeps its reason."""
-    if outcome != "interrupted" or not stop.reason:
-        return outcome
-    keep_stop(folder.path, stop.reason)
-    return "stopped"
-
-
-def folder_of(job: Job | FederatedJob, choices: RunChoices, note: Callable[[str], None]) -> RunFolder:
+def folder_of(job: Job | FederatedJob, choices: Choices, note: Callable[[str], None]) -> RunFolder:
     """Return the folder of the run to resume, or a new one. UserError."""
     return chosen_folder(
         Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=note
@@ -73,7 +66,7 @@ def folder_of(job: Job | FederatedJob, choices: RunChoices, note: Callable[[str]
 
 
 @contextlib.contextmanager
-def run_session(job: Job | FederatedJob, choices: RunChoices, observer: Observer) -> Generator[RunSession]:
+def run_session(job: Job | FederatedJob, choices: Choices, observer: Observer) -> Generator[Watch]:
     """Raises UserError for a folder that is in use or of another kind of run, and Interrupted where the block ends at
     once: by a second Ctrl-C, or by one before the run began."""
     folder = folder_of(job, choices, observer.note)
@@ -83,11 +76,10 @@ def run_session(job: Job | FederatedJob, choices: RunChoices, observer: Observer
     with folder.claimed(LEAVING_S if federated and choices.resume else 0.0), page:
         try:
             callbacks = callbacks_of(job, folder.path, choices.callbacks, observer.note)
-            with (
-                callbacks.session(folder.path),
-                uploaded(job.store, folder, observer.note, resume=choices.resume) as uploads,
-            ):
-                yield RunSession(folder, callbacks, uploads)
+            with uploaded(job.store, folder, observer.note, resume=choices.resume) as uploads:
+                watch = Watch(folder, callbacks, uploads, observer)
+                with watch.session():
+                    yield watch
         except KeyboardInterrupt:
             how = choices.going_on(folder.path) if folder.begun else "nothing was written"
             raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None

@@ -12,22 +12,19 @@ from typing import TypedDict, Unpack, cast
 import msgspec
 
 from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
-from isthmus.api.decoupled import check_job
-from isthmus.api.federated import federated_job_of
-from isthmus.api.federated_run import deploy
+from isthmus.api.federated import any_job_of
 from isthmus.api.given import check_arguments
-from isthmus.api.job_overrides import job_of
 from isthmus.api.job_queue import Logged, run_queue
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer, Written
 from isthmus.api.page import page_beside
-from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
-from isthmus.api.run_session import RunChoices
+from isthmus.api.run_job import check_on_fleet, run_job
+from isthmus.api.run_session import Choices
 from isthmus.api.states import PORT, state_folder, timeout_s
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob, is_federated
-from isthmus.job import Job, fleet_of
+from isthmus.federated.job import FederatedJob
+from isthmus.job import Job
 from isthmus.listening import shown_address
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
@@ -36,17 +33,11 @@ from isthmus.runtime.service.job_queue import JobQueue
 from isthmus.units import parse_duration, whole_number
 
 
-def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
+def serve_job(job: Job | FederatedJob, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
     """Until it has run."""
-    check_job(job)
-    fleet_of(job)
+    check_on_fleet(job)
     with serving_fleet(serving, observer.note) as service:
         return run_job(job, msgspec.structs.replace(choices, backend=service), observer, stop)
-
-
-def serve_federated(job: FederatedJob, choices: RunChoices, serving: Serving, observer: Observer, stop: Stop) -> Run:
-    """Until its rounds are done."""
-    return deploy(job, choices, lambda log: serving_fleet(serving, log), observer, stop)
 
 
 def serve_submitted(serving: Serving, observer: Observer, logged: Logged, *, dashboard: bool = False) -> None:
@@ -187,9 +178,5 @@ def serve(
     if job is None:
         serve_submitted(serving, observer, Written, dashboard=dashboard)
         return None
-    if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
-        choices = RunChoices(resume=resume, run=folder, dashboard=dashboard, callbacks=given_callbacks(given))
-        made = attached_to(federated_job_of(job, overrides), given)
-        return serve_federated(made, choices, serving, observer, stop)
     choices = Choices(resume=resume, run=folder, dashboard=dashboard, callbacks=given_callbacks(given))
-    return serve_job(attached_to(job_of(job, overrides), given), choices, serving, observer, stop)
+    return serve_job(attached_to(any_job_of(job, overrides), given), choices, serving, observer, stop)

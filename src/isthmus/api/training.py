@@ -16,8 +16,9 @@ from isthmus.api.given import Given, Objects, check_arguments, kept_folder
 from isthmus.api.job_overrides import job_of
 from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
-from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
+from isthmus.api.run_job import run_job
+from isthmus.api.run_session import Choices
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plans import Plan, save_plan

@@ -13,16 +13,15 @@ import msgspec
 from isthmus.api.agent_log import AgentLog
 from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
 from isthmus.api.cluster import Cluster
-from isthmus.api.decoupled import check_job
 from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import job_of
 from isthmus.api.make_plan import fleet_for
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
-from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
-from isthmus.api.run_session import PYTHON_AGAIN, RunChoices, folder_of
+from isthmus.api.run_job import check_on_fleet, run_job
+from isthmus.api.run_session import PYTHON_AGAIN, Choices, folder_of
 from isthmus.api.serve import Serving, serving_fleet
 from isthmus.api.states import timeout_s
 from isthmus.api.up_choices import (
@@ -63,11 +62,11 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
     launcher = open_launcher(asked.engine, asked.options)
     fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
     if fleet is not None:
-        check_job(job)
+        check_on_fleet(job)
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
     serving = _serving(asked, launcher.head)
-    folder = folder_of(job, RunChoices(resume=asked.resume, run=asked.run), observer.note)
+    folder = folder_of(job, Choices(resume=asked.resume, run=asked.run), observer.note)
     interrupted = False
     try:
         with _started(folder, launcher, specs, serving, observer, verbose=asked.verbose) as (cluster, service):

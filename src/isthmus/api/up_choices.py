@@ -39,7 +39,7 @@ class UpChoices(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool = False
     run: Path | None = None
     again: str = ""
-    """As of `RunChoices`."""
+    """As of `Choices`."""
     verbose: bool = False
     """Show what agents print."""
     callbacks: tuple[Callback, ...] = ()

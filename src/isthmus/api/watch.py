@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
 from isthmus.api.observer import Observer
 from isthmus.api.run_log import RunLog
-from isthmus.api.run_session import RunSession
-from isthmus.callbacks import Evaluated, RunFault, RunStarted, StepDone
+from isthmus.api.stored_run import Uploads
+from isthmus.callbacks import Callbacks, Evaluated, RunEnded, RunFault, RunStarted, StepDone
+from isthmus.callbacks.events import Ended
+from isthmus.callbacks.loading import outcome_of
+from isthmus.errors import UserError
 from isthmus.trace import Span
+
+
+class Ran(NamedTuple):
+    """How a program's part of a run ended."""
+
+    outcome: Ended
+    reason: str = ""
+    """Why the run did not come to its end."""
+    failure: Exception | None = None
+    """The error of a run that is lost or has diverged; None: `reason` says it all."""
+    explain: Callable[[], None] = lambda: None
+    """Writes traces, pictures and summaries into the folder."""
 
 
 class Watch:
     """The watch of one session. `noted` and other methods may be called by several threads."""
 
-    def __init__(self, session: RunSession, observer: Observer) -> None:
-        self.folder, self.callbacks, self.uploads = session
-        self.observer = observer
-        self.log = RunLog(self.folder.path, observer.note)
+    def __init__(self, folder: RunFolder, callbacks: Callbacks, uploads: Uploads, observer: Observer) -> None:
+        self.folder, self.callbacks, self.uploads, self.observer = folder, callbacks, uploads, observer
+        self.log = RunLog(folder.path, observer.note)
         self.done = 0
         self._heldout_loss: float | None = None
 
@@ -67,6 +84,22 @@ class Watch:
         self.done = step
         self.observer.went_back(step)
         self.fault(RunFault(step=step, kind="back"))
+
+    def ended(self, ran: Ran, pictures: Mapping[str, Path] = {}) -> None:
+        """The session is over, and the folder complete."""
+        self.log.ended(ran.outcome, ran.reason)
+        ended = RunEnded(run=self.folder.path, outcome=ran.outcome, reason=ran.reason, pictures=pictures)
+        self.callbacks.end(ended)
+
+    @contextlib.contextmanager
+    def session(self) -> Generator[None]:
+        """Whatever ends the block by an error is an end too."""
+        try:
+            yield
+        except BaseException as e:
+            with contextlib.suppress(UserError):  # the first error is the reason
+                self.ended(Ran(outcome_of(e), str(e)))
+            raise
 
     def saved(self, step: int, directory: Path) -> None:
         self.uploads.committed(directory, self.folder.path)

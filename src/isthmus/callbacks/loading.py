@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Literal, cast
 
 import msgspec
@@ -94,16 +93,6 @@ class Callbacks:
         with contextlib.ExitStack() as stack:  # the last error is raised
             for name, one in reversed(self._named):
                 stack.callback(self._call, name, one, "end", ended)
-
-    @contextlib.contextmanager
-    def session(self, run: Path) -> Generator[None]:
-        """Whatever ends the block by an error is an end too."""
-        try:
-            yield
-        except BaseException as e:
-            with contextlib.suppress(UserError):  # the first error is the reason
-                self.end(RunEnded(run=run, outcome=outcome_of(e), reason=str(e)))
-            raise
 
     def _each(self, method: str, event: object) -> None:
         if self._started:  # a device may come before the run begins

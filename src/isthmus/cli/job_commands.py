@@ -202,20 +202,17 @@ def train(
         if dry_run:
             job = msgspec.structs.replace(job, deployment=None)  # it would train here
             raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job), json=json))
-        how = api.run_session.RunChoices(resume=resume, run=run, dashboard=dashboard, again=command_to_go_on())
-        raise typer.Exit(
-            show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
-        )
-    if dry_run:
+    elif dry_run:
         if job.sync.mode == "decoupled":
             raise typer.Exit(_simulate_replicas(job, (), json=json))
         api.pipeline.places_of(job)
         return _plan(job, explain=False, picture=None, json=json, prove=None)
-    api.pipeline.fork_before_threads()
-    choices = api.pipeline.Choices(
+    else:
+        api.pipeline.fork_before_threads()
+    choices = api.run_session.Choices(
         resume=resume, run=run, plan=plan_file, dashboard=dashboard, again=command_to_go_on()
     )
-    raise typer.Exit(show_run(lambda terminal: api.pipeline.run_job(job, choices, terminal, stop), json=json))
+    raise typer.Exit(show_run(lambda terminal: api.run_job.run_job(job, choices, terminal, stop), json=json))
 
 
 @app.command()

@@ -56,12 +56,7 @@ def serve(
         api.serve.serve_submitted(serving, terminal, api.terminal.logged, dashboard=dashboard)
         raise typer.Exit(130)  # after Ctrl-C
     job = asked.any_job(job_file)
-    if isinstance(job, isthmus.FederatedJob):
-        how = api.run_session.RunChoices(resume=resume, run=run, dashboard=dashboard, again=command_to_go_on())
-        raise typer.Exit(
-            show_run(lambda terminal: api.serve.serve_federated(job, how, serving, terminal, stop), json=json)
-        )
-    choices = api.pipeline.Choices(resume=resume, run=run, dashboard=dashboard, again=command_to_go_on())
+    choices = api.run_session.Choices(resume=resume, run=run, dashboard=dashboard, again=command_to_go_on())
     raise typer.Exit(show_run(lambda terminal: api.serve.serve_job(job, choices, serving, terminal, stop), json=json))
 
 
