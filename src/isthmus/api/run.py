@@ -18,12 +18,13 @@ from isthmus.api.round_files import trained_model
 from isthmus.api.run_entries import run_entries, run_state
 from isthmus.data.description import DataDescription
 from isthmus.disclosure import PrivacySpent, read_spent
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
 from isthmus.federated.accounting import written_guarantee
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.federated.privacy import Guarantee
+from isthmus.figures import FIGURES
 from isthmus.fleet import Fleet
 from isthmus.job import Job
 from isthmus.models.registry import WithLoss, own_names
@@ -52,8 +53,8 @@ class Run:
     >>> run = isthmus.Run(finished)
     >>> run.outcome, len(run.losses), run.losses[-1].step
     ('done', 4, 4)
-    >>> federated = isthmus.Run(federated)
-    >>> federated.outcome, len(federated.rounds), federated.heldout[-1].loss > 0
+    >>> rounds = isthmus.Run(federated)
+    >>> rounds.outcome, len(rounds.rounds), rounds.heldout[-1].loss > 0
     ('done', 2, True)
     """
 
@@ -106,6 +107,18 @@ class Run:
         """The unit of both losses: "nats per byte", "nats per token" or "nats per sample"."""
         described = self._folder.described()
         return loss_unit(self._folder.job(), next(iter(described.values()))) if described else "nats per sample"
+
+    def figure(self, name: str) -> list[tuple[int, float]]:
+        """Return (step, value) of a number of the steps or rounds, by its field in `isthmus.StepDone`. Of steps that
+        came within half a second the last is on record. UserError for no such number.
+
+        >>> [step for step, _ in isthmus.Run(federated).figure("clients")][-1]
+        2
+        """
+        if name not in FIGURES:
+            raise unknown_name("figure", name, FIGURES)
+        entries = (entry for entry in run_entries(self.path) if name in entry.figures)
+        return [(entry.step, entry.figures[name]) for entry in entries]
 
     @property
     def trace(self) -> Trace:

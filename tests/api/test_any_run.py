@@ -1,0 +1,60 @@
+"""One result, one record: a run of rounds has what a run of steps has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import isthmus
+from isthmus.api.run_entries import ENTRIES, run_entries, run_state
+from isthmus.errors import UserError
+from isthmus.run_files import LOSSES
+
+LOSS = nn.functional.mse_loss
+ALONE = {"execution.executors": 1}
+
+
+def trained(folder: Path, rounds: int = 2, **more: object) -> isthmus.Run:
+    clients = [{"input": torch.randn(8, 4), "target": torch.zeros(8, 1)} for _ in range(3)]
+    given: dict[str, object] = {"model": nn.Linear(4, 1), "loss": LOSS, "clients": clients, "test": clients[0], **more}
+    return isthmus.federate(rounds=rounds, overrides=ALONE, run=folder, quiet=True, **given)  # type: ignore[arg-type]
+
+
+def test_rounds_are_entries_losses_a_trace_and_a_model(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    kinds = [entry.kind for entry in run_entries(run.path)]
+    assert kinds == ["began", "step", "heldout", "step", "heldout", "ended"]
+    assert [point.step for point in run.heldout] == [1, 2] and not run.losses
+    assert run.figure("clients") == [(1, 3.0), (2, 3.0)] and run.evaluation is not None
+    assert run.evaluation.loss == run.heldout[-1].loss
+    assert {span.step for span in run.trace.spans} == {1, 2} and set(run.pictures) >= {"metrics", "round"}
+    module = nn.Linear(4, 1)
+    assert run.load(module) == 2
+    assert isinstance(run.model, nn.Linear) and torch.equal(run.model.weight, module.weight)
+    with pytest.raises(UserError, match="unknown figure"):
+        run.figure("client")
+
+
+def test_a_run_of_rounds_is_resumed_also_one_without_entries(tmp_path: Path) -> None:
+    """As versions before left it."""
+    run = trained(tmp_path / "run")
+    for name in (ENTRIES, LOSSES):
+        (run.path / name).unlink()
+    before = isthmus.Run(run.path)
+    assert before.outcome == "done" and run_state(run_entries(run.path)).done == 2
+    assert run.resume(steps=3).outcome == "done"
+    assert len(before.rounds) == 3 and [entry.step for entry in run_entries(run.path) if entry.kind == "step"] == [3]
+
+
+def test_the_record_of_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    class Failing(isthmus.Callback):
+        def step(self, done: isthmus.StepDone) -> None:
+            raise ValueError("no more")
+
+    with pytest.raises(UserError, match="no more"):
+        trained(tmp_path / "run", callbacks=[Failing()])
+    note, ended = run_entries(tmp_path / "run")[-2:]
+    assert (ended.kind, ended.text) == ("ended", "failed") and "no more" in note.text
