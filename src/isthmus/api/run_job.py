@@ -64,5 +64,7 @@ def check_on_fleet(job: Job | FederatedJob) -> None:
     """Before anything begins. UserError for a job that cannot run on devices or sites of a fleet."""
     if isinstance(job, FederatedJob):
         check_rounds(job, on_fleet=True)
-    elif fleet_of(job) and job.sync.mode == "decoupled":
+        return
+    fleet_of(job)
+    if job.sync.mode == "decoupled":
         check_replicas(job, on_fleet=True)
