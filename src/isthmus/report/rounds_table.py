@@ -59,25 +59,41 @@ def _evaluation_lines(lines: Sequence[RoundLine], *, of_sites: bool) -> list[str
     return found
 
 
+Series = Mapping[str, tuple[Sequence[float | None], Callable[[float], str]]]
+"""Values of rounds by name, and how one is written."""
+
+
 def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
-    """Return the results of a run, one row per figure. UserError is never raised: without rounds the table is empty."""
-    table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
+    """Return the results of a run, one row per figure; without rounds the table is empty."""
     steady = lines[1:] or lines
-    series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
+    series: Series = {
         "round time": ([line.seconds for line in steady], format_duration),
         "longest executor": ([line.makespan_s for line in steady], format_duration),
         "longest executor, planned": ([line.record.predicted_s for line in steady], format_duration),
-        "error of client times": ([line.time_error() for line in steady], lambda share: f"{share:.0%}"),
-        "clients reassigned": ([float(line.record.stolen) for line in steady], lambda count: f"{count:g}"),
-        "messages with values": ([float(line.trips) for line in steady], lambda count: f"{count:g}"),
+        "error of client times": ([line.time_error() for line in steady], _share),
+        "clients reassigned": ([float(line.record.stolen) for line in steady], _count),
+        "messages with values": ([float(line.trips) for line in steady], _count),
         "sent": ([float(line.sent_bytes) for line in steady], format_size),
         "received": ([float(line.received_bytes) for line in steady], format_size),
     }
+    return _medians(f"{len(lines)} rounds, the first left out", series)
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _count(value: float) -> str:
+    return f"{value:g}"
+
+
+def _medians(title: str, series: Series) -> RenderableType:
+    table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
     for name, (values, shown) in series.items():
         known = [v for v in values if v is not None]
         if known:
             table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
-    return titled(f"{len(lines)} rounds, the first left out", table)
+    return titled(title, table)
 
 
 _ENDS: Mapping[Why, str] = {
@@ -91,28 +107,27 @@ _ENDS: Mapping[Why, str] = {
 
 def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit, fleet: str = "") -> RenderableType:
     """Return the virtual clock's figures, one row each. `line` is of this machine, or the mean over the fleet."""
-    table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
     steady = rounds[1:] or rounds
-    busy = [float(r.busy_s.sum() / (len(r.busy_s) * r.seconds)) if r.seconds else 0.0 for r in steady]
     series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
         "round time": ([r.seconds for r in steady], format_duration),
         "longest executor, planned": ([r.record.predicted_s for r in steady], format_duration),
         "its lower bound": ([r.record.bound_s for r in steady], format_duration),
-        "executors busy": (busy, lambda share: f"{share:.0%}"),
-        "clients": ([float(sum(map(len, r.record.trained.values()))) for r in steady], lambda count: f"{count:g}"),
-        "clients reassigned": ([float(r.record.stolen) for r in steady], lambda count: f"{count:g}"),
+        "executors busy": ([_busy(r) for r in steady], _share),
+        "clients": ([float(sum(map(len, r.record.trained.values()))) for r in steady], _count),
+        "clients reassigned": ([float(r.record.stolen) for r in steady], _count),
     }
     if any(r.record.stale for r in steady):
-        series["late updates"] = [float(len(r.record.stale)) for r in steady], lambda count: f"{count:g}"
+        series["late updates"] = [float(len(r.record.stale)) for r in steady], _count
     if any(r.record.missing for r in steady):
-        series["clients missing"] = [float(len(r.record.missing)) for r in steady], lambda count: f"{count:g}"
-    for name, (values, shown) in series.items():
-        known = [v for v in values if v is not None]
-        if known:
-            table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
+        series["clients missing"] = [float(len(r.record.missing)) for r in steady], _count
     throughput = f"{format_duration(line.seconds_per_sample)} a sample and {format_duration(line.fixed_s)} a client"
     where = f"on fleet {sanitize(fleet)}, by its figures, on average" if fleet else "on this machine"
     total = format_duration(sum(r.seconds for r in rounds))
     counted: Counter[Why] = Counter(r.record.closed_by for r in rounds)
     ends = ", ".join(f"{count} by {_ENDS[why]}" for why, count in counted.most_common())
-    return titled(f"{len(rounds)} simulated rounds ({ends}), {total} in all; {where} {throughput}", table)
+    return _medians(f"{len(rounds)} simulated rounds ({ends}), {total} in all; {where} {throughput}", series)
+
+
+def _busy(simulated: SimulatedRound) -> float:
+    spent_s = simulated.busy_s
+    return float(spent_s.sum() / (len(spent_s) * simulated.seconds)) if simulated.seconds else 0.0
