@@ -200,7 +200,7 @@ TESTED = {
     ("options of plans", "federated"): "test_a_federated_simulation_has_no_trace",
     ("streams", "federated"): "test_a_federated_job_is_refused_in_one_line",
     ("an engine of the sweep", "federated"): "test_bad_files_start_nothing",
-    ("faults of links and the coordinator", "federated"): "test_faults_that_no_site_can_have",
+    ("faults of links", "federated"): "test_faults_that_no_site_can_have",
     ("options of rounds", "pipeline"): "test_a_pipelines_job_is_no_federated_one",
     ("a single number", "client privacy"): "test_bad_options_are_refused_in_one_line",
     ("collected values", "client privacy"): "test_what_is_collected_is_not_private",

@@ -22,7 +22,7 @@ from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, PhaseId
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.run import coordinator_of
-from isthmus.simulator.federated import FederatedCosts, simulate_federated
+from isthmus.simulator.rounds import FederatedCosts, simulate_federated
 
 
 class Alternating(Rounds):

@@ -30,7 +30,7 @@ from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
+from isthmus.simulator.rounds import FederatedCosts, SimulatedRound, simulate_federated
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

@@ -109,7 +109,7 @@ def test_a_simulation_without_sites_left_says_why_it_ended(when: str, tmp_path: 
     [
         (("--fault", "west@2s"), ["unknown executor in --fault 'west'"]),
         (("--slow", "west@2s:2"), ["unknown executor in --slow 'west'"]),
-        (("--leave", "east@2s"), ["--leave: got 'east is to leave' in a federated job", "--slow NAME@12s:4"]),
+        (("--fault", "link:north:east@2s"), ["--fault: got north:east in a federated job", "clients exchange nothing"]),
         (("--set", 'deployment.sites=["north", "south"]'), ["deployment.sites: got 2 sites for data of 3 clients"]),
     ],
 )

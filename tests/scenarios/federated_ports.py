@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -34,7 +35,8 @@ from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import MessageSender
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, direct
-from isthmus.simulator.federated import FederatedCosts, simulate_federated
+from isthmus.simulator.options import Fault
+from isthmus.simulator.rounds import FederatedCosts, simulate_federated
 from tests.federated.populations import LOCAL, module, population
 from tests.federated.twins import SEED
 
@@ -111,16 +113,17 @@ def _simulate(scenario: Scenario, machine: Recorded) -> None:
         begun.add(key)
         return slow.seconds if slow is not None and first else QUICK_S
 
-    number = -1 if departs is None else names.index(departs.executor)
     costs = FederatedCosts(
         lines=(LinearFit(0.0, 1.0),) * len(names),
         latency_s=0.001,
         factor=factor,
         sites=tuple(population(len(names)).sizes.tolist()) if scenario.sites else (),
-        losses=() if departs is None else ((number, departs.seconds),),
-        returns=((number, departs.back_s),) if departs is not None and departs.back else (),
     )
-    simulate_federated(machine, costs)
+    faults: list[Fault] = []
+    if departs is not None:
+        lasts_s = departs.back_s - departs.seconds if departs.back else math.inf
+        faults.append(Fault(device=departs.executor, time_s=departs.seconds, lasts_s=lasts_s))
+    simulate_federated(machine, costs, faults=faults)
 
 
 class _Run:

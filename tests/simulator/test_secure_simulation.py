@@ -11,13 +11,14 @@ from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, SecureRules
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.simulator.federated import FederatedCosts, SimulatedFederation, simulate_federation
+from isthmus.simulator.options import Fault
+from isthmus.simulator.rounds import FederatedCosts, SimulatedFederation, simulate_federation
 
 SITES = 5
 ROUNDS = 4
 
 
-def simulated(*, secure: bool = True, minimum: int = 2, **costs: object) -> SimulatedFederation:
+def simulated(*faults: Fault, secure: bool = True, minimum: int = 2) -> SimulatedFederation:
     names = [f"site-{number}" for number in range(SITES)]
     sizes = np.arange(1, SITES + 1) * 10
     rules = RoundRules(
@@ -38,9 +39,8 @@ def simulated(*, secure: bool = True, minimum: int = 2, **costs: object) -> Simu
         clients={name: number for number, name in enumerate(names)},
     )
     lines = tuple(LinearFit(0.01, 0.1) for _ in names)
-    return simulate_federation(
-        machine, FederatedCosts(lines=lines, sites=tuple(sizes.tolist()), latency_s=0.05, **costs)
-    )
+    costs = FederatedCosts(lines=lines, sites=tuple(sizes.tolist()), latency_s=0.05)
+    return simulate_federation(lambda _: machine, costs, faults=faults)
 
 
 def test_masks_cost_the_latency_of_their_messages() -> None:
@@ -53,7 +53,7 @@ def test_masks_cost_the_latency_of_their_messages() -> None:
 
 
 def test_a_site_that_leaves_while_keys_go_around_is_missing_from_the_round() -> None:
-    found = simulated(cuts=((2, 0.06),), returns=((2, 5.0),))
+    found = simulated(Fault(device="site-2", time_s=0.06, lasts_s=4.94))
     assert found.finish.outcome == "done"
     assert all(len(one.record.trained) >= 2 for one in found.rounds)
     assert any("site-2" not in one.record.trained for one in found.rounds)
@@ -62,9 +62,7 @@ def test_a_site_that_leaves_while_keys_go_around_is_missing_from_the_round() -> 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, SITES - 1), st.floats(0.01, 4.0), st.floats(0.1, 3.0)), max_size=8))
 def test_whenever_sites_leave_a_round_is_of_enough_or_is_tried_again(away: list[tuple[int, float, float]]) -> None:
-    cuts = tuple((site, at_s) for site, at_s, _ in away)
-    returns = tuple((site, at_s + for_s) for site, at_s, for_s in away)
-    found = simulated(cuts=cuts, returns=returns)
+    found = simulated(*(Fault(device=f"site-{site}", time_s=at_s, lasts_s=for_s) for site, at_s, for_s in away))
     assert found.finish.outcome in ("done", "lost"), found.finish
     assert [one.record.round for one in found.rounds] == list(range(len(found.rounds)))
     assert all(len(one.record.trained) >= 2 for one in found.rounds)

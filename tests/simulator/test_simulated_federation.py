@@ -11,20 +11,21 @@ from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.simulator.federated import FederatedCosts, SimulatedRound, record_texts, simulate_federated
+from isthmus.simulator.options import Fault
+from isthmus.simulator.rounds import FederatedCosts, SimulatedRound, record_texts, simulate_federated
 
 SIZES = np.random.default_rng(1).integers(10, 400, 300)
 SPEEDS = (1.0, 2.0, 4.0, 8.0)
 
 
-def run(costs: FederatedCosts, rounds: int = 8, **rules: object) -> tuple[SimulatedRound, ...]:
+def run(costs: FederatedCosts, *faults: Fault, rounds: int = 8, **rules: object) -> tuple[SimulatedRound, ...]:
     count = len(costs.lines)
     names = [f"e{k}" for k in range(count)]
     options = {"rounds": rounds, "needed": 100, "steals": False} | rules
     machine = Rounds(
         names, RoundRules(**options), SIZES, lambda r: np.arange(r, 300, 3), ThroughputModel(count, window_rounds=5)
     )
-    return simulate_federated(machine, costs)
+    return simulate_federated(machine, costs, faults=faults)
 
 
 def lines(*speeds: float) -> tuple[LinearFit, ...]:
@@ -71,14 +72,14 @@ def test_certified_with_stealing_stays_near_the_bound_under_noise() -> None:
 
 
 def test_the_clients_of_a_lost_executor_are_trained_by_others() -> None:
-    rounds = run(FederatedCosts(lines=lines(1, 1, 1), losses=((1, 0.5),)), rounds=3, steals=True)
+    rounds = run(FederatedCosts(lines=lines(1, 1, 1)), Fault(device="e1", time_s=0.5), rounds=3, steals=True)
     assert [sum(map(len, r.record.trained.values())) for r in rounds] == [100] * 3
     assert "e1" not in rounds[-1].record.trained
 
 
 def test_a_run_without_executors_says_so() -> None:
     with pytest.raises(PeerError, match="executor 'e0' was lost"):
-        run(FederatedCosts(lines=lines(1), losses=((0, 0.5),)))
+        run(FederatedCosts(lines=lines(1)), Fault(device="e0", time_s=0.5))
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

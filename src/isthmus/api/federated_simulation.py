@@ -8,7 +8,6 @@ rounds are not trained, so a population of a million is a matter of seconds.
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import tempfile
 import time
@@ -20,13 +19,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from isthmus.api.fault_simulation import fault_text
 from isthmus.api.federated_timeline import FederatedTimeline, simulate_struck
 from isthmus.api.make_plan import plan_for
 from isthmus.combinations import refused
 from isthmus.data.clients import ClientData
 from isthmus.data.description import DataDescription
-from isthmus.errors import PeerError, UserError, unknown_name
+from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
 from isthmus.federated.client_costs import ClientCosts
 from isthmus.federated.cohorts import Cohorts
@@ -47,8 +45,8 @@ from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.sizing import with_executors
 from isthmus.sanitize import sanitize
-from isthmus.simulator.federated import FederatedCosts, MessageCosts, SimulatedRound
 from isthmus.simulator.options import Fault
+from isthmus.simulator.rounds import FederatedCosts, MessageCosts, SimulatedRound, check_round_faults
 from isthmus.units import format_duration
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
@@ -160,7 +158,7 @@ def _simulated(
     if job.deployment is not None:
         _check_sites(job.deployment, len(data.sizes))
         deployment = job.deployment
-        machine, other = (site_coordinator(job, deployment, data.sizes.copy(), 0, None) for _ in range(2))
+        make = _after_saved(job, lambda first: site_coordinator(job, deployment, data.sizes.copy(), first, None))
         sites = tuple(data.sizes.tolist())
         pipelines = tuple(_pipeline(job, deployment, name, data) for name in deployment.fleets)
     else:
@@ -168,27 +166,33 @@ def _simulated(
         fleet = job.executor_fleet(executors(job, len(data.sizes)))
         if fleet is not None:
             return _on_fleet(job, data, fleet, faults, counted or counted_costs(job, data))
-        machine, other = (coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None) for _ in range(2))
-    struck = _struck(faults, machine.executors, may_return=job.deployment is not None)
+        cohorts = Cohorts(job, data.sizes)
+        make = _after_saved(job, lambda first: coordinator_of(job, data.sizes, cohorts, first, None))
+    names = make(0).executors
+    check_round_faults(faults, names, sites=bool(sites))
     found = measured(job)
-    costs = msgspec.structs.replace(
-        struck,
-        lines=tuple(_line(found.line, name, pipelines) for name in machine.executors),
+    costs = FederatedCosts(
+        lines=tuple(_line(found.line, name, pipelines) for name in names),
         sums_s=found.overhead_s,
         noise=job.execution.noise,
         clients_per_vmap=found.clients_per_vmap,
-        factor=_factor(job, 0 if sites else len(machine.executors)),
+        factor=_factor(job, 0 if sites else len(names)),
         sites=sites,
     )
-    timeline = simulate_struck((machine, other), costs, faults, job.federated.seed)
+    timeline = simulate_struck(make, costs, faults, job.federated.seed)
     return SimulatedRounds(
         list(timeline.run.rounds),
-        len(machine.executors),
+        len(names),
         found.line,
         found.overhead_s,
         timeline=timeline if faults else None,
         pipelines=pipelines,
     )
+
+
+def _after_saved(job: FederatedJob, make: Callable[[int], Rounds]) -> Callable[[int], Rounds]:
+    """Return what makes the coordinator that begins after so many rounds, as the newest of them that is saved."""
+    return lambda done: make(done // job.federated.save_every * job.federated.save_every)
 
 
 def _pipeline(job: FederatedJob, deployment: Deployment, site: str, data: ClientData) -> SimulatedPipeline:
@@ -221,17 +225,18 @@ def _on_fleet(
     what a device does besides products and convolutions, take no time."""
     fleet.check_memory(counted.memory_bytes)
 
-    def coordinator() -> Rounds:
+    def coordinator(first: int) -> Rounds:
         states = np.full(len(data.sizes), NONE, dtype=np.int32) if counted.state_bytes else None
-        return coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, states)
+        return coordinator_of(job, data.sizes, Cohorts(job, data.sizes), first, states)
 
-    machine = coordinator()
-    count = len(machine.executors)
+    make = _after_saved(job, coordinator)
+    names = make(0).executors
+    check_round_faults(faults, names, sites=False)
+    count = len(names)
     lines = tuple(LinearFit(counted.passes[0].flops / fleet.flops_per_s(k), 0.0) for k in range(count))
     share = [one.flops / counted.passes[0].flops for one in counted.passes]
     slower = _factor(job, count)
-    costs = msgspec.structs.replace(
-        _struck(faults, machine.executors, may_return=False),
+    costs = FederatedCosts(
         lines=lines,
         noise=job.execution.noise,
         clients_per_vmap=job.execution.clients_per_vmap or 1,
@@ -240,7 +245,7 @@ def _on_fleet(
         messages=tuple(message_costs(fleet, k, counted) for k in range(count)),
         moves_s=None if not counted.state_bytes else lambda a, b: fleet.between_s(a, b, counted.state_bytes),
     )
-    timeline = simulate_struck((machine, coordinator()), costs, faults, job.federated.seed)
+    timeline = simulate_struck(make, costs, faults, job.federated.seed)
     devices = tuple(
         SimulatedExecutor(
             device=name,
@@ -248,7 +253,7 @@ def _on_fleet(
             broadcast_s=message.to_s + message.broadcast_s[0],
             sums_s=message.from_s + message.sums_s[0],
         )
-        for name, line, message in zip(machine.executors, lines, costs.messages, strict=True)
+        for name, line, message in zip(names, lines, costs.messages, strict=True)
     )
     mean = LinearFit(statistics.fmean(line.seconds_per_sample for line in lines), 0.0)
     happened = timeline if faults else None
@@ -275,26 +280,6 @@ def _check_sites(deployment: Deployment, clients: int) -> None:
             "each site is simulated with one client's samples; where the data say who has which, partition.clients = "
             f"{len(deployment.sites)} gives each site several of them"
         )
-
-
-def _struck(faults: Sequence[Fault], executors: Sequence[str], *, may_return: bool) -> FederatedCosts:
-    """Costs with executors that come late, are lost or slow. UserError for other faults."""
-    numbers = {name: number for number, name in enumerate(executors)}
-    for fault in faults:
-        if fault.kind not in ("lost", "slow", "join"):
-            raise refused("faults of links and the coordinator", "federated", repr(fault_text(fault)), fault.option)
-        if fault.device not in numbers:
-            raise unknown_name(f"executor in {fault.option}", fault.device, executors)
-        if not may_return and math.isfinite(fault.lasts_s):
-            raise refused("devices that return", "executors", f"{fault.device!r} with a time after which it is back")
-    lost = [fault for fault in faults if fault.kind == "lost"]
-    return FederatedCosts(
-        lines=(),
-        joins=tuple((numbers[f.device], f.time_s) for f in faults if f.kind == "join"),
-        losses=tuple((numbers[f.device], f.time_s) for f in lost),
-        returns=tuple((numbers[f.device], f.time_s + f.lasts_s) for f in lost if math.isfinite(f.lasts_s)),
-        slows=tuple((numbers[f.device], f.time_s, f.factor) for f in faults if f.kind == "slow"),
-    )
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):

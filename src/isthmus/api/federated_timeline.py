@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from isthmus.api.fault_simulation import fault_text
 from isthmus.errors import PeerError
 from isthmus.programs.rounds import Rounds
-from isthmus.simulator.federated import FederatedCosts, SimulatedFederation, simulate_federation
 from isthmus.simulator.options import Fault
+from isthmus.simulator.rounds import FederatedCosts, SimulatedFederation, simulate_federation
 from isthmus.units import format_duration
 
 MOST_LINES = 60
@@ -64,20 +64,16 @@ class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate_struck(
-    machines: tuple[Rounds, Rounds],
-    costs: FederatedCosts,
-    faults: Sequence[Fault],
-    seed: int,
+    make: Callable[[int], Rounds], costs: FederatedCosts, faults: Sequence[Fault], seed: int
 ) -> FederatedTimeline:
-    """The run of the first machine with the costs' faults, and of the second one without.
+    """The run with these faults, and without. `make`: as `simulate_federation`.
 
     PeerError for a run that cannot go on though nothing strikes it."""
-    run = simulate_federation(machines[0], costs, seed)
+    run = simulate_federation(make, costs, seed, faults)
     if not faults and run.finish.outcome == "lost":
         raise PeerError(run.finish.reason)
     undisturbed_s: float | None = run.seconds
     if faults:
-        calm = msgspec.structs.replace(costs, joins=(), losses=(), returns=(), slows=())
-        other = simulate_federation(machines[1], calm, seed)
+        other = simulate_federation(make, costs, seed)
         undisturbed_s = None if other.finish.outcome == "lost" else other.seconds
     return FederatedTimeline(run=run, faults=tuple(faults), undisturbed_s=undisturbed_s)

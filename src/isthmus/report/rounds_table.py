@@ -17,7 +17,7 @@ from isthmus.programs.merging import Why
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.report.tables import new_table, titled
 from isthmus.sanitize import sanitize
-from isthmus.simulator.federated import SimulatedRound
+from isthmus.simulator.rounds import SimulatedRound
 from isthmus.units import format_duration, format_metric, format_metrics, format_size
 
 MOST_SITES = 8

@@ -20,12 +20,15 @@ class Strikes:
         connections: Connections[Any],
         options: SimulationOptions,
         restart: Callable[[], None],
+        *,
+        sees: bool = True,
     ) -> None:
-        """`restart` starts a coordinator that was away again."""
+        """`restart` starts a coordinator that was away again. `sees`: whether it sees processes of devices."""
         self._world = world
         self._connections = connections
         self._options = options
         self._restart = restart
+        self._sees = sees
         self._ended: dict[str, str] = {}
         self._called: set[str] = set()
         """Devices whose process is on its way."""
@@ -51,6 +54,8 @@ class Strikes:
 
     def tick(self) -> Observation:
         """Return the coordinator's observation of the devices now."""
+        if not self._sees:
+            return Observation()
         here = frozenset(self._world.devices)
         self._called -= here
         leaving, self._leaving = frozenset(self._leaving), set()
