@@ -183,7 +183,7 @@ class _Executor:
         self.connect()
 
     def connect(self) -> None:
-        """What an earlier connection had under way is void."""
+        """Work that an earlier connection had under way is void."""
         self.policy = FederatedExecutor(self, self._world.costs.clients_per_vmap)
         self._due: deque[SumsSent | tuple[PhaseId, Sequence[ClientTask]]] = deque()
         self._trains = False
