@@ -24,7 +24,7 @@ import isthmus
 import isthmus_testing
 from isthmus.api import proof
 from isthmus.job import prepared
-from isthmus.runtime.launchers import forked_agents
+from isthmus.runtime.launchers import local
 from isthmus.runtime.processes import device_processes
 from tests.captures import kept
 from tests.interpreters import PLANNING_WORK, copied
@@ -103,7 +103,7 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
     with pytest.MonkeyPatch.context() as patch, copied():
         patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
-        for module in (device_processes, forked_agents):  # for commands that are called in this process
+        for module in (device_processes, local):  # for commands that are called in this process
             patch.setattr(module, "fork_early", lambda *_, **__: None)
         patch.setattr(proof, "PLANNING_WORK", PLANNING_WORK)
         # For commands that are called in this process: what packages offer, and the options of all commands.

@@ -23,8 +23,9 @@ from networks import irregular, uniform
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.planners.placement import PlacementProblem, islands, lower_bound_s
+from isthmus.planners.placement import PlacementProblem, islands
 from isthmus.planners.placement.dtfm import PAPER, gain_of, search
+from isthmus_testing.placement import lower_bound_s
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

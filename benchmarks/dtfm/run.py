@@ -33,9 +33,9 @@ from isthmus.planners.placement import (
     dtfm_genetic_code,
     dtfm_kl,
     islands,
-    lower_bound_s,
     random_groups,
 )
+from isthmus_testing.placement import lower_bound_s
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import in_time, machine, options_of, write_figures

@@ -14,9 +14,7 @@ from isthmus.cost.stage_costs import elements
 from isthmus.experiments import (
     LocalBackend,
     RunOptions,
-    Warmup,
     Watcher,
-    calibrate,
     check_outcome,
     local_places,
     run_plan,
@@ -28,6 +26,7 @@ from isthmus.plans import Plan
 from isthmus.report import DeviceMemoryUse, memory_use
 from isthmus.simulator import Overheads, SimulationOptions, simulate
 from isthmus.trace import Trace, steady_step_s
+from isthmus_testing.calibration import Warmup, calibrate
 
 WARMUP_STEPS = 4
 

@@ -16,13 +16,14 @@ from host import Load, wait_for_quiet
 from pairs import Pair, Shares
 
 from isthmus.cost import build_plan
-from isthmus.experiments import Calibration, ProcessPlace, Warmup, calibrate, run_spec
+from isthmus.experiments import ProcessPlace, run_spec
 from isthmus.fleet import Fleet, Link, Route, corrected
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.simulator import Overheads, SimulationOptions, simulate
 from isthmus.trace import Trace, steady_step_s, step_times
+from isthmus_testing.calibration import Calibration, Warmup, calibrate
 from isthmus_testing.lab import COORDINATOR, Lab, measure
 
 QUIET_CORES = 0.15

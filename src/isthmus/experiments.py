@@ -10,7 +10,6 @@ makes its plan itself (`isthmus.planners`, `isthmus.cost`) and runs exactly that
 """
 
 from isthmus.api.make_plan import plan_for
-from isthmus.cost.calibration import Calibration, Warmup, calibrate
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.graph.capture import Column, capture
 from isthmus.protocol import Item, RunSpec
@@ -25,7 +24,6 @@ from isthmus.training.learning_rate import LearningRate
 from isthmus.training.optim import OptimizerConfig
 
 __all__ = [
-    "Calibration",
     "Column",
     "FederatedRun",
     "Item",
@@ -41,9 +39,7 @@ __all__ = [
     "SyncChoices",
     "SyncedLayer",
     "SyncedModel",
-    "Warmup",
     "Watcher",
-    "calibrate",
     "capture",
     "check_outcome",
     "latest_checkpoint",

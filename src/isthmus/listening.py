@@ -1,6 +1,6 @@
 """The one place that opens a port: for devices' connections, for the page, and for requests to a model.
 
-But for `runtime.transport.simultaneous_open`, which for seconds listens at a port that a connection has already.
+But for `runtime.transport.rendezvous`, which for seconds listens at a port that a connection has already.
 """
 
 from __future__ import annotations

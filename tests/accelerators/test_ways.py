@@ -10,7 +10,7 @@ import torch
 from isthmus.accelerators import HOST, DeviceEvent
 from isthmus.accelerators.accelerator import DeviceClock
 from isthmus.accelerators.copies import AHEAD, CopyBatch, CopyLabel, CopyStream, HostBuffers, to_device, to_host
-from isthmus.graph.allowlist import ALLOWED
+from isthmus.graph.operators import ALLOWED
 from isthmus.plans import Packing
 from isthmus.runtime.device.tasklets import NoTurns, Tasklets
 from isthmus.trace import Span

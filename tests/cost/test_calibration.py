@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.cost.calibration import AffineFit, Calibration, Warmup, calibrate, fit, trimmed_mean
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, corrected
 from isthmus.plans import (
@@ -22,6 +21,7 @@ from isthmus.plans import (
 from isthmus.protocol import RunSpec
 from isthmus.simulator import Overheads, SimulationOptions, simulate
 from isthmus.trace import Span, Trace, Track
+from isthmus_testing.calibration import AffineFit, Calibration, Warmup, calibrate, fit, trimmed_mean
 
 MICRO_BATCHES = 4
 SPEC = RunSpec(steps=4, micro_batches=MICRO_BATCHES, micro_batch_size=1)

@@ -11,8 +11,7 @@ import torch
 
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.clients import ClientFolders, GroupedClients, PartitionedData, divided
-from isthmus.data.dataset import ColumnSpec, rows_of_split
-from isthmus.data.joined_dataset import joined_columns
+from isthmus.data.dataset import ColumnSpec, joined_columns, rows_of_split
 from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError
 from isthmus.federated.evaluators import test_data as held_out_data

@@ -15,7 +15,7 @@ from tests.data.pictures import drawing, everything, load, save
 
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.clients import share_out
-from isthmus.data.images import parquet_table
+from isthmus.data.images import parquet
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.within import confined_to
 from isthmus.errors import StepError, UserError
@@ -75,9 +75,9 @@ def test_files_of_a_folder_follow_each_other_and_its_names_are_the_splits(tmp_pa
 def test_row_groups_are_kept_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for k in range(3):
         write(tmp_path / f"{k}.parquet", 8, first=8 * k)
-    monkeypatch.setattr(parquet_table, "MOST_KEPT_BYTES", 2500)  # about two groups of four
-    monkeypatch.setattr(parquet_table, "MOST_OPEN_FILES", 1)
-    table = parquet_table.Table([tmp_path / f"{k}.parquet" for k in range(3)])
+    monkeypatch.setattr(parquet, "MOST_KEPT_BYTES", 2500)  # about two groups of four
+    monkeypatch.setattr(parquet, "MOST_OPEN_FILES", 1)
+    table = parquet.Table([tmp_path / f"{k}.parquet" for k in range(3)])
     for row in np.random.default_rng(0).permutation(24):
         found = table.cell("image", int(row))
         assert isinstance(found, dict) and found["bytes"] == png(int(row))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.data import ColumnSpec, DataSpec, JoinedDataset, JoinedOrder, SampleOrder, load_dataset
-from isthmus.data.joined_dataset import joined_columns
+from isthmus.data.dataset import joined_columns
 from isthmus.errors import UserError
 from isthmus.plans.schedule import feeder_slot
 

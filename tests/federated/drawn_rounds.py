@@ -50,7 +50,7 @@ from isthmus.runtime.federated.secure_update_receiver import SecureUpdateReceive
 from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
 from isthmus.runtime.identity import Authority
-from isthmus.runtime.identity.signatures import DeviceSigner
+from isthmus.runtime.identity.keys import DeviceSigner
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, ToExecutor
 from isthmus.runtime.messages.run import JoinRun

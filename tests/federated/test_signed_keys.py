@@ -17,7 +17,7 @@ from isthmus.programs.masked import Secrets
 from isthmus.protocol.federated_messages import PhaseId
 from isthmus.protocol.secure_messages import SealedShare, SiteKeys
 from isthmus.runtime.identity import Authority
-from isthmus.runtime.identity.signatures import DeviceSigner
+from isthmus.runtime.identity.keys import DeviceSigner
 from tests.fleet_service.parties import certified
 
 PHASE = PhaseId(3)

@@ -17,13 +17,12 @@ import torch
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.run import RelayWait, StreamHello, ToPeer
 from isthmus.runtime.service.status_file import read_status
-from isthmus.runtime.transport import relay, rendezvous, simultaneous_open
+from isthmus.runtime.transport import relay, rendezvous
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.multi_stream import StreamAssembler
 from isthmus.runtime.transport.relay import RelayedLink
-from isthmus.runtime.transport.rendezvous import RelayStandby
-from isthmus.runtime.transport.simultaneous_open import worth_dialling
+from isthmus.runtime.transport.rendezvous import RelayStandby, worth_dialling
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 
@@ -169,11 +168,11 @@ def test_a_rendezvous_that_leads_to_somebody_else_is_not_taken(
     monkeypatch.setattr(rendezvous, "DIRECT_S", 0.5)
     with _devices(fleet, tmp_path, direct=True) as (near, far):
         other = ReachableDevice(fleet, tmp_path, "other")
-        honest = simultaneous_open.worth_dialling
+        honest = rendezvous.worth_dialling
         monkeypatch.setattr(
             rendezvous, "worth_dialling", lambda found, here: honest([("127.0.0.1", other.listener.port)], here)
         )
-        monkeypatch.setattr(simultaneous_open, "_listen", lambda *_: None)
+        monkeypatch.setattr(rendezvous, "_listen", lambda *_: None)
         channel, relayed = near.dialer.dial(far.route())
         assert relayed and channel.party is not None and channel.party.id == far.identity.id
         channel.close()

@@ -320,7 +320,7 @@ def test_nothing_else_listens() -> None:
     assert found == {
         "listening.py",
         "private_http.py",
-        "runtime/transport/simultaneous_open.py",
+        "runtime/transport/rendezvous.py",
     }
 
 

@@ -15,7 +15,7 @@ from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
 from isthmus.errors import UserError
 from isthmus.fleet import dump_fleet
-from isthmus.graph.schemas import schema_of
+from isthmus.graph.operators import schema_of
 from isthmus.job import Job, prepare
 from isthmus.plans import Plan
 from isthmus.runtime.device.stage_preparation import check_operators

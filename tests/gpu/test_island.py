@@ -16,9 +16,9 @@ from isthmus.graph.partition import align
 from isthmus.job import prepare
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.training.engine import Engine, TorchEngine
+from isthmus.training.island import island_engine
 from isthmus.training.optim import OptimizerConfig
 from isthmus.training.ranks import StageSetUp
-from isthmus.training.sharded_island import island_engine
 from isthmus.training.weights import initial_weights
 from tests.runtime.jobs import DIGITS, job_of
 

@@ -33,8 +33,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from isthmus.errors import UserError
-from isthmus.graph.allowlist import ALLOWED
-from isthmus.graph.operators import IN_PLACE, bind, is_callable, operator_of
+from isthmus.graph.operators import ALLOWED, IN_PLACE, bind, is_callable, operator_of
 
 M_PERTURB, M_MMAP_THRESHOLD = -6, -3
 PAGE, SLOT_PAGES, SLOTS = 4096, 4, 24

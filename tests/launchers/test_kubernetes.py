@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.launchers.kubernetes import KubernetesLauncher
-from isthmus.runtime.launchers.kubernetes_cluster import Pod
+from isthmus.runtime.launchers.kubernetes import KubernetesLauncher, Pod
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.launchers.registry import open_launcher
 from tests.fleet_service.parties import soon

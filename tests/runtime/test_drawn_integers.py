@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from isthmus.errors import PeerError
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import RunSpec
 from isthmus.protocol.adaptation import Adaptation

@@ -27,9 +27,9 @@ from isthmus.runtime.coordinator.joiners import Joiners
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device import state_transfer
+from isthmus.runtime.device.assignment_checks import expected_parcels, expected_parts
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.links import Expected, StageLinks
-from isthmus.runtime.device.parcel_checks import expected_parcels, expected_parts
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver, SnapshotSender
 from isthmus.runtime.device.state_transfer import CatchUpState, StateDonor, StateJoiner

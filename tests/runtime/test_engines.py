@@ -12,7 +12,7 @@ from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, dump_fleet, parse_fleet
-from isthmus.graph.schemas import schema_of
+from isthmus.graph.operators import schema_of
 from isthmus.job import Job, prepare
 from isthmus.job import fleet_of as of_job
 from isthmus.plans import LackingOperators

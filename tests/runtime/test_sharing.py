@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.plans.worker_ids import device_of, is_first, worker_id, worker_ids_of
+from isthmus.plans.plan import device_of, is_first, worker_id, worker_ids_of
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.work import Work
 from isthmus.runtime.device.tasklets import ComputeTurns

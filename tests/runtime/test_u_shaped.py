@@ -16,7 +16,7 @@ from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import cuts
 from isthmus.job import Job, PlanConfig, Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.plans.worker_ids import worker_id
+from isthmus.plans.plan import worker_id
 
 from .jobs import TEXT, final_weights, fleet_of, job_of, plain_run
 from .test_run_parity import BERT, GPT

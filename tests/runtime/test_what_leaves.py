@@ -17,7 +17,7 @@ from isthmus.data.dataset import evaluation_rows
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, prepare
-from isthmus.plans.worker_ids import worker_id
+from isthmus.plans.plan import worker_id
 from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, NoDevices, RunRequest
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint

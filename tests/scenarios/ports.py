@@ -19,7 +19,7 @@ from isthmus.fleet import Fleet, FleetChange
 from isthmus.graph import cuts
 from isthmus.job import Job, PlanConfig, Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol import Item, StateLayout
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.run_ports import PlanRequest

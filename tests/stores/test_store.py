@@ -11,7 +11,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.stores import RemoteStoreError, Store, StoreConfig, is_document
-from isthmus.stores.layout import commits_in, parts_of_commits
+from isthmus.stores.uploader import commits_in, parts_of_commits
 
 from .conftest import ask_for_keys
 from .s3_server import Gate

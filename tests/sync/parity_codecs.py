@@ -150,7 +150,7 @@ def sums(found: dict[str, float]) -> None:
             for worker in range(workers)
         ]
         own = [tensor.clone() for tensor in drawn[rank]]
-        with mock.patch("isthmus.sync.direct.LARGEST_BYTES", piece_bytes):
+        with mock.patch("isthmus.sync.averaging.LARGEST_BYTES", piece_bytes):
             pendings = [averager.start([tensor]) for tensor in own]
         for pending in reversed(pendings):
             pending.wait()

@@ -19,7 +19,7 @@ from isthmus.callbacks import Evaluated, RunEnded, RunFault, RunStarted, StepDon
 from isthmus.errors import UserError
 from isthmus.report.run_pictures import draw_loss
 from isthmus.trackers import Track, TrackerCallback
-from isthmus.trackers.background import BackgroundTracker
+from isthmus.trackers.callback import BackgroundTracker
 from isthmus.trackers.mlflow import MlflowOptions, MlflowTracker
 from isthmus.trackers.prometheus import PrometheusOptions, PrometheusTracker
 from isthmus.trackers.registry import tracker_builders

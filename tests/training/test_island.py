@@ -28,11 +28,10 @@ from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.training import ranks as ranks_module
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import Engine, EngineConfig, TorchEngine
-from isthmus.training.island import IslandEngine
+from isthmus.training.island import IslandEngine, ShardedIsland
 from isthmus.training.optim import OptimizerConfig
 from isthmus.training.ranks import Command, Ranks, StageSetUp
 from isthmus.training.sharded import ShardedEngine
-from isthmus.training.sharded_island import ShardedIsland
 
 CONFIG = EngineConfig(
     optimizers=(OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),),  # Adam makes steps of gradients that are but noise

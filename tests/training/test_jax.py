@@ -22,8 +22,7 @@ from isthmus.training.optim import OptimizerConfig
 pytest.importorskip("jax", reason="the extra jax")
 from tests.tiers import THOROUGH
 
-from isthmus.training.jax.program import jax_program, without_entry
-from isthmus.training.jax.start import compute_by_jax
+from isthmus.training.jax.program import compute_by_jax, jax_program, without_entry
 
 pytestmark = pytest.mark.thorough
 

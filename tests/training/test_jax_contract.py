@@ -26,8 +26,7 @@ from tests.tiers import THOROUGH
 
 from isthmus.training.engine_operators import engine_operators
 from isthmus.training.jax.names import NAMES, base_name, is_computed
-from isthmus.training.jax.program import JaxFunction
-from isthmus.training.jax.table import OPERATORS, in_place
+from isthmus.training.jax.program import OPERATORS, JaxFunction, in_place
 
 pytestmark = pytest.mark.thorough
 

@@ -18,8 +18,7 @@ pytest.importorskip("jax", reason="the extra jax")
 from tests.tiers import THOROUGH
 
 from isthmus.training.jax.names import NAMES, base_name, is_computed
-from isthmus.training.jax.program import JaxFunction
-from isthmus.training.jax.table import OPERATORS, in_place
+from isthmus.training.jax.program import OPERATORS, JaxFunction, in_place
 
 pytestmark = pytest.mark.thorough
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.graph.capture import Captured, Column, capture
-from isthmus.training.checkpoint import CheckpointWriter, Manifest
-from isthmus.training.left_out import rest
+from isthmus.training.checkpoint import CheckpointWriter, Manifest, rest
 from isthmus.training.optim import OptimizerConfig
 from isthmus.training.weights import initial_weights, resume
 

@@ -1,7 +1,7 @@
 """Where tensors are computed: the CPU, or an accelerator whose streams work beside the host.
 
-accelerator.py says what the engine and the links need of either; host.py is the CPU, torch_accelerator.py whatever
-`torch.accelerator` knows, and available.py finds one by name; copies.py copies values there and back.
+accelerator.py says what the engine and the links need of either; host.py is the CPU, available.py whatever
+`torch.accelerator` knows, found by name; copies.py copies values there and back.
 """
 
 from isthmus.accelerators.accelerator import Accelerator, DeviceEvent, MemoryUse, Stream

@@ -76,8 +76,7 @@ class Accelerator(Protocol):
         ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """Let work that this thread queues on its current stream from now on wait for the event; the host does not
-        wait."""
+        """Work that this thread queues on its current stream from now on waits for the event; the host does not."""
         ...
 
     def used_here(self, tensor: Tensor) -> None:
@@ -94,8 +93,7 @@ class Accelerator(Protocol):
         ...
 
     def random_state(self) -> Tensor:
-        """Return the states of all generators that random operators on this accelerator, and on the host, draw from, in
-        a row."""
+        """The states of all generators that random operators draw from on this accelerator and the host."""
         ...
 
     def set_random_state(self, state: Tensor) -> None:

@@ -250,8 +250,7 @@ class CopyStream:
         return self.accelerator.record(timed=self._clock is not None)
 
     def hold(self) -> None:
-        """Let work that the current stream gets from now on wait for all copies made so far: it may write the memory
-        that they read."""
+        """The current stream's work from now on waits for all copies made so far: it may write what they read."""
         if self._last is not None:
             self.accelerator.wait(self._last)
 

@@ -20,7 +20,7 @@ from isthmus.graph.boundaries import watched_name, watched_node, with_boundaries
 from isthmus.job import Job, PlanConfig, Prepared, fleet_of, kept_prepared, prepare
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol.fingerprints import GRADIENTS, STATE, Reports, StepFinding, judge
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
 from isthmus.runtime.coordinator.data_holders import DataHolders

@@ -40,8 +40,8 @@ from isthmus.fleet import Fleet, dump_fleet, load_fleet
 from isthmus.job import Job, prepare
 from isthmus.planners import check_planner
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
-from isthmus.runtime.launchers.forked_agents import fork_agents_early as fork_agents_early
 from isthmus.runtime.launchers.launcher import AgentSpec, Launcher, Renders
+from isthmus.runtime.launchers.local import fork_agents_early as fork_agents_early
 from isthmus.runtime.launchers.registry import open_launcher
 from isthmus.runtime.processes.signals import Stop, uninterrupted
 from isthmus.runtime.service.agent import local_address

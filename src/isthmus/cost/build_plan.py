@@ -22,8 +22,7 @@ from isthmus.units import format_compute, format_share
 
 
 class PlanLayout(NamedTuple):
-    """The layout of one replica: a device per stage, the first operator of every stage but the first, and its share of
-    the batch."""
+    """One replica: a device per stage, the first operator of every stage but the first, its share of the batch."""
 
     order: tuple[str, ...]
     boundaries: tuple[int, ...]

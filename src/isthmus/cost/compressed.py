@@ -15,17 +15,7 @@ from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import together
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.expected_loss import packed_note
-from isthmus.plans import (
-    CompressionConfig,
-    Edge,
-    Packing,
-    Plan,
-    Prediction,
-    Replica,
-    Schedule,
-    Stage,
-    StageMemory,
-)
+from isthmus.plans import CompressionConfig, Edge, Packing, Plan, Prediction, Replica, Schedule, Stage, StageMemory
 from isthmus.units import format_size
 
 

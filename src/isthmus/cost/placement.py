@@ -17,14 +17,7 @@ from isthmus.cost.compression.just_enough import choices_within
 from isthmus.cost.compression.messages import Sender, packed_edges
 from isthmus.cost.limits import MemoryRoom, broken_constraint, in_flight_limits
 from isthmus.cost.problem import Problem
-from isthmus.cost.stage_costs import (
-    StageBytes,
-    StageFlops,
-    bytes_of,
-    edges_of,
-    shared_parameters,
-    stage_flops,
-)
+from isthmus.cost.stage_costs import StageBytes, StageFlops, bytes_of, edges_of, shared_parameters, stage_flops
 from isthmus.cost.steptime import PipelineTime, pipeline, prediction
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.expected_loss import more_steps, packed_increase

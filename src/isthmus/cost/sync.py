@@ -203,8 +203,7 @@ def together_s(times: Iterable[SumTime]) -> float:
 
 
 def sum_time(fleet: Fleet, group: SyncGroup) -> SumTime:
-    """Alone: the slowest message of each round, one round after another; what leaves a site in a round shares its
-    uplink."""
+    """The rounds one after another, each as long as its slowest message; what leaves a site shares its uplink."""
     total_s, links = 0.0, dict[tuple[str, str], tuple[float, float]]()
     for sent in messages(group):
         slowest_s = 0.0

@@ -1,7 +1,6 @@
 """Data sets with deterministic, random access to any samples of any columns."""
 
-from isthmus.data.dataset import ColumnSpec, Dataset, Split, batch_at, sample_order
-from isthmus.data.joined_dataset import JoinedDataset
+from isthmus.data.dataset import ColumnSpec, Dataset, JoinedDataset, Split, batch_at, sample_order
 from isthmus.data.order import JoinedOrder, SampleOrder
 from isthmus.data.registry import DataSpec, dataset_kinds, describe_dataset, load_dataset
 

@@ -14,8 +14,17 @@ from numpy.typing import NDArray
 from isthmus.combinations import refused
 from isthmus.data.client_files import KIND as CLIENTS
 from isthmus.data.client_files import ClientsOptions, client_files
-from isthmus.data.dataset import Array, Blocked, ColumnSpec, Dataset, as_tensors, batch_of_round, fingerprint_of, joined
-from isthmus.data.joined_dataset import joined_columns
+from isthmus.data.dataset import (
+    Array,
+    Blocked,
+    ColumnSpec,
+    Dataset,
+    as_tensors,
+    batch_of_round,
+    fingerprint_of,
+    joined,
+    joined_columns,
+)
 from isthmus.data.partition import Partition, PartitionSpec, partition
 from isthmus.data.registry import DataSpec, load_client, load_dataset
 from isthmus.data.text import TextOptions, check_text, files_of
@@ -123,7 +132,7 @@ class GroupedClients:
             raise UserError(f"partition.clients: got {groups}, expected at most the {clients} clients of the data")
         self._data = data
         self._first = np.arange(groups + 1) * clients // groups
-        self._sizes = np.add.reduceat(data.sizes, self._first[:-1])
+        self.sizes = np.add.reduceat(data.sizes, self._first[:-1])
 
     def of_round(self, seed: int, round_: int) -> GroupedClients:
         drawn = copy.copy(self)
@@ -133,10 +142,6 @@ class GroupedClients:
     @property
     def columns(self) -> Mapping[str, ColumnSpec]:
         return self._data.columns
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        return self._sizes
 
     @property
     def fingerprint(self) -> str:
@@ -164,8 +169,7 @@ def divided(spec: DataSpec, parts: PartitionSpec | None, seed: int) -> ClientDat
 
 
 def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedData:
-    """UserError as `partition`, and for a stream. A natural column is read, and is no column of the clients' samples
-    any more."""
+    """UserError as `partition`, and for a stream. A natural column is no column of the clients' samples any more."""
     refuse_stream(dataset)
     natural = spec.scheme == "natural"
     names: list[str] = []
@@ -208,19 +212,15 @@ class TextClients:
         self._options = options
         self._tokenizer = load_tokenizer(options.tokenizer)
         files = files_of(options, "train")
-        self._names, self._paths = list(files), list(files.values())
+        self.names, self._paths = list(files), list(files.values())
         self._lengths = np.array([self._length(path) for path in self._paths], dtype=np.int64)
-        self._sizes = (self._lengths - 1) // options.sequence_length
-        short = np.flatnonzero(self._sizes < 1)
+        self.sizes = (self._lengths - 1) // options.sequence_length
+        short = np.flatnonzero(self.sizes < 1)
         if len(short):
             raise UserError(
                 f"text: client {short[0]} has no data: {self._paths[short[0]]} holds {self._lengths[short[0]]} tokens, "
                 f"expected at least sequence_length + 1 = {options.sequence_length + 1}"
             )
-
-    @property
-    def names(self) -> Sequence[str]:
-        return self._names
 
     def _length(self, path: Path) -> int:
         if self._options.tokenizer != BYTES:
@@ -243,15 +243,11 @@ class TextClients:
         return {"input_ids": ids, "labels": ids}
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
-        return self._sizes
-
-    @property
     def fingerprint(self) -> str:
         """Digests names and lengths: to read all files for it would take as long as a round."""
         settings = {
             "kind": "text by files",
-            "names": self._names,
+            "names": self.names,
             "sequence_length": self._options.sequence_length,
             "shift": self._options.shift_labels,
             "tokenizer": self._tokenizer.identity,
@@ -263,7 +259,7 @@ class TextClients:
         if len(tokens) != self._lengths[client]:
             raise UserError(f"text: {self._paths[client]} has changed since the run began")
         length = self._options.sequence_length
-        at = np.arange(self._sizes[client])[:, None] * length + np.arange(length)
+        at = np.arange(self.sizes[client])[:, None] * length + np.arange(length)
         shift = int(self._options.shift_labels)
         arrays: dict[str, Array] = {
             "input_ids": tokens[at].astype(np.int64),
@@ -276,8 +272,7 @@ class TextClients:
 
 
 class ClientFolders:
-    """A file or a folder for each client. Each is read once at the start, for its number of samples, and again when the
-    client trains."""
+    """A file or a folder for each client, read at the start for its number of samples and whenever it trains."""
 
     def __init__(self, options: ClientsOptions) -> None:
         """UserError for a client whose data cannot be read, or have other columns than the first one's."""
@@ -290,10 +285,10 @@ class ClientFolders:
             parts[file.name] = dataset.columns
             sizes.append(len(dataset))
             prints.append(dataset.fingerprint)
-        self._columns = joined_columns(parts)
-        self._sizes = np.array(sizes, dtype=np.int64)
+        self.columns = joined_columns(parts)
+        self.sizes = np.array(sizes, dtype=np.int64)
         self.names: Sequence[str] = list(parts)
-        self._fingerprint = fingerprint_of({"kind": "clients", "clients": list(parts), "data": prints}, [])
+        self.fingerprint = fingerprint_of({"kind": "clients", "clients": list(parts), "data": prints}, [])
         self._drawn = (0, 0)
 
     def of_round(self, seed: int, round_: int) -> ClientFolders:
@@ -301,21 +296,9 @@ class ClientFolders:
         drawn._drawn = (seed, round_)
         return drawn
 
-    @property
-    def columns(self) -> Mapping[str, ColumnSpec]:
-        return self._columns
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        return self._sizes
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
     def load(self, client: int) -> dict[str, torch.Tensor]:
         dataset = load_client(self._files[client], "train")
-        return batch_of_round(dataset, np.arange(len(dataset)), list(self._columns), *self._drawn)
+        return batch_of_round(dataset, np.arange(len(dataset)), list(self.columns), *self._drawn)
 
     def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
         return joined([self.load(client) for client in clients])

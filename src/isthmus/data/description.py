@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from isthmus.combinations import refused
-from isthmus.data.dataset import Blocked, ColumnSpec, Dataset, Split
-from isthmus.data.joined_dataset import joined_columns
+from isthmus.data.dataset import Blocked, ColumnSpec, Dataset, Split, joined_columns
 from isthmus.data.layout import Layout, check_layout
 from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name

@@ -50,7 +50,7 @@ class FemnistShaped:
         # Log-normal of the wanted mean and deviation, before the ends are cut.
         variance = np.log1p((options.deviation / options.mean) ** 2)
         sizes = draws.lognormal(np.log(options.mean) - variance / 2, np.sqrt(variance), options.writers)
-        self._sizes = np.clip(sizes.round(), options.smallest, options.largest).astype(np.int64)
+        self.sizes = np.clip(sizes.round(), options.smallest, options.largest).astype(np.int64)
         self._shapes = _shapes(stream(options.seed, "data", 1))
 
     @property
@@ -61,15 +61,11 @@ class FemnistShaped:
         }
 
     @property
-    def sizes(self) -> NDArray[np.int64]:
-        return self._sizes
-
-    @property
     def fingerprint(self) -> str:
         return fingerprint_of({"kind": "femnist", **msgspec.to_builtins(self._options)}, ())
 
     def load(self, client: int) -> dict[str, torch.Tensor]:
-        return self._draw(stream(self._options.seed, "data", 2, client), int(self._sizes[client]))
+        return self._draw(stream(self._options.seed, "data", 2, client), int(self.sizes[client]))
 
     def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
         return joined([self.load(client) for client in clients])

@@ -65,12 +65,12 @@ class DiskDataset:
                 raise unknown_name(f"column of {source}", name, table.column_names)
         specs = {name: self._spec(name) for name in (columns.values() or table.column_names)}
         self._names = dict(columns) or {name: name for name, spec in specs.items() if spec is not None}
-        self._columns: dict[str, ColumnSpec] = {}
+        self.columns: dict[str, ColumnSpec] = {}
         for ours, theirs in self._names.items():
             if (spec := specs[theirs]) is None:
                 held = self._arrow[:1].schema.field(theirs).type
                 raise UserError(f"{source} column {theirs!r}: got {held}, expected numbers")
-            self._columns[ours] = spec
+            self.columns[ours] = spec
 
     def _spec(self, name: str) -> ColumnSpec | None:
         """None for a column without numbers. Images are decoded to them."""
@@ -90,10 +90,6 @@ class DiskDataset:
         return column.chunk(0) if hasattr(column, "chunk") else column
 
     @property
-    def columns(self) -> Mapping[str, ColumnSpec]:
-        return self._columns
-
-    @property
     def fingerprint(self) -> str:
         """Digests the rows and the fingerprint with which the data set was saved."""
         return fingerprint_of({"kind": "disk", "table": self._fingerprint, "columns": self._names}, [self._rows])
@@ -102,13 +98,13 @@ class DiskDataset:
         return len(self._rows)
 
     def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
-        check_columns(columns, self._columns)
+        check_columns(columns, self.columns)
         rows = self._rows[checked(indices, len(self))]
         return as_tensors({name: self._numbers(name, rows) for name in columns})
 
     def _numbers(self, name: str, rows: NDArray[np.int64]) -> Array:
         """[rows, *shape] of the model's column `name`."""
-        theirs, spec = self._names[name], self._columns[name]
+        theirs, spec = self._names[name], self.columns[name]
         found = self._arrow_rows(theirs, rows)
         if number_type(found.type) is not None:
             array = numbers_of(found, self._named(theirs), rows, scalars_as_declared=True)

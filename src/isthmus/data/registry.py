@@ -13,10 +13,9 @@ from isthmus.data.client_files import KIND as CLIENTS
 from isthmus.data.client_files import ClientFile, ClientsOptions, client_files
 from isthmus.data.csv_files import KIND as CSV
 from isthmus.data.csv_files import CsvOptions, load_csv
-from isthmus.data.dataset import SPLITS, Dataset, Split, missing_members
+from isthmus.data.dataset import SPLITS, Dataset, JoinedDataset, Split, missing_members
 from isthmus.data.hugging_face import HUB, DiskOptions, HubOptions, load_disk, load_hub
 from isthmus.data.images import folder, parquet
-from isthmus.data.joined_dataset import JoinedDataset
 from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafOptions, load_leaf
 from isthmus.data.pairs import PairsOptions, load_pairs

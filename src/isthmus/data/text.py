@@ -155,8 +155,7 @@ class _Texts:
 
 
 def check_text(text: bytes, path: Path, tokenizer: str) -> None:
-    """UserError for a file that a tokenizer cannot read as UTF-8; a warning for one that looks like no text and is
-    taken as it is."""
+    """UserError for a file that is no UTF-8; a warning for one that looks like no text and is taken as it is."""
     found = no_text(text)
     if tokenizer != BYTES:
         try:

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from isthmus.api.generation import ModelService
+from isthmus.api.generation import ModelService, Piece
 from isthmus.endpoint.documents import (
     MAX_TOKENS,
     Answer,
@@ -31,12 +31,38 @@ from isthmus.endpoint.documents import (
     model_card,
     refusal,
 )
-from isthmus.endpoint.text_stream import TextPiece, text_stream
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.listening import PrivateListener, own_hosts, private_listener
 from isthmus.private_http import PrivateServer, mark_known
 from isthmus.protocol.generation import Sampling
 from isthmus.reading import parse_json
+
+
+class TextPiece(NamedTuple):
+    """The text that one token adds."""
+
+    text: str
+    finish: Finish | None  # why the answer ends with it; None where it goes on
+
+
+async def text_stream(
+    pieces: AsyncGenerator[Piece], stops: Sequence[str], ends: Sequence[int]
+) -> AsyncGenerator[TextPiece]:
+    """`ends` are the tokens with which the model ends a text. What may be the beginning of a stop string waits."""
+    held, waits = "", max((len(stop) - 1 for stop in stops), default=0)
+    async with aclosing(pieces):  # an answer that is not read to its end is cancelled
+        async for piece in pieces:
+            held += piece.text
+            at = min((found for stop in stops if (found := held.find(stop)) >= 0), default=-1)
+            if at >= 0:
+                yield TextPiece(held[:at], "stop")
+                return
+            if piece.last:
+                yield TextPiece(held, "stop" if piece.token in ends else "length")
+                return
+            ready, held = held[: max(0, len(held) - waits)], held[max(0, len(held) - waits) :]
+            yield TextPiece(ready, None)
+
 
 MOST_BYTES = 1 << 22  # bytes of a request
 

@@ -40,8 +40,7 @@ def _with_copy(fleet: Fleet, like: Device, region: str) -> Fleet:
 
 
 def with_another_region(fleet: Fleet, region: str) -> Fleet:
-    """A second region with the devices of `region` and its links to the others. The two are joined by the slowest of
-    these links."""
+    """A copy of `region` with its links to the others. Both are joined by the slowest of these links."""
     members = [device for device in fleet.devices if device.region == region]
     others = [other for other in fleet.regions if other != region]
     if not members:

@@ -285,8 +285,7 @@ def check_parts(module: nn.Module) -> None:
 
 
 def check_gradients(loss: Tensor) -> None:
-    """UserError for an autograd.Function on the way to the loss: a graph holds its forward, not the backward that its
-    author wrote."""
+    """UserError for an autograd.Function on the way to the loss: a graph holds its forward, not its own backward."""
     todo: list[Node | None] = [loss.grad_fn]
     seen: set[Node] = set()
     while todo:

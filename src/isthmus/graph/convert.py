@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 from isthmus.errors import UserError
 from isthmus.graph.building import HeldTensors
 from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, source_of, where_in
-from isthmus.graph.operators import is_callable
+from isthmus.graph.operators import is_callable, schemas_of
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref, TensorSpec
 from isthmus.graph.schema import (
     IN_PLACE_VIEWS,
@@ -37,7 +37,6 @@ from isthmus.graph.schema import (
     without_out,
     written,
 )
-from isthmus.graph.schemas import schemas_of
 from isthmus.graph.sizes import NotAffine, UnknownSize, affine, affine_or_unknown, spec_of
 from isthmus.graph.tidy import count_beside_loss, reachable
 from isthmus.graph.writes import CannotWrite, Writes

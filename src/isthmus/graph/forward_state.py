@@ -26,17 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from isthmus.errors import UserError
-from isthmus.graph.places import (
-    GENERATORS,
-    MISSING,
-    PLAIN,
-    Place,
-    Places,
-    Step,
-    content_of,
-    identity_of,
-    is_iterator,
-)
+from isthmus.graph.places import GENERATORS, MISSING, PLAIN, Place, Places, Step, content_of, identity_of, is_iterator
 
 LARGE = 1_000_000_000  # a number above may be a time or an identity, which differs each time
 USE_TORCH = (

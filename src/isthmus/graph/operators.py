@@ -2,11 +2,25 @@
 
 A name on the allow-list stands for those of its overloads that compute tensors from tensors and numbers. Overloads
 that write to an argument (`out=`) or give anything but tensors are refused.
+
+A graph that came over a link can call the operators of `allowlist.txt` and nothing else. The file names PyTorch ATen
+operators that compute tensors from tensors and numbers: none reads a file, prints, changes a storage or runs code. A
+line is a name, which stands for all its overloads, or a name and an overload.
+
+Not on it: operators that trust their arguments, such as indices into memory, to come from another part of torch
+(most names that begin with an underscore, and what public functions are made of), and operators whose results have a
+size that depends on data, which no graph can hold.
+
+Versions of torch differ in schemas. A graph says those of its operators, so devices with other versions can work on it
+as long as the operators that it calls are alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import resources
 from typing import Literal, cast
 
 import torch
@@ -14,9 +28,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from isthmus.errors import UserError
-from isthmus.graph.allowlist import is_allowed
 from isthmus.graph.operator_checks import CHECKS
 from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, ArgList, Named, Op, Ref
+
+ALLOWED = frozenset(resources.files("isthmus.graph").joinpath("allowlist.txt").read_text().split())
+
+
+def is_allowed(target: str) -> bool:
+    """Whether an operator such as `aten.linear.default` is on the list."""
+    namespace, _, overload = target.partition(".")
+    return namespace == "aten" and (overload in ALLOWED or overload.partition(".")[0] in ALLOWED)
+
 
 IN_PLACE = {
     "add_",
@@ -184,3 +206,36 @@ def no_gradient(op: Op, inputs: Sequence[bool], mode: Literal["train", "eval"]) 
     if mode == "eval":
         return True
     return bool(op.requires_grad) and any(inputs) and not any(op.requires_grad)
+
+
+def schema_of(target: str) -> str:
+    """In torch's words. UserError for an operator that a graph may not call, or that this torch does not have."""
+    return str(overload_of(target)._schema)  # pyright: ignore[reportPrivateUsage]  # torch has no public way to it
+
+
+def schemas_of(ops: Iterable[Op]) -> dict[str, str]:
+    """Return the schemas by target, sorted."""
+    return {target: schema_of(target) for target in sorted({op.target for op in ops if op.kind == "operator"})}
+
+
+def digest(schema: str) -> str:
+    """Short enough to say for each operator."""
+    return hashlib.sha256(schema.encode()).hexdigest()[:8]
+
+
+@functools.cache
+def operators_here() -> Mapping[str, str]:
+    """Every operator that a graph may call and this torch has, with the digest of its schema."""
+    return {target: digest(schema_of(target)) for target in sorted(_targets())}
+
+
+def _targets() -> Iterator[str]:
+    for name in {allowed.partition(".")[0] for allowed in ALLOWED}:
+        packet: object = getattr(torch.ops.aten, name, None)
+        if isinstance(packet, torch._ops.OpOverloadPacket):  # pyright: ignore[reportPrivateUsage]
+            yield from filter(is_callable, (f"aten.{name}.{overload}" for overload in packet.overloads()))
+
+
+def lacking(schemas: Mapping[str, str], operators: Mapping[str, str]) -> tuple[str, ...]:
+    """Return those operators of a graph, by `schemas`, that a device does not have, or has at another schema."""
+    return tuple(target for target, schema in schemas.items() if operators.get(target) != digest(schema))

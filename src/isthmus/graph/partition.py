@@ -107,8 +107,7 @@ def _users(flow: Flow, stage_of: Mapping[str, int]) -> dict[str, list[int]]:
 
 
 def _homes(flow: Flow, stage_of: Mapping[str, int], users: Mapping[str, list[int]]) -> dict[str, int]:
-    """The one stage that holds each op: where it runs, or the first that uses it; the first of all, where it alone
-    has the data."""
+    """The stage that holds each op: where it runs, or the first that uses it; the first of all if it alone has data."""
     last = max(stage_of.values())
     home = {name: stages[0] if stages else last for name, stages in users.items()}
     home.update(stage_of)

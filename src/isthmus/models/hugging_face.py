@@ -148,8 +148,7 @@ def summarize_class(class_name: str) -> str:
 
 
 def describe_class(class_name: str, defaults: Mapping[str, object]) -> tuple[str, tuple[OptionDoc, ...]]:
-    """One line on a transformers model, and the arguments of its config; `defaults` are ours. UserError as
-    `build_from_class`."""
+    """One line on a model, and its config's arguments; `defaults` are ours. UserError as `build_from_class`."""
     _, config_class = _classes(class_name)
     values = {**config_class().to_dict(), **defaults}
     of_all = inspect.signature(_transformers().PreTrainedConfig).parameters.keys() - {"tie_word_embeddings"}

@@ -167,8 +167,7 @@ _WITHOUT_EFFECT = ("were ignored", "no modules were excluded", "no module was ma
 
 @contextlib.contextmanager
 def _heard() -> Generator[None]:
-    """UserError where peft warns that a setting has no effect. Its other warnings are shown, but for those without
-    consequence."""
+    """UserError where peft warns that a setting has no effect. Other warnings of consequence are shown."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

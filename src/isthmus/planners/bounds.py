@@ -53,8 +53,7 @@ def pipeline_step_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -
 
 
 def replicas_step_s(network: FleetNetwork, blocks: Blocks, micro_batches: int, period: int = 1) -> float:
-    """The least over two replicas and more that average once in a period, in seconds; infinite where not even two
-    fit."""
+    """The least over several replicas that average once in a period, in seconds; infinite where not even two fit."""
     devices, need = len(network.names), _need_bytes(blocks)
     most = min(devices, micro_batches, int(network.memory.sum() // need) if need else devices)
     if most < 2 or _fewest_stages(network, blocks) > blocks.count:

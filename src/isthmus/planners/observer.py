@@ -128,8 +128,7 @@ def part(words: str) -> None:
 
 
 def stopped(candidates: int = 1) -> bool:
-    """Reports candidates that were looked at; returns whether to end. Of searches that can end anywhere without
-    raising."""
+    """Report candidates that were looked at. Returns whether a search that may end anywhere is to end."""
     watched = _now.get()
     if watched is None:
         return False
@@ -145,8 +144,7 @@ def looked_at(candidates: int = 1) -> None:
 
 
 def keep(plan: Plan) -> Plan:
-    """The plan, which is whole: of the problem, or of a part of its fleet. Raises SearchStopped where the search is to
-    end."""
+    """The plan of the problem, or of a part of its fleet. SearchStopped where the search is to end."""
     watched = _now.get()
     if watched is not None and watched.kept is not None:
         best_s = watched.kept.take(plan)

@@ -33,8 +33,7 @@ Cut = tuple[tuple[str, ...], tuple[int, ...]]  # devices in order, and the bound
 
 
 def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Sequence[Plan]]) -> list[Plan]:
-    """Return the planner's plans of each surrogate, the best first, compressed as the problem asks. FleetTooSmall where
-    there are none."""
+    """The planner's plans of each surrogate, best first, compressed as asked. FleetTooSmall where there are none."""
     asked, made = problem.constraints.compression, dict[tuple[PlanLayout, ...], Plan]()
     missing: FleetTooSmall | None = None
     for compression in (None, *uniform_codecs(problem)):

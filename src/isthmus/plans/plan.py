@@ -1,10 +1,17 @@
 """The plan: one JSON document that says who computes what, in which order, and what that should cost.
 
 Everything that the runtime and the simulator need is in it, and everything that explains the choice.
+
+A stage takes part in a run under its worker id. A device has one worker id, its own name, for the first of its stages.
+Where it holds several, as a data holder where labels stay, each further stage has a worker id made from it: to the
+protocol these are devices of their own, on one machine.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,8 +25,33 @@ from isthmus.plans.constraints import Constraints
 from isthmus.plans.exchanges import OuterOptimizer
 from isthmus.plans.packing import Compression
 from isthmus.plans.schedule import STEPS_AT_ONCE, Schedule
-from isthmus.plans.worker_ids import worker_ids_of
 from isthmus.reading import read_json
+
+_FURTHER = re.compile(r"/stage [0-9]+$")
+
+
+def worker_id(device: str, number: int) -> str:
+    """Name a device's stage with this number, from 0."""
+    return f"{device}/stage {number + 1}" if number else device
+
+
+def device_of(name: str) -> str:
+    return _FURTHER.sub("", name)
+
+
+def is_first(name: str) -> bool:
+    """Whether it is the one that every device has."""
+    return device_of(name) == name
+
+
+def worker_ids_of(devices: Sequence[str]) -> tuple[str, ...]:
+    counted: Counter[str] = Counter()
+    found: list[str] = []
+    for device in devices:
+        found.append(worker_id(device, counted[device]))
+        counted[device] += 1
+    return tuple(found)
+
 
 PLAN_VERSION = 9
 Positive = Annotated[int, Meta(ge=1)]

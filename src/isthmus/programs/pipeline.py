@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.failures import Attempts, Suspects
 from isthmus.protocol.finite import Divergence

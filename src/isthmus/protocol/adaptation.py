@@ -15,7 +15,7 @@ import msgspec
 
 from isthmus.fleet import Fleet, with_memory
 from isthmus.plans import Plan
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol.drift import Drift, DriftReport, RateChange
 from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
 from isthmus.trace import Span

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol.membership import FleetMember, MemberPort
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.session.deadlines import few

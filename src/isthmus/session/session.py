@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.session.deadlines import Deadlines
 from isthmus.session.failures import CLOSED, FailureDetector, Loss
 

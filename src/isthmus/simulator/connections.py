@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, NamedTuple, Protocol
 
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.simulator.clock import Jitter
 from isthmus.simulator.options import SimulationOptions
 from isthmus.simulator.parties import Parties, Party, WorkerT

@@ -10,7 +10,7 @@ from isthmus.cost.sync import messages
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol.recovery import StateLayout
 from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
 from isthmus.protocol.views import plan_views

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from isthmus.fleet import Fleet
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.simulator.clock import Jitter, VirtualClock
 from isthmus.simulator.network import Network

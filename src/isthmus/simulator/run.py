@@ -18,7 +18,7 @@ import msgspec
 from isthmus.errors import InternalError, IsthmusError
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan, PlanPeriod
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.programs.pipeline import Pipeline, PipelineStatistics
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.interruptions import Recovery

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from isthmus.fleet import Fleet
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol.run_messages import Arrived, DeviceFailed, DeviceReport, PartsArrived
 from isthmus.protocol.work import Item
 from isthmus.simulator.device import SimulatedWorker

@@ -1,9 +1,18 @@
 """Remote stores of runs: any file system that fsspec knows, and the uploads to it."""
 
-from isthmus.stores.layout import commits_in, is_document, newest_first, number_of
-from isthmus.stores.settings import StoreConfig
 from isthmus.stores.store import RemoteStoreError, Store, is_url
-from isthmus.stores.uploader import OWNER, Owner, Uploader, commits_of, read_owner
+from isthmus.stores.uploader import (
+    OWNER,
+    Owner,
+    StoreConfig,
+    Uploader,
+    commits_in,
+    commits_of,
+    is_document,
+    newest_first,
+    number_of,
+    read_owner,
+)
 
 __all__ = [
     "OWNER",

@@ -7,24 +7,122 @@ folder.
 
 Each session writes its name into the store. A coordinator that finds another session there than its own was cut off,
 and uploads nothing more.
+
+The complete parts of a run, by the names of its files: in its folder and in its store alike.
+
+    checkpoints/step-000040/stage-0.safetensors
+    checkpoints/step-000040/manifest.json            uploaded last, removed first
+    rounds/round-000010.safetensors                  one file, with its own digest
+
+A commit is what a run can go on from: a checkpoint, or a federated round.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
+from isthmus.errors import UserError
 from isthmus.reading import parse_json
-from isthmus.run_files import CHECKPOINTS, ROUNDS, write_json
-from isthmus.stores.layout import commits_in, number_of, parts_of_commits
-from isthmus.stores.settings import StoreConfig
+from isthmus.run_files import CHECKPOINTS, MANIFEST, ROUNDS, write_json
 from isthmus.stores.store import Store
+from isthmus.units import parse_duration
+
+_SECRET = re.compile(r"key|secret|token|passw|credential", re.IGNORECASE)
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a run is kept besides its folder.
+
+    >>> StoreConfig(url="s3://bucket/runs/first").drain_s
+    600.0
+    """
+
+    url: str
+    """The place of this one run: `s3://bucket/runs/first`, `gs://`, `file://`, or another URL of fsspec."""
+    every: str = "60 s"
+    """Documents that changed are uploaded so often; a checkpoint is uploaded as soon as it is complete."""
+    drain: str = "10 min"
+    """How long the end of a run waits until everything is uploaded."""
+    options: dict[str, str | int | float | bool] = {}
+    """Options of fsspec's file system, as `endpoint_url`. Keys come from the environment."""
+
+    def __post_init__(self) -> None:
+        if "://" not in self.url:
+            raise ValueError(f"url: got {self.url!r}, expected a URL such as s3://bucket/runs/first")
+        if urlsplit(self.url).password is not None:
+            raise ValueError("url: got a password, expected it in the environment: jobs are uploaded and logged")
+        for name in self.options:
+            if _SECRET.search(name):
+                raise ValueError(f"options.{name}: expected it in the environment: jobs are uploaded and logged")
+        try:
+            every_s, _ = self.every_s, self.drain_s
+        except UserError as e:
+            raise ValueError(str(e)) from None
+        if every_s <= 0:
+            raise ValueError(f"every: got {self.every!r}, expected a time above 0")
+
+    @property
+    def every_s(self) -> float:
+        return parse_duration(self.every, "every")
+
+    @property
+    def drain_s(self) -> float:
+        return parse_duration(self.drain, "drain")
+
+
+_CHECKPOINT = re.compile(rf"({CHECKPOINTS}/step-\d+)/([A-Za-z0-9][\w.-]*)")
+_ROUND = re.compile(rf"{ROUNDS}/round-\d+\.safetensors")
+_PART = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+def parts_of_commits(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files of each commit, the one that makes it complete last; also of incomplete commits.
+
+    >>> parts_of_commits(["checkpoints/step-000002/manifest.json", "checkpoints/step-000002/rest.safetensors"])
+    {'checkpoints/step-000002': ['checkpoints/step-000002/rest.safetensors', 'checkpoints/step-000002/manifest.json']}
+    """
+    found: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: (name.endswith(f"/{MANIFEST}"), name)):
+        if (part := _CHECKPOINT.fullmatch(name)) is not None:
+            found.setdefault(part[1], []).append(name)
+        elif _ROUND.fullmatch(name):
+            found[name] = [name]
+    return found
+
+
+def commits_in(names: Iterable[str]) -> dict[str, list[str]]:
+    """The complete ones of `parts_of_commits`."""
+    return {
+        commit: files
+        for commit, files in parts_of_commits(names).items()
+        if files[-1] in (commit, f"{commit}/{MANIFEST}")
+    }
+
+
+def number_of(commit: str) -> int:
+    """The step or the round."""
+    return int(re.findall(r"\d+", commit)[-1])
+
+
+def newest_first(commits: Mapping[str, list[str]]) -> list[str]:
+    return sorted(commits, key=number_of, reverse=True)
+
+
+def is_document(name: str) -> bool:
+    """Whether a name in a store is of a file that may be written into a run's folder: no part of a commit, and nothing
+    that leads out of the folder."""
+    folder, _, _ = name.partition("/")
+    return folder not in (CHECKPOINTS, ROUNDS) and all(_PART.fullmatch(part) for part in name.split("/"))
+
 
 OWNER = "store.json"
 HELD = ".uploading"  # folder of the links, in the run's folder

@@ -126,8 +126,7 @@ class DecoupledMode(Mode):
         return loss
 
     def detach(self) -> None:
-        """Wait until all workers have made their last step, and take what is merged of all. After an error nothing is
-        waited for."""
+        """Wait for the last step of all workers and take what is merged. Never waits after an error."""
         if sys.exception() is not None:
             self.leave(TIMEOUT_S)
             return

@@ -145,8 +145,7 @@ def restored(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 
 
 def restored_document(state: Mapping[str, Tensor], name: str, kind: type[T]) -> T:
-    """Return the value that `exchange.to_bytes` packed under this name. Raises UserError unless it is there and of this
-    kind."""
+    """The value that `exchange.to_bytes` packed under this name. UserError if it is missing or of another kind."""
     if name not in state:
         raise UserError(f"saved sync state: {name!r} is missing. Was it saved in this mode?")
     try:

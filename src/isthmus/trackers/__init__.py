@@ -1,8 +1,14 @@
 """Trackers: where a run's figures go besides its folder. An adapter per library behind one protocol."""
 
 from isthmus.trackers.callback import ID_FILE, TrackerCallback
-from isthmus.trackers.registry import check_trackers, describe_tracker, tracker_builders, tracker_names, tracker_options
-from isthmus.trackers.settings import Track
+from isthmus.trackers.registry import (
+    Track,
+    check_trackers,
+    describe_tracker,
+    tracker_builders,
+    tracker_names,
+    tracker_options,
+)
 from isthmus.trackers.tracker import TrackedRun, Tracker
 
 __all__ = [

@@ -13,6 +13,11 @@
 Parts are written into a hidden directory, which is renamed when all are there and on disk; a crash at any point
 leaves the checkpoints before it whole. Readers take the newest complete directory and do not depend on `latest`. What
 a disk did to a file afterwards is noticed by its digest: a flipped bit in a weight is a weight to any other reader.
+
+Weights that a checkpoint leaves out, and their digest, which tells that they are still the same.
+
+A fine-tuned model's weights are mostly those that it began with. Where they can be read again, as a pretrained model's
+can, a checkpoint holds their digest in place of them.
 """
 
 from __future__ import annotations
@@ -36,8 +41,30 @@ from isthmus.errors import UserError
 from isthmus.protocol.decoupled_events import MergesDone
 from isthmus.reading import read_json
 from isthmus.run_files import MANIFEST, newest_whole, write_json
-from isthmus.training.left_out import digest_of, rest
 from isthmus.training.scaling import LOSS_SCALE
+
+
+def rest(weights: Mapping[str, Tensor], held: set[str], state_names: set[str]) -> dict[str, Tensor]:
+    """Entries of the module's state that no stage holds: not an alias of one that is held."""
+    shared = {weights[name].data_ptr() for name in held if name in weights and weights[name].numel()}
+    found: dict[str, Tensor] = {}
+    for name in sorted(state_names - held):
+        tensor = weights[name]
+        if tensor.numel() and tensor.data_ptr() in shared:
+            continue
+        shared.add(tensor.data_ptr())
+        found[name] = tensor
+    return found
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and bytes, in hexadecimal digits."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
 
 Named = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 OPTIMIZER = "optimizer."
@@ -268,8 +295,7 @@ def check_shapes(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> Non
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The first replica's weights and buffers under the module's own names; of tied ones, one name. UserError as for
-    `read_tensors`."""
+    """Weights and buffers of the first replica by own names; of tied ones, one. UserError as for `read_tensors`."""
     found = read_tensors(checkpoint)
     others = {name for name in found if name.startswith(OPTIMIZER) or name == LOSS_SCALE or split_replica(name)[0]}
     return {name: value for name, value in found.items() if name not in others}

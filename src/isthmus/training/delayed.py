@@ -16,17 +16,15 @@ each update that moves into the memory of w(t - 1), which nothing needs any more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.errors import InternalError
 from isthmus.graph.opgraph import Ref
-from isthmus.graph.partition import StageGraph
-from isthmus.training.engine import AtStep, EngineConfig, TorchEngine
+from isthmus.training.engine import AtStep, TorchEngine
 from isthmus.training.loss_accumulator import LossAccumulator
 from isthmus.training.optim import PREVIOUS
 
@@ -38,32 +36,11 @@ class DelayedEngine(TorchEngine):
     that are collected, added and taken.
     """
 
-    def __init__(
-        self,
-        train: StageGraph,
-        evaluation: StageGraph,
-        config: EngineConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        accelerator: Accelerator = HOST,
-        recompute: bool = False,
-        frozen: bool = False,
-        replaced: Mapping[str, Callable[..., object]] = {},
-    ) -> None:
-        """As of `TorchEngine`; without a previous version among the `weights` it is equal to the newest one."""
-        super().__init__(
-            train,
-            evaluation,
-            config,
-            weights,
-            accelerator=accelerator,
-            recompute=recompute,
-            frozen=frozen,
-            replaced=replaced,
-        )
+    def _prepare(self, weights: Mapping[str, Tensor]) -> None:
+        """Without a previous version among the `weights` it is equal to the newest one."""
         self._step: int | None = None  # that is updated next
         self._gradients_ahead: dict[str, Tensor] = {}
-        self._losses_ahead = LossAccumulator(accelerator)
+        self._losses_ahead = LossAccumulator(self.accelerator)
         self._losses_behind = self._last_losses = self._tallies["train"]
         self._earlier = self.flights.copy()  # micro-batches that are in flight in the step after this one too
         self._buffers: dict[int, Mapping[str, Tensor]] = {}
@@ -75,7 +52,7 @@ class DelayedEngine(TorchEngine):
             if newest is self._master[own]:  # graphs of a version must not see that the optimizer changes the next one
                 newest = self._variables[name] = self._master[own].data.requires_grad_()
             saved = weights.get(f"optimizer.{own}.{PREVIOUS}")
-            value = newest.detach() if saved is None else to_device(accelerator, saved).to(newest.dtype)
+            value = newest.detach() if saved is None else to_device(self.accelerator, saved).to(newest.dtype)
             self._previous[name] = value.clone().requires_grad_()
 
     def _is_ahead(self, step: int) -> bool:

@@ -92,13 +92,11 @@ class Engine(Protocol):
         ...
 
     def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients of shared parameters of other stages, summed over the step's micro-batches, of type
-        `gradient_dtype`."""
+        """Gradients (`gradient_dtype`) of other stages' shared parameters, summed over the step's micro-batches."""
         ...
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add to the summed gradients of owned parameters (op names): from the users of tied weights, or from all
-        replicas."""
+        """Add gradients from users of tied weights, or from all replicas, to those of owned parameters (op names)."""
         ...
 
     def take_gradients(self, names: Sequence[str]) -> dict[str, Tensor | None]:
@@ -237,6 +235,10 @@ class TorchEngine:
         self.evaluation_program: RunsOperators = self.eager_evaluation
         seed = 1.0 if train.count is not None else 1.0 / config.micro_batches
         self._seed_gradient = torch.full((), seed, device=self.device)
+        self._prepare(weights)
+
+    def _prepare(self, weights: Mapping[str, Tensor]) -> None:
+        """Called once the variables are held: engines that compute otherwise set up what they need besides."""
 
     def _hold(self, op: Op, weights: Mapping[str, Tensor], *, trains: bool) -> None:
         if op.target not in weights:

@@ -11,9 +11,8 @@ import torch
 from msgspec import Meta
 
 from isthmus.engines import EngineName
-from isthmus.graph.operators import overload_of
+from isthmus.graph.operators import lacking, operators_here, overload_of
 from isthmus.graph.schema import RECURRENT
-from isthmus.graph.schemas import lacking, operators_here
 from isthmus.training.jax.names import is_computed
 from isthmus.wire_types import Text
 

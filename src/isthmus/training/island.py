@@ -10,12 +10,24 @@ the program sees. It hands out the shares of what arrives, puts together what le
 Reduce and broadcast move the bytes of an all-reduce; so the optimizer, clipping and averaging between replicas are
 rank 0's alone, and the others hold no state. (Rejected: an update on each rank. All code that changes parameters would
 have to run on every rank.) Where a stage is too large for one rank, each rank owns a part of it: `sharded_island`.
+
+Batch norm over all samples of a micro-batch, where each rank has a share of them (as torch's SyncBatchNorm).
+
+    mean = sum over ranks of sum(x) / N      var = sum over ranks of sum((x - mean)^2) / N      N: of all ranks
+
+Both sums are differentiated: the gradient of a sum over ranks is the sum over ranks of its gradients. Kept statistics
+become the same on every rank.
+
+An island whose ranks own the parameters together: a stage may be larger than one of them can hold.
+
+Rank 0 is the engine that the rest of the program sees, as of any island. What changes parts is said to all ranks, and
+what somebody wants whole is put together on rank 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -26,12 +38,13 @@ from isthmus.combinations import refused
 from isthmus.errors import RankLost, StepError, UserError
 from isthmus.graph.label_means import is_even
 from isthmus.graph.mixing import mixes
+from isthmus.graph.operators import operator_of
 from isthmus.graph.opgraph import Ref, TensorSpec
 from isthmus.graph.partition import StageGraph
-from isthmus.training.batch_norm import BATCH_NORM, batch_norm_of
-from isthmus.training.engine import EngineConfig, TorchEngine
+from isthmus.training.collectives import Collectives
+from isthmus.training.engine import Engine, EngineConfig, TorchEngine
 from isthmus.training.ranks import Command, Ranks, StageSetUp, Tensors
-from isthmus.training.sharded import ShardedEngine
+from isthmus.training.sharded import ShardedEngine, Whole
 
 NORMS = "norms"
 Result = tuple[dict[str, Tensor], tuple[float, ...] | None]
@@ -362,3 +375,154 @@ class IslandEngine:
 
     def state(self) -> dict[str, Tensor]:
         return self._engine.state()
+
+
+BATCH_NORM = "aten.batch_norm.default"
+
+
+class _BatchNormSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, ranks: Collectives) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.sum(own)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum(gradients[0]), None
+
+
+def batch_norm_of(ranks: Collectives) -> Callable[..., Tensor]:
+    """In place of the operator, with its arguments; all ranks have equally many samples."""
+    alone = cast("Callable[..., Tensor]", operator_of(BATCH_NORM))
+
+    def batch_norm(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        training: bool,
+        momentum: float,
+        *options: object,
+    ) -> Tensor:
+        if not training:
+            return alone(x, weight, bias, mean, variance, training, momentum, *options)
+        return _normalised(x, (weight, bias), (mean, variance), momentum, cast(float, options[0]), ranks)
+
+    return batch_norm
+
+
+def _normalised(
+    x: Tensor,
+    affine: tuple[Tensor | None, Tensor | None],
+    kept: tuple[Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+    ranks: Collectives,
+) -> Tensor:
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    along = [1, -1, *[1] * (x.dim() - 2)]
+    count = ranks.count * x.numel() // x.shape[1]
+
+    def over_all(values: Tensor) -> Tensor:
+        return cast(Tensor, _BatchNormSum.apply(values.sum(others), ranks)) / count
+
+    mean = over_all(wide)
+    centred = wide - mean.view(along)
+    variance = over_all(centred.square())
+    _keep(kept, mean, variance * (count / max(count - 1, 1)), momentum)
+    found = centred * torch.rsqrt(variance + eps).view(along)
+    weight, bias = affine
+    if weight is not None:
+        found = found * weight.to(found.dtype).view(along)
+    if bias is not None:
+        found = found + bias.to(found.dtype).view(along)
+    return found.to(x.dtype)
+
+
+@torch.no_grad()
+def _keep(kept: tuple[Tensor | None, Tensor | None], mean: Tensor, variance: Tensor, momentum: float) -> None:
+    for statistic, value in zip(kept, (mean, variance), strict=True):
+        if statistic is not None:
+            statistic.mul_(1 - momentum).add_(value.to(statistic.dtype), alpha=momentum)
+
+
+class ShardedIsland(IslandEngine):
+    """As `Engine`, on rank 0."""
+
+    @property
+    def _parts(self) -> ShardedEngine:
+        return cast(ShardedEngine, self._engine)
+
+    def _split(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Those that are shared out, and those that each rank has whole."""
+        apart = [n for n in names if self._parts.is_shared_out(n)]
+        return apart, [n for n in names if not self._parts.is_shared_out(n)]
+
+    def _whole(self, what: Whole, names: Sequence[str]) -> dict[str, Tensor | None]:
+        if names:
+            self._tell(Command(kind="whole", what=what, names=tuple(names)))
+        return self._parts.whole(what, names)
+
+    def _put(self, command: Command, values: Mapping[str, Tensor], own: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Each rank's parts of these values."""
+        for rank in range(1, self._ranks.count):
+            parts = {name: self._parts.part_of(value, rank) for name, value in values.items()}
+            self._ranks.send(rank, command, [parts])
+        own({name: self._parts.part_of(value, 0) for name, value in values.items()})
+
+    def _spread(self, names: Sequence[str]) -> None:
+        _, whole = self._split(names)
+        if whole:
+            super()._spread(whole)
+
+    def shared_values(self, names: Sequence[str], step: int | None = None) -> dict[str, Tensor]:
+        apart, whole = self._split(names)
+        found = _there(self._whole("values", apart)) | self._engine.shared_values(whole)
+        return {name: found[name] for name in names}
+
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        self._sum()
+        self._put(Command(kind="add"), gradients, self._engine.add_gradients)
+
+    def take_gradients(self, names: Sequence[str]) -> dict[str, Tensor | None]:
+        self._sum()
+        return self._whole("sums", names)
+
+    def parameters(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return _there(self._whole("parameters", names))
+
+    def set_parameters(self, values: Mapping[str, Tensor]) -> None:
+        self._put(Command(kind="put"), values, self._engine.set_parameters)
+
+    def collect(self, count: float | None) -> Tensor:
+        self._sum()
+        self._tell(Command(kind="collect", count=count))
+        return self._engine.collect(count)
+
+    def gradients(self) -> dict[str, Tensor]:
+        own = self._engine.trainable
+        apart, _ = self._split(list(own))
+        return {own[name]: value for name, value in _there(self._whole("gradients", apart)).items()}
+
+    def update(self, step: int, norms: Tensor | None) -> None:
+        self._tell(Command(kind="update", step=step), [{NORMS: norms}] if norms is not None else [])
+        self._engine.update(step, norms)
+
+    def skip_update(self) -> None:
+        self._tell(Command(kind="skip"))
+        self._engine.skip_update()
+
+    def state(self) -> dict[str, Tensor]:
+        self._tell(Command(kind="state"))
+        return self._engine.state()
+
+
+def _there(found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def island_engine(made: StageSetUp, weights: Mapping[str, Tensor], ranks: Ranks) -> Engine:
+    """UserError where the stage cannot be shared out. `weights` as those of `TorchEngine`."""
+    return (ShardedIsland if made.sharded else IslandEngine)(made, weights, ranks)

@@ -36,8 +36,7 @@ REARRANGING = {
 
 
 def check_optimizers(configs: Sequence[OptimizerConfig], graph: OpGraph) -> None:
-    """UserError for a parameter that no pattern matches or whose optimizer cannot update it, and for an entry that
-    updates none."""
+    """UserError for a parameter that no optimizer matches or can update, and for an entry that updates none."""
     parameters, used = graph.trainable, set[int]()
     for op in (op for op in graph.ops if op.kind == "parameter" and op.target in parameters):
         chosen = choose(configs, op.target)

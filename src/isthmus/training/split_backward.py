@@ -26,10 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from isthmus.accelerators import HOST, Accelerator
 from isthmus.graph.opgraph import Ref
-from isthmus.graph.partition import StageGraph
-from isthmus.training.engine import AtStep, EngineConfig, TorchEngine
+from isthmus.training.engine import AtStep, TorchEngine
 from isthmus.training.faults import raise_if_jobs
 from isthmus.training.program import Program, Slot, Step, fill
 
@@ -177,17 +175,8 @@ class SplitEngine(TorchEngine):
     """A `TorchEngine` whose backward leaves the weight gradients to `weight_gradients`, which is called once for each
     micro-batch whose backward is done, in the same order."""
 
-    def __init__(
-        self,
-        train: StageGraph,
-        evaluation: StageGraph,
-        config: EngineConfig,
-        weights: Mapping[str, Tensor],
-        *,
-        accelerator: Accelerator = HOST,
-    ) -> None:
-        super().__init__(train, evaluation, config, weights, accelerator=accelerator)
-        returned = (c.value for c in train.receives if c.gradient)
+    def _prepare(self, weights: Mapping[str, Tensor]) -> None:
+        returned = (c.value for c in self.train.receives if c.gradient)
         self._split = SplitProgram(self.eager, self.trainable, returned)
         self.program = self._split
         self._at = -1  # the micro-batch of the backward that runs

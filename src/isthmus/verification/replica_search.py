@@ -82,8 +82,7 @@ class _StagesTo(NamedTuple):
 
 
 class ReplicaTables:
-    """One replica of exactly these devices. `devices`: [kind], how many; `tracked`: all kinds, whose states the walks
-    have."""
+    """One replica of these devices. `devices`: [kind], how many; `tracked`: all kinds, whose states the walks have."""
 
     def __init__(
         self, pipelines: SearchedPipelines, devices: Ints, tracked: Tracked, intervals: Sequence[PeriodWalks]

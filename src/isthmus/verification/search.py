@@ -235,8 +235,7 @@ class PlanSearch:
         return extend((), 0)
 
     def _shared_out(self, chosen: Sequence[PipelineCheck]) -> tuple[list[int], float]:
-        """Micro-batch after micro-batch to the replica that ends it soonest: the least slowest replica, and when it
-        ends."""
+        """Give each micro-batch to the replica that ends it soonest; and when the last replica ends."""
         shares = [1] * len(chosen)
         ahead = [(pipeline.step_s(2), k) for k, pipeline in enumerate(chosen)]
         heapq.heapify(ahead)

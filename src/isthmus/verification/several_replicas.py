@@ -278,8 +278,7 @@ class SeveralReplicas:
     def _enough(
         self, looked: Intervals, every: Floats, asked: Asked, need: float, ended: Callable[[], bool]
     ) -> set[int]:
-        """The intervals of periods by which disjoint sets end so many micro-batches, as far as is known; none where no
-        sets do."""
+        """The intervals of periods by which disjoint sets may end so many micro-batches; none where no sets do."""
         among, best = looked.among, every.max(axis=0)
         if among.counts_devices and not self._enough_cuts(among.tracked, best, asked, need):
             return set()

@@ -222,8 +222,7 @@ class PipelineCheck:
         return self._timed[chosen]
 
     def step_s(self, micro_batches: int, below_s: float = float("inf")) -> float:
-        """Before what replicas sum; possibly more than it is where it is not below the limit; infinite where nothing
-        fits."""
+        """Seconds without sums; possibly more than it takes where not below the limit; infinite where nothing fits."""
         if micro_batches not in self._alone:
             self._alone[micro_batches] = self._chosen_s(micro_batches, self._given or self._plain)
         found_s = self._alone[micro_batches]

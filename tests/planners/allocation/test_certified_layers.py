@@ -26,12 +26,10 @@ from isthmus.planners.baselines.allocation import (
     certified_layers,
     equal_compute_layers,
     even_layers,
-    order_searches,
     sky_heuristic_layers,
     sky_optimal_layers,
 )
-from isthmus.planners.baselines.allocation.certified import identical
-from isthmus.planners.baselines.allocation.order_searches import CoverResult, anneal, cover, pack
+from isthmus.planners.baselines.allocation.certified import CoverResult, anneal, cover, identical, pack
 from isthmus.planners.baselines.allocation.windows import best_cut, out_of_reach, priced_bound_s
 
 SEEDS = st.integers(0, 10**6)
@@ -111,7 +109,7 @@ def test_an_annealed_order_keeps_the_limit(seed: int, factor: float) -> None:
     problem = layers_problem(rng.uniform(1, 3, 9).tolist(), rng.uniform(1, 3, 4).tolist())
     limit = factor * brute_force_s(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order_searches, "MOST_STEPS", 10_000)  # of four devices that is enough
+        patch.setattr(certified_module, "MOST_STEPS", 10_000)  # of four devices that is enough
         order = anneal(problem, limit, seed)
     if order is not None:
         assert sorted(order) == [0, 1, 2, 3]

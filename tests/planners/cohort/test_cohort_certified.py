@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from isthmus.planners.cohort import CohortProblem, certified, parrot
-from isthmus.planners.cohort.certified import counting_bound_s, dual_bound_s, first_fit, fractional, smallest_fit
-from isthmus.planners.cohort.exchange import exchange
+from isthmus.planners.cohort.certified import (
+    counting_bound_s,
+    dual_bound_s,
+    exchange,
+    first_fit,
+    fractional,
+    smallest_fit,
+)
 
 SLACK = 1 + 1e-9
 

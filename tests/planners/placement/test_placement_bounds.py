@@ -15,15 +15,13 @@ from tests.tiers import THOROUGH
 from isthmus.planners.placement import (
     PlacementProblem,
     PlacementTask,
-    bounds,
     evaluate,
     from_matrices,
     islands,
-    lower_bound_s,
-    mixtures,
 )
-from isthmus.planners.placement.bounds import compute_bound_s, group_bound_s, least_group_s, threshold_bound_s
-from isthmus.planners.placement.mixtures import MixtureTables, count_mixtures, mixture_bound_s
+from isthmus_testing.placement import bounds, lower_bound_s, mixtures
+from isthmus_testing.placement.bounds import compute_bound_s, group_bound_s, least_group_s, threshold_bound_s
+from isthmus_testing.placement.mixtures import MixtureTables, count_mixtures, mixture_bound_s
 
 pytestmark = pytest.mark.thorough
 

@@ -21,10 +21,8 @@ from isthmus.planners.placement import (
     evaluate,
     from_matrices,
     islands,
-    lower_bound_s,
     random_groups,
 )
-from isthmus.planners.placement.annealing import Annealer, ClassLinks
 from isthmus.planners.placement.dtfm import (
     crossover,
     cyclic_search,
@@ -35,7 +33,8 @@ from isthmus.planners.placement.dtfm import (
     worse_parent,
     worst_of_all,
 )
-from isthmus.planners.placement.islands import structured_groups
+from isthmus.planners.placement.islands import Annealer, ClassLinks, structured_groups
+from isthmus_testing.placement import lower_bound_s
 
 Table = list[list[float]]
 NO = -math.inf

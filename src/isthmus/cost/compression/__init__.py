@@ -96,8 +96,7 @@ def packs_alike(problem: Problem) -> bool:
 
 
 def uniform_codecs(problem: Problem) -> list[CompressionConfig]:
-    """Compressions that pack every message alike, by each codec that the problem's method offers, the harshest
-    first."""
+    """Compressions that pack all messages alike, by each codec that the problem's method offers, harshest first."""
     asked = problem.constraints.compression
     offers = () if asked is None else _offers(problem, asked)
     return [

@@ -39,17 +39,9 @@ class FolderImages:
     def __init__(self, root: Path, names: Sequence[str], labels: Array, classes: int) -> None:
         self._root = root
         self._names = names
-        self._labels = labels
-        self._classes = classes
+        self.labels = labels
+        self.classes = classes
         self._open = opener()
-
-    @property
-    def labels(self) -> Array:
-        return self._labels
-
-    @property
-    def classes(self) -> int:
-        return self._classes
 
     def name(self, sample: int) -> str:
         return str(self._root / self._names[sample])

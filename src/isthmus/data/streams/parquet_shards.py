@@ -116,8 +116,7 @@ def _filled(metadata: Any) -> list[int]:
 
 
 def _text_size(opened: BinaryIO, group: Any, column: str, url: str) -> int:
-    """About how many bytes a row group's texts have, with a line's end each: of texts that repeat, which a dictionary
-    holds once, too."""
+    """About how many bytes a row group's texts and their line ends have, repeated texts counted each time."""
     chunks = {c.path_in_schema: c for c in (group.column(number) for number in range(group.num_columns))}
     if column not in chunks:
         raise unknown_name(f"column of {url}", column, chunks)

@@ -7,15 +7,7 @@ from collections.abc import Callable, Mapping
 
 from isthmus.errors import unknown_name
 from isthmus.planners.cohort.certified import certified, fractional
-from isthmus.planners.cohort.parrot import (
-    TimeHistory,
-    TimeModel,
-    equal_times,
-    fit_times,
-    near_states,
-    parrot,
-    uniform,
-)
+from isthmus.planners.cohort.parrot import TimeHistory, TimeModel, equal_times, fit_times, near_states, parrot, uniform
 from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
 
 __all__ = [

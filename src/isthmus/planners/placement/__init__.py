@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-from isthmus.planners.placement.bounds import lower_bound_s
 from isthmus.planners.placement.dtfm import dtfm_genetic, dtfm_genetic_code, dtfm_kl
 from isthmus.planners.placement.grouping import StageGrouping, evaluate, random_groups
 from isthmus.planners.placement.islands import islands
@@ -15,7 +14,7 @@ PLACEMENTS: Mapping[str, Callable[[PlacementProblem, int], StageGrouping]] = {
     "islands": lambda problem, seed: islands(problem, seed=seed),
     "random": lambda problem, seed: random_groups(problem, seed=seed),
 }
-"""Each with its own default budget. The same seed finds the same grouping. How good one is `lower_bound_s` proves."""
+"""Each with its own default budget. The same seed finds the same grouping."""
 
 __all__ = [
     "PLACEMENTS",
@@ -29,6 +28,5 @@ __all__ = [
     "from_fleet",
     "from_matrices",
     "islands",
-    "lower_bound_s",
     "random_groups",
 ]

@@ -68,8 +68,7 @@ class _TooManyPlans(Exception):
 
 
 def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> Settled | None:
-    """Return the best of all plans; None where they are too many to look at. `known_s` is the step of some plan, or
-    infinite."""
+    """The best of all plans; None where they are too many. `known_s` is the step of some plan, or infinite."""
     devices = len(network.names)
     if devices > MOST_DEVICES or pipeline_count(devices, blocks.count) > MOST_PIPELINES:
         return None

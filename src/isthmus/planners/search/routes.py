@@ -97,8 +97,7 @@ class Routes:
     def __init__(
         self, roots: Sequence[State], members: Iterable[int], fixed: FixedPlacement | None = None, *, returns: bool
     ) -> None:
-        """`fixed` is None where the order itself keeps to the terms. `returns`: a last stage may be on the device of
-        the first."""
+        """`fixed` is None where the order keeps to the terms. `returns`: the last stage may be on the first device."""
         self.members = tuple(dict.fromkeys(members))
         self.returns = returns
         self._fixed = fixed

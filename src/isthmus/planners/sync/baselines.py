@@ -33,8 +33,7 @@ def dream_dfs(problem: SyncProblem) -> SyncPlan:
 
 
 class FoundSchedule(NamedTuple):
-    """The best way to have opened so many sets, and how many of them the paper's search would have compared (in the
-    end the size of Omega)."""
+    """The best way to open so many sets, and how many sets the paper's search would have compared (|Omega|)."""
 
     exposed_s: float
     ends: tuple[int, ...]

@@ -16,7 +16,7 @@ from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
 from isthmus.engines import EngineName
 from isthmus.errors import IsthmusError, UserError, unknown_name
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.data_holders import DataQueries
 from isthmus.runtime.processes.data_description import described_at

@@ -11,7 +11,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
-from isthmus.plans.worker_ids import device_of, is_first
+from isthmus.plans.plan import device_of, is_first
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol.run_messages import (
     DeviceOrder,

@@ -8,8 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from isthmus.job import Prepared
-from isthmus.training.checkpoint import check_base, read_manifest
-from isthmus.training.left_out import digest_of, rest
+from isthmus.training.checkpoint import check_base, digest_of, read_manifest, rest
 from isthmus.training.scaling import LOSS_SCALE, LossScale
 from isthmus.training.snapshot import part_of
 from isthmus.training.weights import initial_weights, resume

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from isthmus.fleet import Fleet, changed
 from isthmus.job import Prepared
 from isthmus.plans import Plan
-from isthmus.plans.worker_ids import is_first
+from isthmus.plans.plan import is_first
 from isthmus.protocol import StateLayout
 from isthmus.protocol.adaptation import Adaptation, Pair, PlanFigures
 from isthmus.protocol.drift import differs

@@ -16,7 +16,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan, PlanPeriod
-from isthmus.plans.worker_ids import device_of, is_first, worker_id
+from isthmus.plans.plan import device_of, is_first, worker_id
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair, PlanFigures

@@ -14,7 +14,7 @@ from isthmus.fleet import Fleet, Link, changed
 from isthmus.job import Prepared, constraints_of
 from isthmus.planners import whole_replicas
 from isthmus.plans import Packing, Plan, Stage
-from isthmus.plans.worker_ids import device_of
+from isthmus.plans.plan import device_of
 from isthmus.protocol import StateLayout
 from isthmus.protocol.run_ports import EpochStart
 from isthmus.protocol.work import Share, shares

@@ -18,7 +18,7 @@ from isthmus.combinations import refused
 from isthmus.data import Dataset
 from isthmus.errors import IsthmusError, PeerError, RankLost, StepError
 from isthmus.graph.boundaries import WATCHED
-from isthmus.plans.worker_ids import is_first
+from isthmus.plans.plan import is_first
 from isthmus.protocol.device_session import DeviceSession
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryPeak
@@ -37,12 +37,11 @@ from isthmus.protocol.run_messages import (
     TransferEnded,
     WeightsRead,
 )
-from isthmus.runtime.device.assignment_checks import check_assignment
+from isthmus.runtime.device.assignment_checks import check_assignment, expected_parcels, expected_parts
 from isthmus.runtime.device.coordinator_link import CoordinatorLink, CoordinatorMessage, failed, of_order
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import Expected, StageLinks
-from isthmus.runtime.device.parcel_checks import expected_parcels, expected_parts
 from isthmus.runtime.device.peer_connections import Endpoint, PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.device.stage_data import Batches, stage_data
@@ -63,10 +62,10 @@ from isthmus.session.failures import in_one_line
 from isthmus.training.delayed import DelayedEngine
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_short_of_memory, shortage
+from isthmus.training.island import island_engine
 from isthmus.training.layout import header_of
 from isthmus.training.local_privacy import Privatizer
 from isthmus.training.ranks import Ranks, StageSetUp
-from isthmus.training.sharded_island import island_engine
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 from isthmus.training.split_backward import SplitEngine
 from isthmus.training.watched import WatchedEngine
@@ -171,8 +170,7 @@ class DeviceWorker:
             raise cause from lost
 
     def _refuse(self, error: Exception, order: AnyMessage) -> None:
-        """Handle an order that failed. An order that nobody can follow is reported to the coordinator; the ranks of an
-        island end."""
+        """Handle an order that failed: the coordinator hears of it, or the ranks of an island end."""
         if self._server is not None and isinstance(error, IsthmusError):
             self._server.give_up(error)
         elif isinstance(error, PeerError) and self._site.island is None:
@@ -361,6 +359,7 @@ class DeviceWorker:
 
     def _engine(self, assignment: Assignment, values: Mapping[str, Tensor], fingerprints: Fingerprinter) -> Engine:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
+        stage = (train, evaluation, config, values)
         if fingerprints.on and self._accelerator.asynchronous:
             here = self._accelerator.device
             if self._site.identity is not None:  # an audit could not tell which hardware to compute on again
@@ -370,27 +369,15 @@ class DeviceWorker:
         if note := config.kernels.use(self._accelerator):
             print(f"device {self._site.device}: {note}", file=sys.stderr, flush=True)
         if assignment.view.splits and self._site.island is None and not assignment.frozen:
-            return SplitEngine(train, evaluation, config, values, accelerator=self._accelerator)
+            return SplitEngine(*stage, accelerator=self._accelerator)
         if any(name.startswith(WATCHED) for name in train.outputs):
-            return WatchedEngine(
-                train,
-                evaluation,
-                config,
-                values,
-                accelerator=self._accelerator,
-                recompute=assignment.recompute,
-                observe=fingerprints.inside,
-            )
+            engine = WatchedEngine(*stage, accelerator=self._accelerator, recompute=assignment.recompute)
+            engine.observe = fingerprints.inside
+            return engine
         if self._site.island is None:
-            return (DelayedEngine if assignment.view.delayed else TorchEngine)(
-                train,
-                evaluation,
-                config,
-                values,
-                accelerator=self._accelerator,
-                recompute=assignment.recompute,
-                frozen=assignment.frozen,
-            )
+            kind = DelayedEngine if assignment.view.delayed else TorchEngine
+            recompute, frozen = assignment.recompute, assignment.frozen
+            return kind(*stage, accelerator=self._accelerator, recompute=recompute, frozen=frozen)
         if assignment.view.delayed:
             raise refused("delayed", "several ranks", "'delayed'")
         if not is_first(self._site.device):

@@ -139,8 +139,7 @@ class FiniteWatch:
         )
 
     def _cause(self, inputs: Mapping[Ref, Tensor]) -> str:
-        """Return the first input of the stage that is not finite already: a column that it reads, or one of its own
-        parameters."""
+        """The first input of the stage that is not finite: a column that it reads, or one of its own parameters."""
         received = {crossing.value for crossing in self._train.receives}
         for ref, value in inputs.items():
             if ref not in received and not is_finite(value):

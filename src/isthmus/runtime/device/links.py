@@ -392,8 +392,7 @@ def _packed(encode: Encode) -> PackedMessage:
 
 
 def _encoded(headers: Sequence[TensorHeader], tensors: Sequence[Tensor], with_feedback: _WithFeedback) -> list[Tensor]:
-    """Return a parcel's tensors as they are sent, flat, where they lie. UserError names a value that cannot be
-    packed."""
+    """A parcel's tensors as they are sent, flat, where they lie. UserError for a value that cannot be packed."""
     found: list[Tensor] = []
     for header, tensor in zip(headers, tensors, strict=True):
         if header.packing is None:

@@ -23,7 +23,7 @@ import torch
 
 from isthmus.engines import ENGINES
 from isthmus.errors import InternalError, IsthmusError, PeerError
-from isthmus.plans.worker_ids import worker_id
+from isthmus.plans.plan import worker_id
 from isthmus.runtime.decoupled.joined import serve_joined
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint

@@ -66,8 +66,7 @@ def _by_jax(engine: Engine, assignment: Assignment, batches: Batches) -> str:
 
 
 def check_room(accelerator: Accelerator, planned_bytes: int) -> int:
-    """Bytes that are in use before the stage. torch.OutOfMemoryError where an accelerator has less memory than the plan
-    thinks."""
+    """Bytes in use before the stage. torch.OutOfMemoryError where an accelerator has less memory than planned."""
     if accelerator.asynchronous:
         gc.collect()  # the stage before is a cycle, of executor and links, that holds much memory and few objects
         accelerator.release_cached()

@@ -20,12 +20,12 @@ from isthmus.plans import Packing
 from isthmus.protocol.run_messages import Arrived, ItemReported, OpenItem, Parcel, PartsArrived, WeightsRead
 from isthmus.protocol.work import Item, Work
 from isthmus.protocol.worker import Worker
+from isthmus.runtime.device.assignment_checks import label, sent_packings
 from isthmus.runtime.device.coordinator_link import CoordinatorMessage
 from isthmus.runtime.device.copy_streams import CopyStreams
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.finite import watch_of
 from isthmus.runtime.device.links import StageLinks
-from isthmus.runtime.device.parcel_checks import label, sent_packings
 from isthmus.runtime.device.snapshots import Snapshots, SnapshotSender
 from isthmus.runtime.device.stage_data import Batches
 from isthmus.runtime.device.stage_preparation import group_buffer
@@ -221,8 +221,7 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _call(self, item: int, micro_batch: int = -1, *, short: bool = False) -> Generator[None]:
-        """Inside of it the worker's call is carried out. A call that is not `short` takes long, or waits for what
-        another stage computes."""
+        """Carry out the worker's call inside. Unless `short`, it takes long or waits for other stages."""
         if not short:
             self._turns.give()
         try:

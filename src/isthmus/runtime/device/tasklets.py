@@ -50,8 +50,7 @@ class StageTurns:
 
     @contextlib.contextmanager
     def turn(self, work: Work) -> Generator[None]:
-        """Inside of it, and until `give`, the device is this stage's. Nothing may be waited for there that another
-        stage computes."""
+        """Inside and until `give` the device is this stage's. Nothing may be waited for that another stage computes."""
         mine = threading.Event()
         with self._choosing:
             self._lane.take(work, self._stage, mine.set)

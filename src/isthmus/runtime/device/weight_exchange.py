@@ -31,8 +31,7 @@ class StageExchanges:
     def __init__(
         self, engine: Engine, train: StageGraph, steps: int, read: Callable[[int, Mapping[str, Tensor]], None]
     ) -> None:
-        """The run has so many `steps`. `read` gets an item and weights that are wanted, before anything changes
-        them."""
+        """The run has `steps` steps. `read` gets an item and the weights wanted of it, before anything changes them."""
         self._engine, self._train, self._steps, self._read = engine, train, steps, read
         self._opened: dict[int, OpenedExchange] = {}
         self._rate_step: int | None = None

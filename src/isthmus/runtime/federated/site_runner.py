@@ -45,7 +45,7 @@ from isthmus.runtime.federated.secure_site import SecureSiteExecutor
 from isthmus.runtime.federated.site_executor import SharesOf, SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_pipeline import SitePipeline
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.identity.signatures import DeviceSigner
+from isthmus.runtime.identity.keys import DeviceSigner
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
 from isthmus.runtime.messages.fleet import StartRun
 from isthmus.runtime.messages.run import Heartbeat, JoinRun

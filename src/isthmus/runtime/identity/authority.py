@@ -77,8 +77,7 @@ class Authority:
 
 
 def fingerprint_in(folder: Path) -> bytes:
-    """Return the fingerprint of the authority in this folder; b"" where there is none. UserError for one that is
-    damaged."""
+    """The fingerprint of the authority in this folder; b"" without one. UserError for one that is damaged."""
     path = folder / _CERTIFICATE
     if not path.exists():
         return b""

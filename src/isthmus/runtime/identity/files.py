@@ -12,8 +12,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def private_folder(path: Path) -> Path:
-    """The folder, made with mode 0700 where it is missing. UserError when others may look into it, or it cannot be
-    made."""
+    """The folder, made with mode 0700 if missing. UserError when others may look into it, or it cannot be made."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:

@@ -22,8 +22,7 @@ SIGNAL_S = 2.0
 
 
 class ChildAgents:
-    """Agents that are child processes, by name. `log(name, line)` is given the lines that they print, from a thread for
-    each."""
+    """Agents that are child processes. A thread for each calls `log(name, line)` for the lines that it prints."""
 
     def __init__(self, log: Callable[[str, str], None]) -> None:
         self._log = log

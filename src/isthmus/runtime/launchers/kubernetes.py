@@ -6,19 +6,243 @@ ticket and another pod.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from secrets import token_hex
+from types import ModuleType
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
 
 from isthmus.errors import PeerError, UserError
 from isthmus.extensions import import_extra, to_install
-from isthmus.runtime.launchers.kubernetes_cluster import KubernetesCluster
-from isthmus.runtime.launchers.kubernetes_manifests import HELD_TICKET, KubernetesOptions, jobset, secret
+from isthmus.runtime.launchers.kubernetes_manifests import (
+    GROUP,
+    HELD_TICKET,
+    JOB,
+    PLURAL,
+    VERSION,
+    KubernetesOptions,
+    jobset,
+    secret,
+)
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.launchers.yaml_text import yaml_text
+
+REQUEST_S = 30.0
+INSTALL_JOBSET = (
+    "kubectl apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
+)
+LOG_IN = "the cluster does not know this context's credentials: log in again (`kubectl auth whoami` tries them)"
+IN_CLUSTER = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in each pod
+_PLACE = (GROUP, VERSION)
+_NUMBER = "batch.kubernetes.io/job-completion-index"
+
+
+class Refused(PeerError):
+    """The API server's answer is no success."""
+
+    def __init__(self, what: str, status: int, reason: str) -> None:
+        super().__init__(f"the API server refused {what}: {status} {reason}")
+        self.status = status
+
+
+class _Response(Protocol):
+    """A response of urllib3, as much as is used of it."""
+
+    @property
+    def data(self) -> bytes: ...
+
+    def stream(self, amt: int) -> Iterator[bytes]: ...
+
+    def close(self) -> None: ...
+
+
+class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    name: str
+    creation_timestamp: str = ""
+    annotations: dict[str, str] = {}
+
+
+class _Waiting(msgspec.Struct, frozen=True):
+    reason: str = ""
+
+
+class _Terminated(msgspec.Struct, frozen=True, rename="camel"):
+    exit_code: int
+
+
+class _ContainerState(msgspec.Struct, frozen=True):
+    waiting: _Waiting | None = None
+    terminated: _Terminated | None = None
+
+
+class _Container(msgspec.Struct, frozen=True, rename="camel"):
+    state: _ContainerState = _ContainerState()
+    container_id: str = msgspec.field(default="", name="containerID")
+
+
+class _PodStatus(msgspec.Struct, frozen=True, rename="camel"):
+    phase: str = "Pending"
+    container_statuses: tuple[_Container, ...] = ()
+
+
+class Pod(msgspec.Struct, frozen=True):
+    """As the API server describes it."""
+
+    metadata: _Metadata
+    status: _PodStatus = _PodStatus()
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    @property
+    def number(self) -> int:
+        """The number of its agent."""
+        return int(self.metadata.annotations[_NUMBER])
+
+    @property
+    def container(self) -> str:
+        """The id of its container; empty before one has started."""
+        return self.status.container_statuses[0].container_id if self.status.container_statuses else ""
+
+    @property
+    def state(self) -> AgentState:
+        """LOST where the container keeps failing: Kubernetes waits before it starts it again. QUEUED without a node."""
+        phases = {"Succeeded": AgentState.ENDED, "Failed": AgentState.LOST, "Running": AgentState.RUNNING}
+        for container in self.status.container_statuses:
+            waiting, terminated = container.state.waiting, container.state.terminated
+            if waiting is not None and waiting.reason == "CrashLoopBackOff":
+                return AgentState.LOST
+            if terminated is not None and terminated.exit_code and self.status.phase == "Running":
+                return AgentState.STARTING
+        if self.status.phase == "Pending" and not self.status.container_statuses:
+            return AgentState.QUEUED
+        return phases.get(self.status.phase, AgentState.STARTING)
+
+
+class _Pods(msgspec.Struct, frozen=True):
+    items: tuple[Pod, ...]
+
+
+class _Condition(msgspec.Struct, frozen=True):
+    type: str
+    status: str = ""
+
+
+class _JobSetStatus(msgspec.Struct, frozen=True):
+    conditions: tuple[_Condition, ...] = ()
+
+
+class _JobSet(msgspec.Struct, frozen=True):
+    status: _JobSetStatus = _JobSetStatus()
+
+
+class KubernetesCluster:
+    """PeerError for a request that fails."""
+
+    def __init__(self, kubernetes: ModuleType, options: KubernetesOptions) -> None:
+        """UserError where no cluster is configured."""
+        self._library, self._namespace = kubernetes, options.namespace
+        configuration = kubernetes.client.Configuration()
+        configuration.retries = 1
+        try:
+            if IN_CLUSTER in os.environ and not options.context:
+                kubernetes.config.load_incluster_config(client_configuration=configuration)
+            else:
+                kubernetes.config.load_kube_config(
+                    context=options.context or None, client_configuration=configuration, persist_config=False
+                )
+        except kubernetes.config.ConfigException as e:
+            reason = " ".join(str(e).split())
+            raise UserError(f"no cluster is configured ({reason}): set KUBECONFIG, or the option context") from None
+        self.host = urlsplit(str(configuration.host)).hostname or ""
+        client = kubernetes.client.ApiClient(configuration)
+        self._core = kubernetes.client.CoreV1Api(client)
+        self._custom = kubernetes.client.CustomObjectsApi(client)
+
+    def check(self) -> None:
+        """UserError where the API server does not answer, or has no JobSet."""
+        try:
+            self._ask("jobsets", self._custom.list_namespaced_custom_object, *_PLACE, self._namespace, PLURAL)
+        except Refused as e:
+            remedies = {401: LOG_IN, 404: f"install JobSet: {INSTALL_JOBSET}"}
+            raise UserError(f"{e}: {remedies.get(e.status, 'ask for a role with jobsets, pods')}") from None
+        except PeerError as e:
+            raise UserError(f"{e}: start the cluster, or choose another context") from None
+
+    def create_secret(self, body: Mapping[str, object]) -> None:
+        self._ask("secret", self._core.create_namespaced_secret, self._namespace, body)
+
+    def create_jobset(self, body: Mapping[str, object]) -> None:
+        self._ask("jobset", self._custom.create_namespaced_custom_object, *_PLACE, self._namespace, PLURAL, body)
+
+    def has_failed(self, name: str) -> bool:
+        """Whether the JobSet is given up."""
+        answer = self._ask("jobset", self._custom.get_namespaced_custom_object, *_PLACE, self._namespace, PLURAL, name)
+        conditions = msgspec.json.decode(answer, type=_JobSet).status.conditions
+        return any(condition.type == "Failed" and condition.status == "True" for condition in conditions)
+
+    def pods(self, name: str) -> dict[int, Pod]:
+        """Return the pods of the JobSet, the newest of each number."""
+        selector = f"jobset.sigs.k8s.io/jobset-name={name}"
+        answer = self._ask("pods", self._core.list_namespaced_pod, self._namespace, label_selector=selector)
+        found = msgspec.json.decode(answer, type=_Pods).items
+        return {pod.number: pod for pod in sorted(found, key=lambda pod: pod.metadata.creation_timestamp)}
+
+    def replace_ticket(self, name: str, number: int, ticket: str) -> None:
+        body = {"stringData": {str(number): ticket}}
+        self._ask("secret", self._core.patch_namespaced_secret, name, self._namespace, body)
+
+    def delete_pod(self, name: str) -> None:
+        self._delete("pod", self._core.delete_namespaced_pod, name, self._namespace)
+
+    def delete(self, name: str) -> None:
+        """JobSet and Secret."""
+        place = (*_PLACE, self._namespace, PLURAL, name)
+        self._delete("jobset", self._custom.delete_namespaced_custom_object, *place, propagation_policy="Foreground")
+        self._delete("secret", self._core.delete_namespaced_secret, name, self._namespace)
+
+    def log_lines(self, pod: str) -> Iterator[str]:
+        """As they come, until the container ends."""
+        answer = self._send("log", self._core.read_namespaced_pod_log, pod, self._namespace, container=JOB, follow=True)
+        rest = b""
+        try:
+            for chunk in answer.stream(65536):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace")
+        except self._library.client.rest.urllib3.exceptions.HTTPError:
+            return  # the node is gone
+        finally:
+            answer.close()
+
+    def _delete(self, what: str, call: Callable[..., _Response], *place: str, **options: str) -> None:
+        """Delete an object. One that is gone already is no error."""
+        try:
+            self._ask(what, call, *place, **options)
+        except Refused as e:
+            if e.status != 404:
+                raise
+
+    def _ask(self, what: str, call: Callable[..., _Response], *place: object, **options: object) -> bytes:
+        return self._send(what, call, *place, _request_timeout=REQUEST_S, **options).data
+
+    def _send(self, what: str, call: Callable[..., _Response], *place: object, **options: object) -> _Response:
+        try:
+            return call(*place, _preload_content=False, **options)
+        except self._library.client.ApiException as e:
+            raise Refused(what, int(e.status or 0), str(e.reason)) from None
+        except self._library.client.rest.urllib3.exceptions.HTTPError as e:
+            reason = getattr(e, "reason", None) or e
+            raise PeerError(f"the API server at {self.host} does not answer ({reason})") from None
+
 
 OWNER = "isthmus up --on kubernetes"
 LEAST_CLIENT = 28

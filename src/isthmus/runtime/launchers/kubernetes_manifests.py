@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from isthmus.runtime.launchers.agent_script import agent_script
+from isthmus.runtime.launchers.agent_command import agent_script
 from isthmus.runtime.launchers.launcher import AgentSpec
 
 GROUP, VERSION, PLURAL = "jobset.x-k8s.io", "v1alpha2", "jobsets"

@@ -162,8 +162,7 @@ class SocketChannel:
 
     @property
     def latency_s(self) -> float | None:
-        """One way, as the kernel sees it: to the coordinator, where the connection is relayed. None where it does not
-        say."""
+        """One way, as the kernel sees it; of a relayed connection to the coordinator. None where it does not say."""
         trip_s = round_trip_s(self._socket)
         return trip_s / 2 if trip_s is not None else None
 

@@ -169,8 +169,7 @@ class Listener:
 
 
 def allow_many_connections() -> None:
-    """Open as many files as this process may: a shell's limit is often 1,024, and a device at work has several
-    connections."""
+    """Allow as many open files as the system lets this process have: a shell's limit is often 1,024."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
     if limit != resource.RLIM_INFINITY and limit < wanted:

@@ -57,8 +57,7 @@ def floating(x: Array) -> Array:
 
 
 def common_type(*operands: Array | Number) -> torch.dtype:
-    """In which torch compares or combines them: arrays with dimensions count before those without, and before
-    numbers."""
+    """The type in which torch combines them: arrays with dimensions count before those without and numbers."""
     first, *others = (_stand_in(one) for one in operands)
     found = torch.result_type(first, first)
     for one in others:

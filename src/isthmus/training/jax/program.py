@@ -6,22 +6,42 @@ and JAX by dlpack, without copies where memory is aligned for JAX. Torch's autog
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import torch
-from jax import Array
+from jax import Array, monitoring
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
-from isthmus.training.compiled import CompiledProgram
-from isthmus.training.jax.arrays import asking, dtype_of
+from isthmus.errors import UserError
+from isthmus.graph.opgraph import Ref
+from isthmus.training.compiled import CompiledProgram, made_up
+from isthmus.training.engine import TorchEngine
+from isthmus.training.jax.arrays import Operator, asking, dtype_of
+from isthmus.training.jax.elementwise import ELEMENTWISE
+from isthmus.training.jax.layers import LAYERS
+from isthmus.training.jax.layouts import LAYOUTS
+from isthmus.training.jax.losses import LOSSES
 from isthmus.training.jax.names import base_name, is_computed
-from isthmus.training.jax.table import OPERATORS, in_place
+from isthmus.training.jax.reductions import REDUCTIONS
 from isthmus.training.program import Program, Step
+from isthmus.units import format_duration
+
+OPERATORS: Mapping[str, Operator] = {**ELEMENTWISE, **REDUCTIONS, **LAYOUTS, **LAYERS, **LOSSES}
+"""Their names are those of `operators.txt`."""
+
+
+def in_place(operator: OpOverload) -> bool:
+    """Whether it writes its first argument."""
+    arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
 
 jax.config.update("jax_enable_x64", True)  # else whole numbers of 64 bits are cut
 jax.config.update("jax_default_matmul_precision", "highest")  # as torch's float32 products
@@ -55,7 +75,7 @@ class JaxFunction:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._forwards: dict[tuple[bool, ...], Callable[..., tuple[list[Array], tuple[list[Array], Array], Any]]] = {}
-        self._floating: tuple[bool, ...] = ()
+        self.floating: tuple[bool, ...] = ()
         """Which results are floating point; found while the first forward is traced."""
         self._asks = False  # whether an operator asks something of values: found likewise
         self._without: Callable[..., tuple[tuple[Array, ...], Array]] = jax.jit(self._interpret)
@@ -76,15 +96,11 @@ class JaxFunction:
         some, (others, right), vjp = self._forwards[needs](*arrays)
         self._check(right)
         left, rest = iter(some), iter(others)
-        return [next(left) if floating else next(rest) for floating in self._floating], vjp
+        return [next(left) if floating else next(rest) for floating in self.floating], vjp
 
     def backward(self, vjp: Any, given: Sequence[Array]) -> Sequence[Array]:
         """Gradients of the inputs that need one, from those of the results of fractions."""
         return self._backward(vjp, list(given))
-
-    @property
-    def floating(self) -> tuple[bool, ...]:
-        return self._floating
 
     def _check(self, right: Array) -> None:
         if self._asks and not bool(right):
@@ -95,8 +111,8 @@ class JaxFunction:
             def of(*chosen: Array) -> tuple[list[Array], tuple[list[Array], Array]]:
                 left = iter(chosen)
                 results, right = self._interpret(*(next(left) if n else a for n, a in zip(needs, arrays, strict=True)))
-                self._floating = tuple(bool(jnp.issubdtype(r.dtype, jnp.floating)) for r in results)
-                pairs = list(zip(results, self._floating, strict=True))
+                self.floating = tuple(bool(jnp.issubdtype(r.dtype, jnp.floating)) for r in results)
+                pairs = list(zip(results, self.floating, strict=True))
                 return [r for r, floating in pairs if floating], ([r for r, floating in pairs if not floating], right)
 
             results, vjp, others = jax.vjp(of, *(a for n, a in zip(needs, arrays, strict=True) if n), has_aux=True)
@@ -174,3 +190,26 @@ def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
 def _tensors(arrays: Sequence[Array]) -> tuple[Tensor, ...]:
     """Finished: torch reads them at once."""
     return tuple(torch.from_dlpack(array) for array in jax.block_until_ready(list(arrays)))
+
+
+HIT, MISS = "/jax/compilation_cache/cache_hits", "/jax/compilation_cache/cache_misses"
+_events = Counter[str]()  # cache hits and misses of this process
+monitoring.register_event_listener(lambda event, **_: _events.update([event]))
+
+
+def compute_by_jax(engine: TorchEngine, columns: Mapping[Ref, Tensor]) -> str:
+    """Compile the engine's training program by a micro-batch of the stage's `columns`, and use it from now on; the
+    evaluation program is compiled by the first evaluation. One line for people: how long that took, and how much of the
+    code was kept on disk. UserError for operators without an entry in the table."""
+    if lacked := without_entry(engine.eager):
+        raise UserError(f"engine: JAX has no entry for {', '.join(lacked)}: expected engine 'torch' for this stage")
+    program = jax_program(engine.eager)
+    started_s, before = time.perf_counter(), _events.copy()
+    engine.try_out(program, {**made_up(engine), **columns})
+    engine.program = program
+    engine.evaluation_program = jax_program(engine.eager_evaluation)
+    taken, found = format_duration(time.perf_counter() - started_s), _events - before
+    return (
+        f"computed by JAX {jax.__version__}, compiled in {taken}; "
+        f"{found[HIT]} of {found[HIT] + found[MISS]} functions were compiled before and kept"
+    )

@@ -33,8 +33,8 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components, maximum_flow
 
 from isthmus.cost.kernel import Floats, Ints
-from isthmus.planners.placement.mixtures import MOST_KINDS, mixture_bound_s, partitions
 from isthmus.planners.placement.problem import PlacementProblem
+from isthmus_testing.placement.mixtures import MOST_KINDS, mixture_bound_s, partitions
 
 _ROUNDS = 60  # intervals of gradient times that are halved
 MOST_DEVICES, MOST_STAGES = 256, 12  # up to so many, every division of the chain into stretches is looked at
