@@ -13,8 +13,7 @@ from msgspec import Meta
 from isthmus.errors import UserError
 from isthmus.reading import read_json
 
-LEAST, MOST = 1e-12, 1e9
-"""Range of values that float64 and the accountant can hold."""
+LEAST, MOST = 1e-12, 1e9  # range of values that float64 and the accountant can hold
 Above = Annotated[float, Meta(gt=0)]
 
 
@@ -65,25 +64,19 @@ class SampleRange(msgspec.Struct, frozen=True, kw_only=True):
     """Positions of the data order whose samples left a holder, each once."""
 
     first: int
-    end: int
-    """One past the last."""
-    mu_squared: float
-    """The square of mu of one pass."""
+    end: int  # one past the last
+    mu_squared: float  # the square of mu of one pass
 
 
 class PrivacySpent(msgspec.Struct, frozen=True, kw_only=True):
     """Local (epsilon, delta)-differential privacy of each sample: one put in another's place."""
 
     delta: float
-    epsilon: float = 0.0
-    """Epsilon of the training sample that was sent most often."""
+    epsilon: float = 0.0  # epsilon of the training sample that was sent most often
     heldout_epsilon: float = 0.0
-    by_epoch: tuple[float, ...] = ()
-    """Epsilon after each pass over the training samples, the one under way included."""
-    samples: tuple[int, ...]
-    """Training samples: how many, or of each of several holders with data of their own."""
-    stretches: tuple[tuple[SampleRange, ...], ...] = ()
-    """Stretches, in the order of each holder's data, that were sent."""
+    by_epoch: tuple[float, ...] = ()  # epsilon after each pass over the training samples, the one under way included
+    samples: tuple[int, ...]  # training samples: how many, or of each of several holders with data of their own
+    stretches: tuple[tuple[SampleRange, ...], ...] = ()  # stretches, in the order of each holder's data, that were sent
     heldout_mu_squared: float = 0.0
 
     def __str__(self) -> str:

@@ -20,8 +20,7 @@ from isthmus.errors import UserError, check_choice, plain_types, unknown_name
 from isthmus.reading import parse_json, read_file
 
 Document = TypeVar("Document", bound=msgspec.Struct)
-JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Pattern of a job's name, which names its folder too."""
+JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # pattern of a job's name, which names its folder too
 
 
 def check_is_local(field: str, path: str) -> None:
@@ -81,8 +80,7 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
     return tables
 
 
-DEEPEST = 50
-"""Tables and lists inside each other; those of jobs have about five."""
+DEEPEST = 50  # tables and lists inside each other; those of jobs have about five
 
 
 def _inside(value: object) -> Iterable[object]:

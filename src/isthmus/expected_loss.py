@@ -16,8 +16,7 @@ import msgspec
 from isthmus.plans import CompressionConfig, Edge, Packing, Replica
 
 BOTTLENECKS = 7
-MESSAGES = 2 * BOTTLENECKS
-"""Messages of the measured pipeline, there and back."""
+MESSAGES = 2 * BOTTLENECKS  # messages of the measured pipeline, there and back
 
 
 class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,21 +25,16 @@ class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
     measured_on: str
     exponent: float
     """Exponent of the dense model's loss, which falls as steps ** -exponent between half of the steps and all."""
-    codecs: dict[str, float]
-    """Increases by all messages."""
-    topk: dict[float, float]
-    """The same, by ratio."""
-    subspace: dict[float, float]
-    """Increases by rate."""
-    residual: dict[float, float]
-    """Increases by all bottlenecks, by rate."""
+    codecs: dict[str, float]  # increases by all messages
+    topk: dict[float, float]  # the same, by ratio
+    subspace: dict[float, float]  # increases by rate
+    residual: dict[float, float]  # increases by all bottlenecks, by rate
 
 
 MEASURED_FILE = resources.files("isthmus").joinpath("measured_losses.json")
 _MEASURED = msgspec.json.decode(MEASURED_FILE.read_bytes(), type=MeasuredLosses)
 MEASURED_ON, EXPONENT = _MEASURED.measured_on, _MEASURED.exponent
-CODECS = {name: increase / MESSAGES for name, increase in _MEASURED.codecs.items()}
-"""Increases by one message."""
+CODECS = {name: increase / MESSAGES for name, increase in _MEASURED.codecs.items()}  # increases by one message
 TOPK = {1.0: 0.0} | {ratio: increase / MESSAGES for ratio, increase in _MEASURED.topk.items()}
 """The same of top-K, by ratio."""
 BOUNDARIES = {"subspace": _MEASURED.subspace, "residual": _MEASURED.residual}

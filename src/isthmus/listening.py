@@ -47,10 +47,8 @@ class PrivateListener(NamedTuple):
     """For HTTP of this machine, or of who has the secret."""
 
     socket: socket.socket
-    secret: str
-    """Empty where only this machine can reach the address."""
-    address: str
-    """Without a path."""
+    secret: str  # empty where only this machine can reach the address
+    address: str  # without a path
 
 
 def private_listener(host: str, port: int, command: str) -> PrivateListener:

@@ -54,8 +54,7 @@ def _take(claim: BinaryIO) -> bool:
     return True
 
 
-_HELD: list[BinaryIO] = []
-"""A file that is closed is no longer locked."""
+_HELD: list[BinaryIO] = []  # a file that is closed is no longer locked
 
 
 def _opened(path: Path) -> BinaryIO:

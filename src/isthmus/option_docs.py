@@ -15,8 +15,7 @@ from msgspec import NODEFAULT, Meta
 
 NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "table", object: "value"}
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-FAR = 1 << 20
-"""Limits further from 0 are for what other machines send: no job comes near them."""
+FAR = 1 << 20  # limits further from 0 are for what other machines send: no job comes near them
 
 
 class OptionDoc(msgspec.Struct, frozen=True):
@@ -24,11 +23,9 @@ class OptionDoc(msgspec.Struct, frozen=True):
 
     key: str
     type: str
-    default: str
-    """As TOML has it; `required`, or nothing where leaving the key out is a choice of its own."""
+    default: str  # as TOML has it; `required`, or nothing where leaving the key out is a choice of its own
     meaning: str
-    structs: tuple[type[msgspec.Struct], ...] = ()
-    """Structs of the tables that the value may hold."""
+    structs: tuple[type[msgspec.Struct], ...] = ()  # structs of the tables that the value may hold
 
 
 def option_docs(struct: type[msgspec.Struct]) -> tuple[OptionDoc, ...]:

@@ -20,18 +20,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-FIRST_REQUEST_S = 20.0
-"""In which a connection has to become known."""
-MOST_OF_ADDRESS = 64
-"""Unknown connections of one address that have been here for longer than `JUST_CAME_S`."""
-JUST_CAME_S = 2.0
-"""So long the request of a new connection may take to arrive, though hundreds come at once."""
-MOST_UNKNOWN = 1024
-"""Unknown connections, at most a quarter of the files that the process may open."""
-BACKLOG = 32
-"""Connections that are accepted at once, before any of them is counted."""
-QUEUE = 2048
-"""Connections that wait to be accepted."""
+FIRST_REQUEST_S = 20.0  # in which a connection has to become known
+MOST_OF_ADDRESS = 64  # unknown connections of one address that have been here for longer than `JUST_CAME_S`
+JUST_CAME_S = 2.0  # so long the request of a new connection may take to arrive, though hundreds come at once
+MOST_UNKNOWN = 1024  # unknown connections, at most a quarter of the files that the process may open
+BACKLOG = 32  # connections that are accepted at once, before any of them is counted
+QUEUE = 2048  # connections that wait to be accepted
 _MARK = "isthmus.mark_known"
 
 
@@ -45,8 +39,7 @@ class UnknownConnections:
 
     def __init__(self, most: int = MOST_UNKNOWN) -> None:
         self._most = most
-        self._of: dict[str, dict[Hashable, _Connection]] = {}
-        """Connections by address, the oldest first."""
+        self._of: dict[str, dict[Hashable, _Connection]] = {}  # connections by address, the oldest first
         self._address: dict[Hashable, str] = {}
 
     def __len__(self) -> int:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 Use = Literal["order", "model", "cohort", "dropout", "data", "noise", "partition", "pace", "augment"]
 _USES: tuple[Use, ...] = ("order", "model", "cohort", "dropout", "data", "noise", "partition", "pace", "augment")
 _WORD = 2**64 - 1
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""SplitMix64's."""
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitMix64's
 
 
 def _bits(seed: int, use: Use, round_: int, client: int) -> np.random.Philox:

@@ -17,20 +17,14 @@ from isthmus.atomic_write import atomic_write
 from isthmus.documents import differences, read_lines
 from isthmus.errors import UserError
 
-JOB = "job.json"
-"""The job, as it was run."""
-LOSSES = "losses.jsonl"
-"""A pipeline's losses."""
-ROUND_LINES = "rounds.jsonl"
-"""The rounds of a federated run."""
-FINGERPRINTS = "fingerprints.jsonl"
-"""Fingerprints of a pipeline whose steps can be audited."""
+JOB = "job.json"  # the job, as it was run
+LOSSES = "losses.jsonl"  # a pipeline's losses
+ROUND_LINES = "rounds.jsonl"  # the rounds of a federated run
+FINGERPRINTS = "fingerprints.jsonl"  # fingerprints of a pipeline whose steps can be audited
 CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
 """A pipeline's folder of checkpoints, and in each checkpoint the file that makes it complete."""
-ROUNDS = "rounds"
-"""A federated run's folder of committed rounds."""
-STOPPED = "stopped.txt"
-"""The callback that ended the run, and its reason."""
+ROUNDS = "rounds"  # a federated run's folder of committed rounds
+STOPPED = "stopped.txt"  # the callback that ended the run, and its reason
 CLIENT_NAMES = "clients.json"
 """The names of a federated run's clients, in the order of their numbers, where the data name them."""
 

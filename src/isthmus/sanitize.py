@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from isthmus.errors import IsthmusError
 
-MOST_SHOWN = 500
-"""Characters of what another party wrote, in one message to people."""
+MOST_SHOWN = 500  # characters of what another party wrote, in one message to people
 
 
 def sanitize(text: str) -> str:

@@ -20,8 +20,7 @@ Task = Literal["text", "images", "federated"]
 TASKS: tuple[Task, ...] = ("text", "images", "federated")
 HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"
-STEPS: Mapping[Task, int] = {"text": 60, "images": 60, "federated": 20}
-"""Steps of a first run: less than a minute."""
+STEPS: Mapping[Task, int] = {"text": 60, "images": 60, "federated": 20}  # steps of a first run: less than a minute
 CLIENTS = 50
 DATA: Mapping[Task, tuple[str, str]] = {
     "text": ("Which text (a file, a glob, or stdlib for Python's own source)?", "stdlib"),
@@ -42,10 +41,8 @@ class FirstJob(msgspec.Struct, frozen=True, kw_only=True):
     """Text: files, a glob, or `stdlib`. Images: a folder with a folder per class, or `digits`. Nothing: those of every
     machine, as are a federated job's."""
     devices: int = 2
-    clients: int = CLIENTS
-    """Clients of a federated job."""
-    steps: int = 0
-    """0: as `STEPS` has it."""
+    clients: int = CLIENTS  # clients of a federated job
+    steps: int = 0  # 0: as `STEPS` has it
 
 
 def task_of(text: str) -> Task:

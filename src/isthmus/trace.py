@@ -43,17 +43,14 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     device: Name
     track: Track
-    name: Name
-    """`F`, `B`, `E` (evaluation forward), `update`, `forward`, `backward`, `shared`, `norm`, `save`, ..."""
+    name: Name  # `F`, `B`, `E` (evaluation forward), `update`, `forward`, `backward`, `shared`, `norm`, `save`, ..
     start_s: Finite
     end_s: Finite
     step: CountOrNone = -1
     micro_batch: CountOrNone = -1
     size_bytes: Amount = 0
-    other: Name = ""
-    """For send and receive: the device at the other end."""
-    wire_bytes: Amount = 0
-    """With headers; `size_bytes` counts tensor bytes only."""
+    other: Name = ""  # for send and receive: the device at the other end
+    wire_bytes: Amount = 0  # with headers; `size_bytes` counts tensor bytes only
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):

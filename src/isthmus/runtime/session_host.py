@@ -44,11 +44,9 @@ class SessionHost(Generic[SessionT]):
         self.run = run
         self.timeout_s = timeout_s
         self.devices: DevicesAtWork = NoDevices()
-        self.lanes: dict[str, SendLane] = {}
-        """To the workers that are connected."""
+        self.lanes: dict[str, SendLane] = {}  # to the workers that are connected
         self.addresses: dict[str, Address] = {}
-        self.over = threading.Event()
-        """Set when nothing follows."""
+        self.over = threading.Event()  # set when nothing follows
         self.inbox: queue.SimpleQueue[ReceivedMessage | Callable[[], None]] = queue.SimpleQueue()
         self.acceptor = acceptor(run, devices, on_message=self.on_message, guard=self.guard, timeout_s=timeout_s)
         """Takes the devices' connections."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-FIRST_S, MOST_S = 3.0, 30.0
-"""A wait is logged after FIRST_S, then after pauses that double up to MOST_S."""
-MOST_NAMES = 8
-"""Names in one line: a few are enough of a large cohort."""
+FIRST_S, MOST_S = 3.0, 30.0  # a wait is logged after FIRST_S, then after pauses that double up to MOST_S
+MOST_NAMES = 8  # names in one line: a few are enough of a large cohort
 WHAT = {
     "joining": "to join",
     "holding": "to stop",

@@ -7,13 +7,11 @@ from typing import Literal, NamedTuple
 
 from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 
-GRACE_S = 1.0
-"""How long to wait for a better explanation than the first one."""
+GRACE_S = 1.0  # how long to wait for a better explanation than the first one
 EXIT_S = 10.0
 """How long to wait for the exit of a process that is known to run and whose connection closed. It ends in this moment,
 and how it ended is the better explanation: on a machine that is busy it is heard of later than the grace is long."""
-CLOSED = "its connection closed"
-"""Why a device is lost of which nothing more is known."""
+CLOSED = "its connection closed"  # why a device is lost of which nothing more is known
 
 
 class Loss(NamedTuple):
@@ -48,8 +46,7 @@ class FailureDetector:
         self._silent: set[str] = set()
         """Those of which nothing more can be heard: their connection is gone, or never came."""
         self._accusers: dict[str, str] = {}
-        self._since_s: dict[str, float] = {}
-        """When each of those that are disconnected or accuse was first looked at."""
+        self._since_s: dict[str, float] = {}  # when each of those that are disconnected or accuse was first looked at
 
     def reported(self, device: str, reason: str, *, of_job: bool = False) -> None:
         """The device said what went wrong on it, or sent what is wrong. `of_job`: all others would say the same."""

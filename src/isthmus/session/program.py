@@ -23,8 +23,7 @@ from isthmus.session.failures import Loss
 from isthmus.session.session import Observation, Session
 from isthmus.wire_types import Count
 
-JOINING, OVER = "joining", "over"
-"""The first phase and the last one of every program."""
+JOINING, OVER = "joining", "over"  # the first phase and the last one of every program
 
 
 class OutOfPhase(InternalError):
@@ -34,8 +33,7 @@ class OutOfPhase(InternalError):
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened under a plan."""
 
-    epoch: Count = 0
-    """The plan epoch under which it arose."""
+    epoch: Count = 0  # the plan epoch under which it arose
 
 
 class Port(Protocol):
@@ -97,8 +95,7 @@ class Policy(Generic[PortT]):
     def __init__(self, first: str) -> None:
         """`first` is the phase in which it begins."""
         self.phase = first
-        self.stale = 0
-        """Late reports that were dropped."""
+        self.stale = 0  # late reports that were dropped
 
     @property
     def over(self) -> bool:
@@ -141,12 +138,10 @@ class Program(Policy[SessionPortT], Session):
         self.port = port
         self.epoch = 0
         self.members = tuple(members)
-        self.losses = 0
-        """Members that were lost."""
+        self.losses = 0  # members that were lost
         self._fleet = tuple(fleet)
         self._called = set(members)
-        self._out: set[str] = set()
-        """Devices that were lost and are not back."""
+        self._out: set[str] = set()  # devices that were lost and are not back
 
     @property
     def over(self) -> bool:

@@ -21,8 +21,7 @@ from isthmus.session.failures import CLOSED, FailureDetector, Loss
 
 TICK_S, SOON_S = 0.25, 0.05
 """How often a host looks at its devices, and where the exit of a process is about to be known."""
-START_S = 60.0
-"""How long a device may take to start its process, on a machine that is busy."""
+START_S = 60.0  # how long a device may take to start its process, on a machine that is busy
 Fault = Literal["user", "device", "other"]
 """Who is to blame for a failure that a device reports: the job or the data of its user, the device, or another one."""
 
@@ -30,18 +29,13 @@ Fault = Literal["user", "device", "other"]
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """A host's view of the devices, by name, as time passes."""
 
-    ended: Mapping[str, str] = {}
-    """Whose process has ended otherwise than well, and how."""
-    starting: frozenset[str] = frozenset()
-    """Whose process is known to be there, or on its way."""
-    returning: frozenset[str] = frozenset()
-    """Who is expected among the offers if it is lost."""
+    ended: Mapping[str, str] = {}  # whose process has ended otherwise than well, and how
+    starting: frozenset[str] = frozenset()  # whose process is known to be there, or on its way
+    returning: frozenset[str] = frozenset()  # who is expected among the offers if it is lost
     queued: frozenset[str] = frozenset()
     """Who waits in the queue of an engine, and is expected among the offers whenever it has a node for it."""
-    offers: frozenset[str] = frozenset()
-    """Who could work and does not."""
-    leaving: frozenset[str] = frozenset()
-    """Who is to leave without loss, since the last tick."""
+    offers: frozenset[str] = frozenset()  # who could work and does not
+    leaving: frozenset[str] = frozenset()  # who is to leave without loss, since the last tick
 
 
 class Session:
@@ -53,10 +47,8 @@ class Session:
         """`timeout_s`: for a message; `start_s`: for a process to come; `grace_s`: as `FailureDetector`. `note` gets a
         line for each long wait."""
         self.now_s = 0.0
-        self.seen = Observation()
-        """When the host looked last."""
-        self.connected: set[str] = set()
-        """Worker ids; also of devices whose loss is not decided yet."""
+        self.seen = Observation()  # when the host looked last
+        self.connected: set[str] = set()  # worker ids; also of devices whose loss is not decided yet
         self._failures = FailureDetector(grace_s)
         self._deadlines = Deadlines(timeout_s, start_s, note)
 

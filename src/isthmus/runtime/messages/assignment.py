@@ -42,18 +42,12 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     device: Name
     host: Host
     port: Port
-    id: Id = ""
-    """The id of the key that must answer there. Empty where links are plain TCP."""
-    streams: Streams = 1
-    """Streams of the connection to it, where that is TLS."""
-    shape: Link | None = None
-    """Emulated link for what we send to it; None sends as fast as the socket takes it."""
-    later: Many[tuple[Count, Link]] = ()
-    """How the emulated link is from a step on."""
-    sent: Packing | None = None
-    """How values, or gradients, of training that are sent to it are packed."""
-    received: Packing | None = None
-    """How those are that come from it."""
+    id: Id = ""  # the id of the key that must answer there. Empty where links are plain TCP.
+    streams: Streams = 1  # streams of the connection to it, where that is TLS
+    shape: Link | None = None  # emulated link for what we send to it; None sends as fast as the socket takes it
+    later: Many[tuple[Count, Link]] = ()  # how the emulated link is from a step on
+    sent: Packing | None = None  # how values, or gradients, of training that are sent to it are packed
+    received: Packing | None = None  # how those are that come from it
     window_bytes: Amount = 1 << 28
     """How many bytes may be on the way before the receiver has taken any: granted ahead, for all micro-batches."""
 
@@ -62,17 +56,14 @@ class SnapshotReplication(msgspec.Struct, frozen=True, kw_only=True):
     """Where copies of this stage's snapshots go."""
 
     stage: Place
-    every: Count
-    """Steps from one to the next."""
-    stretch_bytes: Amount = 1 << 18
-    """Sent at once: what else the link has to send waits for no more."""
+    every: Count  # steps from one to the next
+    stretch_bytes: Amount = 1 << 18  # sent at once: what else the link has to send waits for no more
 
 
 class ComputeEmulation(msgspec.Struct, frozen=True, kw_only=True):
     """Stretch compute to an emulated device: a tasklet lasts max(real time, FLOPs / flops_per_s)."""
 
-    flops_per_s: Many[tuple[Count, NotNegative]]
-    """From each of these steps on; the first is 0."""
+    flops_per_s: Many[tuple[Count, NotNegative]]  # from each of these steps on; the first is 0
     flops_forward: Int64
     flops_backward: Int64
     flops_weights: Int64 = 0
@@ -89,77 +80,58 @@ class GroupShare(msgspec.Struct, frozen=True, kw_only=True):
     """The tensors that this stage adds to the sum of one group."""
 
     group: Place
-    parameters: Many[Text]
-    """Op names."""
-    elements: Amount
-    """Elements of the group's buffer."""
+    parameters: Many[Text]  # op names
+    elements: Amount  # elements of the group's buffer
 
 
 class Fingerprinting(msgspec.Struct, frozen=True, kw_only=True):
     """Hash what the stage sends, receives and computes."""
 
     key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    leaves: bool = False
-    """Report each tensor's digest, not one for all of a kind."""
+    leaves: bool = False  # report each tensor's digest, not one for all of a kind
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     run: Id
     epoch: Count = 0
-    start_step: Count = 0
-    """Steps that the state which is placed has behind it."""
-    first_item: Count = 0
-    """The epoch's first."""
-    lease_ahead: Count = 3
-    """Items that may be open, but for one more at the run's end."""
+    start_step: Count = 0  # steps that the state which is placed has behind it
+    first_item: Count = 0  # the epoch's first
+    lease_ahead: Count = 3  # items that may be open, but for one more at the run's end
     device: Name
     view: StageView
     train: StageGraph
     evaluation: StageGraph
-    placeholders: Table[Text, Text]
-    """Batch column -> op name."""
-    column_dtypes: Table[Text, Id]
-    """Type that the graph was captured with, which for bf16 differs from the data's."""
+    placeholders: Table[Text, Text]  # batch column -> op name
+    column_dtypes: Table[Text, Id]  # type that the graph was captured with, which for bf16 differs from the data's
     engine: EngineConfig
-    recompute: bool = False
-    """Run the forward again in the backward instead of keeping what it saves."""
-    released: Released | None = None
-    """Values that are clipped and covered with noise before they leave."""
-    frozen: bool = False
-    """The stage computes on raw samples, and its weights are not to learn from them."""
-    discloses: bool = True
-    """Whether gradients of its parameters may be sent to devices that join later."""
+    recompute: bool = False  # run the forward again in the backward instead of keeping what it saves
+    released: Released | None = None  # values that are clipped and covered with noise before they leave
+    frozen: bool = False  # the stage computes on raw samples, and its weights are not to learn from them
+    discloses: bool = True  # whether gradients of its parameters may be sent to devices that join later
     data: DataSpec
     digests: Table[Name, Name] = {}
     """Digests that this device gave of its samples before the run, by split: under its own key, so that it alone can
     tell whether they are still the same. Empty where it gave none."""
     train_samples: Count
     """With the seed, whether they are shuffled, and their layout, this is the order in which they are used."""
-    layout: Layout | None = None
-    """The layout of samples that lie in blocks."""
+    layout: Layout | None = None  # the layout of samples that lie in blocks
     shuffle: bool = True
-    evaluates: bool = True
-    """Whether held-out data are needed at all."""
+    evaluates: bool = True  # whether held-out data are needed at all
     eval_micro_batches: Count = 0
     """Whole ones of an evaluation: which samples it is of follows from their number and the rest."""
-    eval_rest: Count = 0
-    """Samples of an evaluation beyond whole micro-batches."""
+    eval_rest: Count = 0  # samples of an evaluation beyond whole micro-batches
     neighbours: Many[Neighbour] = ()
     emulation: ComputeEmulation | None = None
     norm_positions: Table[Place, Many[Count]] = {}
     """For each stage of the replica, where its trainable parameters stand in the module's own order."""
-    share: Share
-    """The replica's part of every item."""
+    share: Share  # the replica's part of every item
     groups: Many[GroupShare] = ()
-    outer: OuterOptimizer | None = None
-    """The step that groups make with summed deltas."""
-    saves: Many[Text] | None = None
-    """The names that this stage gives to a checkpoint; None for its whole state."""
+    outer: OuterOptimizer | None = None  # the step that groups make with summed deltas
+    saves: Many[Text] | None = None  # the names that this stage gives to a checkpoint; None for its whole state
     snapshot_copy: SnapshotReplication | None = None
     snapshot_sources: Table[Place, Table[Text, Shape]] = {}
     """Stages whose snapshots this device keeps copies of, with the shapes of their parts."""
-    memory_bytes: Amount = 0
-    """Bytes that the stage takes according to the plan; 0 where the plan does not say."""
+    memory_bytes: Amount = 0  # bytes that the stage takes according to the plan; 0 where the plan does not say
     threads: Threads = 1
     timeout_s: Seconds = 60.0
     trace: bool = True

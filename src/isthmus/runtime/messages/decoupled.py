@@ -18,12 +18,9 @@ class ReplicaShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Which samples a replica trains on, step after step."""
 
     number: Place
-    own: Positive
-    """Samples of one of its steps."""
-    batch: Positive
-    """Samples of a step of all replicas together."""
-    seed: Seed
-    """The seed of the order of all samples."""
+    own: Positive  # samples of one of its steps
+    batch: Positive  # samples of a step of all replicas together
+    seed: Seed  # the seed of the order of all samples
     shuffle: bool
 
 
@@ -31,14 +28,11 @@ class TrainReplica(Message, frozen=True, kw_only=True):
     """First on each connection of a device that joined: what it trains. With it come the variables that are not
     trained, by the module's own names."""
 
-    assignment: Assignment
-    """The whole model as one stage; its data are those of all replicas."""
+    assignment: Assignment  # the whole model as one stage; its data are those of all replicas
     share: ReplicaShare
-    fragments: Many[Table[Text, Shape]]
-    """Shapes of the parameters of each fragment, in order."""
+    fragments: Many[Table[Text, Shape]]  # shapes of the parameters of each fragment, in order
     rules: Decoupled
-    steps: Count
-    """That this replica has made, by an earlier process."""
+    steps: Count  # that this replica has made, by an earlier process
 
 
 class ToReplica(Message, frozen=True, kw_only=True):

@@ -62,8 +62,7 @@ class FromExecutor(Message, frozen=True, kw_only=True):
     """With `SumsSent` come values."""
 
     body: ExecutorReport | SecureReport | DeviceFailed
-    values: SentValues | None = None
-    """The meaning of the tensors."""
+    values: SentValues | None = None  # the meaning of the tensors
 
 
 FederatedMessage = TaskMessage | ToExecutor | FromExecutor

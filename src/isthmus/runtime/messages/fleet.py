@@ -15,19 +15,13 @@ from isthmus.runtime.messages.versions import Versions
 from isthmus.training.engine_operators import EngineOperators
 from isthmus.wire_types import Id, Name, Seconds, Text, Threads
 
-MOST_HARDWARE = 100
-"""Characters of what a device's hardware is called."""
-MOST_REQUEST_BYTES = 4096
-"""The most bytes of a signing request; one of Isthmus has about 250."""
-MOST_CERTIFICATE_BYTES = 4096
-"""One by us has about 400."""
+MOST_HARDWARE = 100  # characters of what a device's hardware is called
+MOST_REQUEST_BYTES = 4096  # the most bytes of a signing request; one of Isthmus has about 250
+MOST_CERTIFICATE_BYTES = 4096  # one by us has about 400
 Certificate = Annotated[bytes, Meta(max_length=MOST_CERTIFICATE_BYTES)]
-MOST_SECRET_BYTES = 64
-"""A ticket's has 16."""
-MOST_STAGES = 1024
-"""The most stages of a plan at one device: each has a thread and a connection."""
-MOST_NEW_DEVICES = 16
-"""Devices of a machine that join with one ticket."""
+MOST_SECRET_BYTES = 64  # a ticket's has 16
+MOST_STAGES = 1024  # the most stages of a plan at one device: each has a thread and a connection
+MOST_NEW_DEVICES = 16  # devices of a machine that join with one ticket
 
 
 class DevicePresent(Message, frozen=True, kw_only=True):
@@ -36,20 +30,16 @@ class DevicePresent(Message, frozen=True, kw_only=True):
     versions: Versions
     computes: EngineOperators | None = None
     """The kind and operators of its engine. None for a site, which computes its own model."""
-    hardware: Text = ""
-    """Where it computes, as people call it; only shown."""
-    working: Id = ""
-    """The run that a process of the device works for already."""
+    hardware: Text = ""  # where it computes, as people call it; only shown
+    working: Id = ""  # the run that a process of the device works for already
 
 
 class Welcome(Message, frozen=True, kw_only=True):
     """The device is in the fleet, under this name."""
 
     device: Name
-    timeout_s: Seconds
-    """The coordinator's timeout: a device that says nothing for so long is lost."""
-    idle: Text = ""
-    """Why a run that waits for others has nothing for it, in words."""
+    timeout_s: Seconds  # the coordinator's timeout: a device that says nothing for so long is lost
+    idle: Text = ""  # why a run that waits for others has nothing for it, in words
 
 
 class Rejected(Message, frozen=True, kw_only=True):
@@ -66,8 +56,7 @@ class StartRun(Message, frozen=True, kw_only=True):
     threads: Threads
     stages: Annotated[int, Meta(ge=1, le=MOST_STAGES)] = 1
     """How many of a plan's stages it may get at once: the process joins once for each, under a name of its own."""
-    replica: bool = False
-    """The process trains the whole model, and gives what it changes to the run's merger."""
+    replica: bool = False  # the process trains the whole model, and gives what it changes to the run's merger
 
 
 class StopRun(Message, frozen=True, kw_only=True):
@@ -87,8 +76,7 @@ class Renew(Message, frozen=True, kw_only=True):
 
 
 class Renewed(Message, frozen=True, kw_only=True):
-    certificate: Certificate
-    """DER."""
+    certificate: Certificate  # DER
 
 
 FleetMessage = DevicePresent | Welcome | Rejected | StartRun | StopRun | ProcessEnded | Renew | Renewed
@@ -96,8 +84,7 @@ FleetMessage = DevicePresent | Welcome | Rejected | StartRun | StopRun | Process
 
 class NewDevice(msgspec.Struct, frozen=True):
     name: Name
-    request: Annotated[bytes, Meta(max_length=MOST_REQUEST_BYTES)]
-    """To sign (DER)."""
+    request: Annotated[bytes, Meta(max_length=MOST_REQUEST_BYTES)]  # to sign (DER)
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
@@ -107,8 +94,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     """The secret of a ticket; empty for a device that returns."""
     devices: Annotated[tuple[NewDevice, ...], Meta(min_length=1, max_length=MOST_NEW_DEVICES)]
     versions: Versions
-    returning: Id = ""
-    """The id of a device of the fleet whose certificate ended while it was away."""
+    returning: Id = ""  # the id of a device of the fleet whose certificate ended while it was away
 
 
 class JoinAnswer(msgspec.Struct, frozen=True):
@@ -122,8 +108,7 @@ class DescribeData(Message, frozen=True, kw_only=True):
     """Coordinator to device: what are the data like that a job names? `run` tells questions apart."""
 
     data: DataSpec
-    heldout: bool
-    """Whether held-out samples are needed."""
+    heldout: bool  # whether held-out samples are needed
 
 
 class DataDescribed(Message, frozen=True, kw_only=True):
@@ -137,23 +122,18 @@ class CompareData(Message, frozen=True, kw_only=True):
     """Coordinator to device: another device has described data of the same job. Show it a proof that yours are equal;
     who is shown one says whether it holds, and shows its own."""
 
-    device: Name
-    """The coordinator's name of the device that is asked."""
+    device: Name  # the coordinator's name of the device that is asked
     other: Name
-    own: Name
-    """The digest of its data that the device gave."""
-    others: Name
-    """The digest that the other device gave."""
-    shown: Name = ""
-    """The other's proof; empty for the device that shows first."""
+    own: Name  # the digest of its data that the device gave
+    others: Name  # the digest that the other device gave
+    shown: Name = ""  # the other's proof; empty for the device that shows first
 
 
 class DataCompared(Message, frozen=True, kw_only=True):
     """Device to coordinator: its proof; or that the data are not equal; or why it cannot tell."""
 
     proof: Name = ""
-    equal: bool = True
-    """False only where a proof was shown that does not hold."""
+    equal: bool = True  # False only where a proof was shown that does not hold
     failure: Text = ""
 
 

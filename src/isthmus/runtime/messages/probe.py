@@ -52,16 +52,14 @@ class MeasureLink(Message, frozen=True, kw_only=True):
     id: Id
 
 
-SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
-"""Sizes of the messages that are timed."""
+SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # sizes of the messages that are timed
 
 
 class LinkTimes(Message, frozen=True, kw_only=True):
     """Device to coordinator: sizes in bytes and seconds of round trips, or what went wrong."""
 
     times: Many[tuple[Amount, Seconds]] = ()
-    relayed: bool = False
-    """Whether the way was by the coordinator."""
+    relayed: bool = False  # whether the way was by the coordinator
     failure: Text = ""
 
 
@@ -92,8 +90,7 @@ class AttentionShape(msgspec.Struct, frozen=True, tag="attention"):
     size: Amount
     value_size: Amount
     causal: bool = False
-    masked: bool = False
-    """Whether it gets a mask, which some kernels do not take."""
+    masked: bool = False  # whether it gets a mask, which some kernels do not take
     count: Count = 1
 
     @property
@@ -110,35 +107,28 @@ class LayerStage(msgspec.Struct, frozen=True, kw_only=True):
     """The first operators of a job's model, as one stage."""
 
     stage: StageGraph
-    operators: Count
-    """How many that is, without those that every stage computes for itself."""
-    flops: Affine
-    """FLOPs of a micro-batch's forward and backward."""
-    memory_bytes: Amount
-    """Bytes of weights and gradients, and of the tensors that one micro-batch keeps."""
+    operators: Count  # how many that is, without those that every stage computes for itself
+    flops: Affine  # FLOPs of a micro-batch's forward and backward
+    memory_bytes: Amount  # bytes of weights and gradients, and of the tensors that one micro-batch keeps
 
 
 class SyntheticColumn(msgspec.Struct, frozen=True, kw_only=True):
     """A column of the batch, of which the device makes up the values."""
 
-    op: Text
-    """The placeholder's name in the graph."""
+    op: Text  # the placeholder's name in the graph
     spec: TensorSpec
-    limit: Amount | None = None
-    """Whole numbers are below it."""
+    limit: Amount | None = None  # whole numbers are below it
 
 
 class LayerTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Stages of a job's model that a device tries, each longer than the one before. Data and weights do not travel."""
 
     layers: Annotated[tuple[LayerStage, ...], Meta(min_length=1, max_length=MOST_LAYERS)]
-    operators: Count
-    """Operators of the whole model."""
+    operators: Count  # operators of the whole model
     columns: Table[Text, SyntheticColumn]
     engine: EngineConfig
     precision: Precision
-    any_batch: bool
-    """Whether the graphs are valid at other sizes of a micro-batch than the engine's."""
+    any_batch: bool  # whether the graphs are valid at other sizes of a micro-batch than the engine's
 
 
 class MeasureSpeed(Message, frozen=True, kw_only=True):
@@ -146,8 +136,7 @@ class MeasureSpeed(Message, frozen=True, kw_only=True):
 
     operators: Annotated[tuple[MatrixProduct | AttentionShape, ...], Meta(max_length=MOST_OPERATORS)] = ()
     trial: LayerTrial | None = None
-    threads: Threads = 1
-    """Threads of torch, on a CPU."""
+    threads: Threads = 1  # threads of torch, on a CPU
 
 
 Kind = Literal["layers", "products", "attention", "convolutions"]
@@ -160,8 +149,7 @@ class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
     precision: Precision
     flops: Above
     seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
-    operators: Count = 0
-    """How many of the model's operators were measured, for `layers`."""
+    operators: Count = 0  # how many of the model's operators were measured, for `layers`
 
     @property
     def flops_per_s(self) -> float:
@@ -172,17 +160,12 @@ class MeasuredSpeed(Message, frozen=True, kw_only=True):
     """Device to coordinator."""
 
     figures: Annotated[tuple[SpeedSample, ...], Meta(max_length=16)] = ()
-    shorter: Text = ""
-    """Why not all of the trial's stages were measured, where that is no matter of time."""
-    peak_flops_per_s: NotNegative = 0.0
-    """The speed of a matrix product in fp32 alone."""
-    host_bytes_per_s: NotNegative = 0.0
-    """Between accelerator and host, the slower way; 0 on the CPU."""
-    memory_bytes: Amount = 0
-    """Bytes of an accelerator that one process can have now."""
+    shorter: Text = ""  # why not all of the trial's stages were measured, where that is no matter of time
+    peak_flops_per_s: NotNegative = 0.0  # the speed of a matrix product in fp32 alone
+    host_bytes_per_s: NotNegative = 0.0  # between accelerator and host, the slower way; 0 on the CPU
+    memory_bytes: Amount = 0  # bytes of an accelerator that one process can have now
     hardware: Text = ""
-    engine: EngineName = "torch"
-    """The engine that was measured, and computes the device's stages."""
+    engine: EngineName = "torch"  # the engine that was measured, and computes the device's stages
     failure: Text = ""
 
 

@@ -49,8 +49,7 @@ class JoinRun(Message, frozen=True, kw_only=True):
     device: Name
     host: Host
     port: Port
-    holdings: Many[StateHolding] = ()
-    """States that a device which was here before still has in memory."""
+    holdings: Many[StateHolding] = ()  # states that a device which was here before still has in memory
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -84,10 +83,8 @@ class RelayWait(Message, frozen=True, kw_only=True):
     """Device to coordinator, the first message on the connection: another device may reach this one by it, for
     `run`."""
 
-    addresses: PublicAddresses = ()
-    """That no NAT changes, as those of IPv6. The coordinator adds the one that it sees."""
-    direct: bool = True
-    """Whether a direct connection may be tried; else the relay alone."""
+    addresses: PublicAddresses = ()  # that no NAT changes, as those of IPv6. The coordinator adds the one that it sees.
+    direct: bool = True  # whether a direct connection may be tried; else the relay alone
 
 
 class RelayConnect(Message, frozen=True, kw_only=True):
@@ -104,8 +101,7 @@ class Rendezvous(Message, frozen=True, kw_only=True):
     asked sends `RelayReady`; else it closes this connection."""
 
     addresses: PublicAddresses
-    after_s: Seconds
-    """To wait before the first attempt: whose message takes longer waits less."""
+    after_s: Seconds  # to wait before the first attempt: whose message takes longer waits less
 
 
 class RelayReady(Message, frozen=True, kw_only=True):
@@ -119,8 +115,7 @@ class RelayReady(Message, frozen=True, kw_only=True):
 class StreamHello(Message, frozen=True, kw_only=True):
     """Device to device, first on each of several connections that are one link."""
 
-    stream_group: Id
-    """Which link: a random name."""
+    stream_group: Id  # which link: a random name
     number: Place
     of: Place
 

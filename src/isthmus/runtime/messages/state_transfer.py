@@ -24,10 +24,8 @@ class OfTransfer(Message, frozen=True, kw_only=True):
 class ReceiveStateMessage(OfTransfer, frozen=True, kw_only=True):
     """Parts of these devices' states will come, and gradients to repeat their steps with."""
 
-    donated: Table[Name, Table[Text, Shape]]
-    """Shapes of the parts that each device gives."""
-    trained: Distinct[Text]
-    """Those of the parameters' names that optimizers update."""
+    donated: Table[Name, Table[Text, Shape]]  # shapes of the parts that each device gives
+    trained: Distinct[Text]  # those of the parameters' names that optimizers update
     config: EngineConfig
 
 
@@ -62,8 +60,7 @@ class SnapshotMessage(Message, frozen=True, kw_only=True):
     source: Place
     epoch: Count = 0
     step: Count
-    headers: Many[TensorHeader]
-    """Headers of the tensors in the buffer."""
+    headers: Many[TensorHeader]  # headers of the tensors in the buffer
 
 
 class SnapshotPart(Message, frozen=True, kw_only=True):

@@ -11,15 +11,13 @@ import torch
 
 from isthmus.wire_types import Count, Id, Name
 
-PROTOCOL = 24
-"""The version of the messages. It is raised whenever one of them changes."""
+PROTOCOL = 24  # the version of the messages. It is raised whenever one of them changes.
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 class Versions(msgspec.Struct, frozen=True):
     protocol: Count
-    torch: Name
-    """For people: operators are compared one by one, where a graph calls them."""
+    torch: Name  # for people: operators are compared one by one, where a graph calls them
     processor: Name
     byteorder: Id
 

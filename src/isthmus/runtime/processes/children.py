@@ -12,13 +12,10 @@ from typing import Protocol
 
 from isthmus.errors import PeerError
 
-HALT_S = 5.0
-"""How long processes that were asked to halt may take."""
-SIGNAL_S = 2.0
-"""How long a process may take after a signal."""
+HALT_S = 5.0  # how long processes that were asked to halt may take
+SIGNAL_S = 2.0  # how long a process may take after a signal
 
-LEAVE_S = 10.0
-"""How long a process may take to end by itself after its standard input closed."""
+LEAVE_S = 10.0  # how long a process may take to end by itself after its standard input closed
 
 
 class Child(Protocol):

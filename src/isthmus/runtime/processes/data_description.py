@@ -24,15 +24,13 @@ from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.memory import limit_memory
 
-MOST_REASON = 500
-"""Characters of an error message that are reported."""
+MOST_REASON = 500  # characters of an error message that are reported
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):
     data: DataSpec
     heldout: bool
-    key: bytes
-    """The key of the digests."""
+    key: bytes  # the key of the digests
     kinds: tuple[str, ...] | None
     foreign: bool
     folder: str | None

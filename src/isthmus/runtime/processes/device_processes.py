@@ -23,33 +23,20 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The place of a device process: a command in front of it (as of a network namespace), and its addresses."""
 
     prefix: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    """Address that it listens on for other devices."""
-    port: int = 0
-    """0: any that is free."""
-    address: str = ""
-    """How others reach that address, where it is not the same."""
-    identity: Path | None = None
-    """A folder with key and certificate: all connections are TLS. None: plain TCP."""
-    trusted_network: bool = False
-    """Plain TCP beyond loopback."""
-    relayed: bool = False
-    """Other devices reach it only through the coordinator's relay."""
-    island: Path | None = None
-    """Where its ranks meet, if the device has several; None for one."""
+    host: str = "127.0.0.1"  # address that it listens on for other devices
+    port: int = 0  # 0: any that is free
+    address: str = ""  # how others reach that address, where it is not the same
+    identity: Path | None = None  # a folder with key and certificate: all connections are TLS. None: plain TCP.
+    trusted_network: bool = False  # plain TCP beyond loopback
+    relayed: bool = False  # other devices reach it only through the coordinator's relay
+    island: Path | None = None  # where its ranks meet, if the device has several; None for one
     ranks: int = 1
-    local_ranks: int = 1
-    """Ranks among them that are on this machine."""
-    sharded: bool = False
-    """Each of them holds its part of a stage's weights."""
-    accelerator: str = "cpu"
-    """Where it computes, as `isthmus.accelerators` names it."""
-    hardware: str = ""
-    """The same as people call it."""
-    engine: EngineName = "torch"
-    """Which library computes its stages."""
-    data: Path | None = None
-    """The folder from which relative paths of data count; None: where this process runs."""
+    local_ranks: int = 1  # ranks among them that are on this machine
+    sharded: bool = False  # each of them holds its part of a stage's weights
+    accelerator: str = "cpu"  # where it computes, as `isthmus.accelerators` names it
+    hardware: str = ""  # the same as people call it
+    engine: EngineName = "torch"  # which library computes its stages
+    data: Path | None = None  # the folder from which relative paths of data count; None: where this process runs
 
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that the device's owner allows a coordinator to name; None: all that are installed."""

@@ -38,8 +38,7 @@ class EarlyForkServer(ForkServer):
 
     def __init__(self, like: _Like) -> None:  # no super: no interpreter is started
         self.like = like
-        self.owner = os.getpid()
-        """Copies of this process have the handle too, but may not use it."""
+        self.owner = os.getpid()  # copies of this process have the handle too, but may not use it
         self.in_use = False
         line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

@@ -23,8 +23,7 @@ from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 
 MESSAGE_BYTES = 1 << 16
-DEVICES = "isthmus.runtime.device.fork_server"
-"""The module that forks device processes."""
+DEVICES = "isthmus.runtime.device.fork_server"  # the module that forks device processes
 
 
 class SpawnRequest(msgspec.Struct, frozen=True, tag=True):
@@ -32,12 +31,10 @@ class SpawnRequest(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     arguments: tuple[str, ...]
-    title: str
-    """Process title, shown by `ps`."""
+    title: str  # process title, shown by `ps`
     run: str
     """The run's secret name. It is passed in the environment, which only the owner can read, unlike a command line."""
-    folder: str | None
-    """Working directory; None for the current one."""
+    folder: str | None  # working directory; None for the current one
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
@@ -47,8 +44,7 @@ class Spawned(msgspec.Struct, frozen=True, tag=True):
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
     number: int
-    code: int
-    """Exit code as in `subprocess`: negative for a signal."""
+    code: int  # exit code as in `subprocess`: negative for a signal
 
 
 class _Process(Protocol):

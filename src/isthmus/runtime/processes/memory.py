@@ -41,8 +41,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-ANY_SIZE = 2**31 - 1
-"""mallopt takes a C int."""
+ANY_SIZE = 2**31 - 1  # mallopt takes a C int
 
 
 def keep_freed_pages(largest_bytes: int = 32 << 20, arenas: int = 0) -> None:

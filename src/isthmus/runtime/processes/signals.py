@@ -29,8 +29,7 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.reason = ""
-        """Empty where the first request gave none, as Ctrl-C does."""
+        self.reason = ""  # empty where the first request gave none, as Ctrl-C does
         self._requested = False  # no Event: a signal handler may come while this thread holds its lock
         self._listeners: list[Callable[[], None]] = []
 
