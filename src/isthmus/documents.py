@@ -106,7 +106,7 @@ def convert(tables: Mapping[str, object], struct: type[Document], source: str) -
 def _check_together(tables: Mapping[str, object], struct: type[msgspec.Struct], source: str) -> None:
     """UserError for a key that the struct does not have, since it is of another program."""
     beside: str = getattr(struct, "BESIDE", "")
-    for row in refusals().values() if beside else ():
+    for row in refusals().values() if beside in tables else ():
         value: object = tables
         kind: object = struct
         for key in row.field.split(".") if row.beside == beside else ():

@@ -161,7 +161,9 @@ def test_holders_with_data_of_their_own_are_counted_each(tmp_path: Path) -> None
 def test_holders_do_not_sum_gradients_of_raw_samples_with_each_other(tmp_path: Path) -> None:
     prepared = prepare(of_two_holders(tmp_path, msgspec.structs.replace(PUBLIC, weights="trained")))
     plan = build_plan(prepared.problem(fleet_of(3)), ["d0", "d2"], [after(prepared, "relu")], planner="test")
-    with pytest.raises(UserError, match=r"weights: got 'trained' with plan.holders_data = 'own', expected 'frozen'"):
+    with pytest.raises(
+        UserError, match=r"got 'own' with privacy.activations.weights 'trained', expected weights = 'frozen'"
+    ):
         protected(prepared, plan, ("d0", "d1"))
 
 
