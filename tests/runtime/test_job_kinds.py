@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize("more", [(), ("--compare", "all"), ("--verify", "plan.json"), ("--explain",), ("--json",)])
 def test_plan_says_what_runs_a_federated_job(more: tuple[str, ...]) -> None:
-    words = ("is a federated job", "`isthmus simulate`", "`train`", "`serve`")
+    words = ("got a federated job", "`isthmus simulate`", "`train`", "`serve`")
     refused(isthmus("plan", EXAMPLES / "fed-digits.toml", *more), 2, *words)
 
 
