@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.api.federated import federated_job_of
-from isthmus.api.job_overrides import job_of
+from isthmus.api.job_overrides import federated_job_of, job_of
 from isthmus.api.up import refuse_federated
 from isthmus.combinations import refusals, refused
 from isthmus.data import DataSpec
@@ -59,7 +58,7 @@ def test_what_is_refused_is_in_the_table() -> None:
 
 BESIDE = re.compile(
     r"\b(with|beside|in|for|without|of) (an? |the )?("
-    r"(sync\.mode|mode|schedule|federated job|scheme|engine|sweep)\b|\[\w+\]|(aggregation|privacy|runtime|execution)\.)"
+    r"(sync\.mode|mode|schedule|federated job|scheme|engine|backend|sweep)\b|\[\w+\]|(aggregation|privacy|runtime)\.)"
 )
 """Words of a refusal beside something. It is the table's to make them."""
 OTHERS = {
@@ -68,7 +67,7 @@ OTHERS = {
     "cost/problem.py: f\"period: got 'auto'": "a value of one mode",
     'data/images/pipeline.py: f"{where} (Normalize)': "numbers that do not fit",
     "data/partition.py: f'partition.clients: missing": "an option needs another",
-    'federated/job.py: f"execution.ray: got options': "an option needs another",
+    'federated/job.py: f"runtime.ray: got options': "an option needs another",
     "federated/task_spec.py: f'device: got": "one thing said twice",
     "federated/task_spec.py: f'slow_down: got": "one thing said twice",
     'planners/operators.py: f"operators: no device': "what devices lack",

@@ -72,8 +72,8 @@ PUBLIC = {
     ),
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "job": (
-        "Job PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig check_metrics checked constraints_of "
-        "described_here described_in fleet_of keep_prepared kept_prepared load_job prepare "
+        "Job JobDocument JobReader PIPELINE PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig checked "
+        "constraints_of described_here described_in fleet_of keep_prepared kept_prepared load_job prepare "
         "prepared_again"
     ),
     "models": (

@@ -43,7 +43,7 @@ rounds = 2
 [participation]
 clients = 3
 
-[execution]
+[runtime]
 executors = 1
 """
 SWEEP = 'name = "rates"\njob = "job.toml"\nseeds = [0]\n[grid]\ntraining.steps = [1, 2]\n'
@@ -144,12 +144,12 @@ train fed.toml --set federated.rounds=0               | federated.rounds: expect
 train fed.toml --set federated.algorithm=fedavgg      | unknown algorithm 'fedavgg': did you mean 'fedavg'?
 train fed.toml --set participation.clients=30         | participation.clients: got 30, expected at most the 10 clients
 train fed.toml --set participation.fraction=0.5        | participation: got both of clients and fraction, expected one
-train fed.toml --set local.epochs=null                 | local.epochs: expected 'integer', got 'null'
+train fed.toml --set training.epochs=null              | training.epochs: expected 'integer', got 'null'
 train fed.toml --set partition.scheme=dirichlt        | unknown partition.scheme 'dirichlt'
 train fed.toml --set partition.clients=100000         | partition.clients: got 100000, expected at most the 1438 samples
-train fed.toml --set execution.planner=certifid       | unknown execution.planner 'certifid'
+train fed.toml --set runtime.planner=certifid       | unknown runtime.planner 'certifid'
 train net.toml --set 'metrics=["accuracy"]'            | model (it takes x, labels), given evaluation columns pixel
-train net.toml --set data.options.holdout=0 --set federated.evaluate_clients=2 | given client 0's columns pixel
+train net.toml --set data.options.holdout=0 --set training.eval_clients=2| given client 0's columns pixel
 train fed.toml --set 'metrics=["acc"]'                | unknown metric 'acc': did you mean 'accuracy'?
 train deploy.toml                                     | this job has sites: `isthmus serve JOB` trains there
 train deploy.toml --set data.kind=digits               | among clients: this job has sites: `isthmus serve JOB`
@@ -161,8 +161,9 @@ train job.toml --run runs/small                       | --run runs/small: holds 
 train job.toml --run notes.txt                        | --run notes.txt: exists and is not an empty directory
 train job.toml --resume --steps 6 --set model.options.width=32 + | model.options.width was 16, is now 32
 train job.toml --resume --steps 6 --set data.options.max_bytes=50000 + | resume: data: device 'laptop-0' has other
-train fed.toml --set local.lr=3                        | unknown key 'local.lr': did you mean 'local.learning_rate'?
-train fed.toml --resume --set local.epochs=3           | is of another job: local.epochs was 1, is now 3
+train fed.toml --set training.epoch=3                  | unknown key 'training.epoch': did you mean 'training.epochs'?
+train fed.toml --set training.learning_rate=3          | 'learning_rate' belongs to the top of the file
+train fed.toml --resume --set training.epochs=3        | is of another job: training.epochs was 1, is now 3
 train fed.toml --resume --set model.options.width=8   | is of another job: model.options.width was 4, is now 8
 train job.toml --plan nothing.json                    | plan file nothing.json: not found
 train job.toml --plan twice.json +                    | plan file twice.json: plan: got devices

@@ -72,7 +72,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a checkpoint": (MANIFEST, lambda path: read_manifest(path.parent)),
     "a trace": ("trace.jsonl", read_jsonl),
     "a description": ("d.json", lambda path: read_description(path, DataSpec(kind="npz"), heldout=False)),
-    "a federated run": ("job.json", _begun),
+    "a federated run": ("job.json", lambda path: _begun(path.parent)),
     "a tokenizer": ("tokenizer_config.json", lambda path: load_tokenizer(str(path.parent))),
 }
 BY_CONTENT: dict[str, Callable[[bytes], object]] = {

@@ -35,14 +35,14 @@ def test_a_document_is_replaced_whole_or_stays(tmp_path: Path) -> None:
 
 def test_what_a_resumed_run_changes_is_said(tmp_path: Path) -> None:
     noted: list[str] = []
-    keep_job(tmp_path, {"name": "a", "local": {"rate": 0.1, "epochs": 1}}, noted.append)
-    keep_job(tmp_path, {"name": "a", "local": {"rate": 0.1, "epochs": 1}}, noted.append)
+    keep_job(tmp_path, {"name": "a", "training": {"rate": 0.1, "epochs": 1}}, noted.append)
+    keep_job(tmp_path, {"name": "a", "training": {"rate": 0.1, "epochs": 1}}, noted.append)
     assert noted == []
-    keep_job(tmp_path, {"name": "a", "local": {"rate": 0.2, "decay": "cosine"}}, noted.append)
+    keep_job(tmp_path, {"name": "a", "training": {"rate": 0.2, "decay": "cosine"}}, noted.append)
     changed = [
-        "local.rate was 0.1, is now 0.2",
-        "local.epochs was 1, is now not set",
-        "local.decay was not set, is now 'cosine'",
+        "training.rate was 0.1, is now 0.2",
+        "training.epochs was 1, is now not set",
+        "training.decay was not set, is now 'cosine'",
     ]
     assert noted == [f"resumed with another job: {text}" for text in changed]
 

@@ -48,7 +48,7 @@ def test_a_first_job_is_captured_and_has_a_fleet(task: Task, tmp_path: Path, mon
 def test_a_first_federated_job_is_read_with_its_own_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_folder(tmp_path, monkeypatch, FirstJob(name="first", task="federated", devices=1, clients=12, steps=3))
     job = load_federated_job(Path("job.toml"))
-    assert (job.federated.rounds, job.execution.executors) == (3, 1)
+    assert (job.federated.rounds, job.runtime.executors) == (3, 1)
     assert type(job.algorithm(12)).__name__ == "MyAlgorithm"
 
 
@@ -112,7 +112,7 @@ def test_a_question_is_asked_again_and_the_line_to_go_on_with_is_one_that_a_shel
     assert "name: got 'my run', expected letters" in said
     assert "cd 'b c' && isthmus train job.toml" in said
     job = load_federated_job(tmp_path / "b c" / "job.toml")
-    assert (job.name, job.partition.clients, job.federated.rounds, job.execution.executors) == ("b-c", 12, 3, 2)
+    assert (job.name, job.partition.clients, job.federated.rounds, job.runtime.executors) == ("b-c", 12, 3, 2)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from isthmus import FederatedJob
 from isthmus.experiments import FederatedRun
 
 
-def job_of(folder: Path, executors: int, clients_per_vmap: int, engine: str = "processes") -> FederatedJob:
+def job_of(folder: Path, executors: int, clients_per_vmap: int, backend: str = "processes") -> FederatedJob:
     """The peers write nothing of a round to disk, so only the last one is saved."""
     settings = json.loads((folder / "settings.json").read_text())
     samples = str(folder / "samples.npz")
@@ -24,16 +24,18 @@ def job_of(folder: Path, executors: int, clients_per_vmap: int, engine: str = "p
         "model": {"name": f"networks:{settings['network']}"},
         "data": {"kind": "npz", "options": {"path": samples, "heldout_path": samples}},
         "partition": {"scheme": "natural", "column": "client"},
-        "federated": {
-            "rounds": settings["rounds"],
+        "federated": {"rounds": settings["rounds"]},
+        "training": {
+            "epochs": settings["epochs"],
+            "batch_size": settings["batch_size"],
             "seed": settings["seed"],
-            "evaluate_every": 0,
+            "eval_every": 0,
             "save_every": settings["rounds"],
         },
-        "local": {name: settings[name] for name in ("epochs", "batch_size", "learning_rate")},
+        "learning_rate": settings["learning_rate"],
         "participation": {"clients": settings["clients_a_round"]},
-        "execution": {
-            "engine": engine,
+        "runtime": {
+            "backend": backend,
             "executors": executors,
             "clients_per_vmap": clients_per_vmap,
             "device": os.environ.get(DEVICE, "cpu"),
@@ -47,10 +49,10 @@ def run(task: Task, folder: Path, options: dict[str, int]) -> None:
     if on_ray := bool(options.get("ray")):
         ray = importlib.import_module("ray")  # takes long, and the other sides need none
         ray.init("local", num_cpus=options["executors"], include_dashboard=False, log_to_driver=False)
-    engine = "ray" if on_ray else "processes"
-    job = job_of(task.folder, options["executors"], options["clients_per_vmap"], engine)
+    backend = "ray" if on_ray else "processes"
+    job = job_of(task.folder, options["executors"], options["clients_per_vmap"], backend)
     with tempfile.TemporaryDirectory() as place:
         run = FederatedRun(job, Path(place), resume=False, watch=lambda _: rounds.end())
         run.run()
         rounds.write(folder, run.server.values["model"])
-        (folder / "together.json").write_text(json.dumps(run.job.execution.clients_per_vmap))
+        (folder / "together.json").write_text(json.dumps(run.job.runtime.clients_per_vmap))

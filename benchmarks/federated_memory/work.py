@@ -68,10 +68,11 @@ def job_of(case: Case) -> FederatedJob:
         "name": "memory",
         "model": {"name": f"networks:{case.network}"},
         "data": case.data,
-        "federated": {"algorithm": algorithm, "rounds": case.rounds, "evaluate_every": 0, "save_every": 2},
-        "local": {"epochs": case.epochs, "batch_size": case.batch_size, "learning_rate": 0.02},
+        "federated": {"algorithm": algorithm, "rounds": case.rounds},
+        "training": {"epochs": case.epochs, "batch_size": case.batch_size, "eval_every": 0, "save_every": 2},
+        "learning_rate": 0.02,
         "participation": {"clients": case.clients},
-        "execution": {"scheme": case.scheme, "executors": case.executors},
+        "runtime": {"scheme": case.scheme, "executors": case.executors},
     }
     if case.partition is not None:
         document["partition"] = case.partition

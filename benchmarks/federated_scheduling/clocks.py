@@ -45,7 +45,7 @@ def foretell(job: FederatedJob, sizes: NDArray[np.int64], before: Sequence[Round
     """
     assert all(line.record.round < round_ for line in before), "a round is foretold from those before it"
     until = msgspec.structs.replace(job, federated=msgspec.structs.replace(job.federated, rounds=round_ + 1))
-    first_round = max(0, round_ - (job.execution.window_rounds or round_) - 1)
+    first_round = max(0, round_ - (job.runtime.window_rounds or round_) - 1)
     machine = coordinator_of(until, sizes, Cohorts(job, sizes), first_round, None)
     return simulate_federated(machine, fitted_costs(job, before), seed=round_)[-1].seconds
 
@@ -66,18 +66,18 @@ def fitted_costs(job: FederatedJob, rounds: Sequence[RoundLine]) -> FederatedCos
 
 def calm_lines(job: FederatedJob, rounds: Sequence[RoundLine]) -> tuple[tuple[LinearFit, ...], float]:
     """Each executor's line without its emulated factor, and the noise's sigma about the lines."""
-    throughput = ThroughputModel(job.execution.executors, window_rounds=0)
-    for k in range(job.execution.executors):
+    throughput = ThroughputModel(job.runtime.executors, window_rounds=0)
+    for k in range(job.runtime.executors):
         emulated = emulation(job, k)
         for line in rounds:
             timed = line.record.trained.get(f"executor-{k}", ())
             calm = [ClientTime(t.client, t.samples, t.seconds / emulated.factor(line.record.round)) for t in timed]
             throughput.record(line.record.round, k, calm)
-    found = tuple(throughput.line(k) for k in range(job.execution.executors))
+    found = tuple(throughput.line(k) for k in range(job.runtime.executors))
     sigmas = [
         math.log(t.seconds / emulation(job, k).factor(line.record.round) / found[k].seconds(t.samples))
         for line in rounds
-        for k in range(job.execution.executors)
+        for k in range(job.runtime.executors)
         for t in line.record.trained.get(f"executor-{k}", ())
     ]
     return found, statistics.pstdev(sigmas)

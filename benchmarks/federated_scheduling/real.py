@@ -105,9 +105,10 @@ def job_of(samples: Path, per_round: int, rounds: int, execution: Mapping[str, o
         "model": {"name": "mlp", "options": {"features": 64, "width": 64, "layers": 1, "classes": 10}},
         "data": {"kind": "npz", "options": {"path": str(samples), "heldout_path": str(samples)}},
         "partition": {"scheme": "natural"},
-        "federated": {"rounds": rounds, "evaluate_every": 0, "save_every": rounds},
+        "federated": {"rounds": rounds},
+        "training": {"eval_every": 0, "save_every": rounds},
         "participation": {"clients": per_round},
-        "execution": execution,
+        "runtime": execution,
     }
     return msgspec.convert(document, FederatedJob)
 
@@ -118,14 +119,14 @@ def run(job: FederatedJob, *, alternating: bool = False) -> tuple[list[RoundLine
         made = FederatedRun(job, Path(folder), resume=False, watch=lines.append)
         if alternating:
             names, rules = made.machine.executors, made.machine.rules
-            throughput = ThroughputModel(len(names), window_rounds=job.execution.window_rounds)
+            throughput = ThroughputModel(len(names), window_rounds=job.runtime.window_rounds)
             made.machine = Alternating(names, rules, made.data.sizes, Cohorts(job, made.data.sizes).members, throughput)
         made.run()
     return lines, made.data.sizes
 
 
 def factors(job: FederatedJob, round_: int) -> list[float]:
-    return [emulation(job, k).factor(round_) for k in range(job.execution.executors)]
+    return [emulation(job, k).factor(round_) for k in range(job.runtime.executors)]
 
 
 def schedule(setting: str, strategy: str, samples: Path, rounds: int) -> Outcome:
@@ -165,7 +166,7 @@ def crossed(setting: str, samples: Path, rounds: int, execution: Mapping[str, ob
     known = 2 * KNOWN_CLIENTS // PER_ROUND
     found: list[Clocks] = []
     for steals in (True, False):
-        one = msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, steals=steals))
+        one = msgspec.structs.replace(job, runtime=msgspec.structs.replace(job.runtime, steals=steals))
         told = [n for n in range(SKIPPED + known, rounds) if Alternating.steals_in(n) == steals]
         simulated = [foretell(one, sizes, lines[n - known + 1 : n : 2], n) for n in told]
         what = "stealing, from rounds without" if steals else "no stealing, from rounds with"

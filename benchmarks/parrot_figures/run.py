@@ -28,8 +28,8 @@ from isthmus.data import DataSpec
 from isthmus.data.partition import PartitionSpec
 from isthmus.experiments import FederatedRun, RoundLine
 from isthmus.federated.client_costs import ClientCosts, client_costs
-from isthmus.federated.job import Execution, FederatedConfig
-from isthmus.federated.local import LocalConfig
+from isthmus.federated.job import FederatedConfig, FederatedRuntime
+from isthmus.federated.local import FederatedTraining
 from isthmus.models import ModelSpec
 from isthmus.programs.round_records import RoundRecord
 from isthmus.protocol.federated_participation import Participation
@@ -75,10 +75,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             name="parrot-figures",
             model=ModelSpec(name=f"resnets:{self.network}"),
             data=DataSpec(kind="femnist", options=sizes),
-            federated=FederatedConfig(algorithm=algorithm, rounds=ROUNDS, evaluate_every=0),
-            local=LocalConfig(epochs=self.epochs[per_round]),
+            federated=FederatedConfig(algorithm=algorithm, rounds=ROUNDS),
+            training=FederatedTraining(epochs=self.epochs[per_round], eval_every=0),
             participation=Participation(clients=per_round),
-            execution=msgspec.convert(execution, Execution),
+            runtime=msgspec.convert(execution, FederatedRuntime),
             fleet=fleet,
         )
 
@@ -264,10 +264,10 @@ def clocks(folder: Path, rounds: int) -> Clocks:
         model=ModelSpec(name="mlp", options={"features": 64, "width": 64, "layers": 1, "classes": 10}),
         data=DataSpec(kind="digits", options={"flat": True}),
         partition=PartitionSpec(scheme="dirichlet", clients=40, alpha=1.0),
-        federated=FederatedConfig(rounds=rounds, evaluate_every=0),
+        federated=FederatedConfig(rounds=rounds),
         participation=Participation(clients=20),
-        local=LocalConfig(epochs=4),
-        execution=Execution(scheme="parrot", executors=3),
+        training=FederatedTraining(epochs=4, eval_every=0),
+        runtime=FederatedRuntime(scheme="parrot", executors=3),
         fleet=str(fleet),
     )
     lines: list[RoundLine] = []

@@ -47,7 +47,7 @@ if __name__ == "__main__":
         rounds=ROUNDS,
         name="twin",
         test={"input": pixels, "target": labels},
-        overrides={"local.batch_size": 1000, "local.learning_rate": RATE},
+        overrides={"training.batch_size": 1000, "learning_rate": RATE},
     )
     weights = result.model.state_dict()
     worst = max((weights[name] - value).abs().max().item() for name, value in naive().items())

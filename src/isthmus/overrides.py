@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ import msgspec
 
 from isthmus.documents import beside, convert
 from isthmus.errors import UserError
+from isthmus.old_spelling import respelled, respelled_overrides, say_new
 from isthmus.units import whole_number
 
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -39,19 +39,21 @@ def read_overrides(
 
 
 def overridden(tables: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
-    """The tables of a document with these values: by key with its tables, as `training.steps`; of lists by number, as
+    """The tables of a job with these values: by key with its tables, as `training.steps`; of lists by number, as
     `optimizer.0.lr`. UserError for a key inside of what is no table.
 
     >>> overridden({"training": {"steps": 9}}, {"training.steps": 2, "data.kind": "text"})
     {'training': {'steps': 2}, 'data': {'kind': 'text'}}
     """
-    found = copy.deepcopy(dict(tables))
-    for key, value in overrides.items():
+    told: list[str] = []
+    found = respelled(tables, told)
+    for key, value in respelled_overrides(overrides, told).items():
         *path, last = key.split(".")
         at: object = found
         for number, part in enumerate(path):
             at = _inside(at, part, ".".join(path[: number + 1]))
         _place(at, last, value, key)
+    say_new(told)
     return found
 
 

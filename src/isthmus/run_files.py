@@ -16,6 +16,7 @@ from isthmus import reading
 from isthmus.atomic_write import atomic_write
 from isthmus.documents import differences, read_lines
 from isthmus.errors import UserError
+from isthmus.old_spelling import respelled
 
 JOB = "job.json"  # the job, as it was run
 LOSSES = "losses.jsonl"  # a pipeline's losses
@@ -46,7 +47,9 @@ def keep_job(run: Path, job: object, note: Callable[[str], None]) -> None:
     """Replace the job that the run keeps; `note` gets each key that differs. OSError when it cannot be written."""
     written = as_json(job)
     try:
-        before = read_json(run / JOB, dict[str, object])
+        before = read_job(run, dict[str, object])
+    except FileNotFoundError:
+        before = None
     except UserError:
         before = None  # an older version's
     atomic_write(run / JOB, written)
@@ -67,6 +70,21 @@ def stop_reason(run: Path) -> str:
     """Return the callback that ended the run, and its reason; empty for any other end."""
     path = run / STOPPED
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
+
+
+def read_job(run: Path, kind: type[Found], source: str = "") -> Found:
+    """The job of a run folder, also one in an old spelling. Errors as of `reading.read_json`."""
+    source = source or str(run / JOB)
+    return _job(reading.read_json(run / JOB, dict[str, object], source), kind, source)
+
+
+def parse_job(text: bytes, kind: type[Found], source: str) -> Found:
+    """As `read_job`, of the document itself."""
+    return _job(reading.parse_json(text, dict[str, object], source), kind, source)
+
+
+def _job(document: dict[str, object], kind: type[Found], source: str) -> Found:
+    return reading.parse_json(msgspec.json.encode(respelled(document)), kind, source)
 
 
 def read_json(path: Path, kind: type[Found], remedy: str = "") -> Found | None:

@@ -58,12 +58,14 @@ clients = 6
 
 [federated]
 rounds = 2
-evaluate_clients = 2
+
+[training]
+eval_clients = 2
 
 [participation]
 clients = 4
 
-[execution]
+[runtime]
 executors = 2
 device = {device}
 """

@@ -14,7 +14,7 @@ from isthmus.errors import UserError
 from isthmus.run_files import LOSSES
 
 LOSS = nn.functional.mse_loss
-ALONE = {"execution.executors": 1}
+ALONE = {"runtime.executors": 1}
 
 
 def trained(folder: Path, rounds: int = 2, **more: object) -> isthmus.Run:

@@ -51,7 +51,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         test=clients[0],
         rounds=2,
         run=folder / "federated",
-        overrides={"execution.executors": 1},
+        overrides={"runtime.executors": 1},
     )
     return {
         "isthmus": isthmus,

@@ -223,7 +223,7 @@ def test_every_sample_of_every_client_trains(tmp_path: Path) -> None:
         loss=LOSS,
         clients=clients,
         rounds=1,
-        overrides={"execution.executors": 1, "local.batch_size": 40, "local.learning_rate": 0.1},
+        overrides={"runtime.executors": 1, "training.batch_size": 40, "learning_rate": 0.1},
         run=tmp_path / "run",
     )
     expected = torch.zeros(1, 4)
@@ -423,7 +423,7 @@ def test_a_sum_with_its_count_is_a_clients_loss_too(tmp_path: Path) -> None:
             clients=clients,
             test=clients[0],
             rounds=2,
-            overrides={"execution.executors": 1},
+            overrides={"runtime.executors": 1},
             run=tmp_path / name,
         )
         assert result.evaluation is not None and result.evaluation.loss is not None
@@ -449,7 +449,7 @@ def test_an_algorithm_of_the_callers_own(tmp_path: Path) -> None:
         test=data(),
         algorithm=Counting(),
         rounds=3,
-        overrides={"execution.executors": 1, "local.batch_size": 3},
+        overrides={"runtime.executors": 1, "training.batch_size": 3},
         run=tmp_path / "run",
     )
     assert (result.outcome, len(result.rounds), len(rounds)) == ("done", 3, 3)

@@ -22,7 +22,7 @@ def train(folder: Path, **given: object) -> isthmus.Run:
 
 
 def federate(folder: Path, **given: object) -> isthmus.Run:
-    alone: dict[str, object] = {"execution.executors": 1}
+    alone: dict[str, object] = {"runtime.executors": 1}
     given |= {"model": nn.Linear(4, 1), "loss": nn.functional.mse_loss, "clients": [DATA, DATA], "rounds": 2}
     return isthmus.federate(run=folder / "run", overrides=alone, **given)  # type: ignore[arg-type]
 

@@ -28,10 +28,10 @@ metrics = ["accuracy"]
 model = { name = "mlp", options = { features = 64, width = 8, layers = 1, classes = 10 } }
 data = { kind = "digits", options = { flat = true, holdout = 0.5 } }
 partition = { scheme = "dirichlet", clients = 6, alpha = 0.3 }
-federated = { algorithm = "fedavg", rounds = 2, evaluate_every = 1 }
-local = { epochs = 1, batch_size = 16 }
+federated = { algorithm = "fedavg", rounds = 2 }
+training = { epochs = 1, batch_size = 16, eval_every = 1 }
 participation = { clients = 3 }
-execution = { executors = 1 }
+runtime = { executors = 1 }
 track = { to = "prometheus" }
 """
 SWEEP = """
@@ -42,7 +42,7 @@ seeds = [0, 1, 2]
 at_once = 1
 
 [grid]
-local.learning_rate = [0.2]
+learning_rate = [0.2]
 """
 
 
@@ -100,7 +100,7 @@ def test_killed_stopped_and_resumed_it_trains_each_run_once(tmp_path: Path) -> N
     assert (first / "job.json").stat().st_mtime_ns == changed
     found = isthmus.Sweep(folder)
     assert found.outcome == "done"
-    assert [(row.point, row.runs, row.done) for row in found.rows] == [({"local.learning_rate": 0.2}, 3, 3)]
+    assert [(row.point, row.runs, row.done) for row in found.rows] == [({"learning_rate": 0.2}, 3, 3)]
     alone = isthmus.federate(tmp_path / "small.toml", run=tmp_path / "alone", overrides=overrides(0.2, 2))
     assert alone.evaluation is not None
     assert found.results[2].metrics["held-out loss"] == alone.evaluation.loss
@@ -138,7 +138,7 @@ def test_each_run_on_an_engine_is_that_of_this_machine(tmp_path: Path) -> None:
 
 
 def overrides(rate: float, seed: int) -> dict[str, object]:
-    return {"local.learning_rate": rate, "federated.seed": seed}
+    return {"learning_rate": rate, "training.seed": seed}
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_done(tmp_path: Path) -> None:
@@ -156,18 +156,18 @@ def test_a_run_that_fails_is_named_and_the_others_are_done(tmp_path: Path) -> No
 
 
 BAD = {
-    'grid = { "local.learning_rat" = [1] }': "key",
-    'grid = { "local.learning_rate" = 0.1 }': "grid.local.learning_rate: got 0.1, expected a list of values",
-    "grid = { local.learning_rate = [] }": "grid.local.learning_rate: got [], expected a list of values",
-    'grid = { "federated.seed" = [1] }': "grid: got a seed, expected it in seeds = [...]",
+    'grid = { "learning_rat" = [1] }': "key",
+    'grid = { "learning_rate" = 0.1 }': "grid.learning_rate: got 0.1, expected a list of values",
+    "grid = { learning_rate = [] }": "grid.learning_rate: got [], expected a list of values",
+    'grid = { "training.seed" = [1] }': "grid: got a seed, expected it in seeds = [...]",
     "seeds = [-1]": "seeds",
     "seeds = [1, 1]": "twice, expected each once",
-    "points = [{ local.learning_rate = 1 }, { local.learning_rate = 1 }]": "twice, expected each once",
+    "points = [{ learning_rate = 1 }, { learning_rate = 1 }]": "twice, expected each once",
     'job = "none.toml"': "job: got 'none.toml', expected a job file",
     "at_onc = 2": "at_once",
-    'engine = { on = "local" }': "engine: got 'local' in a federated job, expected [execution] engine in",
+    'engine = { on = "local" }': "engine: got 'local' in a federated job, expected runtime.backend",
     'engine = { on = "local", node = 2 }': "node",
-    'points = [{ "local.batch_size" = -1 }]': "(with local.batch_size=-1)",
+    'points = [{ "training.batch_size" = -1 }]': "(with training.batch_size=-1)",
 }
 
 

@@ -21,6 +21,7 @@ from isthmus.data.partition import PartitionSpec
 from isthmus.experiments import Watcher
 from isthmus.federated.evaluators import test_data as held_out_of
 from isthmus.federated.job import FederatedConfig, FederatedJob, client_data
+from isthmus.federated.local import FederatedTraining
 from isthmus.job import Job, prepare
 from isthmus.models import ModelSpec
 from isthmus.runtime.decoupled.trainer import evaluated
@@ -55,7 +56,8 @@ def federated(data: DataSpec, most: int) -> FederatedJob:
         model=ModelSpec(name="mlp"),
         data=data,
         partition=PartitionSpec(scheme="iid", clients=4),
-        federated=FederatedConfig(evaluate_samples=most),
+        federated=FederatedConfig(),
+        training=FederatedTraining(eval_samples=most),
     )
 
 

@@ -61,7 +61,7 @@ LEFT_OUT = {
         "isthmus serve": SITES,
         "isthmus join": SITES,
         "ray": CLUSTER,
-        "isthmus train fed-digits.toml --set execution.engine=ray": CLUSTER,
+        "isthmus train fed-digits.toml --set runtime.backend=ray": CLUSTER,
     },
     "docs/index.md": {"pip": INSTALLS, "isthmus": "docs/start/first-run.md types the same"},
     "docs/gpus.md": {

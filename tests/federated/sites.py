@@ -33,14 +33,14 @@ column = "client"
 [federated]
 algorithm = "{algorithm}"
 rounds = {rounds}
-seed = 3
-evaluate_every = 0
 
-[local]
+[training]
 epochs = 2
+seed = 3
+eval_every = 0
 batch_size = 4
 
-[execution]
+[runtime]
 timeout = "20 s"
 
 [deployment]

@@ -158,7 +158,7 @@ def test_a_column_that_owns_nothing(saved: Path) -> None:
 def test_a_federated_job_is_simulated(tmp_path: Path) -> None:
     job = edited(
         write_job(tmp_path, ("a", "b", "c", "d"), "scaffold"),
-        ("[execution]", "[execution]\nexecutors = 2\nslow_down = [0.0, 3.0]"),
+        ("[runtime]", "[runtime]\nexecutors = 2\nslow_down = [0.0, 3.0]"),
     )
     job.write_text(job.read_text().partition("[deployment]")[0])  # whose sites would be simulated
     done = isthmus("simulate", job, "--json")
@@ -194,41 +194,41 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([("[execution]", '[participation]\nfraction = 1.0\navailability = "no.csv"\n[execution]')], ["no.csv"]),
+        ([("[runtime]", '[participation]\nfraction = 1.0\navailability = "no.csv"\n[runtime]')], ["no.csv"]),
         (
-            [("[execution]", '[aggregation]\nrule = "krum"\n[execution]')],
+            [("[runtime]", '[aggregation]\nrule = "krum"\n[runtime]')],
             ["participation.minimum: got 1", "5 for krum"],
         ),
         (
             [
                 (
-                    "[execution]",
-                    '[participation]\nfraction = 1.0\nminimum = 3\n[aggregation]\nrule = "trimmed_mean"\n[execution]',
+                    "[runtime]",
+                    '[participation]\nfraction = 1.0\nminimum = 3\n[aggregation]\nrule = "trimmed_mean"\n[runtime]',
                 )
             ],
             ["participation.minimum: got 3", "at least 10 for trimmed_mean with trim = 0.1"],
         ),
         (
-            [("[execution]", '[aggregation]\nrule = "median"\n[execution]'), ('"fedavg"', '"scaffold"')],
+            [("[runtime]", '[aggregation]\nrule = "median"\n[runtime]'), ('"fedavg"', '"scaffold"')],
             ["aggregation.rule: got 'median' with an algorithm whose server adds up what clients keep"],
         ),
         (
-            [("[execution]", "[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[execution]"), ('"fedavg"', '"fednova"')],
+            [("[runtime]", "[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[runtime]"), ('"fedavg"', '"fednova"')],
             ["federated.algorithm: got fednova, which returns 'steps', beside [privacy]"],
         ),
-        ([("[execution]", '[aggregation]\nrule = "mean"\n[execution]')], ["aggregation.rule", "'mean'"]),
+        ([("[runtime]", '[aggregation]\nrule = "mean"\n[runtime]')], ["aggregation.rule", "'mean'"]),
         (
             [
                 (
-                    "[execution]",
-                    '[aggregation]\nrule = "median"\n[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[execution]',
+                    "[runtime]",
+                    '[aggregation]\nrule = "median"\n[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[runtime]',
                 )
             ],
             ["aggregation.rule: got 'median' beside [privacy]"],
         ),
-        ([("[execution]", "[privacy]\nclip = 0.0\nnoise_multiplier = 1.0\n[execution]")], ["privacy.clip"]),
+        ([("[runtime]", "[privacy]\nclip = 0.0\nnoise_multiplier = 1.0\n[runtime]")], ["privacy.clip"]),
         (
-            [("[execution]", "[participation]\nfraction = 0.5\npoisson = true\nweighted = true\n[execution]")],
+            [("[runtime]", "[participation]\nfraction = 0.5\npoisson = true\nweighted = true\n[runtime]")],
             ["participation: got weighted beside participation.poisson"],
         ),
         ([("all.npz", "none.npz")], ["no file"]),
@@ -237,15 +237,15 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
             ["no column 'owner'", "it has: client, labels, pixel_values"],
         ),
         (
-            [("[execution]", "[participation]\nclients = 2\nminimum = 3\n[execution]")],
+            [("[runtime]", "[participation]\nclients = 2\nminimum = 3\n[runtime]")],
             ["participation.minimum: got 3, expected at most the 2 clients of a round"],
         ),
         (
-            [("[execution]", "[participation]\nclients = 2\npoisson = true\nstaleness = 1\n[execution]")],
+            [("[runtime]", "[participation]\nclients = 2\npoisson = true\nstaleness = 1\n[runtime]")],
             ["participation.staleness: got 1 beside participation.poisson"],
         ),
         (
-            [("[execution]", "[participation]\nclients = 2\nstaleness = 1\n[execution]"), ('"fedavg"', '"scaffold"')],
+            [("[runtime]", "[participation]\nclients = 2\nstaleness = 1\n[runtime]"), ('"fedavg"', '"scaffold"')],
             ["participation.staleness: got 1 with an algorithm whose clients keep something"],
         ),
     ],
@@ -257,8 +257,8 @@ def test_bad_options_are_refused_in_one_line(changes: list[tuple[str, str]], wor
 
 def test_rounds_without_enough_available_clients_are_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "when.csv").write_text("client, from, to\n0, 0, 150\n2, 0, 1000\n1, 130, 1000\n")
-    when = f'[participation]\nfraction = 1.0\nminimum = 2\navailability = "{tmp_path}/when.csv"\n[execution]'
-    job = edited(write_job(tmp_path, ("a", "b", "c")), ("[execution]", when))
+    when = f'[participation]\nfraction = 1.0\nminimum = 2\navailability = "{tmp_path}/when.csv"\n[runtime]'
+    job = edited(write_job(tmp_path, ("a", "b", "c")), ("[runtime]", when))
     done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run")
     assert done.code == 0, done.err
     (tmp_path / "when.csv").write_text("client, from, to\n0, 0, 150\n2, 0, 1000\n1, 190, 1000\n")
@@ -304,13 +304,13 @@ def test_a_batch_that_is_larger_than_every_client_is_said(tmp_path: Path) -> Non
     largest = max(len(samples(client)["labels"]) for client in range(2))
     for batch in (largest, largest + 1):
         done = isthmus(
-            "train", job, "--rounds", "1", "--run", tmp_path / f"{batch}", "--set", f"local.batch_size={batch}"
+            "train", job, "--rounds", "1", "--run", tmp_path / f"{batch}", "--set", f"training.batch_size={batch}"
         )
-        said = f"local.batch_size: got {batch}, and no client has more than {largest} samples"
+        said = f"training.batch_size: got {batch}, and no client has more than {largest} samples"
         assert done.code == 0 and (said in done.err) == (batch > largest), done.err
 
 
-PRIVATE = ("[execution]", "[privacy]\nclip = 0.5\nnoise_multiplier = 1.0\n[execution]")
+PRIVATE = ("[runtime]", "[privacy]\nclip = 0.5\nnoise_multiplier = 1.0\n[runtime]")
 
 
 def test_privacy_without_its_library_is_said_before_anything_runs(
@@ -323,7 +323,7 @@ def test_privacy_without_its_library_is_said_before_anything_runs(
 
 
 def test_epsilon_as_a_key_says_what_it_follows_from(tmp_path: Path) -> None:
-    job = edited(write_job(tmp_path, ("a", "b", "c")), ("[execution]", "[privacy]\nclip = 1\nepsilon = 3\n[execution]"))
+    job = edited(write_job(tmp_path, ("a", "b", "c")), ("[runtime]", "[privacy]\nclip = 1\nepsilon = 3\n[runtime]"))
     refused(isthmus("train", job), 2, "'privacy.epsilon': epsilon follows from privacy.noise_multiplier", "--dry-run")
     elsewhere = "'federated.epsilon': epsilon follows from privacy.noise_multiplier"
     refused(isthmus("train", write_job(tmp_path, ("a",)), "--set", "federated.epsilon=3"), 2, elsewhere)
@@ -408,7 +408,7 @@ def normed_job(folder: Path, monkeypatch: pytest.MonkeyPatch, counts: tuple[int,
     ("counts", "local", "words"),
     [
         ((8, 1), {"drop_last": True}, "it has one sample: participation.min_samples = 2 leaves such clients out"),
-        ((8, 5), {}, "its last batch is one sample: local.drop_last = true leaves it out"),
+        ((8, 5), {}, "its last batch is one sample: training.drop_last = true leaves it out"),
     ],
 )
 def test_a_client_that_batch_norm_cannot_train_on_is_told_what_helps(
@@ -420,7 +420,7 @@ def test_a_client_that_batch_norm_cannot_train_on_is_told_what_helps(
 
 def test_clients_with_too_few_samples_take_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = normed_job(tmp_path, monkeypatch, (8, 1, 7), drop_last=True)
-    edited(job, ("[execution]", "[participation]\nfraction = 1.0\nmin_samples = 2\n[execution]"))
+    edited(job, ("[runtime]", "[participation]\nfraction = 1.0\nmin_samples = 2\n[runtime]"))
     done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run")
     assert done.code == 0, done.err
     lines = RoundHistory.of(tmp_path / "run").lines()

@@ -82,7 +82,7 @@ def recomputed(job_file: Path, history: Sequence[RoundLine], population: int) ->
     algorithm = job.algorithm(population)
     resident = Resident(build(job))
     server = Server(algorithm, resident.vector(), resident.buffers(), population)
-    work = TrainingTask(algorithm=algorithm, local=job.local, seed=job.federated.seed)
+    work = TrainingTask(algorithm=algorithm, local=job.local, seed=job.training.seed)
     broadcast = []
     for line in history:
         now = line.record.round
@@ -188,9 +188,9 @@ def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_pat
     names, run = ("a", "b"), tmp_path / "run"
     job_file = edited(
         write_job(tmp_path, names, "scaffold", rounds=6),
-        ("[local]\nepochs = 2", "[local]\nepochs = 60"),
+        ("[training]\nepochs = 2", "[training]\nepochs = 60"),
         ('wait = "0.5 s"', 'wait = "30 s"'),  # else whoever comes back first would go on alone
-        ("[execution]", "[admission]\nmax_norm = 0.5\nclip = true\n[execution]"),
+        ("[runtime]", "[admission]\nmax_norm = 0.5\nclip = true\n[runtime]"),
     )
     port = free_port()
     state = write_tickets(tmp_path, names, port)
@@ -230,7 +230,7 @@ def served(
     monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
     job_file = edited(
         write_job(folder, tuple(sleeps), "mine_algorithm:Mine", rounds),
-        ("[execution]", f"[participation]\nfraction = 1.0\n{participation}\n\n[execution]"),
+        ("[runtime]", f"[participation]\nfraction = 1.0\n{participation}\n\n[runtime]"),
     )
     for name, sleep_s in sleeps.items():
         home = folder / f"at-{name}"
@@ -293,12 +293,12 @@ def newest_round(run: Path) -> int:
         ([("[deployment]", "[deploymnt]")], ["unknown key 'deploymnt'", "did you mean 'deployment'"]),
         ([('"a", "b"', '"a", "a"')], ["deployment.sites: got a name twice"]),
         ([('wait = "0.5 s"', "start = 3")], ["deployment.start: got 3, expected at most the 2 sites"]),
-        ([("[execution]", "[participation]\nclients = 3\n[execution]")], ["participation.clients: got 3"]),
+        ([("[runtime]", "[participation]\nclients = 3\n[runtime]")], ["participation.clients: got 3"]),
         (
-            [("[execution]", "[participation]\nfraction = 1.0\nminimum = 3\n[execution]")],
+            [("[runtime]", "[participation]\nfraction = 1.0\nminimum = 3\n[runtime]")],
             ["participation.minimum: got 3, expected at most the 2 sites"],
         ),
-        ([("[execution]", "[admission]\nclip = true\n[execution]")], ["admission.max_norm: missing"]),
+        ([("[runtime]", "[admission]\nclip = true\n[runtime]")], ["admission.max_norm: missing"]),
     ],
 )
 def test_a_deployment_that_cannot_begin_is_refused(

@@ -171,15 +171,13 @@ def test_what_micro_batches_make_of_a_loss_is_said_before_the_first_round(
 
     assert said(Tagger) == said(OwnMean, 1) == ""
     words = "a mean of its own: with 2 micro-batches a step's loss is the mean of theirs"
-    assert words in said(OwnMean) and said(OwnMean).endswith("or set local.micro_batches = 1")
+    assert words in said(OwnMean) and said(OwnMean).endswith("or set training.micro_batches = 1")
     assert said(Looks).startswith(
-        "local.micro_batches: got 2, and whether the model's loss is the same with each number"
+        "training.micro_batches: got 2, and whether the model's loss is the same with each number"
     )
 
     file = tmp_path / "job.toml"
-    file.write_text(
-        JOB.format(folder=tmp_path).replace("[participation]", "[local]\nmicro_batches = 4\n[participation]")
-    )
+    file.write_text(JOB.format(folder=tmp_path).replace("[training]", "[training]\nmicro_batches = 4"))
     asked: list[tuple[set[str], int]] = []
     monkeypatch.setattr(
         "isthmus.runtime.federated.run.own_mean_of",

@@ -32,7 +32,7 @@ from tests.runtime.commands import edited, isthmus, refused
 @pytest.mark.parametrize("rate", ["1e25", "1e38"])
 def test_clients_that_all_diverge_end_the_run(more: str, rate: str, tmp_path: Path) -> None:
     text = JOB.format(folder=tmp_path).replace('"sp"', more)
-    (tmp_path / "job.toml").write_text(f"{text}\n[local]\nlearning_rate = {rate}\n")
+    (tmp_path / "job.toml").write_text(f"learning_rate = {rate}\n{text}")
     refused(isthmus("train", tmp_path / "job.toml"), 1, "round 1: 0 clients were in, expected at least 1")
 
 
@@ -109,7 +109,7 @@ def test_changes_below_the_unit_of_the_exact_sum_are_logged_once(tmp_path: Path)
 @pytest.mark.parametrize("more", ['"sp"', '"ours"\nexecutors = 2'])
 def test_who_runs_it_reads_that_changes_are_lost(more: str, tmp_path: Path) -> None:
     text = JOB.format(folder=tmp_path).replace('"sp"', more)
-    (tmp_path / "job.toml").write_text(f"{text}\n[local]\nlearning_rate = 1e-13\n")
+    (tmp_path / "job.toml").write_text(f"learning_rate = 1e-13\n{text}")
     done = isthmus("train", tmp_path / "job.toml")
     assert done.code == 0 and (done.out + done.err).count("exact sums count in units of 1.5e-11") == 1
 

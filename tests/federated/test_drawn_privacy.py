@@ -202,10 +202,8 @@ def test_epsilon_of_drawn_settings_is_never_below_the_true_one() -> None:
 def private_job(folder: Path) -> Path:
     job = write_job(folder, ("a", "b", "c"))
     job.write_text(job.read_text().partition("[deployment]")[0])
-    tables = (
-        '[privacy]\nclip = 0.5\nnoise_multiplier = 4.0\n[participation]\nfraction = 1.0\n[execution]\nscheme = "sp"'
-    )
-    return edited(job, ("[execution]", tables))
+    tables = '[privacy]\nclip = 0.5\nnoise_multiplier = 4.0\n[participation]\nfraction = 1.0\n[runtime]\nscheme = "sp"'
+    return edited(job, ("[runtime]", tables))
 
 
 def test_a_resumed_run_never_promises_less_than_its_rounds_had(tmp_path: Path) -> None:

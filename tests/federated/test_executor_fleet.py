@@ -77,7 +77,7 @@ def who(record: RoundRecord) -> dict[str, list[int]]:
 
 def test_a_faster_device_trains_more_and_the_round_ends_sooner(job_file: Path) -> None:
     found = simulate_rounds(read(job_file))
-    uniform = simulate_rounds(read(job_file, {"execution.planner": "uniform"}))
+    uniform = simulate_rounds(read(job_file, {"runtime.planner": "uniform"}))
     last, equal = found.rounds[-1], uniform.rounds[-1]
     samples = samples_of(last.record)
     assert samples["fast"] > samples["middle"] > samples["slow"]
@@ -88,7 +88,7 @@ def test_a_faster_device_trains_more_and_the_round_ends_sooner(job_file: Path) -
 
 
 def test_a_client_lasts_as_long_as_its_flops_on_its_device(job_file: Path) -> None:
-    found = simulate_rounds(read(job_file, {"local.epochs": 3}))
+    found = simulate_rounds(read(job_file, {"training.epochs": 3}))
     for record in (round_.record for round_ in found.rounds):
         for name, flops_per_s in (("slow", 5e6), ("middle", 10e6), ("fast", 20e6)):
             for timed in record.trained[name]:
@@ -107,7 +107,7 @@ def test_messages_take_the_links_of_the_coordinators_place(job_file: Path) -> No
 
 
 def test_without_a_number_of_executors_there_is_one_on_each_device(job_file: Path) -> None:
-    assert simulate_rounds(read(job_file, {"execution.executors": 0})).executors == 3
+    assert simulate_rounds(read(job_file, {"runtime.executors": 0})).executors == 3
 
 
 def test_executors_are_taken_from_the_regions_in_turn() -> None:
@@ -120,7 +120,7 @@ def test_executors_are_taken_from_the_regions_in_turn() -> None:
 
 
 def test_the_same_job_is_simulated_the_same_again(job_file: Path) -> None:
-    overrides = {"execution.scheme": "ours", "execution.noise": 0.3, "federated.algorithm": "scaffold"}
+    overrides = {"runtime.scheme": "ours", "runtime.noise": 0.3, "federated.algorithm": "scaffold"}
     first, second = (simulate_rounds(read(job_file, overrides)) for _ in range(2))
     assert [r.seconds for r in first.rounds] == [r.seconds for r in second.rounds]
     assert [msgspec.to_builtins(r.record) for r in first.rounds] == [
@@ -130,7 +130,7 @@ def test_the_same_job_is_simulated_the_same_again(job_file: Path) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"execution.unstable": True}, {"federated.algorithm": "mime", "coordinator": "middle"}],
+    [{}, {"runtime.unstable": True}, {"federated.algorithm": "mime", "coordinator": "middle"}],
     ids=["fedavg", "unstable", "two passes"],
 )
 def test_a_run_of_emulated_devices_decides_as_it_is_simulated(
@@ -162,7 +162,7 @@ def test_costs_are_counted_by_pass(
     job_file: Path,
 ) -> None:
     """Mime evaluates every batch twice in its second pass, in each of two epochs."""
-    job = read(job_file, {"federated.algorithm": algorithm, "local.epochs": 2 if algorithm == "mime" else 1})
+    job = read(job_file, {"federated.algorithm": algorithm, "training.epochs": 2 if algorithm == "mime" else 1})
     costs = client_costs(job, client_data(job))
     numbers = costs.model_bytes // 4
     assert tuple(one.flops / FLOPS_PER_SAMPLE for one in costs.passes) == flops
@@ -180,8 +180,8 @@ def test_what_is_collected_counts_for_every_client(job_file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"execution.executors": 4}, ["has 3 devices, expected at least 4, one for each executor"]),
-        ({"execution.slow_down": [1.0, 2.0, 3.0]}, ["execution.slow_down: got 3 numbers beside fleet"]),
+        ({"runtime.executors": 4}, ["has 3 devices, expected at least 4, one for each executor"]),
+        ({"runtime.slow_down": [1.0, 2.0, 3.0]}, ["runtime.slow_down: got 3 numbers beside fleet"]),
         ({"fleet": "parrot-d"}, ["unknown fleet 'parrot-d': did you mean 'parrot-"]),
         ({"fleet": "nowhere.toml"}, ["nowhere.toml"]),
         ({"coordinator": "fasd"}, ["coordinator: unknown device 'fasd'", "fast"]),
@@ -195,7 +195,7 @@ def test_fleets_that_cannot_be(overrides: dict[str, object], words: list[str], j
 
 def test_one_process_for_each_client_needs_as_many_devices(job_file: Path) -> None:
     with pytest.raises(UserError, match="has 3 devices, expected at least 8, one for each executor"):
-        simulate_rounds(read(job_file, {"execution.scheme": "sd"}))
+        simulate_rounds(read(job_file, {"runtime.scheme": "sd"}))
 
 
 def test_a_device_that_is_too_small_is_named(job_file: Path) -> None:
@@ -250,7 +250,7 @@ def test_states_move_only_to_another_executor(job_file: Path) -> None:
     found = simulate_rounds(
         read(
             job_file,
-            {"federated.algorithm": "scaffold", "participation.clients": 20, "execution.executors": 2},
+            {"federated.algorithm": "scaffold", "participation.clients": 20, "runtime.executors": 2},
         )
     )
     keeps: dict[int, str] = {}
@@ -273,6 +273,6 @@ def client_costs_state_bytes(job_file: Path) -> int:
 
 
 def test_noise_is_of_every_client_by_itself(job_file: Path) -> None:
-    found = simulate_rounds(read(job_file, {"execution.noise": 0.2}))
+    found = simulate_rounds(read(job_file, {"runtime.noise": 0.2}))
     timed = [t for r in found.rounds for t in r.record.trained["fast"]]
     assert np.std([t.seconds / t.samples for t in timed]) > 0

@@ -39,17 +39,17 @@ alpha = 0.3
 [federated]
 algorithm = "scaffold"
 rounds = 4
-evaluate_every = 2
-evaluate_clients = 3
 
-[local]
+[training]
 epochs = 1
 batch_size = 16
+eval_every = 2
+eval_clients = 3
 
 [participation]
 clients = 6
 
-[execution]
+[runtime]
 executors = 2
 """
 
@@ -264,7 +264,7 @@ def test_bytes_and_trips_are_those_of_the_complexity_table(
         ([('"scaffold"', '"bad_algorithms:Unknown"')], ["combines 'delta' by 'median'"]),
         ([("rounds = 4", "rounds = 4\noptions = { server_lr = 1 }")], ["server_lr", "did you mean"]),
         ([("executors = 2", 'scheme = "our"')], ["unknown scheme 'our'", "did you mean 'ours'"]),
-        ([("executors = 2", "executors = 2\nslow_down = [1.0]")], ["execution.slow_down: got 1, expected 2"]),
+        ([("executors = 2", "executors = 2\nslow_down = [1.0]")], ["runtime.slow_down: got 1, expected 2"]),
         (
             [("clients = 6", "clients = 6\nfraction = 0.5")],
             ["got both of clients and fraction, expected one of them: leave one out, or set one to null"],

@@ -119,7 +119,7 @@ def test_faults_that_no_site_can_have(options: tuple[str, ...], words: list[str]
 
 def test_an_executor_that_is_lost_stays_lost(tmp_path: Path) -> None:
     job = deployed(tmp_path)
-    job.write_text(job.read_text().partition("[deployment]")[0].replace("[execution]", "[execution]\nexecutors = 2"))
+    job.write_text(job.read_text().partition("[deployment]")[0].replace("[runtime]", "[runtime]\nexecutors = 2"))
     refused(
         isthmus("simulate", job, "--set", "participation.clients=3", "--fault", "executor-1@2s+3s"), 2, "stays lost"
     )

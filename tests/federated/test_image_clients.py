@@ -83,12 +83,12 @@ kind = "{kind}"
 {partition}
 [federated]
 rounds = 2
-evaluate_every = 1
 [participation]
 clients = 3
-[local]
+[training]
+eval_every = 1
 batch_size = 4
-[execution]
+[runtime]
 executors = 2
 """
 

@@ -256,17 +256,17 @@ class Steps(Algorithm, frozen=True):
         (
             "scaffold",
             {"optimizer": [{}]},
-            "local.optimizer: got adamw for scaffold with an algorithm of plain SGD",
+            "optimizer: got adamw for scaffold with an algorithm of plain SGD",
         ),
         ("mime", {"optimizer": [{"name": "sgd", "momentum": 0.9}]}, "got sgd with momentum 0.9 for mime"),
-        ("feddyn", {"clip_norm": 1.0}, "local.clip_norm: got 1 for feddyn"),
+        ("feddyn", {"clip_norm": 1.0}, "training.clip_norm: got 1 for feddyn"),
         ("fednova", {"optimizer": [{"torch": "Adagrad"}]}, "counts the steps of SGD, with the option momentum"),
         ("own", {"clip_norm": 1.0}, "its clients make the steps themselves"),
         ("fedavg", {"optimizer": [{"torch": "Adgrad"}]}, "unknown optimizer.torch 'Adgrad': did you mean 'Adagrad'"),
         ("fedavg", {"optimizer": [{"torch": "LBFGS"}]}, "it computes the loss several times a step"),
         ("fedavg", {"optimizer": [{"torch": "Adam", "options": {"lr": 1.0}}]}, "unknown optimizer option of Adam 'lr'"),
         ("fedavg", {"optimizer": [{"torch": "Adam", "options": {"eps": -1.0}}]}, "Adam: Invalid epsilon value"),
-        ("fedavg", {"optimizer": [{"lr": 0.0}]}, "local.learning_rate: got a rate of 0 in round 1"),
+        ("fedavg", {"optimizer": [{"lr": 0.0}]}, "learning_rate: got a rate of 0 in round 1"),
         ("fedavg", {"learning_rate": {"torch": "StepLRR"}}, "did you mean 'StepLR'"),
         (
             "fedavg",
@@ -279,30 +279,33 @@ def test_steps_that_cannot_be_are_refused_with_the_reason(algorithm: str, given:
     name = give_algorithm(Steps()) if algorithm == "own" else algorithm
     with pytest.raises(UserError, match=words) as refusal:
         check_steps(name, load_algorithm(AlgorithmSpec(name=name)), local(**given), ROUNDS)
-    assert str(refusal.value).startswith("local")
+    assert str(refusal.value).startswith(("optimizer", "learning_rate", "training", "unknown "))
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("learning_rate = 0.1\n[[local.optimizer]]", "got 0.1 beside local.optimizer, expected its lr"),
-        ('[[local.optimizer]]\nname = "sgd"\nnesterov = true', "got true without momentum"),
-        ('[[local.optimizer]]\ntorch = "Adam"\nmomentum = 0.5', "momentum: got it beside torch"),
-        ("[[local.optimizer]]\noptions = { alpha = 1 }", "options: got some without the key torch"),
-        ('[[local.optimizer]]\npattern = "wide*"', "no pattern matches parameter"),
-        ('[[local.optimizer]]\ntorch = "Muon"', "Muon only supports 2D parameters"),
+        ("[[optimizer]]", "learning_rate: got 0.1 beside optimizer, expected its lr"),
+        ('[[optimizer]]\nname = "sgd"\nnesterov = true', "got true without momentum"),
+        ('[[optimizer]]\ntorch = "Adam"\nmomentum = 0.5', "momentum: got it beside torch"),
+        ("[[optimizer]]\noptions = { alpha = 1 }", "options: got some without the key torch"),
+        ('[[optimizer]]\npattern = "wide*"', "no pattern matches parameter"),
+        ('[[optimizer]]\ntorch = "Muon"', "Muon only supports 2D parameters"),
     ],
 )
 def test_a_job_with_such_steps_is_refused_in_one_line(lines: str, words: str, tmp_path: Path) -> None:
     job = write_job(tmp_path, ("a", "b"), rounds=1)
-    job.write_text(job.read_text().replace("batch_size = 4", f"batch_size = 4\n{lines}"))
+    rate = "learning_rate = 0.1\n" if "beside" in words else ""
+    job.write_text(rate + job.read_text().replace("batch_size = 4", f"batch_size = 4\n{lines}"))
     refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run"), 2, words)
 
 
 ADAMW = """batch_size = 4
 clip_norm = 0.5
-learning_rate = { schedule = "linear", final = 0.2 }
-[[local.optimizer]]
+[learning_rate]
+schedule = "linear"
+final = 0.2
+[[optimizer]]
 lr = 0.02
 """
 
@@ -314,13 +317,13 @@ def written(folder: Path, names: tuple[str, ...]) -> Path:
 
 
 def test_clients_with_optimizers_are_trained_one_by_one(tmp_path: Path) -> None:
-    job = load_federated_job(written(tmp_path, ("a", "b")), {"execution.scheme": "sp"})
-    together = msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, clients_per_vmap=8))
+    job = load_federated_job(written(tmp_path, ("a", "b")), {"runtime.scheme": "sp"})
+    together = msgspec.structs.replace(job, runtime=msgspec.structs.replace(job.runtime, clients_per_vmap=8))
     alone = FederatedRun(job, tmp_path / "alone", resume=False)
-    with pytest.warns(UserWarning, match="execution.clients_per_vmap: clients are trained one by one") as told:
+    with pytest.warns(UserWarning, match="runtime.clients_per_vmap: clients are trained one by one") as told:
         run = FederatedRun(together, tmp_path / "together", resume=False)
     assert [str(w.message) for w in told] == [ONE_BY_ONE]
-    assert run.job.execution.clients_per_vmap == 1
+    assert run.job.runtime.clients_per_vmap == 1
     assert alone.run().outcome == run.run().outcome == "done"
     assert torch.equal(model(tmp_path / "alone"), model(tmp_path / "together"))
 
@@ -369,7 +372,7 @@ def test_arguments_that_torch_refuses_in_a_step_are_refused_before_the_run(
     name: str, options: dict[str, object]
 ) -> None:
     config = LocalConfig(optimizer=(AnyOptimizerConfig(torch=name, options=options),))
-    with pytest.raises(UserError, match=f"local: optimizer: {name}: "):
+    with pytest.raises(UserError, match=f"^optimizer: {name}: "):
         StepsByRound(config, 1).check()
 
 

@@ -62,14 +62,20 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     text = 'metrics = ["accuracy"]\n' + JOB.format(folder=tmp_path)
     text = text.replace('scheme = "iid"', 'scheme = "dirichlet"\nalpha = 0.05')
-    text = text.replace("evaluate_every = 0", "evaluate_every = 2").replace("rounds = 3", "rounds = 6")
-    (tmp_path / "job.toml").write_text(text.replace("clients = 3", "clients = 5") + "\n[local]\nepochs = 5\n")
+    text = text.replace("eval_every = 0", "eval_every = 2").replace("rounds = 3", "rounds = 6")
+    (tmp_path / "job.toml").write_text(
+        text.replace("clients = 3", "clients = 5").replace("[training]", "[training]\nepochs = 5")
+    )
     return tmp_path / "job.toml"
 
 
 def accuracies(job: Path, algorithm: str, *more: str) -> tuple[list[float], str]:
     own = job.with_name(f"{algorithm}{len(more)}.toml")
-    own.write_text(job.read_text().replace('"fedavg"', f'"heads:{algorithm}"\nevaluate_clients = 5'))
+    own.write_text(
+        job.read_text()
+        .replace('"fedavg"', f'"heads:{algorithm}"')
+        .replace("[training]", "[training]\neval_clients = 5")
+    )
     run = job.parent / f"{own.stem}-run"
     done = isthmus("train", own, "--run", run, *more)
     assert done.code == 0, done.err
@@ -102,7 +108,11 @@ def test_what_is_no_model_is_refused(job: Path) -> None:
 def test_a_lost_state_of_a_client_that_does_not_train_is_no_end_where_the_algorithm_allows(
     job: Path, algorithm: str
 ) -> None:
-    text = job.read_text().replace('"fedavg"', f'"heads:{algorithm}"\nevaluate_clients = 5')
+    text = (
+        job.read_text()
+        .replace('"fedavg"', f'"heads:{algorithm}"')
+        .replace("[training]", "[training]\neval_clients = 5")
+    )
     job.write_text(text.replace("epochs = 5", "epochs = 1").replace("rounds = 6", "rounds = 4"))
     run = job.parent / "run"
     assert isthmus("train", job, "--run", run).code == 0

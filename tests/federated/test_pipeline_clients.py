@@ -210,7 +210,7 @@ def federated(folder: Path, act: Callable[[int, Path], None] | None) -> Tensor:
     folder.mkdir()
     job_file = edited(
         write_job(folder, NAMES, rounds=3),
-        ("[local]\nepochs = 2", f"[local]\nmicro_batches = 2\nepochs = {EPOCHS}"),
+        ("[training]\nepochs = 2", f"[training]\nmicro_batches = 2\nepochs = {EPOCHS}"),
     )
     if act is not None:
         (folder / "three.toml").write_text(FLEET)

@@ -42,12 +42,14 @@ clients = 5
 [federated]
 algorithm = "fedavg"
 rounds = 3
-evaluate_every = 0
+
+[training]
+eval_every = 0
 
 [participation]
 clients = 3
 
-[execution]
+[runtime]
 scheme = "sp"
 """
 PIPELINE = """
@@ -243,7 +245,7 @@ def test_rounds_that_are_gone_were_still_made(run: Path, tmp_path: Path) -> None
     (other / "job.json").write_text(
         re.sub(r'("save_every": ?)1\b', r"\g<1>5", re.sub(r'("rounds": ?)3\b', r"\g<1>9", job))
     )
-    refused(isthmus("export", other, tmp_path / "out"), 2, "no round was saved yet: federated.save_every is 5")
+    refused(isthmus("export", other, tmp_path / "out"), 2, "no round was saved yet: training.save_every is 5")
     (other / "rounds.jsonl").write_bytes(b"{\n")
     refused(isthmus("export", other, tmp_path / "out"), 2, "holds no round, and no line of rounds.jsonl can be read")
 

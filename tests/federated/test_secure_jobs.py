@@ -26,7 +26,7 @@ most_samples = 64
 fraction = 1.0
 minimum = 2
 
-[execution]"""
+[runtime]"""
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ minimum = 2
         ("minimum = 2", "minimum = 2\nstaleness = 2", "participation.staleness: got 2 .* of one round only"),
         ("minimum = 2", "minimum = 2\nmin_samples = 2", "participation.min_samples: got 2 .* nobody knows"),
         ("minimum = 2", "minimum = 2\nweighted = true", "participation.weighted: got true .* nobody knows"),
-        ("[execution]", "[admission]\nmax_norm = 3.0\n\n[execution]", "admission.max_norm: got 3 .* without a proof"),
+        ("[runtime]", "[admission]\nmax_norm = 3.0\n\n[runtime]", "admission.max_norm: got 3 .* without a proof"),
         ("most_samples = 64", 'most_samples = 64\nwait = "0 s"', "aggregation.wait: got '0 s'"),
         ("most_samples = 64", "most_samples = 64\nthreshold = 0.3", "aggregation.threshold: .* got 0.3"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(old: str, new: str, words: str, tmp_path: Path) -> None:
-    job_file = edited(write_job(tmp_path, ("a", "b")), ("[execution]", AGGREGATION))
+    job_file = edited(write_job(tmp_path, ("a", "b")), ("[runtime]", AGGREGATION))
     load_federated_job(job_file)
     edited(job_file, (old, new))
     with pytest.raises(UserError, match=words):
@@ -52,8 +52,8 @@ def test_what_does_not_go_together_is_refused_with_the_reason(old: str, new: str
 
 
 def test_clipping_goes_with_masks_for_sites_clip_themselves(tmp_path: Path) -> None:
-    clipped = "[admission]\nmax_norm = 3.0\nclip = true\n\n[execution]"
-    load_federated_job(edited(write_job(tmp_path, ("a", "b")), ("[execution]", AGGREGATION), ("[execution]", clipped)))
+    clipped = "[admission]\nmax_norm = 3.0\nclip = true\n\n[runtime]"
+    load_federated_job(edited(write_job(tmp_path, ("a", "b")), ("[runtime]", AGGREGATION), ("[runtime]", clipped)))
 
 
 def test_more_samples_than_the_job_says_are_refused_at_both_ends() -> None:

@@ -38,7 +38,7 @@ minimum = 2
 secure = true
 most_samples = 64
 
-[execution]"""
+[runtime]"""
 MLP = 'name = "mlp"\noptions = {} features = 6, width = 5, layers = 1, classes = 3 {}'
 STATEFUL = 'name = "tests.federated.test_buffers:Stateful"'
 ALGORITHM = """
@@ -68,7 +68,7 @@ def served(
     """A run over sites to its end: the job, and what was said. `own` is the algorithm's text at the sites; `tables`
     are more of the job."""
     monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
-    job_file = edited(write_job(folder, NAMES, algorithm, rounds), ("[execution]", tables + SECURE))
+    job_file = edited(write_job(folder, NAMES, algorithm, rounds), ("[runtime]", tables + SECURE))
     for where in (folder, *(folder / f"at-{name}" for name in NAMES)):
         where.mkdir(exist_ok=True)
         if own:
@@ -169,7 +169,7 @@ def test_a_round_that_is_repeated_after_a_restart_has_the_same_sites(
 ) -> None:
     """Of a coordinator that lost what it had of the run, but the name by which sites know it."""
     monkeypatch.chdir(tmp_path)
-    job_file = edited(write_job(tmp_path, NAMES, rounds=1), ("[execution]", SECURE))
+    job_file = edited(write_job(tmp_path, NAMES, rounds=1), ("[runtime]", SECURE))
     port = free_port()
     run_over_sites(tmp_path, job_file, port=port)
     assert [sorted(by_site(line)) for line in lines(tmp_path / "run")] == [list(NAMES)]
@@ -200,7 +200,7 @@ def test_a_site_that_sends_masked_updates_only_leaves_a_coordinator_that_wants_p
     write_job(tmp_path, NAMES)
     job_file = tmp_path / "fed.toml"
     edited(tmp_path / "c.toml", ("[data]", "[approval]\nsecure = true\n\n[data]"))
-    edited(job_file, ("[execution]", "[participation]\nfraction = 1.0\n\n[execution]"), ("wait =", "start = 2\nwait ="))
+    edited(job_file, ("[runtime]", "[participation]\nfraction = 1.0\n\n[runtime]"), ("wait =", "start = 2\nwait ="))
     said = run_over_sites(tmp_path, job_file)
     history = lines(tmp_path / "run")
     assert all("c" not in by_site(line) for line in history), said

@@ -42,7 +42,7 @@ def test_without_held_out_samples_nothing_is_evaluated_on_them(clients: int, tmp
     path = job(
         tmp_path,
         ("flat = true", "flat = true, holdout = 0"),
-        ("evaluate_every = 0", f"evaluate_every = 1\nevaluate_clients = {clients}"),
+        ("eval_every = 0", f"eval_every = 1\neval_clients = {clients}"),
     )
     done = isthmus("train", path)
     assert done.code == 0, done.err

@@ -183,14 +183,14 @@ def test_a_killed_actor_costs_nothing_but_time(cluster: RayCluster, tmp_path: Pa
         run.wait_for("was lost: its actor's process ended unexpectedly")
 
     run = Trained(tmp_path / "ray", {**ON_RAY, **SLOW}, kill_one)
-    assert run.bits == Trained(tmp_path / "alone", {"execution.scheme": "sp"}).bits
+    assert run.bits == Trained(tmp_path / "alone", {"runtime.scheme": "sp"}).bits
     assert len(run.lines[0].record.trained) == 2 and len(run.lines[-1].record.trained) == 1
     assert not cluster.actors() and not cluster.groups()
 
 
 def test_there_must_be_room_for_executors(cluster: RayCluster, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"execution\.executors: got 5, expected at most {NODES}: so many with"):
-        Trained(tmp_path, {**ON_RAY, "execution.executors": 5})
+    with pytest.raises(UserError, match=rf"runtime\.executors: got 5, expected at most {NODES}: so many with"):
+        Trained(tmp_path, {**ON_RAY, "runtime.executors": 5})
     assert not cluster.groups()
 
 

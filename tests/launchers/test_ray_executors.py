@@ -1,4 +1,4 @@
-"""`[execution] engine = "ray"` on Ray's own test cluster, whose nodes are processes of this machine.
+"""`[runtime] backend = "ray"` on Ray's own test cluster, whose nodes are processes of this machine.
 
 What `make test` tries on a cluster is in `test_ray.py`, which has one.
 """
@@ -26,9 +26,9 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ra
 from .ray_cluster import RayCluster  # noqa: E402
 
 NODE = "ISTHMUS_TEST_NODE"
-ON_RAY = {"execution.engine": "ray"}
-APART = {**ON_RAY, "execution.ray.states": f"${NODE}/states"}
-SLOW = {"execution.slow_down": [40.0, 40.0]}
+ON_RAY = {"runtime.backend": "ray"}
+APART = {**ON_RAY, "runtime.ray.states": f"${NODE}/states"}
+SLOW = {"runtime.slow_down": [40.0, 40.0]}
 WITHIN_S = 120.0
 Overrides = Mapping[str, object]
 NOTHING: Overrides = {}
@@ -76,14 +76,14 @@ class Trained:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The run in one process."""
-    return Trained(tmp_path_factory.mktemp("reference"), {"execution.scheme": "sp"}).bits
+    return Trained(tmp_path_factory.mktemp("reference"), {"runtime.scheme": "sp"}).bits
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["parrot", "ours"])
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedadam", "mime"])
 def test_the_bits_of_processes(algorithm: str, scheme: str, cluster: RayCluster, tmp_path: Path) -> None:
-    same = {"federated.algorithm": algorithm, "execution.scheme": scheme}
+    same = {"federated.algorithm": algorithm, "runtime.scheme": scheme}
     expected = Trained(tmp_path / "processes", same)
     found = Trained(tmp_path / "ray", {**same, **ON_RAY})
     assert found.bits == expected.bits
@@ -109,7 +109,7 @@ def test_a_killed_node_costs_nothing_but_time(reference: bytes, cluster: RayClus
 @pytest.mark.long
 def test_states_that_lie_on_their_nodes_are_fetched(reference: bytes, cluster: RayCluster, tmp_path: Path) -> None:
     """With `fa` a client goes to whoever is free."""
-    run = Trained(tmp_path, {**APART, "execution.scheme": "fa", "execution.slow_down": [0.0, 20.0]})
+    run = Trained(tmp_path, {**APART, "runtime.scheme": "fa", "runtime.slow_down": [0.0, 20.0]})
     assert run.bits == reference
     assert run.run.moved_bytes > 0
     assert run.notes[-1] == f"{format_size(run.run.moved_bytes)} of clients' states moved from node to node"
@@ -133,7 +133,7 @@ def test_states_that_were_on_a_lost_node_end_the_run_with_one_line(cluster: RayC
 def test_as_many_executors_as_there_is_room_for(
     executors: int, reference: bytes, cluster: RayCluster, tmp_path: Path
 ) -> None:
-    run = Trained(tmp_path, {**ON_RAY, "execution.executors": executors, "execution.ray.cpus": 0.5})
+    run = Trained(tmp_path, {**ON_RAY, "runtime.executors": executors, "runtime.ray.cpus": 0.5})
     assert run.bits == reference
     assert len({name for line in run.lines for name in line.record.trained}) == 4
 
@@ -141,16 +141,16 @@ def test_as_many_executors_as_there_is_room_for(
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ({"execution.scheme": "sp"}, "execution.scheme: got 'sp' beside execution.engine 'ray'"),
-        ({"fleet": "parrot-a"}, "fleet: got 'parrot-a' beside execution.engine 'ray'"),
+        ({"runtime.scheme": "sp"}, "runtime.scheme: got 'sp' beside runtime.backend 'ray'"),
+        ({"fleet": "parrot-a"}, "fleet: got 'parrot-a' beside runtime.backend 'ray'"),
         (
-            {"execution.device": "cuda:1"},
-            "execution.device: got 'cuda:1' beside execution.engine 'ray', expected",
+            {"runtime.device": "cuda:1"},
+            "runtime.device: got 'cuda:1' beside runtime.backend 'ray', expected",
         ),
-        ({"execution.ray.bandwidth": "fast"}, "execution.ray.bandwidth: "),
+        ({"runtime.ray.bandwidth": "fast"}, "runtime.ray.bandwidth: "),
         (
-            {"execution.engine": "processes", "execution.ray.cpus": 2},
-            "execution.ray: got options for engine",
+            {"runtime.backend": "processes", "runtime.ray.cpus": 2},
+            "runtime.ray: got options for backend",
         ),
     ],
 )
@@ -172,15 +172,15 @@ def test_a_cluster_that_is_not_there(
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(UserError, match=re.escape(f"execution.engine: {reason}")):
-        Trained(tmp_path, {**ON_RAY, "execution.ray.address": address})
+    with pytest.raises(UserError, match=re.escape(f"runtime.backend: {reason}")):
+        Trained(tmp_path, {**ON_RAY, "runtime.ray.address": address})
     assert not (tmp_path / "run").exists()
 
 
 def test_a_ray_that_is_missing_or_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "__version__", "2.9.3")
-    with pytest.raises(UserError, match=r"execution\.engine: Ray 2\.9\.3 is too old, expected 2\.60 or newer"):
+    with pytest.raises(UserError, match=r"runtime\.backend: Ray 2\.9\.3 is too old, expected 2\.60 or newer"):
         Trained(tmp_path, ON_RAY)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"execution\.engine needs ray: pip install '.\[ray\]'"):
+    with pytest.raises(UserError, match=r"runtime\.backend needs ray: pip install '.\[ray\]'"):
         Trained(tmp_path, ON_RAY)

@@ -52,11 +52,10 @@ def test_what_is_no_number_is_refused(options: dict[str, object]) -> None:
         stopped_at([], **options)
 
 
-@pytest.mark.parametrize(("table", "key"), [("training", "eval_every"), ("federated", "evaluate_every")])
-def test_a_job_that_evaluates_nothing_is_refused(table: str, key: str) -> None:
-    settings, names = {table: {key: 0}}, ("accuracy",)
+def test_a_job_that_evaluates_nothing_is_refused() -> None:
+    settings, names = {"training": {"eval_every": 0}}, ("accuracy",)
     started = isthmus.RunStarted(run=Path("run"), kind="pipeline", steps=9, settings=settings, metrics=names)
-    with pytest.raises(UserError, match=f"expected {table}.{key} above 0"):
+    with pytest.raises(UserError, match=r"expected training\.eval_every above 0"):
         isthmus.EarlyStopping("accuracy").start(started)
 
 
@@ -92,7 +91,7 @@ def test_a_function_says_itself_whether_low_values_are_good(tmp_path: Path) -> N
             metrics=[falling],
             callbacks=[isthmus.EarlyStopping("falling", after=2, **more)],
             run=tmp_path / name,
-            overrides={"execution.executors": 1},
+            overrides={"runtime.executors": 1},
         )
         for name, more in (("said", {}), ("otherwise", {"lower_is_better": False}))
     }
@@ -125,7 +124,7 @@ def test_a_federated_run_stops(tmp_path: Path) -> None:
         metrics=[never_better],
         callbacks=[isthmus.EarlyStopping("never_better", after=2)],
         run=tmp_path / "run",
-        overrides={"execution.executors": 1, "federated.evaluate_clients": 2},
+        overrides={"runtime.executors": 1, "training.eval_clients": 2},
     )
     assert result.outcome == isthmus.Run(result.path).outcome == "stopped" and len(result.rounds) < 400
     assert result.reason == "EarlyStopping: never_better was not better than 0 for 2 evaluations (best in round 1)"
@@ -209,7 +208,7 @@ def test_a_metric_that_the_job_does_not_have_is_refused(tmp_path: Path) -> None:
             clients=[samples(20)],
             callbacks=[isthmus.EarlyStopping("accuracy")],
             run=tmp_path / "run",
-            overrides={"execution.executors": 1},
+            overrides={"runtime.executors": 1},
         )
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="after: got 0"):

@@ -31,7 +31,7 @@ def federated(folder: Path, **more: object) -> isthmus.Run:
         "rounds": 2,
         "metrics": METRICS,
         "run": folder,
-        "overrides": {"execution.executors": 1, "local.learning_rate": 0.5, "federated.evaluate_clients": 5},
+        "overrides": {"runtime.executors": 1, "learning_rate": 0.5, "training.eval_clients": 5},
     }
     return isthmus.federate(**(given | more))  # pyright: ignore[reportArgumentType]
 
@@ -118,8 +118,8 @@ def test_what_has_no_classes_has_no_accuracy(tmp_path: Path) -> None:
         federated(tmp_path / "run", loss=F.mse_loss, clients=regression, test=regression[0], metrics=["accuracy"])
     with pytest.raises(UserError, match=r"metrics: got \['accuracy'\], but nothing is evaluated"):
         federated(tmp_path / "run", clients=[samples(9)], test=None, metrics=["accuracy"], overrides={})
-    with pytest.raises(UserError, match=r"metrics: got .* with federated.evaluate_every = 0"):
-        federated(tmp_path / "run", metrics=["accuracy"], overrides={"federated.evaluate_every": 0})
+    with pytest.raises(UserError, match=r"metrics: got .* with training.eval_every = 0"):
+        federated(tmp_path / "run", metrics=["accuracy"], overrides={"training.eval_every": 0})
 
 
 def test_names_that_sites_choose_cannot_steer_a_terminal() -> None:
@@ -136,7 +136,7 @@ def test_figures_of_any_size_can_be_read_again(values: list[float]) -> None:
 
 def test_names_of_clients_are_in_the_run_s_folder(tmp_path: Path) -> None:
     given = {"c00": samples(20), "c01": samples(20, 1)}
-    overrides = {"execution.executors": 1, "federated.evaluate_clients": 2}
+    overrides = {"runtime.executors": 1, "training.eval_clients": 2}
     named = isthmus.federate(
         model=Classifier(), loss=F.cross_entropy, clients=given, rounds=1, run=tmp_path / "a", overrides=overrides
     )

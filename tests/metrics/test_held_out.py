@@ -9,6 +9,7 @@ import pytest
 from isthmus.data import DataSpec
 from isthmus.data.partition import PartitionSpec
 from isthmus.federated.job import FederatedConfig, FederatedJob, client_data
+from isthmus.federated.local import FederatedTraining
 from isthmus.federated.task_spec import load_site
 from isthmus.job import Job, TrainingConfig
 from isthmus.job.prepared import described_here
@@ -50,8 +51,10 @@ def test_of_jobs(every: int, count: int) -> None:
     assert (
         described_here(Job(name="j", model=model, data=data, training=TrainingConfig(eval_every=every))).train == count
     )
-    config, parts = FederatedConfig(evaluate_every=every), PartitionSpec(clients=3)
-    federated = FederatedJob(name="f", model=model, data=data, partition=parts, federated=config)
+    training, parts = FederatedTraining(eval_every=every), PartitionSpec(clients=3)
+    federated = FederatedJob(
+        name="f", model=model, data=data, partition=parts, federated=FederatedConfig(), training=training
+    )
     assert client_data(federated).sizes.sum() == count
 
 

@@ -79,11 +79,11 @@ def test_figures_that_no_noise_would_cover_are_refused_before_the_run(tmp_path: 
     job_file = edited(
         write_job(tmp_path, NAMES),
         ('name = "clinics"', 'name = "clinics"\nmetrics = ["accuracy"]'),
-        ("[execution]", f"{SECURE}[execution]"),
+        ("[runtime]", f"{SECURE}[runtime]"),
     )
-    with pytest.raises(UserError, match=r"metrics: got \['accuracy'\] with federated.evaluate_every = 0"):
+    with pytest.raises(UserError, match=r"metrics: got \['accuracy'\] with training.eval_every = 0"):
         site_evaluator(load_federated_job(job_file))
-    job = load_federated_job(job_file, {"federated.evaluate_every": 1, "data.options.holdout": 0})
+    job = load_federated_job(job_file, {"training.eval_every": 1, "data.options.holdout": 0})
     for without in (msgspec.structs.replace(job, data=None), job):
         with pytest.raises(UserError, match=r"expected \[data\] with held-out samples at the coordinator: sites keep"):
             site_evaluator(without)

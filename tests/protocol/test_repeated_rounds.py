@@ -48,7 +48,7 @@ def test_another_device_under_the_name_of_one_that_was_summed_is_another_site(of
     refused = refusals(asked)
     assert len(refused) == 1
     assert "with other sites, are revealed" in refused[0]
-    assert ("another federated.seed" in refused[0]) == bool(of)
+    assert ("another training.seed" in refused[0]) == bool(of)
 
 
 def trained(phase: PhaseId) -> SumsSent:

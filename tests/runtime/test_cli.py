@@ -412,7 +412,7 @@ def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
     assert {kind: sorted(found["planners"]) for kind, found in listed.items()} == expected
     table = isthmus("planners").out
     assert all(name in table for names in expected.values() for name in names)
-    assert all(field in table for field in ("`planner`", "`compression.method`", "`execution.planner`"))
+    assert all(field in table for field in ("`planner`", "`compression.method`", "`runtime.planner`"))
     again = json.loads(isthmus("train", trained.job, "--run", trained.run, "--resume", "--json").out)
     assert again["heldout_loss"] == json.loads(trained.done.out)["heldout_loss"]
 

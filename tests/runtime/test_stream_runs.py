@@ -31,7 +31,7 @@ options = {{path = "{path}", columns = {{input = "x", target = "y"}}}}
 clients = 4
 [federated]
 rounds = 1
-[local]
+[training]
 batch_size = 4
 """
 

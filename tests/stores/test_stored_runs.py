@@ -84,12 +84,14 @@ clients = 5
 [federated]
 algorithm = "fedavg"
 rounds = 2
-evaluate_every = 1
+
+[training]
+eval_every = 1
 
 [participation]
 clients = 3
 
-[execution]
+[runtime]
 scheme = "sp"
 """
 

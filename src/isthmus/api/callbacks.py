@@ -10,12 +10,11 @@ import msgspec
 
 from isthmus.callbacks import Callback, Callbacks, EarlyStopping, RunStarted, build_callback, check_callback
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob
 from isthmus.graph.metrics import MetricFunction, Metrics, give_metric
-from isthmus.job import Job, check_metrics
+from isthmus.job import JobDocument
 from isthmus.trackers import Track, TrackerCallback, check_trackers
 
-AnyJob = TypeVar("AnyJob", bound=Job | FederatedJob)
+AnyJob = TypeVar("AnyJob", bound=JobDocument)
 
 
 class Attached(TypedDict, total=False):
@@ -34,9 +33,7 @@ class Attached(TypedDict, total=False):
 ATTACHED = frozenset(Attached.__annotations__)
 
 
-def callbacks_of(
-    job: Job | FederatedJob, run: Path, given: Sequence[Callback], note: Callable[[str], None]
-) -> Callbacks:
+def callbacks_of(job: JobDocument, run: Path, given: Sequence[Callback], note: Callable[[str], None]) -> Callbacks:
     """All of a run; trackers come last. `note` gets a line for each tracker that fails. UserError for one that cannot
     be had, before anything is written."""
     named = [(type(one).__name__, check_callback("callbacks", one)) for one in given]
@@ -49,13 +46,13 @@ def callbacks_of(
     return Callbacks(named)
 
 
-def run_started(job: Job | FederatedJob, run: Path, first_step: int, stop: Callable[[str], None]) -> RunStarted:
+def run_started(job: JobDocument, run: Path, first_step: int, stop: Callable[[str], None]) -> RunStarted:
     """Return the event for callbacks at the start of a run in this folder, without its plan and its pictures."""
     metrics = Metrics(job.metrics)
     return RunStarted(
         run=run,
-        kind="pipeline" if isinstance(job, Job) else "federated",
-        steps=job.training.steps if isinstance(job, Job) else job.federated.rounds,
+        kind=job.kind,
+        steps=job.length,
         first_step=first_step,
         settings=msgspec.to_builtins(job),
         metrics=metrics.names,
@@ -84,10 +81,7 @@ def _measured(job: AnyJob, attached: Attached) -> AnyJob:
     if not isinstance(metrics, list | tuple):
         raise UserError(f"metrics: got {metrics!r:.80}, expected a list of names and functions of (outputs, batch)")
     changed = msgspec.structs.replace(job, metrics=tuple(map(give_metric, cast("list[object]", metrics))))
-    if isinstance(changed, Job):
-        check_metrics(changed)
-    else:
-        Metrics(changed.metrics)
+    changed.check_metrics()
     return changed
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import TARGET, Arrays, check_arguments, columns_of, inputs_of, kept_folder, module_of
-from isthmus.api.job_overrides import job_of
+from isthmus.api.job_overrides import federated_job_of
 from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run
@@ -25,11 +25,9 @@ from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError
 from isthmus.federated.algorithms.algorithm import Algorithm
 from isthmus.federated.algorithms.registry import give_algorithm
-from isthmus.federated.job import ALL, FederatedConfig, FederatedJob, check, is_federated, load_federated_job
-from isthmus.job import Job
+from isthmus.federated.job import FederatedConfig, FederatedJob
 from isthmus.models import ModelSpec
 from isthmus.models.registry import WithLoss, give_model
-from isthmus.overrides import overridden_struct
 from isthmus.run_files import CLIENT_NAMES, write_json
 from isthmus.runtime.processes.signals import Stop
 
@@ -73,16 +71,16 @@ def federate(
     `job` is a federated job file or a `FederatedJob`; without one the run is of Python objects: `model` and `clients`,
     with `algorithm`, `loss`, `test`, `rounds` and `name` where they are not as by default (`GivenClients` says what
     each may be). Clients' data are read once and written as arrays into the run's folder, so that it can be resumed.
-    Executors are forked from the caller, or with overrides={"execution.executors": 1} are the caller itself.
+    Executors are forked from the caller, or with overrides={"runtime.executors": 1} are the caller itself.
     `callbacks`, `track` and `quiet` are as of `isthmus.train`: without the last, progress goes to standard error.
-    `overrides` stand in place of what the job says: {"local.batch_size": 32, "participation.fraction": 0.1}.
+    `overrides` stand in place of what the job says: {"training.batch_size": 32, "participation.fraction": 0.1}.
     With `dashboard` a page in a browser shows the rounds, and its address is noted.
 
     Raises UserError for what is wrong with the job, the model or the data, Diverged where no client's numbers are
     finite, PeerError where no executor is left, and Interrupted where it was to stop before it had begun.
 
     >>> clients = [{"input": torch.randn(8, 4), "target": torch.zeros(8, 1)} for _ in range(3)]
-    >>> overrides = {"execution.executors": 1}
+    >>> overrides = {"runtime.executors": 1}
     >>> result = isthmus.federate(
     ...     model=torch.nn.Linear(4, 1), loss=loss, clients=clients, rounds=2, overrides=overrides, run=federated_folder
     ... )
@@ -112,26 +110,6 @@ def federate(
             made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
             choices = Choices(resume=resume, run=folder.path, callbacks=callbacks, dashboard=dashboard)
             return run_job(attached_to(made, given), choices, observer, stop)
-
-
-def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
-    """The job with overrides. UserError."""
-    if isinstance(job, str | Path):
-        return load_federated_job(Path(job), overrides)
-    if not isinstance(job, FederatedJob):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UserError(f"job: got {job!r:.80}, expected a FederatedJob or a job file")
-    if job.participation == ALL and "participation.clients" in overrides:
-        overrides = {"participation.fraction": None, **overrides}  # nobody gave the default's
-    made = overridden_struct(job, overrides, "job")
-    check(made)
-    return made
-
-
-def any_job_of(job: Job | FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> Job | FederatedJob:
-    """The job, of whatever kind, with overrides. UserError."""
-    if isinstance(job, Job) or (not isinstance(job, FederatedJob) and not is_federated(Path(job))):
-        return job_of(job, overrides)
-    return federated_job_of(job, overrides)
 
 
 def _job(

@@ -146,7 +146,7 @@ def simulate_rounds(
     UserError for faults that no executor or site can have, PeerError where the run cannot go on.
     """
     if job.scheme.per == "population" and not job.fleet:
-        raise refused("an executor for each client", "simulation", repr(job.execution.scheme))
+        raise refused("an executor for each client", "simulation", repr(job.runtime.scheme))
     check_simulation(job)
     data = client_data(job)
     return _simulated(job, data, faults, counted)._replace(privacy=promised(job, len(data.sizes)))
@@ -174,12 +174,12 @@ def _simulated(
     costs = FederatedCosts(
         lines=tuple(_line(found.line, name, pipelines) for name in names),
         sums_s=found.overhead_s,
-        noise=job.execution.noise,
+        noise=job.runtime.noise,
         clients_per_vmap=found.clients_per_vmap,
         factor=_factor(job, 0 if sites else len(names)),
         sites=sites,
     )
-    timeline = simulate_struck(make, costs, faults, job.federated.seed)
+    timeline = simulate_struck(make, costs, faults, job.training.seed)
     return SimulatedRounds(
         list(timeline.run.rounds),
         len(names),
@@ -192,7 +192,7 @@ def _simulated(
 
 def _after_saved(job: FederatedJob, make: Callable[[int], Rounds]) -> Callable[[int], Rounds]:
     """Return what makes the coordinator that begins after so many rounds, as the newest of them that is saved."""
-    return lambda done: make(done // job.federated.save_every * job.federated.save_every)
+    return lambda done: make(done // job.training.save_every * job.training.save_every)
 
 
 def _pipeline(job: FederatedJob, deployment: Deployment, site: str, data: ClientData) -> SimulatedPipeline:
@@ -238,14 +238,14 @@ def _on_fleet(
     slower = _factor(job, count)
     costs = FederatedCosts(
         lines=lines,
-        noise=job.execution.noise,
-        clients_per_vmap=job.execution.clients_per_vmap or 1,
+        noise=job.runtime.noise,
+        clients_per_vmap=job.runtime.clients_per_vmap or 1,
         factor=lambda k, phase: slower(k, phase) * share[phase.number],
         used=job.local.used,
         messages=tuple(message_costs(fleet, k, counted) for k in range(count)),
         moves_s=None if not counted.state_bytes else lambda a, b: fleet.between_s(a, b, counted.state_bytes),
     )
-    timeline = simulate_struck(make, costs, faults, job.federated.seed)
+    timeline = simulate_struck(make, costs, faults, job.training.seed)
     devices = tuple(
         SimulatedExecutor(
             device=name,
@@ -324,7 +324,7 @@ def measured(job: FederatedJob) -> MeasuredRun:
     return MeasuredRun(
         line=_fitted(points),
         overhead_s=max(0.0, statistics.fmean(spent)) / passes,
-        clients_per_vmap=run.job.execution.clients_per_vmap,
+        clients_per_vmap=run.job.runtime.clients_per_vmap,
     )
 
 
@@ -333,13 +333,13 @@ def _short(job: FederatedJob) -> FederatedJob:
     rules = job.participation
     population = len(client_data(job).sizes)
     count = executors(job, population)
-    clients = max(CLIENTS_EACH, 2 * job.execution.clients_per_vmap) * count if job.scheme.per == "given" else count
+    clients = max(CLIENTS_EACH, 2 * job.runtime.clients_per_vmap) * count if job.scheme.per == "given" else count
     clients = min(max(clients, rules.minimum), rules.needed(population))
     return msgspec.structs.replace(
         job,
         federated=msgspec.structs.replace(job.federated, rounds=min(MOST_ROUNDS, job.federated.rounds)),
         participation=Participation(clients=clients, minimum=rules.minimum, weighted=rules.weighted),
-        execution=msgspec.structs.replace(job.execution, slow_down=(), unstable=False, noise=0.0),
+        runtime=msgspec.structs.replace(job.runtime, slow_down=(), unstable=False, noise=0.0),
     )
 
 

@@ -48,7 +48,7 @@ from isthmus.job import Job
 from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
 from isthmus.reading import read_json
-from isthmus.run_files import CHECKPOINTS, CLIENT_NAMES, JOB, LOSSES, keep_job, keep_stop, write_json
+from isthmus.run_files import CHECKPOINTS, CLIENT_NAMES, JOB, LOSSES, keep_job, keep_stop, read_job, write_json
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
@@ -222,7 +222,7 @@ class RunFolder:
 
     @property
     def is_federated(self) -> bool:
-        return "federated" in self._decode(JOB, dict[str, object])
+        return "federated" in self.read(dict[str, object])
 
     def check_kind(self, *, federated: bool) -> None:
         """UserError where a run of the other kind has begun here."""
@@ -231,14 +231,17 @@ class RunFolder:
             raise UserError(f"run folder {self.path}: {what}")
 
     def job(self) -> Job:
-        return self._decode(JOB, Job)
+        return self.read(Job)
 
     def any_job(self) -> Job | FederatedJob:
-        return self._decode(JOB, FederatedJob if self.is_federated else Job)
+        return self.read(FederatedJob if self.is_federated else Job)
 
     def read(self, kind: type[Decoded]) -> Decoded:
         """The job, as one of this kind."""
-        return self._decode(JOB, kind)
+        try:
+            return read_job(self.path, kind, f"run folder {self.path}: {JOB}")
+        except FileNotFoundError:
+            raise UserError(f"run folder {self.path}: {JOB} is missing") from None
 
     def fleet(self) -> Fleet:
         return self._decode(FLEET, Fleet)

@@ -11,26 +11,46 @@ import msgspec
 from isthmus.combinations import refused
 from isthmus.documents import read_toml
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob, check, is_federated, load_federated_job
-from isthmus.job import Job, checked, load_job
-from isthmus.overrides import overridden_struct
+from isthmus.federated.job import ALL, FEDERATED, FederatedJob, is_federated
+from isthmus.job import PIPELINE, Job, JobDocument, JobReader
 from isthmus.plans import Objective
 from isthmus.units import parse_duration
 
 Config = TypeVar("Config", bound=msgspec.Struct)
+AnyJob = TypeVar("AnyJob", bound=JobDocument)
 
 
 def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
     """The job with overrides, as `training.steps`. UserError for a file that is no pipeline's job."""
-    if isinstance(job, Job):
-        return checked(overridden_struct(job, overrides, "job"))
-    if not isinstance(job, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UserError(f"job: got {job!r:.80}, expected a Job or a job file")
+    return _job(job, overrides, PIPELINE)
+
+
+def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
+    """As `job_of`."""
+    if isinstance(job, FederatedJob) and job.participation == ALL and "participation.clients" in overrides:
+        overrides = {"participation.fraction": None, **overrides}  # nobody gave the default's
+    return _job(job, overrides, FEDERATED)
+
+
+def any_job_of(job: Job | FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> Job | FederatedJob:
+    """As `job_of`, of either program."""
+    if isinstance(job, FederatedJob) or (isinstance(job, str | Path) and is_federated(Path(job))):
+        return federated_job_of(job, overrides)
+    return job_of(job, overrides)
+
+
+def _job(job: AnyJob | str | Path, overrides: Mapping[str, object], reader: JobReader[AnyJob]) -> AnyJob:
+    if isinstance(job, reader.struct):
+        return reader.overridden(job, overrides)
+    if not isinstance(job, str | Path):
+        raise UserError(f"job: got {job!r:.80}, expected a {reader.struct.__name__} or a job file")
     path = Path(job)
+    if reader is FEDERATED:
+        return reader.load(path, overrides)
     if is_federated(path):
         raise refused("isthmus plan", "a federated job", field=str(path))
     refuse_other_file(path)
-    return load_job(path, overrides)
+    return reader.load(path, overrides)
 
 
 def refuse_other_file(path: Path) -> None:
@@ -77,11 +97,10 @@ class FederatedChanges(msgspec.Struct, frozen=True, kw_only=True):
 
     def of(self, job: FederatedJob) -> FederatedJob:
         """UserError for a job that cannot be run with them."""
-        execution = _replaced(job.execution, {"scheme": self.scheme, "executors": self.executors})
+        runtime = _replaced(job.runtime, {"scheme": self.scheme, "executors": self.executors})
         federated = _replaced(job.federated, {"rounds": self.rounds})
-        job = msgspec.structs.replace(job, execution=execution, federated=federated)
-        check(job)
-        return job
+        job = msgspec.structs.replace(job, runtime=runtime, federated=federated)
+        return FEDERATED.checked(job)
 
 
 AS_IT_SAYS = FederatedChanges()
@@ -108,7 +127,7 @@ def read_job(
     for option, value in {**_options(changes), **others}.items():
         if value is not None:
             raise refused("options of plans", "federated", str(value), option)
-    return federated.of(load_federated_job(path, overrides))
+    return federated.of(federated_job_of(path, overrides))
 
 
 def _options(given: Changes | FederatedChanges) -> dict[str, object]:

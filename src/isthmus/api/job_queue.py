@@ -24,6 +24,7 @@ from isthmus.extensions import modules_of
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job, fleet_of
 from isthmus.models import model_names
+from isthmus.run_files import parse_job
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
@@ -53,8 +54,7 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | 
             raise unknown_name("model", job.model.name, model_names())
         refuse_paths(job.data)
     with opened(state) as (queue, folder):
-        kind = "federated" if isinstance(job, FederatedJob) else "pipeline"
-        number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd(), file)
+        number = queue.submit(job.name, job.kind, msgspec.json.encode(job), Path.cwd(), file)
         waiting = [j for j in queue.jobs() if j.state in ("queued", "running") and j.number != number]
         current_status = read_status(folder)
         if current_status is None or not current_status.fresh:
@@ -158,7 +158,7 @@ def _where_submitted(job: Submitted) -> Generator[None]:
 
 
 def _run(job: Submitted, service: FleetCoordinator, queue: JobQueue, observer: Observer, stop: Stop) -> str:
-    made = msgspec.json.decode(job.document, type=FederatedJob if job.kind == "federated" else Job)
+    made = parse_job(job.document, FederatedJob if job.kind == "federated" else Job, "job")
     folder = _folder(job, made.run_dir, queue)
     again = f"isthmus resume {job.number}"
     choices = Choices(resume=folder.begun, run=folder.path, backend=service, again=again)

@@ -78,7 +78,7 @@ def planners() -> dict[str, Kind]:
         ),
         "cohort": Kind(
             decides="which executor trains which clients of a round",
-            where="`execution.planner` of a federated job",
+            where="`runtime.planner` of a federated job",
             planners=_listed(sorted(COHORT_ALGORITHMS), lambda name: first_line(COHORT_ALGORITHMS[name])),
         ),
     }

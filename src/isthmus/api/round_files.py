@@ -75,12 +75,12 @@ def _no_lines(folder: RunFolder, kept: int) -> UserError:
 def _nothing_saved(folder: RunFolder, job: FederatedJob) -> UserError:
     """The error of an export without a file of a round."""
     unread: list[str] = []
-    lines, config = RoundHistory.of(folder.path).lines(unread.append), job.federated
+    lines, save_every = RoundHistory.of(folder.path).lines(unread.append), job.training.save_every
     done = max((line.record.round + 1 for line in lines), default=0)
-    if done >= min(config.save_every, config.rounds):
+    if done >= min(save_every, job.federated.rounds):
         what = f"{ROUNDS}/ holds no round, expected the last of the {done} that {ROUND_LINES} lists"
     elif done:
-        what = f"no round was saved yet: federated.save_every is {config.save_every}, and {done} were made"
+        what = f"no round was saved yet: training.save_every is {save_every}, and {done} were made"
     elif unread:
         what = f"{ROUNDS}/ holds no round, and no line of {ROUND_LINES} can be read"
     else:

@@ -40,7 +40,7 @@ def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) ->
             raise refused("store", "client states", "one")
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}"
-        where = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"
+        where = f"{len(run.data.sizes)} clients, {several}, scheme {job.runtime.scheme}"
     if run.first_round >= job.federated.rounds:
         asked = f"the job asks for {job.federated.rounds}"
         observer.note(f"nothing left to do: {folder} has {run.first_round} rounds, {asked}")

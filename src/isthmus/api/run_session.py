@@ -17,8 +17,7 @@ from isthmus.api.stored_run import chosen_folder, uploaded
 from isthmus.api.watch import Watch
 from isthmus.callbacks import Callback
 from isthmus.errors import Interrupted
-from isthmus.federated.job import FederatedJob
-from isthmus.job import Job
+from isthmus.job import JobDocument
 from isthmus.run_files import stop_reason
 from isthmus.runtime.coordinator.backend import Backend
 
@@ -58,7 +57,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
         return lines.get(outcome, "")
 
 
-def folder_of(job: Job | FederatedJob, choices: Choices, note: Callable[[str], None]) -> RunFolder:
+def folder_of(job: JobDocument, choices: Choices, note: Callable[[str], None]) -> RunFolder:
     """Return the folder of the run to resume, or a new one. UserError."""
     return chosen_folder(
         Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=note
@@ -66,11 +65,11 @@ def folder_of(job: Job | FederatedJob, choices: Choices, note: Callable[[str], N
 
 
 @contextlib.contextmanager
-def run_session(job: Job | FederatedJob, choices: Choices, observer: Observer) -> Generator[Watch]:
+def run_session(job: JobDocument, choices: Choices, observer: Observer) -> Generator[Watch]:
     """Raises UserError for a folder that is in use or of another kind of run, and Interrupted where the block ends at
     once: by a second Ctrl-C, or by one before the run began."""
     folder = folder_of(job, choices, observer.note)
-    federated = isinstance(job, FederatedJob)
+    federated = job.kind == "federated"
     folder.check_kind(federated=federated)
     page = page_beside(folder.path if choices.dashboard else None, observer.note)
     with folder.claimed(LEAVING_S if federated and choices.resume else 0.0), page:

@@ -12,8 +12,8 @@ from typing import TypedDict, Unpack, cast
 import msgspec
 
 from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
-from isthmus.api.federated import any_job_of
 from isthmus.api.given import check_arguments
+from isthmus.api.job_overrides import any_job_of
 from isthmus.api.job_queue import Logged, run_queue
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer, Written

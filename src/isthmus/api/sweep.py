@@ -19,9 +19,8 @@ from pathlib import Path
 import msgspec
 
 from isthmus.accelerators import accelerator_names
-from isthmus.api.federated import federated_job_of
 from isthmus.api.folder import RunFolder
-from isthmus.api.job_overrides import job_of
+from isthmus.api.job_overrides import any_job_of
 from isthmus.api.notebook import table_of
 from isthmus.api.run import Run
 from isthmus.api.sweep_process import SweepProcess, Task
@@ -149,8 +148,8 @@ def sweep(
     folder = Path(run) if run is not None else Path(said.run_dir) / said.name
     here = folder_of(path) or os.getcwd()
     for one in runs:
-        overrides = counted_from(one.overrides("federated.seed" if federated else "training.seed"), here)
-        made = _check(job, overrides, federated=federated)
+        overrides = counted_from(one.overrides(), here)
+        made = _check(job, overrides)
         if made.track.names and not made.track.group:
             overrides |= {"track.group": said.name}
         if made.store is not None:
@@ -289,13 +288,12 @@ def _job_file(sweep: SweepFile, path: Path) -> Path:
     return job
 
 
-def _check(job: Path, overrides: dict[str, object], *, federated: bool) -> Job | FederatedJob:
+def _check(job: Path, overrides: dict[str, object]) -> Job | FederatedJob:
     """The job. UserError for settings under which it is none."""
     try:
-        if federated:
-            check_simulation(made := federated_job_of(job, overrides))
-        else:
-            made = job_of(job, overrides)
+        made = any_job_of(job, overrides)
+        if isinstance(made, FederatedJob):
+            check_simulation(made)
         return made
     except UserError as e:
         raise UserError(f"{e} (with {', '.join(f'{key}={value}' for key, value in overrides.items())})") from None

@@ -51,9 +51,8 @@ class EarlyStopping(Callback):
         known = ("loss", *started.metrics)
         if self._metric not in known:
             raise UserError(f"EarlyStopping: metric: got {self._metric!r}, expected one of {', '.join(known)}")
-        for table, key in (("training", "eval_every"), ("federated", "evaluate_every")):
-            if cast("dict[str, object]", started.settings.get(table, {})).get(key) == 0:
-                raise UserError(f"EarlyStopping: nothing is evaluated, expected {table}.{key} above 0")
+        if cast("dict[str, object]", started.settings.get("training", {})).get("eval_every") == 0:
+            raise UserError("EarlyStopping: nothing is evaluated, expected training.eval_every above 0")
 
     def start(self, started: RunStarted) -> None:
         """UserError as of `check`."""

@@ -18,7 +18,7 @@ from isthmus.fleet import Fleet
 from isthmus.plans import Plan
 from isthmus.reading import open_file, parse_json, read_json
 from isthmus.report.summary import ComparisonSummary
-from isthmus.run_files import CLIENT_NAMES, JOB, LOSSES, ROUND_LINES
+from isthmus.run_files import CLIENT_NAMES, JOB, LOSSES, ROUND_LINES, read_job
 
 Item = TypeVar("Item")
 Document = TypeVar("Document")
@@ -137,7 +137,10 @@ class WatchedRun:
             found = (self.path / name).stat()
             stamp = (found.st_ino, found.st_mtime_ns)
             if name not in self._documents or self._documents[name][0] != stamp:
-                self._documents[name] = (stamp, read_json(self.path / name, kind))
+                self._documents[name] = (
+                    stamp,
+                    read_job(self.path, kind) if name == JOB else read_json(self.path / name, kind),
+                )
         except (OSError, UserError):
             return None
         return self._documents[name][1]  # type: ignore[return-value]  # of the kind that this name always has

@@ -68,7 +68,7 @@ class ClientCosts(msgspec.Struct, frozen=True, kw_only=True):
 def client_costs(job: FederatedJob, data: ClientData) -> ClientCosts:
     """Train a round of the job's algorithm on a few samples in this process, and count. UserError where that fails, or
     where nothing can be counted."""
-    few = _FewSamples(data, max(1, job.aggregation.fewest), job.federated.seed)
+    few = _FewSamples(data, max(1, job.aggregation.fewest), job.training.seed)
     population = len(data.sizes)
     algorithm = job.algorithm(population)
     module = build(job)
@@ -79,7 +79,7 @@ def client_costs(job: FederatedJob, data: ClientData) -> ClientCosts:
     local = msgspec.structs.replace(job.local, learning_rate=RATE, optimizer=(), clip_norm=0.0)
     with tempfile.TemporaryDirectory() as folder:
         trainer = _Counting(
-            TrainingTask(algorithm=algorithm, local=local, seed=job.federated.seed),
+            TrainingTask(algorithm=algorithm, local=local, seed=job.training.seed),
             module,
             few,
             None if form is None else StateStore(Path(folder), form),

@@ -483,4 +483,4 @@ def _check_rows(values: Values, rows: int) -> None:
         got = list(value.shape) if isinstance(value, Tensor) else []  # pyright: ignore[reportUnnecessaryIsInstance]
         if got[:1] != [rows]:
             what = f"algorithm: {rows} clients trained together give {name!r}: got a tensor {got}"
-            raise UserError(f"{what}, expected [{rows}, ...] (or execution.clients_per_vmap = 1)")
+            raise UserError(f"{what}, expected [{rows}, ...] (or runtime.clients_per_vmap = 1)")

@@ -35,7 +35,7 @@ class Cohorts:
         check_enough(job.participation, sizes)
         self._available = availability(job, len(sizes))
         rules = job.participation
-        self._buffer = Buffer(rules, sizes, job.federated.seed, self._here) if rules.staleness else None
+        self._buffer = Buffer(rules, sizes, job.training.seed, self._here) if rules.staleness else None
 
     def _here(self, round_: int) -> Integers | None:
         return None if self._available is None else self._available.at_round(round_)

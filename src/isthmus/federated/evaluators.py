@@ -19,16 +19,16 @@ from isthmus.federated.job import FEMNIST, FederatedJob, accelerator_of, build, 
 from isthmus.federated.resident import Resident
 from isthmus.graph.metrics import Metrics
 
-_HELD_OUT = "held-out data (data.options.holdout above 0, or test=...) or federated.evaluate_clients above 0"
+_HELD_OUT = "held-out data (data.options.holdout above 0, or test=...) or training.eval_clients above 0"
 _SITES = "[data] with held-out samples at the coordinator: sites keep their figures under masks or noise"
 PERSONAL_CLIENTS = 100
 """Evaluated where models are personal, and the job does not say how many."""
 
 
 def test_data(job: FederatedJob, data: ClientData | None) -> dict[str, Tensor] | None:
-    """Held-out samples, at most `evaluate_samples`; None where the data holds none out."""
+    """Held-out samples, at most `eval_samples`; None where the data holds none out."""
     assert job.data is not None, "there is something to evaluate on"
-    most = job.federated.evaluate_samples
+    most = job.training.eval_samples
     if isinstance(data, FemnistShaped):
         return data.held_out(most)
     try:
@@ -50,11 +50,11 @@ def _without(spec: DataSpec, column: str) -> DataSpec:
 def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) -> Evaluator | None:
     """With a module of its own; None where nothing is evaluated. Where models are `personal`, clients are evaluated in
     any case."""
-    config = job.federated
-    if not config.evaluate_every:
+    config = job.training
+    if not config.eval_every:
         return _none(job)
     population = len(data.sizes)
-    wanted = config.evaluate_clients or (PERSONAL_CLIENTS if personal else 0)
+    wanted = config.eval_clients or (PERSONAL_CLIENTS if personal else 0)
     clients = np.unique(np.linspace(0, population - 1, min(population, wanted)).astype(int))
     chosen = clients.tolist() if wanted else []
     test = test_data(job, data)
@@ -70,9 +70,9 @@ def site_evaluator(job: FederatedJob) -> Evaluator | None:
     """On the coordinator's own data, where it has some: the clients' are not here. UserError where metrics are asked
     for that nobody would have: sites report their own unless masks or noise cover their updates."""
     reported = job.privacy is None and not job.aggregation.secure
-    if reported and not (job.data is not None and job.federated.evaluate_every):
+    if reported and not (job.data is not None and job.training.eval_every):
         return None
-    if not job.federated.evaluate_every or job.data is None:
+    if not job.training.eval_every or job.data is None:
         return _none(job, _SITES)
     data = client_data(msgspec.structs.replace(job, partition=None)) if job.data.kind == FEMNIST else None
     test = test_data(job, data)
@@ -85,7 +85,7 @@ def site_evaluator(job: FederatedJob) -> Evaluator | None:
 
 def _none(job: FederatedJob, expected: str = _HELD_OUT) -> None:
     """UserError where metrics are asked for."""
-    if job.metrics and not job.federated.evaluate_every:
-        raise UserError(f"metrics: got {list(job.metrics)} with federated.evaluate_every = 0, expected 1 or more")
+    if job.metrics and not job.training.eval_every:
+        raise UserError(f"metrics: got {list(job.metrics)} with training.eval_every = 0, expected 1 or more")
     if job.metrics:
         raise UserError(f"metrics: got {list(job.metrics)}, but nothing is evaluated: expected {expected}")

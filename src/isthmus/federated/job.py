@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from isthmus.accelerators import AUTO, Accelerator, open_accelerator
-from isthmus.callbacks import CallbackConfig, find_callback
+from isthmus.callbacks import find_callback
 from isthmus.combinations import refused
 from isthmus.data import DataSpec
 from isthmus.data.availability import Availability, read_availability
@@ -29,7 +28,7 @@ from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafClients, LeafOptions
 from isthmus.data.partition import PartitionSpec
-from isthmus.documents import JOB_NAME, beside, check_is_local, convert, folder_of, read_toml
+from isthmus.documents import beside, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.accounting import Accounting
@@ -37,29 +36,24 @@ from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.deployment import Deployment
 from isthmus.federated.emulated_speed import SpeedEmulation
-from isthmus.federated.execution import Execution, RayExecution
 from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
-from isthmus.federated.local import LocalConfig
+from isthmus.federated.local import FederatedTraining, LocalConfig, Optimizers, Rate
 from isthmus.federated.privacy import Privacy, private
 from isthmus.federated.robust import Aggregation, Robust
+from isthmus.federated.runtime import FederatedRuntime, RayRuntime
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
 from isthmus.federated.secure.site_noise import check_site_noise
 from isthmus.federated.server import COMBINING, RunIdentity
 from isthmus.federated.step_rules import check_steps
-from isthmus.graph.metrics import Metrics
-from isthmus.models import ModelSpec, build_model
-from isthmus.overrides import counted_from, overridden
+from isthmus.job.document import JobDocument, JobReader
+from isthmus.models import build_model
 from isthmus.planners.cohort import COHORT_ALGORITHMS
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.stores import StoreConfig
-from isthmus.trackers import Track, check_trackers
 from isthmus.units import parse_duration
-from isthmus.wire_types import Seed
 
 Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
 FEMNIST = "femnist"
 ALL = Participation(fraction=1.0)
 """Every client takes part in each round."""
@@ -68,7 +62,7 @@ OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggrega
 
 
 class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The algorithm, and how long. Zero turns an `every` off."""
+    """The algorithm, and how long."""
 
     HINTS: ClassVar[Mapping[str, str]] = Privacy.HINTS
     algorithm: str = "fedavg"
@@ -77,19 +71,9 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Settings of the algorithm: `isthmus describe NAME` lists them."""
     rounds: Positive = 10
     """Rounds of the whole run."""
-    seed: Seed = 0
-    """The seed of weights, partition, participation and the order of samples."""
-    evaluate_every: NotNegative = 1
-    """Rounds between evaluations on held-out samples; 0: none."""
-    evaluate_samples: Positive = 2000
-    """Held-out samples of an evaluation, at most: of more, so many drawn at random, the same in every evaluation."""
-    evaluate_clients: NotNegative = 0
-    """Clients whose own data the model is evaluated on too, evenly over the population."""
-    save_every: Positive = 1
-    """Rounds between commits to disk."""
 
 
-class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole job file; its table `federated` sets it apart from a pipeline's.
 
     Raises `UserError` where `load_federated_job` or `check` finds a value that cannot be.
@@ -104,18 +88,20 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     BESIDE: ClassVar[str] = "federated"
-    name: Annotated[str, Meta(pattern=JOB_NAME)]
-    """The run's name: its folder is RUN_DIR/NAME."""
-    model: ModelSpec
-    """Which model to train."""
     data: DataSpec | None = None
     """The population's, shared out by `partition`; of a deployment, the coordinator's own to evaluate on, if any."""
     federated: FederatedConfig
     """The algorithm, and for how many rounds."""
     partition: PartitionSpec | None = None
     """How the data are shared out among simulated clients."""
-    local: LocalConfig = LocalConfig()
-    """How a client trains."""
+    training: FederatedTraining = FederatedTraining()
+    """How clients train in a round, when to evaluate and to save."""
+    optimizer: Optimizers = ()
+    """In place of SGD: one table [[optimizer]] per group of parameters. A client begins every round without what it
+    kept of gradients."""
+    learning_rate: Rate = None
+    """A number: of a client's SGD, by default 0.05. A table: the learning rate by round, which stays for all steps of
+    one."""
     participation: Participation = ALL
     """Which clients take part in a round, and when a round closes."""
     admission: AdmissionRules = AdmissionRules()
@@ -124,7 +110,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How updates are combined."""
     privacy: Privacy | None = None
     """Differential privacy of clients; without this table updates are not noised."""
-    execution: Execution = Execution()
+    runtime: FederatedRuntime = FederatedRuntime()
     """Where simulated clients train."""
     fleet: str = ""
     """Emulation: a built-in fleet or a path to a fleet TOML, whose devices are the executors."""
@@ -132,26 +118,31 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A device of that fleet, on whose machine the coordinator is; the first one, if not given."""
     deployment: Deployment | None = None
     """Real sites in place of simulated clients."""
-    metrics: tuple[str, ...] = ()
-    """Figures of evaluations beside the loss: `accuracy`, `perplexity`, or `package.module:function` of your own."""
-    run_dir: str = "runs"
-    """Where run folders are made."""
-    callback: tuple[CallbackConfig, ...] = ()
-    """One table [[callback]] per callback of your own."""
-    track: Track = Track()
-    """Which trackers get the run's figures."""
-    store: StoreConfig | None = None
-    """Where the run is kept besides its folder; without this table nowhere."""
+
+    @property
+    def kind(self) -> Literal["federated"]:
+        """Its program."""
+        return "federated"
+
+    @property
+    def length(self) -> int:
+        """Rounds of the whole run."""
+        return self.federated.rounds
+
+    @property
+    def local(self) -> LocalConfig:
+        """How a client trains."""
+        return self.training.local(self.learning_rate, self.optimizer)
 
     @property
     def devices(self) -> tuple[str, ...]:
         """Names of the accelerators that executors have in turn."""
-        return (self.execution.device,) if isinstance(self.execution.device, str) else self.execution.device
+        return (self.runtime.device,) if isinstance(self.runtime.device, str) else self.runtime.device
 
     @property
     def scheme(self) -> Scheme:
         """How executors get clients."""
-        return scheme(self.execution.scheme)
+        return scheme(self.runtime.scheme)
 
     def executor_fleet(self, executors: int) -> ExecutorFleet | None:
         """The emulated fleet with so many executors, 0 for one on each device; None without a fleet. UserError."""
@@ -165,7 +156,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def timeout_s(self) -> float:
         """Seconds without a message after which an executor or a site is lost."""
-        return parse_duration(self.execution.timeout, "execution.timeout")
+        return parse_duration(self.runtime.timeout, "runtime.timeout")
 
     @property
     def deadline_s(self) -> float:
@@ -203,19 +194,6 @@ def is_federated(path: Path) -> bool:
     return not OF_THIS_KIND.isdisjoint(read_toml(path, "job file"))
 
 
-def load_federated_job(path: Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
-    """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
-    folder = folder_of(path)
-    changed = counted_from(overrides, os.getcwd()) if folder else overrides
-    job = convert(overridden(read_toml(path, "job file"), changed), FederatedJob, str(path))
-    job = _counted_from(job, folder)
-    try:
-        check(job)
-    except UserError as e:
-        raise UserError(f"{path}: {e}") from None
-    return job
-
-
 def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:
     """As a file in this folder says it: with its paths."""
     replace = msgspec.structs.replace
@@ -232,30 +210,41 @@ def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:
     return job
 
 
-def check(job: FederatedJob) -> None:
-    """Check what needs no data."""
-    check_is_local("run_dir", job.run_dir)
-    check_trackers(job.track)
-    Metrics(job.metrics)
+def checked(job: FederatedJob) -> FederatedJob:
+    """The job. UserError for what can be seen without its data."""
+    job.check_common()
     for config in job.callback:
         find_callback(config)
     if job.data is not None:
         refuse_description(job.data)
     check_combining(job)
-    check_steps(job.federated.algorithm, load_algorithm(_spec(job)), job.local, job.federated.rounds)
-    for field, seconds in (("execution.timeout", job.timeout_s), ("participation.deadline", job.deadline_s)):
+    try:
+        local = job.local
+    except ValueError as e:
+        raise UserError(str(e)) from None
+    check_steps(job.federated.algorithm, load_algorithm(_spec(job)), local, job.federated.rounds)
+    for field, seconds in (("runtime.timeout", job.timeout_s), ("participation.deadline", job.deadline_s)):
         if not 1 <= seconds < math.inf:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
-    if job.execution.planner and job.execution.planner not in COHORT_ALGORITHMS:
-        raise unknown_name("execution.planner", job.execution.planner, COHORT_ALGORITHMS)
+    if job.runtime.planner and job.runtime.planner not in COHORT_ALGORITHMS:
+        raise unknown_name("runtime.planner", job.runtime.planner, COHORT_ALGORITHMS)
     if (deployment := job.deployment) is not None:
         for name in deployment.fleets:
             if name not in deployment.sites:
                 raise unknown_name("site in deployment.fleets", name, deployment.sites)
     check_engine(job)
     check_emulation(job)
-    if job.local.micro_batches > 1 and job.execution.clients_per_vmap != 1:
-        raise refused("micro-batches", "clients together", job.local.micro_batches)
+    if job.training.micro_batches > 1 and job.runtime.clients_per_vmap != 1:
+        raise refused("micro-batches", "clients together", job.training.micro_batches)
+    return job
+
+
+FEDERATED = JobReader(FederatedJob, _counted_from, checked)
+
+
+def load_federated_job(path: Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
+    """As `JobReader.load`."""
+    return FEDERATED.load(path, overrides)
 
 
 def _spec(job: FederatedJob) -> AlgorithmSpec:
@@ -264,14 +253,14 @@ def _spec(job: FederatedJob) -> AlgorithmSpec:
 
 def check_engine(job: FederatedJob) -> None:
     """UserError for executors that a Ray cluster cannot hold as the job says."""
-    if job.execution.engine != "ray":
-        if job.execution.ray != RayExecution():
-            raise UserError(f"execution.ray: got options for engine {job.execution.engine!r}, expected engine 'ray'")
+    if job.runtime.backend != "ray":
+        if job.runtime.ray != RayRuntime():
+            raise UserError(f"runtime.ray: got options for backend {job.runtime.backend!r}, expected backend 'ray'")
         return
-    if not 0 < job.execution.ray.bandwidth_bytes_s < math.inf:
-        raise UserError(f"execution.ray.bandwidth: got {job.execution.ray.bandwidth!r}, expected a finite bandwidth")
+    if not 0 < job.runtime.ray.bandwidth_bytes_s < math.inf:
+        raise UserError(f"runtime.ray.bandwidth: got {job.runtime.ray.bandwidth!r}, expected a finite bandwidth")
     if not job.scheme.processes:
-        raise refused("a scheme without executors", "Ray", repr(job.execution.scheme))
+        raise refused("a scheme without executors", "Ray", repr(job.runtime.scheme))
     if job.fleet:
         raise refused("an emulated fleet", "Ray", repr(job.fleet))
     if job.devices not in ((AUTO,), ("cpu",)):
@@ -282,15 +271,15 @@ def check_emulation(job: FederatedJob) -> None:
     """UserError for executors that cannot be emulated as the job says."""
     if job.coordinator and not job.fleet:
         raise UserError(f"coordinator: got {job.coordinator!r} without a fleet, expected none")
-    if job.fleet and (eta := job.execution.slow_down):
-        raise UserError(f"execution.slow_down: got {len(eta)} numbers beside fleet {job.fleet!r}, expected one of them")
+    if job.fleet and (eta := job.runtime.slow_down):
+        raise UserError(f"runtime.slow_down: got {len(eta)} numbers beside fleet {job.fleet!r}, expected one of them")
     if job.fleet and job.deployment is not None:
         raise refused("an emulated fleet", "sites", repr(job.fleet))
-    job.executor_fleet(job.execution.executors if job.scheme.per == "given" and job.scheme.processes else 1)
-    if job.scheme.per != "given" and job.execution.slow_down:
-        raise refused("slow executors", "a scheme of its own", f"{len(job.execution.slow_down)} numbers")
-    if (eta := job.execution.slow_down) and len(eta) != job.execution.executors:
-        raise UserError(f"execution.slow_down: got {len(eta)}, expected {job.execution.executors}, one per executor")
+    job.executor_fleet(job.runtime.executors if job.scheme.per == "given" and job.scheme.processes else 1)
+    if job.scheme.per != "given" and job.runtime.slow_down:
+        raise refused("slow executors", "a scheme of its own", f"{len(job.runtime.slow_down)} numbers")
+    if (eta := job.runtime.slow_down) and len(eta) != job.runtime.executors:
+        raise UserError(f"runtime.slow_down: got {len(eta)}, expected {job.runtime.executors}, one per executor")
 
 
 def check_combining(job: FederatedJob) -> None:
@@ -345,7 +334,7 @@ def client_data(job: FederatedJob) -> ClientData:
     sites = "" if job.deployment is None else ": this job has sites: `isthmus serve JOB` trains there"
     if job.data is None:
         raise UserError(f"data: missing, expected the data to share out among clients{sites}")
-    data = job.data if job.federated.evaluate_every else job.data.training_alone()
+    data = job.data if job.training.eval_every else job.data.training_alone()
     if data.kind == FEMNIST:
         if job.partition is not None:
             raise UserError(f"partition: got scheme {job.partition.scheme!r} for data that come by writers")
@@ -354,12 +343,12 @@ def client_data(job: FederatedJob) -> ClientData:
         return LeafClients(read_options(LEAF, data.located, LeafOptions))
     if job.partition is None and data.kind != CLIENTS:
         raise UserError(f"partition: missing, expected how the data is shared out among clients{sites}")
-    return divided(data, job.partition, job.federated.seed)
+    return divided(data, job.partition, job.training.seed)
 
 
 def build(job: FederatedJob) -> nn.Module:
     """The model with the weights that its seed gives."""
-    torch.manual_seed(job.federated.seed)
+    torch.manual_seed(job.training.seed)
     with contextlib.redirect_stdout(sys.stderr):
         return build_model(job.model)
 
@@ -368,7 +357,7 @@ def members(
     job: FederatedJob, sizes: NDArray[np.int64], round_: int, here: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
     """The cohort of a round; with `here`, of those clients only."""
-    return cohort(job.participation, sizes, job.federated.seed, round_, here)
+    return cohort(job.participation, sizes, job.training.seed, round_, here)
 
 
 def availability(job: FederatedJob, population: int) -> Availability | None:
@@ -411,25 +400,25 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
 def accelerator_of(job: FederatedJob, executor: int) -> Accelerator:
     """Where it trains. To be called in the executor's own process: a process whose accelerator is at work cannot be
     copied."""
-    return open_accelerator(job.devices[executor % len(job.devices)], "execution.device")
+    return open_accelerator(job.devices[executor % len(job.devices)], "runtime.device")
 
 
 def executors(job: FederatedJob, population: int) -> int:
     """How many executors the scheme takes."""
     counts = {"cohort": job.participation.asked(population), "population": population}
-    return counts.get(job.scheme.per, job.execution.executors if job.scheme.processes else 1)
+    return counts.get(job.scheme.per, job.runtime.executors if job.scheme.processes else 1)
 
 
 def emulation(job: FederatedJob, executor: int) -> SpeedEmulation:
     """How executor number `executor` is to differ from this machine."""
-    eta = job.execution.slow_down[executor] if job.execution.slow_down else 0.0
+    eta = job.runtime.slow_down[executor] if job.runtime.slow_down else 0.0
     return SpeedEmulation(
         executor=executor,
         eta=eta,
-        unstable=job.execution.unstable,
-        noise=job.execution.noise,
+        unstable=job.runtime.unstable,
+        noise=job.runtime.noise,
         rounds=job.federated.rounds,
-        seed=job.federated.seed,
+        seed=job.training.seed,
     )
 
 
@@ -452,7 +441,7 @@ def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> RunId
         local=msgspec.json.encode(job.local).decode(),
         numbers=numbers,
         data=data,
-        seed=job.federated.seed,
+        seed=job.training.seed,
         clients=clients,
         combining=msgspec.json.encode([getattr(job, table) for table in COMBINING]).decode(),
         participation=str(job.accounting(clients) or ""),

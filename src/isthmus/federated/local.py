@@ -16,40 +16,67 @@ from isthmus.federated.resident import Resident
 from isthmus.rng import orders
 from isthmus.training.learning_rate import LearningRate
 from isthmus.training.optim import AnyOptimizerConfig
-from isthmus.wire_types import Above, NotNegative, Positive
+from isthmus.wire_types import Above, NotNegative, Positive, Seed
 
 Batch = Mapping[str, Tensor]
 
 
-class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a client's local training. The defaults are those of Parrot."""
+Rate = Above | LearningRate | None
+Optimizers = Annotated[tuple[AnyOptimizerConfig, ...], Meta(max_length=64)]
+MicroBatches = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class FederatedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How clients train in a round, when to evaluate and to save. The defaults are those of Parrot. Zero turns an
+    `every` off."""
 
     epochs: Positive = 1
     """Passes over a client's data in a round."""
     batch_size: Positive = 20
     """Samples per step of a client."""
-    learning_rate: Above | LearningRate | None = None
-    """The learning rate of a client's SGD, by default 0.05. A table [local.learning_rate] is as [learning_rate] of a
-    pipeline's job, with rounds for its steps: the rate stays for all steps of a round."""
-    optimizer: Annotated[tuple[AnyOptimizerConfig, ...], Meta(max_length=64)] = ()
-    """In place of SGD: one table [[local.optimizer]] per group of parameters, as [[optimizer]] of a pipeline's job;
-    `lr` is its rate. A client begins every round without what it kept of gradients."""
+    micro_batches: MicroBatches = 1
+    """Equal parts of a batch whose gradients are added up: a client that is a pipeline has so many under way at once. A
+    batch that cannot be cut into as many has fewer. A loss that is a mean of the model's own may be another with each
+    number: a line says so before the first round."""
+    seed: Seed = 0
+    """The seed of weights, partition, participation and the order of samples."""
     clip_norm: NotNegative = 0.0
     """Largest norm of all gradients of a step together; 0: they are not clipped."""
     drop_last: bool = False
     """An epoch leaves out a last batch that is smaller than the others: batch norm cannot train on one sample. A client
     with less than one batch has that one: `participation.min_samples` leaves clients out."""
-    micro_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
-    """Equal parts of a batch whose gradients are added up: a client that is a pipeline has so many under way at once. A
-    batch that cannot be cut into as many has fewer. A loss that is a mean of the model's own may be another with each
-    number: a line says so before the first round."""
+    eval_every: Annotated[int, Meta(ge=0)] = 1
+    """Rounds between evaluations on held-out samples; 0: none."""
+    eval_samples: Positive = 2000
+    """Held-out samples of an evaluation, at most: of more, so many drawn at random, the same in every evaluation."""
+    eval_clients: Annotated[int, Meta(ge=0)] = 0
+    """Clients whose own data the model is evaluated on too, evenly over the population."""
+    save_every: Positive = 1
+    """Rounds between commits to disk."""
+
+    def local(self, learning_rate: Rate, optimizer: tuple[AnyOptimizerConfig, ...]) -> LocalConfig:
+        """Return the settings of a client. ValueError for a rate beside optimizers."""
+        shared = {name: getattr(self, name) for name in LocalConfig.__struct_fields__ if hasattr(self, name)}
+        return LocalConfig(learning_rate=learning_rate, optimizer=optimizer, **shared)
+
+
+class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A client's local training, as `FederatedTraining` and the job's optimizers say it."""
+
+    epochs: Positive = 1
+    batch_size: Positive = 20
+    learning_rate: Rate = None
+    optimizer: Optimizers = ()
+    clip_norm: NotNegative = 0.0
+    drop_last: bool = False
+    micro_batches: MicroBatches = 1
 
     def __post_init__(self) -> None:
         for one in self.optimizer:
             if one.nesterov and not one.momentum:
                 raise ValueError("optimizer.nesterov: got true without momentum, expected momentum above 0")
         if self.optimizer and isinstance(self.learning_rate, float | int):
-            raise ValueError(f"learning_rate: got {self.learning_rate:g} beside local.optimizer, expected its lr")
+            raise ValueError(f"learning_rate: got {self.learning_rate:g} beside optimizer, expected its lr")
 
     @property
     def is_plain(self) -> bool:
@@ -83,11 +110,11 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Why a client of so many samples has a batch of one, on which batch norm cannot train, and what to do; empty
         where it has none."""
         if self.batch_size == 1:
-            return "a batch is one sample: expected a local.batch_size of 2 or more"
+            return "a batch is one sample: expected a training.batch_size of 2 or more"
         if samples == 1:
             return "it has one sample: participation.min_samples = 2 leaves such clients out"
         if self.used(samples) % self.batch_size == 1:
-            return "its last batch is one sample: local.drop_last = true leaves it out"
+            return "its last batch is one sample: training.drop_last = true leaves it out"
         return ""
 
 

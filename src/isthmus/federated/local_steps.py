@@ -80,7 +80,7 @@ class StepsByRound:
         schedule = given if isinstance(given, LearningRate) else CONSTANT
         if schedule != CONSTANT and rounds > MOST_ROUNDS:
             raise UserError(
-                f"local.learning_rate: got a schedule over {rounds:,} rounds, expected at most {MOST_ROUNDS:,}: a "
+                f"learning_rate: got a schedule over {rounds:,} rounds, expected at most {MOST_ROUNDS:,}: a "
                 "schedule is stepped once a round"
             )
         rate = given if isinstance(given, float | int) else RATE
@@ -118,7 +118,7 @@ class StepsByRound:
                 rate = cast(float, settings(round_)["lr"])
                 if not 0 < rate < math.inf:
                     raise UserError(
-                        f"local.learning_rate: got a rate of {rate:g} in round {round_ + 1}, expected one above 0"
+                        f"learning_rate: got a rate of {rate:g} in round {round_ + 1}, expected one above 0"
                     )
 
     def check_parameters(self, parameters: Mapping[str, Tensor]) -> None:
@@ -140,7 +140,7 @@ def _named() -> Generator[None]:
     try:
         yield
     except UserError as e:
-        raise UserError(f"local: {str(e).replace('training.steps', 'federated.rounds')}") from e
+        raise UserError(str(e).replace("training.steps", "federated.rounds")) from e
 
 
 def is_plain(optimizers: Sequence[AnyOptimizerConfig], clip_norm: float) -> bool:
@@ -158,5 +158,5 @@ def what_is_set(optimizers: Sequence[AnyOptimizerConfig], clip_norm: float) -> t
         one = next((one for one in optimizers if not is_plain([one], 0.0)), optimizers[0])
         given = (name for name in ("momentum", "weight_decay", "pattern") if getattr(one, name) not in (0.0, "*"))
         with_ = next((f" with {name} {getattr(one, name)}" for name in given), "")
-        return "local.optimizer", f"{one.called}{with_}"
-    return "local.clip_norm", f"{clip_norm:g}"
+        return "optimizer", f"{one.called}{with_}"
+    return "training.clip_norm", f"{clip_norm:g}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -271,7 +271,7 @@ class Server:
                 self._faint.add(name)
                 what = f"round {phase.round + 1}: {name!r} of all clients is within {size:.2g} of 0, and exact sums"
                 lost = "digits are lost, and what is below half a unit counts as 0"
-                hint = "raise local.learning_rate, or scale the loss up"
+                hint = "raise learning_rate, or scale the loss up"
                 self.notices.append(f"{what} count in units of {UNIT:.2g}: {lost}: {hint}")
 
 
@@ -396,7 +396,8 @@ class Commits:
         for field in self._identity.__struct_fields__:
             got, expected = getattr(saved, field), getattr(self._identity, field)
             if got != expected:
-                what = first_difference(_document(got), _document(expected), "" if field == "combining" else field)
+                top = "" if field in ("combining", "local") else field
+                what = first_difference(_document(got), _document(expected), top)
                 raise UserError(f"{path.parent.parent}: is of another job: {what}")
 
 
@@ -406,6 +407,9 @@ def _document(value: object) -> object:
         found = parse_json(value, object, "") if isinstance(value, str) and value[:1] in ("{", "[") else value
     except UserError:
         return value
+    if isinstance(found, dict) and "epochs" in found:  # `RunIdentity.local`, by the tables of a job
+        steps = cast("dict[str, object]", found)
+        return {name: steps.pop(name) for name in ("learning_rate", "optimizer") if name in steps} | {"training": steps}
     return dict(zip(COMBINING, found, strict=False)) if isinstance(found, list) else found
 
 

@@ -214,7 +214,7 @@ def check_alike(alone: ClientUpdate, several: ClientUpdate) -> None:
         if off > APART * norm + ROUNDING * math.sqrt(len(one)) and value.dtype in (torch.float32, torch.float64):
             what = f"algorithm: {name!r} of a client trained together with others is off by {off:.3g} of {norm:.3g}"
             raise UserError(
-                f"{what}: expected operations elementwise or over the last dim (or execution.clients_per_vmap = 1)"
+                f"{what}: expected operations elementwise or over the last dim (or runtime.clients_per_vmap = 1)"
             )
 
 

@@ -1,6 +1,7 @@
 """A job: which model, which data, how to train it, on which fleet. One TOML file."""
 
-from isthmus.job.loading import check_metrics, checked, constraints_of, fleet_of, load_job
+from isthmus.job.document import JobDocument, JobReader
+from isthmus.job.loading import PIPELINE, checked, constraints_of, fleet_of, load_job
 from isthmus.job.prepared import (
     Prepared,
     described_here,
@@ -13,13 +14,15 @@ from isthmus.job.prepared import (
 from isthmus.job.settings import Job, PlanConfig, PrivacyConfig, RuntimeConfig, TrainingConfig
 
 __all__ = [
+    "PIPELINE",
     "Job",
+    "JobDocument",
+    "JobReader",
     "PlanConfig",
     "Prepared",
     "PrivacyConfig",
     "RuntimeConfig",
     "TrainingConfig",
-    "check_metrics",
     "checked",
     "constraints_of",
     "described_here",

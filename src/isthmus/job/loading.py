@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,29 +11,15 @@ import msgspec
 
 from isthmus.combinations import refused
 from isthmus.cost.compression import ratio_planner_names
-from isthmus.documents import beside, check_is_local, convert, folder_of, read_toml
+from isthmus.documents import beside
 from isthmus.engines import check_engine
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
-from isthmus.graph.metrics import Metrics
+from isthmus.job.document import JobReader
 from isthmus.job.settings import Job
-from isthmus.overrides import counted_from, overridden
 from isthmus.plans import CHOICES, Constraints, LackingOperators, OwnSamples
-from isthmus.trackers import check_trackers
 from isthmus.training.optim import settings_of
 from isthmus.units import parse_duration
-
-
-def load_job(path: Path, overrides: Mapping[str, object] = {}) -> Job:
-    """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
-    folder = folder_of(path)
-    changed_keys = counted_from(overrides, os.getcwd()) if folder else overrides
-    job = convert(overridden(read_toml(path, "job file"), changed_keys), Job, str(path))
-    job = _counted_from(job, folder)
-    try:
-        return checked(job)
-    except UserError as e:
-        raise type(e)(f"{path}: {e}") from None
 
 
 def _counted_from(job: Job, folder: str) -> Job:
@@ -52,9 +37,7 @@ def checked(job: Job) -> Job:
     go together."""
     _check_training(job)
     _check_holders(job)
-    check_is_local("run_dir", job.run_dir)
-    check_trackers(job.track)
-    check_metrics(job)
+    job.check_common()
     if job.store is not None and job.privacy is not None:
         raise refused("store", "activation noise", "one")
     if job.schedule not in CHOICES:
@@ -72,10 +55,12 @@ def checked(job: Job) -> Job:
     return job.cut_into(job.plan.micro_batches[0]) if job.plan.micro_batches else job
 
 
-def check_metrics(job: Job) -> None:
-    """UserError for names that mean nothing, and where nothing is evaluated."""
-    if Metrics(job.metrics).names and not job.evaluates:
-        raise UserError(f"metrics: got {list(job.metrics)} with training.eval_every = 0, expected 1 or more")
+PIPELINE = JobReader(Job, _counted_from, checked)
+
+
+def load_job(path: Path, overrides: Mapping[str, object] = {}) -> Job:
+    """As `JobReader.load`."""
+    return PIPELINE.load(path, overrides)
 
 
 def _check_delayed(job: Job) -> None:

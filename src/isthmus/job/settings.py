@@ -8,17 +8,15 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from isthmus.callbacks import CallbackConfig
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec
 from isthmus.disclosure import ActivationNoise
-from isthmus.documents import JOB_NAME
+from isthmus.errors import UserError
 from isthmus.fleet import FleetChange
-from isthmus.models import ModelSpec
+from isthmus.graph.metrics import Metrics
+from isthmus.job.document import JobDocument
 from isthmus.plans import CompressionConfig, Objective
 from isthmus.protocol.finite import OnNonFinite
-from isthmus.stores import StoreConfig
-from isthmus.trackers import Track
 from isthmus.training.engine import EngineConfig
 from isthmus.training.kernels import Kernels
 from isthmus.training.learning_rate import LearningRate
@@ -185,7 +183,7 @@ class PrivacyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Clipping and Gaussian noise on activations that leave a data holder."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Job(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole job file.
 
     Raises `UserError` where `load_job` or `checked` finds a value that cannot be.
@@ -204,10 +202,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ('laptop', 'auto', 20)
     """
 
-    name: Annotated[str, Meta(pattern=JOB_NAME)]
-    """The run's name: its folder is RUN_DIR/NAME."""
-    model: ModelSpec
-    """Which model to train."""
     data: DataSpec
     """Which data to train on."""
     fleet: str = "laptop"
@@ -224,10 +218,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Conditions on a plan besides time."""
     compression: CompressionConfig | None = None
     """Without this table messages travel as they are."""
-    metrics: tuple[str, ...] = ()
-    """Figures of evaluations beside the loss: `accuracy`, `perplexity`, or `package.module:function` of your own."""
-    run_dir: str = "runs"
-    """Where run folders are made."""
     training: TrainingConfig = TrainingConfig()
     """How long to train, in which batches and precision, when to evaluate and to save."""
     optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
@@ -240,12 +230,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Without this table values leave data holders as they were computed."""
     runtime: RuntimeConfig = RuntimeConfig()
     """How device processes run."""
-    callback: tuple[CallbackConfig, ...] = ()
-    """One table [[callback]] per callback of your own."""
-    track: Track = Track()
-    """Which trackers get the run's figures."""
-    store: StoreConfig | None = None
-    """Where the run is kept besides its folder; without this table nowhere."""
+
+    @property
+    def kind(self) -> Literal["pipeline"]:
+        """Its program."""
+        return "pipeline"
+
+    @property
+    def length(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.training.steps
+
+    def check_metrics(self) -> None:
+        """UserError for names that mean nothing, and where nothing is evaluated."""
+        if Metrics(self.metrics).names and not self.evaluates:
+            raise UserError(f"metrics: got {list(self.metrics)} with training.eval_every = 0, expected 1 or more")
 
     @property
     def micro_batches(self) -> int:

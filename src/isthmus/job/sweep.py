@@ -13,6 +13,7 @@ import msgspec
 
 from isthmus.documents import JOB_NAME, check_is_local, convert, read_toml
 from isthmus.errors import UserError
+from isthmus.old_spelling import new_key
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -64,9 +65,9 @@ class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
         digest = hashlib.sha256(msgspec.json.encode((self.point, self.seed), order="sorted")).hexdigest()[:8]
         return f"{readable}-{digest}" if readable else digest
 
-    def overrides(self, seed_key: str) -> dict[str, object]:
+    def overrides(self) -> dict[str, object]:
         """Return the values in place of the job's."""
-        return dict(self.point) if self.seed is None else {**self.point, seed_key: self.seed}
+        return dict(self.point) if self.seed is None else {**self.point, "training.seed": self.seed}
 
 
 def load_sweep(path: Path) -> SweepFile:
@@ -87,7 +88,7 @@ def runs_of(sweep: SweepFile) -> tuple[SweepRun, ...]:
     """Every run, the seeds of a point one after another. UserError for values that are none, and for a run given
     twice."""
     points = list(_points(sweep))
-    if "training.seed" in points[0] or "federated.seed" in points[0]:
+    if "training.seed" in map(new_key, points[0]):
         raise UserError("grid: got a seed, expected it in seeds = [...]: the table averages over seeds")
     runs = [SweepRun(point=point, seed=seed) for point in points for seed in sweep.seeds or (None,)]
     found: set[str] = set()

@@ -52,7 +52,7 @@ name and device, `NAME:ID`: a coordinator that has certificates of its own has a
 knows that one's update."""
 TOO_MUCH = "with other sites, are revealed: two sums would tell too much"
 REMEDY = (
-    ". Begin with the sites and devices of that sum, or from another model: by another federated.seed; where weights "
+    ". Begin with the sites and devices of that sum, or from another model: by another training.seed; where weights "
     "are given, by others, for example these after some steps of training"
 )
 

@@ -45,7 +45,7 @@ class LocalTrainer(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of this round's SGD. UserError where [local] names other steps."""
+        """The learning rate of this round's SGD. UserError where [training] names other steps."""
         ...
 
     @property
@@ -66,8 +66,8 @@ class LocalTrainer(Protocol):
         ...
 
     def descend(self, model: Tensor, term: Term | None = None) -> Tensor:
-        """From the model over all batches, by the steps of [local]: SGD, or its optimizers. The weights at its end less
-        the model; the caller may change it. Quicker than by `start` and `gradient`. `term(gradient, weights)` adds to
+        """From the model over all batches, by the job's steps: SGD, or its optimizers. The weights at its end less the
+        model; the caller may change it. Quicker than by `start` and `gradient`. `term(gradient, weights)` adds to
         each gradient, in place, what the client's loss has besides the model's."""
         ...
 
@@ -131,7 +131,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ...         return {"model": server["model"] + self.rate * combined["change"]}
     >>> result = isthmus.federate(
     ...     algorithm=SlowFedAvg(rate=0.3), model=model, loss=loss, clients=clients, rounds=1,
-    ...     run=algorithm_folder, overrides={"execution.executors": 1})
+    ...     run=algorithm_folder, overrides={"runtime.executors": 1})
     >>> result.outcome
     'done'
     """

@@ -11,12 +11,8 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from isthmus.engines import EngineName
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.device.tasklets import ComputeTurns
@@ -24,6 +20,7 @@ from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 from isthmus.runtime.messages.assignment import Neighbour
 from isthmus.runtime.messages.run import Hello, StreamHello
+from isthmus.runtime.processes.place import DevicePlace
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
@@ -31,22 +28,11 @@ from isthmus.runtime.transport.multi_stream import StreamAssembler
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class Endpoint(DevicePlace, frozen=True, kw_only=True):
     """Where a device is, and how it talks to others."""
 
     device: str
-    host: str = "127.0.0.1"  # address to listen on for other devices
-    port: int = 0  # 0: any that is free
-    address: str = ""  # how others reach that address, where it is not the same
     identity: Identity | None = None  # with one all connections are TLS; without, plain TCP
-    trusted_network: bool = False  # plain TCP beyond loopback
-    relayed: bool = False  # other devices reach this device only through the coordinator's relay
-    island: Path | None = None  # where this process meets the other ranks of the device, if there are any
-    ranks: int = 1
-    sharded: bool = False  # each of them holds its part of a stage's weights
-    accelerator: str = "cpu"  # where it computes, as `open_accelerator` takes it
-    engine: EngineName = "torch"  # the framework that computes its stages
-    data_kinds: tuple[str, ...] | None = None  # kinds of data that its owner allows; None: all that are installed
     sharing: ComputeTurns | None = None  # with its other stages, where it may get several
 
     @property

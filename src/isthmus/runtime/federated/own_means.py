@@ -1,4 +1,4 @@
-"""The warning about `local.micro_batches` before the first round, where a loss may differ with the number of
+"""The warning about `training.micro_batches` before the first round, where a loss may differ with the number of
 micro-batches."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from isthmus.graph.label_means import is_even, own_mean
 from isthmus.models import as_eager
 from isthmus.runtime.processes.forked import asked
 
-FIELD = "local.micro_batches"
+FIELD = "training.micro_batches"
 
 
 def own_mean_of(build: Callable[[], nn.Module], columns: Mapping[str, ColumnSpec], local: LocalConfig) -> str:

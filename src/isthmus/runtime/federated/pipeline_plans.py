@@ -77,7 +77,7 @@ class PipelinePlans:
         job = self._job(segment, key)
         size = job.micro_batch_size
         if size not in self._captured:
-            self._captured[size] = prepare(job, self._samples, field="local.micro_batches")
+            self._captured[size] = prepare(job, self._samples, field="training.micro_batches")
         samples = msgspec.structs.replace(self._samples, train=segment.steps * segment.batch_size)
         return msgspec.structs.replace(self._captured[size], job=job, samples=samples)
 

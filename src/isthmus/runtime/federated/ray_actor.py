@@ -111,7 +111,7 @@ class ExecutorActor:
         keep_freed_pages(ANY_SIZE, arenas=1)
         sys.setswitchinterval(SWITCH_S)
         setup, job = self._setup, self._setup.job
-        torch.set_num_threads(job.execution.threads)
+        torch.set_num_threads(job.runtime.threads)
         try:
             train_over(
                 self._channel,
@@ -119,7 +119,7 @@ class ExecutorActor:
                 setup.run,
                 lambda: self._trainer(homes, peers),
                 job.timeout_s,
-                job.execution.clients_per_vmap,
+                job.runtime.clients_per_vmap,
             )
         except Exception:  # the coordinator knows by now
             traceback.print_exc()
@@ -141,7 +141,7 @@ class ExecutorActor:
         """UserError for a variable that this node has not."""
         folder = os.path.expandvars(self._setup.states)
         if "$" in folder:
-            raise UserError(f"execution.ray.states: got {self._setup.states!r}, a variable that a node has not set")
+            raise UserError(f"runtime.ray.states: got {self._setup.states!r}, a variable that a node has not set")
         return Path(folder)
 
     def _states(

@@ -43,7 +43,7 @@ class RayExecutors:
     def __init__(self, job: FederatedJob, setups: Sequence[ActorSetup], state: StateForm | None) -> None:
         """`state` is the form of what clients keep. UserError where Ray is missing, too old or cannot be reached, or
         has no room; PeerError for an actor that does not start."""
-        self._options = job.execution.ray
+        self._options = job.runtime.ray
         self._timeout_s = job.timeout_s
         self._names = [setup.name for setup in setups]
         self._connected = connect(self._options.address, USER)
@@ -65,7 +65,7 @@ class RayExecutors:
         ray, options = ray_library(), self._options
         if (room := room_for(options)) < len(setups):
             raise UserError(
-                f"execution.executors: got {len(setups)}, expected at most {room}: so many with {share_text(options)} "
+                f"runtime.executors: got {len(setups)}, expected at most {room}: so many with {share_text(options)} "
                 "each fit on the Ray cluster"
             )
         bundle = {"CPU": options.cpus, **({"GPU": options.gpus} if options.gpus else {})}
@@ -154,4 +154,4 @@ class RayExecutors:
 
 def states_folder(job: FederatedJob, folder: Path) -> str:
     """As a node reads it."""
-    return job.execution.ray.states or str(folder.resolve() / "states")
+    return job.runtime.ray.states or str(folder.resolve() / "states")

@@ -107,10 +107,10 @@ class RoundStore:
 
     def closed(self, record: RoundRecord, measure: RoundMeasure) -> RoundResult:
         """A round as it is now."""
-        config = self._job.federated
+        rounds, save_every = self._job.federated.rounds, self._job.training.save_every
         while self.server.notices:
             self._note(self.server.notices.pop(0))
-        saves = record.round + 1 == config.rounds or (record.round + 1) % config.save_every == 0
+        saves = record.round + 1 == rounds or (record.round + 1) % save_every == 0
         read = saves or (self.own_models is not None and self._is_due(record))
         kept = self.states.copy() if read and self.states is not None else None
         return RoundResult(record=record, measure=measure, values=self.server.kept, saves=saves, states=kept)
@@ -163,5 +163,5 @@ class RoundStore:
         return self.evaluator.evaluate(model, buffers_of(closed.values), own)
 
     def _is_due(self, record: RoundRecord) -> bool:
-        config, number = self._job.federated, record.round + 1
-        return bool(config.evaluate_every) and (number % config.evaluate_every == 0 or number == config.rounds)
+        every, number = self._job.training.eval_every, record.round + 1
+        return bool(every) and (number % every == 0 or number == self._job.federated.rounds)

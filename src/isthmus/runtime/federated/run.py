@@ -68,7 +68,7 @@ from isthmus.units import format_size
 STEALING_PAYS_ON_RAY_S = 0.05
 """A call of an actor takes several times as long as a message to a process of this machine."""
 ONE_BY_ONE = (
-    "execution.clients_per_vmap: clients are trained one by one: with local.optimizer or local.clip_norm each has a "
+    "runtime.clients_per_vmap: clients are trained one by one: with [[optimizer]] or training.clip_norm each has a "
     "state and norms of its own"
 )
 
@@ -80,12 +80,12 @@ def coordinator_of(
     scheme, count = job.scheme, executors(job, len(sizes))
     rules = msgspec.structs.replace(
         round_rules(job, len(sizes), first_round),
-        planner=job.execution.planner or scheme.planner,
+        planner=job.runtime.planner or scheme.planner,
         warm_up_rounds=scheme.warm_up_rounds,
         single=scheme.single,
-        steals=scheme.steals if job.execution.steals is None else job.execution.steals,
+        steals=scheme.steals if job.runtime.steals is None else job.runtime.steals,
     )
-    if job.execution.engine == "ray":
+    if job.runtime.backend == "ray":
         rules = msgspec.structs.replace(rules, stealing_pays_s=STEALING_PAYS_ON_RAY_S)
     if cohorts.buffer is not None:
         needed, at_work = cohorts.buffer
@@ -95,7 +95,7 @@ def coordinator_of(
     check_sizes(job.aggregation, sizes)
     fleet = job.executor_fleet(count)
     names = [f"executor-{number}" for number in range(count)] if fleet is None else fleet.names
-    throughput = ThroughputModel(count, window_rounds=job.execution.window_rounds)
+    throughput = ThroughputModel(count, window_rounds=job.runtime.window_rounds)
     own = {name: number for number, name in enumerate(names)} if scheme.per == "population" else {}
     return Rounds(names, rules, sizes, cohorts.members, throughput, clients=own, states=states, late=cohorts.late)
 
@@ -117,13 +117,13 @@ class FederatedRun:
     ) -> None:
         """`began` is called when the folder is the run's, before executors are forked; `watch` when a round is
         committed, in another thread. UserError for a folder of another job."""
-        if job.execution.engine == "ray":
-            check_cluster(job.execution.ray.address, USER)
+        if job.runtime.backend == "ray":
+            check_cluster(job.runtime.ray.address, USER)
         keep_freed_pages(ANY_SIZE, arenas=1)
-        torch.set_num_threads(job.execution.threads)
+        torch.set_num_threads(job.runtime.threads)
         self.folder = folder
         self.data: ClientData = client_data(job)
-        if job.execution.clients_per_vmap != 1 and not job.local.is_plain:
+        if job.runtime.clients_per_vmap != 1 and not job.local.is_plain:
             warn(ONE_BY_ONE)
         self.job = job = sized(job, self.data, folder if resume else None)
         if text := own_mean_of(lambda: build(job), self.data.columns, job.local):
@@ -165,7 +165,7 @@ class FederatedRun:
         batch, largest = self.job.local.batch_size, int(self.data.sizes.max())
         if batch > largest:
             what = f"no client has more than {largest} samples: each makes one step per epoch, with all of its own"
-            note(f"local.batch_size: got {batch}, and {what}")
+            note(f"training.batch_size: got {batch}, and {what}")
 
     def run(self, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None) -> Finish:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left, Diverged
@@ -174,7 +174,7 @@ class FederatedRun:
         self._began()
         apart = self.job.scheme.processes and len(self.machine.executors) > 1  # one shares its work with nobody
         with _Aftermath(self._after) as after:
-            if self.job.execution.engine == "ray":
+            if self.job.runtime.backend == "ray":
                 finish = self._on_ray(after, note, stop)
             else:
                 finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
@@ -219,7 +219,7 @@ class FederatedRun:
             self.server,
             sites,
             committed=committed,
-            clients_per_vmap=self.job.execution.clients_per_vmap,
+            clients_per_vmap=self.job.runtime.clients_per_vmap,
             clock=time.monotonic,
         )
         before_s = sys.getswitchinterval()
@@ -232,7 +232,7 @@ class FederatedRun:
 
     def _in_processes(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> Finish:
         run, names = secrets.token_hex(16), self.machine.executors
-        timeout_s, clients_per_vmap = self.job.timeout_s, self.job.execution.clients_per_vmap
+        timeout_s, clients_per_vmap = self.job.timeout_s, self.job.runtime.clients_per_vmap
 
         broadcast_memory = SharedBroadcast(self.server.largest_broadcast, 1 + self.job.participation.staleness)
         forms = self.server.sums

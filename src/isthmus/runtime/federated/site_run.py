@@ -73,7 +73,7 @@ def site_coordinator(
         rules,
         sizes,
         lambda round_: members(job, sizes, round_, machine.here),
-        ThroughputModel(population, window_rounds=job.execution.window_rounds),
+        ThroughputModel(population, window_rounds=job.runtime.window_rounds),
         clients={name: number for number, name in enumerate(deployment.sites)},
         states=states,
     )
@@ -96,7 +96,7 @@ class SiteRun:
         without sites, a folder of another job."""
         if job.deployment is None:
             raise UserError("deployment: missing, expected the table with the sites that may take part")
-        torch.set_num_threads(job.execution.threads)
+        torch.set_num_threads(job.runtime.threads)
         self.job = job
         self.folder = folder
         self.deployment: Deployment = job.deployment
@@ -176,7 +176,7 @@ class SiteRun:
                 run=kept,
                 model=job.model,
                 local=local,
-                seed=job.federated.seed,
+                seed=job.training.seed,
                 client=client,
                 owner_column=job.owner_column,
                 algorithm=AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options),

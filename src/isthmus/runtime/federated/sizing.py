@@ -23,8 +23,7 @@ from isthmus.federated.job import FederatedJob, accelerator_of, build, executors
 from isthmus.federated.resident import Batch, Resident
 from isthmus.federated.stacked import best_clients_per_vmap
 from isthmus.federated.traced_ops import get_ready
-from isthmus.reading import read_json
-from isthmus.run_files import JOB
+from isthmus.run_files import JOB, read_job
 from isthmus.runtime.federated.ray_room import cluster_room
 from isthmus.runtime.processes.forked import asked, asked_at_once
 
@@ -51,11 +50,11 @@ def sized(job: FederatedJob, data: ClientData, before: Path | None = None) -> Fe
     job = with_executors(job, data)
     if not job.local.is_plain:
         return _with(job, clients_per_vmap=1)
-    clients_per_vmap = job.execution.clients_per_vmap
+    clients_per_vmap = job.runtime.clients_per_vmap
     if clients_per_vmap != 1:
         get_ready()
     if before is not None and (before / JOB).is_file():
-        clients_per_vmap = _begun(before / JOB).execution.clients_per_vmap
+        clients_per_vmap = _begun(before).runtime.clients_per_vmap
     elif not clients_per_vmap:
         clients_per_vmap = asked(lambda: _measured_clients_per_vmap(job, data))
     return _with(job, clients_per_vmap=clients_per_vmap)
@@ -64,30 +63,30 @@ def sized(job: FederatedJob, data: ClientData, before: Path | None = None) -> Fe
 def with_executors(job: FederatedJob, data: ClientData) -> FederatedJob:
     """The job with a number of executors in place of 0: one on each device of its fleet; as many as the Ray cluster
     has room for; else as many as memory and cores hold, and as train faster together."""
-    if not job.execution.executors and (fleet := job.executor_fleet(0)) is not None:
+    if not job.runtime.executors and (fleet := job.executor_fleet(0)) is not None:
         return _with(job, executors=len(fleet.devices))
-    if job.execution.executors:
+    if job.runtime.executors:
         return job
-    if job.execution.engine == "ray":
-        return _with(job, executors=cluster_room(job.execution.ray))
+    if job.runtime.backend == "ray":
+        return _with(job, executors=cluster_room(job.runtime.ray))
     return _with(job, executors=_measured_executors(job, data))
 
 
 def _with(job: FederatedJob, **changes: int) -> FederatedJob:
-    return msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, **changes))
+    return msgspec.structs.replace(job, runtime=msgspec.structs.replace(job.runtime, **changes))
 
 
-def _begun(path: Path) -> FederatedJob:
+def _begun(run: Path) -> FederatedJob:
     """The job that the run began with. UserError for a file that is none: a run of another kind, say."""
     try:
-        return read_json(path, FederatedJob, f"{path}: holds no federated job")
+        return read_job(run, FederatedJob, f"{run / JOB}: holds no federated job")
     except FileNotFoundError:
-        raise UserError(f"{path}: holds no federated job: not found") from None
+        raise UserError(f"{run / JOB}: holds no federated job: not found") from None
 
 
 def _measured_executors(job: FederatedJob, data: ClientData) -> int:
     accumulator = asked(lambda: _room(job, data)) * len(job.devices)
-    cores = max(1, (os.cpu_count() or 1) // job.execution.threads)
+    cores = max(1, (os.cpu_count() or 1) // job.runtime.threads)
 
     def rate(count: int) -> float:
         return sum(asked_at_once([lambda k=k: _steps_per_1000_s(job, data, k) for k in range(count)]))

@@ -30,7 +30,7 @@ def executor_trainer(
     does not take the data."""
     rounds = job.federated.rounds
     trainer = ClientTrainer(
-        TrainingTask(algorithm=algorithm, local=job.local.tabled(rounds), seed=job.federated.seed, rounds=rounds),
+        TrainingTask(algorithm=algorithm, local=job.local.tabled(rounds), seed=job.training.seed, rounds=rounds),
         module,
         data,
         states,
@@ -39,7 +39,7 @@ def executor_trainer(
         log=_log,
         accelerator=accelerator_of(job, number),
     )
-    sizes, together = data.sizes, job.execution.clients_per_vmap
+    sizes, together = data.sizes, job.runtime.clients_per_vmap
     each = clients_each(job, len(sizes))
     trainer.warm_up(shapes=likely_shapes(sizes, each, together, job.local.batch_size) if together > 1 else ())
     return trainer

@@ -11,57 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-import msgspec
-
-from isthmus.engines import EngineName
 from isthmus.runtime.processes.children import SIGNAL_S, end_children, how_it_ended, wait_for_children
 from isthmus.runtime.processes.early_fork import fork_early, standing_for
 from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
-
-
-class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of a device process: a command in front of it (as of a network namespace), and its addresses."""
-
-    prefix: tuple[str, ...] = ()
-    host: str = "127.0.0.1"  # address that it listens on for other devices
-    port: int = 0  # 0: any that is free
-    address: str = ""  # how others reach that address, where it is not the same
-    identity: Path | None = None  # a folder with key and certificate: all connections are TLS. None: plain TCP.
-    trusted_network: bool = False  # plain TCP beyond loopback
-    relayed: bool = False  # other devices reach it only through the coordinator's relay
-    island: Path | None = None  # where its ranks meet, if the device has several; None for one
-    ranks: int = 1
-    local_ranks: int = 1  # ranks among them that are on this machine
-    sharded: bool = False  # each of them holds its part of a stage's weights
-    accelerator: str = "cpu"  # where it computes, as `isthmus.accelerators` names it
-    hardware: str = ""  # the same as people call it
-    engine: EngineName = "torch"  # which library computes its stages
-    data: Path | None = None  # the folder from which relative paths of data count; None: where this process runs
-
-    data_kinds: tuple[str, ...] | None = None
-    """Kinds of data that the device's owner allows a coordinator to name; None: all that are installed."""
-
-    memory_bytes: int | None = None
-    """Bytes of this machine's memory that jobs may take, all local ranks together; None: no limit."""
-
-    def options(self) -> list[str]:
-        """For the process's command line: paths and addresses, no secret."""
-        found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
-        found += ["--accelerator", self.accelerator, "--engine", self.engine]
-        if self.identity is not None:
-            found += ["--identity", str(self.identity)]
-        if self.island is not None:
-            found += ["--island", str(self.island), "--ranks", str(self.ranks)]
-        if self.memory_bytes is not None:
-            found += ["--memory", str(self.memory_bytes // self.local_ranks)]
-        for kind in self.data_kinds or ():
-            found += ["--data-kind", kind]
-        flags = {"--trusted-network": self.trusted_network, "--relayed": self.relayed, "--sharded": self.sharded}
-        return [*found, *(flag for flag, given in flags.items() if given)]
-
-    def safety(self) -> list[str]:
-        """Return Python's options for a process: a fleet's device imports no code from the folder with its data."""
-        return ["-P"] if self.identity is not None else []
+from isthmus.runtime.processes.place import ProcessOptions, ProcessPlace
 
 
 def fork_before_threads(*, fleet: bool = False, waiting: int = 0) -> None:
@@ -131,26 +84,21 @@ class DeviceProcesses:
             before.signal(signal.SIGKILL)
             before.let_go()
             wait_for_children([before], SIGNAL_S)
-        arguments = [
-            "--coordinator",
-            self._coordinator,
-            "--device",
-            device,
-            "--timeout",
-            str(self._timeout_s),
-            "--parent-pipe",
-            "--stages",
-            str(stages),
-            *(["--replica"] if replica else []),
-            *place.options(),
-        ]
+        given = ProcessOptions(
+            coordinator=self._coordinator,
+            device=device,
+            timeout_s=self._timeout_s,
+            stages=stages,
+            replica=replica,
+            place=place,
+        )
         with contextlib.ExitStack() as stack:
             mode = "wb" if before is None else "ab"
             log = stack.enter_context(self._log(device).open(mode)).fileno() if self._logs is not None else None
             command = (*place.prefix, sys.executable, *place.safety())
             fork_server = self._fork_servers.get(command, self._environment, log)
             self._children[device] = fork_server.spawn(
-                arguments, f"isthmus device {device}", self._run, place.data, log
+                [given.encoded()], f"isthmus device {device}", self._run, place.data, log
             )
 
     def running(self, device: str) -> bool:

@@ -14,8 +14,8 @@ Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
 
-class RayExecution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Ray cluster of `engine = "ray"`, and what each executor reserves there."""
+class RayRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Ray cluster of `backend = "ray"`, and what each executor reserves there."""
 
     address: str = ""
     """HOST:PORT of the cluster's head; by default RAY_ADDRESS, or else the cluster that was started on this machine."""
@@ -31,17 +31,17 @@ class RayExecution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def bandwidth_bytes_s(self) -> float:
-        return parse_bandwidth(self.bandwidth, "execution.ray.bandwidth")
+        return parse_bandwidth(self.bandwidth, "runtime.ray.bandwidth")
 
 
-class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FederatedRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where clients train."""
 
     scheme: str = "ours"
     """How clients come to executors: ours, parrot, fa, sd, rw or sp."""
-    engine: Literal["processes", "ray"] = "processes"
+    backend: Literal["processes", "ray"] = "processes"
     """How executors run: as processes of this machine, or actors of a Ray cluster."""
-    ray: RayExecution = RayExecution()
+    ray: RayRuntime = RayRuntime()
     """Options of Ray."""
     executors: NotNegative = 2
     """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run; on a
