@@ -19,12 +19,13 @@ from isthmus.graph.outputs import loss_and_count
 from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.merged_run import merge_rules
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated, merged_fragments, seeded_model
+from isthmus.runtime.decoupled.trainer import evaluated, merged_fragments, seeded_model
 from isthmus.simulator import Fault
 from isthmus.simulator.merging import MergingSimulation
 from isthmus.training.decoupled import delta_codec, fragments_of
 from isthmus.training.optim import Optimizers, OuterStep, clip, gradient_norms
 from isthmus_testing.decoupled_replay import ReplicasTogether
+from isthmus_testing.replica_trainer import ReplicaTrainer
 
 POINTS = 10
 """Evaluations of a run."""

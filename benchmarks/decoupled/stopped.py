@@ -14,10 +14,11 @@ import msgspec
 import torch
 from jobs import job_of
 
+from isthmus.api.decoupled import replica_plans
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec, load_dataset
 from isthmus.fleet import resolve_fleet
-from isthmus.job import TrainingConfig
+from isthmus.job import TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.merger import MergerWatch
@@ -79,7 +80,8 @@ def stopped(replica: str) -> Stopped:
             stop.request()
 
         threading.Thread(target=act, daemon=True).start()
-        run.run(STEP_S, watch, stop)
+        prepared = prepare(job)
+        run.run(prepared, replica_plans(prepared, fleet), STEP_S, watch, stop)
         again = replay(job, load_dataset(job.data, "train"), fleet.names, [merge for _, merge in merges])
         same = all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
     begun_s = max(min(s for s, n in made if n == name) for name in STEP_S) + 1

@@ -6,7 +6,8 @@ import msgspec
 
 import isthmus
 from isthmus.data import load_dataset
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated
+from isthmus.runtime.decoupled.trainer import evaluated
+from isthmus_testing.replica_trainer import ReplicaTrainer
 
 MICRO_BATCH = 64
 """Samples: larger than in the run, so the losses differ by rounding."""

@@ -15,10 +15,11 @@ from isthmus.protocol.decoupled_events import NEVER
 from isthmus.protocol.run_messages import OpenItem, WeightExchange
 from isthmus.protocol.work import Item
 from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
+from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
 from isthmus.training.decoupled import flat_fragments
 from isthmus.training.engine import TorchEngine
+from isthmus_testing.replica_trainer import ReplicaTrainer
 from tests.decoupled.small import job_of
 from tests.decoupled.test_graph_trainer import ordered
 

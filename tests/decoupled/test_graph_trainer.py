@@ -17,9 +17,9 @@ from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas
 from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.messages.decoupled import TrainReplica
 from isthmus.runtime.processes.signals import Stop
+from isthmus_testing.replica_trainer import ReplicaTrainer
 
 from .small import NAMES, job_of
 from .test_real_run import FLEET

@@ -34,11 +34,12 @@ from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.merger import MergeTraffic
 from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.run import check_decoupled
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, evaluated
+from isthmus.runtime.decoupled.trainer import evaluated
 from isthmus.simulator import Fault
 from isthmus.training.checkpoint import latest_checkpoint, read_manifest
 from isthmus.training.decoupled import fragments_of
 from isthmus_testing.decoupled_replay import replay
+from isthmus_testing.replica_trainer import ReplicaTrainer
 from tests.runtime.commands import isthmus as isthmus_command
 from tests.runtime.commands import refused
 
@@ -247,7 +248,7 @@ def test_a_merged_model_that_is_not_finite_is_saved_as_such_and_ends_the_run_as_
     spoilt: bool, tmp_path: Path
 ) -> None:
     job = job_of()
-    run = MergedRun(job, ["a", "b"])
+    run = MergedRun(job, {"a": ("a",), "b": ("b",)})
     run.model.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # a constant of the model's own decides nothing
     if spoilt:
         run.merged.known[0][3] = math.nan

@@ -15,12 +15,12 @@ from isthmus.runtime.decoupled.joined import serve_joined
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.merger_link import ReplicaPlace
 from isthmus.runtime.decoupled.replica import serve_replica
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.decoupled import delta_codec
 from isthmus_testing.decoupled_replay import replay
+from isthmus_testing.replica_trainer import ReplicaTrainer
 
 from .small import NAMES, job_of
 from .test_graph_trainer import ordered

@@ -78,13 +78,12 @@ def run_of(
 
         prepared = prepare(job)
         plans = replica_plans(prepared, FLEET)
-        run.keep(prepared, {"x": plans["x"]})
         watch = MergerWatch(
             stepped=made,
             merged=lambda merge, _: merges.append(merge),
             note=notes.append,
         )
-        outcome = run.run({}, watch, stop)
+        outcome = run.run(prepared, plans, {}, watch, stop)
     assert outcome.finish.outcome == "interrupted"
     return merges, notes, run
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from isthmus.api.decoupled import replica_plans
 from isthmus.data import load_dataset
 from isthmus.fleet import Device, Fleet, Links
+from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.run import DecoupledRun
@@ -47,7 +49,8 @@ def test_the_others_go_on_where_one_is_stopped_and_one_is_killed(tmp_path: Path)
                 os.kill(pids["a"], signal.SIGCONT)
 
         watch = MergerWatch(stepped=stepped, merged=lambda merge, _: merges.append(merge), note=lambda _: None)
-        outcome = run.run(STEP_S, watch, Stop())
+        prepared = prepare(job)
+        outcome = run.run(prepared, replica_plans(prepared, FLEET), STEP_S, watch, Stop())
     assert outcome.finish.outcome == "done"
     assert outcome.samples >= 60 * 16
     assert steps["c"] > stopped_at["c"] + 10

@@ -9,11 +9,12 @@ from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
 from isthmus.protocol.decoupled_events import MergeChanges
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
+from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.simulator import Fault
 from isthmus.training.compression import NoCodec
 from isthmus.training.decoupled import MergedFragments, flat_fragments, fragments_of
 from isthmus_testing.decoupled_replay import replay
+from isthmus_testing.replica_trainer import ReplicaTrainer
 from tests.tiers import represented_by
 
 from .small import NAMES, computed, job_of

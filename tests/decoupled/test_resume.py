@@ -148,7 +148,7 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused(job: Job, tmp_path: Path
     writer = CheckpointWriter(tmp_path)
     saved = writer.commit(Manifest(step=4, seed=job.training.seed, batch=16))
     with pytest.raises(UserError, match=r"resume: sync\.mode: got 'decoupled'"):
-        MergedRun(job, ["a-0", "b-0"], saved)
+        MergedRun(job, {"a-0": ("a-0",)}, saved)
 
 
 def test_the_merger_goes_on_with_numbers_samples_and_steps() -> None:

@@ -77,14 +77,11 @@ class _Running(NamedTuple):
         with run.processes:
             prepared = prepare(self.job, least=len(run.groups))
             plans = replica_plans(prepared, self.fleet)
-            pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
-            alone_s = {name: plan.predicted.step_s for name, plan in plans.items() if name not in pipelines}
+            alone_s = {name: plan.predicted.step_s for name, plan in plans.items() if len(run.groups[name]) == 1}
             emulated_s = alone_s if self.job.runtime.emulate else {}
 
             def act(watch: MergerWatch) -> DecoupledOutcome:
-                if pipelines:
-                    run.keep(prepared, pipelines)
-                return run.run(emulated_s, watch, self.stop, prepared.job.micro_batches)
+                return run.run(prepared, plans, emulated_s, watch, self.stop)
 
             return self._watched(run, prepared, plans, act, emulated_s)
 

@@ -24,9 +24,9 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.decoupled_replica import SamplesKnown
 from isthmus.runtime.decoupled.merged_run import MergedRun
 from isthmus.runtime.decoupled.record import MERGES
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments, ReplicaFragments, delta_codec
+from isthmus_testing.replica_trainer import ReplicaTrainer
 
 __all__ = ["ReplicasTogether", "replay", "replay_together"]
 
@@ -46,7 +46,7 @@ class Trainer(Protocol):
 def job_together(job: Job, data: Dataset, names: Sequence[str], checkpoint: Path | None = None) -> ReplicasTogether:
     """The replicas of a job, at the start or as they go on from a checkpoint."""
     numbers = {name: number for number, name in enumerate(names)}
-    begun = MergedRun(job, names, checkpoint)
+    begun = MergedRun(job, {name: (name,) for name in names}, checkpoint)
     return ReplicasTogether(
         begun.merged,
         delta_codec(job.sync.decoupled),

@@ -1,5 +1,5 @@
-"""The steps of a replica whose device has no code of the model's: the captured graph, computed as a pipeline's stages
-are, with the same bits."""
+"""The steps of a replica that is one device: the captured graph, computed as a pipeline's stages are, with the same
+bits. Merged changes, and the replica's own, are of the float32 weights that the optimizer updates."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ class GraphTrainer:
         self._data = ReplicaData(
             dataset, number=share.number, own=share.own, batch=share.batch, seed=share.seed, shuffle=share.shuffle
         )
+        self._leaves_out = self._config.non_finite == "skip" or self._config.loss_scaling is not None
+        """Whether a step whose gradients are not finite changes nothing."""
         if note := self._config.kernels.use(accelerator):
             print(f"device {assignment.device}: {note}", file=sys.stderr, flush=True)
         trained = {name: torch.zeros(shape) for fragment in order.fragments for name, shape in fragment.items()}
@@ -79,12 +81,16 @@ class GraphTrainer:
     def step(self, samples: int) -> float:
         """One step, where all replicas had trained on so many samples; returns the loss."""
         engine, config = self._engine, self._config
+        engine.set_parameters({})  # where it computes in half, with what was taken
         for number in range(config.micro_batches):
             engine.forward(self.steps, number, self._columns(self.steps * self.samples, number))
             engine.backward(number, [])
         counts = self._assignment.train.count is not None
         norms = engine.collect(engine.count(self.steps) if counts else None)
-        engine.update(min(samples // self.batch, config.steps - 1), norms)
+        if self._leaves_out and not bool(torch.isfinite(norms).all()):
+            engine.skip_update()
+        else:
+            engine.update(min(samples // self.batch, config.steps - 1), norms)
         self.steps += 1
         self.fragments.account.trained(self.samples)
         loss, count = engine.take_loss() or (0.0, 0.0)

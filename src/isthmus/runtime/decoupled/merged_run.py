@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +14,30 @@ from msgspec import UnsetType
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
+<<<<<<< HEAD
 from isthmus.fleet import Link
 from isthmus.job import Job
 from isthmus.programs.merger import Merger
 from isthmus.programs.merging import Finish
 from isthmus.protocol.decoupled_events import NOTHING_MERGED, MergeRules, MergesDone
+=======
+from isthmus.fleet import Fleet, Link
+from isthmus.graph import StageGraph
+from isthmus.job import Job, Prepared
+from isthmus.plans import Plan
+from isthmus.protocol.decoupled import Merger
+from isthmus.protocol.decoupled_events import NOTHING_MERGED, FinishMerges, MergeRules, MergesDone
+from isthmus.protocol.run_ports import EpochStart
+>>>>>>> eef8549d (bf16, fp16 and skipped steps of decoupled replicas: one trainer computes the captured graph, here and on devices that join)
 from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.coordinator.data_holders import Digests
+from isthmus.runtime.coordinator.run_callbacks import Address
+from isthmus.runtime.coordinator.stage_assignments import StageAssignments
+from isthmus.runtime.decoupled.groups import Groups
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch, MergeTraffic
+from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
+from isthmus.runtime.messages.decoupled import ReplicaShare, TrainReplica
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.lanes import Outgoing
 from isthmus.training.checkpoint import (
@@ -35,7 +50,11 @@ from isthmus.training.checkpoint import (
 )
 from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, flat, fragments_of
 from isthmus.training.finite import is_finite
+from isthmus.training.layout import header_of
 from isthmus.training.optim import MOMENTUM
+from isthmus.training.weights import parameter_names, weights_of
+
+_NO_EVALUATION = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
 
 
 def merge_rules(job: Job, replicas: int = 1) -> MergeRules:
@@ -70,20 +89,18 @@ class DecoupledOutcome:
 class MergedRun:
     """Replicas may be processes here or devices of a fleet."""
 
-    def __init__(
-        self, job: Job, replicas: Collection[str], checkpoint: Path | None = None, *, calls: bool = False
-    ) -> None:
+    def __init__(self, job: Job, groups: Groups, checkpoint: Path | None = None, *, calls: bool = False) -> None:
         """`checkpoint`: to go on from. `calls`: as `Merger`. UserError for a model that cannot be merged, and for a
         checkpoint of another model or of another kind of run."""
         torch.set_num_threads(job.runtime.threads)
-        self._job = job
+        self._job, self.groups = job, groups
         self.model: nn.Module = seeded_model(job)
         check_model(self.model)
         begun = NOTHING_MERGED if checkpoint is None else merges_of(checkpoint)
-        rules = merge_rules(job, len(replicas))
+        rules = merge_rules(job, len(groups))
         if calls:
             rules = msgspec.structs.replace(rules, timeout_s=math.inf)  # devices may be away for long
-        self.machine = Merger(rules, replicas, calls=calls, begun=begun)
+        self.machine = Merger(rules, groups, calls=calls, begun=begun)
         self.merged: MergedFragments = merged_fragments(job)
         if checkpoint is not None:
             self._load(checkpoint)
@@ -163,6 +180,43 @@ class MergedRun:
             late=self.machine.late,
             traffic=host.traffic,
             seconds=host.now_s,
+        )
+
+    def order(
+        self, replica: str, prepared: Prepared, plan: Plan, fleet: Fleet
+    ) -> tuple[TrainReplica, dict[str, Tensor]]:
+        """Return what a replica of one device trains, and the variables that are not trained, by the module's own
+        names."""
+        job, shapes = self._job, self._shapes(prepared)
+        stages = StageAssignments(pipeline_prepared(prepared, self.groups, replica), plan, fleet)
+        assignment = stages.assignments(self._run, EpochStart(0, 0, 0, False), {replica: Address("", 0)})[replica]
+        values, trained = weights_of(self.model, prepared.captured), {name for shape in shapes for name in shape}
+        kept = {op.target: values[op.target] for op in assignment.train.variables() if op.target not in trained}
+        share = ReplicaShare(
+            number=list(self.groups).index(replica),
+            own=job.training.batch_size // len(self.groups),
+            batch=job.training.batch_size,
+            seed=job.training.seed,
+            shuffle=job.training.shuffle,
+        )
+        order = TrainReplica(
+            run=self._run,
+            tensors=tuple(header_of(name, tensor) for name, tensor in kept.items()),
+            assignment=msgspec.structs.replace(assignment, evaluation=_NO_EVALUATION),
+            share=share,
+            fragments=shapes,
+            rules=job.sync.decoupled,
+            steps=self.machine.steps(replica),
+        )
+        return order, kept
+
+    def _shapes(self, prepared: Prepared) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """Return the shapes of each fragment's parameters, by the name that the graph has of them."""
+        names = parameter_names(self.model)
+        used = {op.target for op in prepared.captured.train.ops if op.kind == "parameter"}
+        return tuple(
+            {next((n for n in names[p] if n in used), names[p][0]): tuple(p.shape) for p in fragment}
+            for fragment in self._fragments()
         )
 
     def fill(self) -> None:

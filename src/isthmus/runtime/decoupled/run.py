@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,13 +12,14 @@ import msgspec
 
 from isthmus.accelerators import open_accelerator
 from isthmus.combinations import refused
-from isthmus.data import Dataset, load_dataset
+from isthmus.data import load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job, Prepared, keep_prepared, kept_prepared
 from isthmus.plans import Plan, load_plan, save_plan
 from isthmus.runtime.coordinator.backend import StartedProcesses, local_places
+from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
 from isthmus.runtime.decoupled.groups import Groups, replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.merger import MergerWatch
@@ -27,7 +27,6 @@ from isthmus.runtime.decoupled.merger_link import ReplicaPlace
 from isthmus.runtime.decoupled.pipeline import ReplicaPipeline, serve_pipeline
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.replica import serve_replica
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.signals import Stop
@@ -61,8 +60,7 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         got = ", ".join(job.sync.decoupled.packed)
         raise UserError(f"sync.decoupled.packed: got {got} without a table [compression], expected one")
     asked: dict[str, tuple[object, object]] = {
-        "bf16, fp16": (training.precision, "fp32"),
-        "skipped steps": (training.non_finite, "stop"),
+        "changes that are not finite": ("ignore" if training.non_finite == "ignore" else "", ""),
         "data holders": (", ".join(job.plan.holders), ""),
         "compression": (job.compression is not None and not pipelines, False),
         "JAX": (", ".join(sorted(fleet.engines)), "torch"),
@@ -82,14 +80,6 @@ def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link 
     ends = fleet.names[0]
     found = {name: (fleet.link(devices[0], ends), fleet.link(ends, devices[0])) for name, devices in others}
     return {first: (None, None), **found}
-
-
-def _trainer(job: Job, data: Dataset, number: int, count: int, place: ProcessPlace, steps: int) -> ReplicaTrainer:
-    """In the replica's own process: a driver that has started in one process works in no copy of it."""
-    accelerator = open_accelerator(place.accelerator)
-    if note := job.engine().kernels.use(accelerator):
-        print(note, file=sys.stderr, flush=True)
-    return ReplicaTrainer(job, data, number, count, accelerator, steps)
 
 
 class _Begin(msgspec.Struct, frozen=True):
@@ -113,7 +103,7 @@ class DecoupledRun(MergedRun):
         """`replan` plans a pipeline anew where some of its devices are lost, or came. UserError for a job or a model
         that does not fit, or as of `MergedRun` for the `checkpoint` to go on from."""
         check_decoupled(job, fleet)
-        self.groups = groups = replica_groups(job, fleet)
+        groups = replica_groups(job, fleet)
         super().__init__(job, groups, checkpoint)
         self._folder = folder
         self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
@@ -121,8 +111,8 @@ class DecoupledRun(MergedRun):
         data = load_dataset(job.used_data, "train")
         title = import_extra("setproctitle", "a device process").setproctitle
 
-        def serve(number: int, name: str) -> Callable[[str], None]:
-            devices, count = groups[name], len(groups)
+        def serve(name: str) -> Callable[[str], None]:
+            devices = groups[name]
 
             def act(text: str) -> None:
                 title(f"isthmus {'device' if len(devices) == 1 else 'replica'} {name}")
@@ -136,33 +126,40 @@ class DecoupledRun(MergedRun):
                     step_s=begin.step_s.get(name, 0.0),
                     link=self._links[name][0],
                 )
-                steps = self.machine.steps(name)
-                if len(devices) == 1:
-                    here = places.get(name, ProcessPlace())
-                    serve_replica(lambda: _trainer(own, data, number, count, here, steps), place)
-                    return
-                fork_before_threads(waiting=1)  # one waits for the end of the merger's process
+                if len(devices) > 1:
+                    fork_before_threads(waiting=1)  # one waits for the end of the merger's process
                 whole = kept_prepared(own, folder / CAPTURED)
-                assert whole is not None and replan is not None, "kept before replicas begin"
+                assert whole is not None, "kept before replicas begin"
+                plan = load_plan(replica_folder(folder, name) / PLAN)
+                if len(devices) == 1:
+
+                    def trainer() -> GraphTrainer:
+                        """A driver that has started in one process works in no copy of it."""
+                        accelerator = open_accelerator(places.get(name, ProcessPlace()).accelerator)
+                        return GraphTrainer(*self.order(name, whole, plan, fleet), data, accelerator)
+
+                    serve_replica(trainer, place)
+                    return
+                assert replan is not None, "of a run with pipelines"
                 prepared = pipeline_prepared(whole, groups, name)
                 pipeline = ReplicaPipeline(
                     prepared=prepared,
-                    plan=load_plan(replica_folder(folder, name) / PLAN),
+                    plan=plan,
                     fleet=fleet.subset(devices),
                     places=places,
                     replan=partial(replan, prepared),
                     folder=replica_folder(folder, name),
                     began_s=begin.began_s,
                 )
-                serve_pipeline(own, pipeline, place, steps)
+                serve_pipeline(own, pipeline, place, self.machine.steps(name))
 
             return act
 
-        acts = {name: serve(number, name) for number, name in enumerate(groups)}
+        acts = {name: serve(name) for name in groups}
         self.processes = Forked(acts, folder / "logs")
 
-    def keep(self, prepared: Prepared, plans: Mapping[str, Plan]) -> None:
-        """Leave what pipelines need where they look for it."""
+    def _keep(self, prepared: Prepared, plans: Mapping[str, Plan]) -> None:
+        """Leave what replicas need where they look for it."""
         keep_prepared(prepared, self._folder / CAPTURED)
         for name, plan in plans.items():
             folder = replica_folder(self._folder, name)
@@ -170,15 +167,21 @@ class DecoupledRun(MergedRun):
             save_plan(plan, folder / PLAN)
 
     def run(
-        self, step_s: Mapping[str, float], watch: MergerWatch, stop: Stop, micro_batches: int | None = None
+        self,
+        prepared: Prepared,
+        plans: Mapping[str, Plan],
+        step_s: Mapping[str, float],
+        watch: MergerWatch,
+        stop: Stop,
     ) -> DecoupledOutcome:
-        """To the end. `step_s` is how long a step of each replica of one device takes at least; `micro_batches` are
-        those of a batch, where the job does not say them."""
+        """To the end. `step_s` is how long a step of each replica of one device takes at least."""
         job = self._job
+        self._keep(prepared, plans)
         host = self._host({name: back for name, (_, back) in self._links.items()}, watch)
         listener = Listener("127.0.0.1", timeout_s=job.timeout_s)
         listener.start(host.acceptor.on_connection)
-        begin = _Begin(f"127.0.0.1:{listener.port}", dict(step_s), time.monotonic(), micro_batches or job.micro_batches)
+        address, micro_batches = f"127.0.0.1:{listener.port}", prepared.job.micro_batches
+        begin = _Begin(address, dict(step_s), time.monotonic(), micro_batches)
         self.processes.begin(msgspec.json.encode(begin).decode())
         try:
             return self._coordinate(host, StartedProcesses(self.processes.ended), stop)
