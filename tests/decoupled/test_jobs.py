@@ -138,9 +138,11 @@ def test_a_replica_has_one_micro_batch_where_a_mean_is_the_models_own(job: Job, 
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
 
 
-def test_a_replica_trains_on_an_accelerator(job: Job) -> None:
+def test_a_replica_trains_in_half_on_an_accelerator(job: Job) -> None:
     job = msgspec.structs.replace(
-        job, runtime=RuntimeConfig(device={"a-0": "checked:0", "b-0": "checked:1"}, emulate=False)
+        job,
+        runtime=RuntimeConfig(device={"a-0": "checked:0", "b-0": "checked:1"}, emulate=False),
+        training=msgspec.structs.replace(job.training, precision="bf16"),
     )
     run = isthmus.train(job, observer=logged(io.StringIO()))
     assert run.outcome == "done" and all(np.isfinite(point.loss) for point in run.heldout)
@@ -212,8 +214,8 @@ def test_what_replicas_cannot_do_is_refused(job: Job) -> None:
     odd = changed(job.training, batch_size=15, micro_batches=1)
     refused = {
         "training.batch_size: got 15 for 2 replicas, expected a multiple of 2": changed(job, training=odd),
-        "training.precision: got 'bf16' with sync.mode 'decoupled'": changed(
-            job, training=changed(job.training, precision="bf16")
+        "training.non_finite: got 'ignore' with sync.mode 'decoupled'": changed(
+            job, training=changed(job.training, non_finite="ignore")
         ),
         "runtime.engine: got 'jax' with sync.mode 'decoupled'": changed(job, runtime=RuntimeConfig(engine="jax")),
     }
