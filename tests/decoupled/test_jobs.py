@@ -204,6 +204,24 @@ def test_each_replica_is_planned(job: Job, tmp_path: Path) -> None:
     refused(isthmus_command("plan", example, "--compare", "all"), 2, "--compare", "each replica")
 
 
+def test_a_plan_says_how_fast_all_replicas_are_what_links_carry_and_the_price(job: Job, tmp_path: Path) -> None:
+    prices = "price_per_hour = 3.6\ncount = 1"
+    egress = '[[region]]\nregion = "y"\negress_price_per_gb = 2.0\n'
+    (tmp_path / "fleet.toml").write_text(FLEET.replace("count = 1", prices).replace("[[link]]", egress + "[[link]]"))
+    planned = plan_replicas(job)
+    step_s = step_times(prepare(job), fleet_of(job))
+    batch_s = 16 / sum(8 / seconds for seconds in step_s.values())
+    assert planned.samples_per_s == pytest.approx(16 / batch_s)
+    period = job.sync.every
+    assert planned.price.devices == pytest.approx(batch_s / 3600 * 2 * 3.6)
+    assert planned.price.egress == pytest.approx(2.0 * sum(planned.sizes.delta) / 1e9 / period)  # the merger is in x
+    assert planned.summary()["price_per_1000_batches"] == pytest.approx(1000 * planned.price.total)
+    together, merged, link, price = planned.lines()
+    assert together.startswith("All replicas together: ") and f"merged once in {period} batches" in merged
+    assert link.startswith("Busiest link: the link of b-0, 100 Mbit/s, carries ")
+    assert price.startswith("1,000 batches cost ")
+
+
 def test_nothing_is_to_be_planned(job: Job) -> None:
     with pytest.raises(UserError, match="each replica is planned by itself"):
         prepare(job).problem(resolve_fleet(job.fleet))

@@ -10,8 +10,10 @@ import msgspec
 
 from isthmus.api.decoupled import replica_plans, step_text
 from isthmus.api.fault_simulation import fault_text
-from isthmus.api.merge_period import with_period
+from isthmus.api.merge_period import batch_seconds, busiest_link, with_period
 from isthmus.api.replica_models import fragment_bytes, replica_models
+from isthmus.cost import Price, is_priced, step_price
+from isthmus.cost.price import GB, SECONDS_PER_HOUR
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
@@ -124,13 +126,49 @@ class PlannedReplicas(NamedTuple):
 
     def summary(self) -> dict[str, object]:
         """As JSON has it: the plan documents by replica."""
-        return {"period": self.job.sync.every, "replicas": self.plans}
+        found: dict[str, object] = {"period": self.job.sync.every, "samples_per_s": self.samples_per_s}
+        priced = {"price_per_1000_batches": 1000 * self.price.total} if is_priced(self.fleet) else {}
+        return {**found, **priced, "replicas": self.plans}
 
-    def line(self) -> str:
-        """When they merge, in words."""
+    @property
+    def samples_per_s(self) -> float:
+        """Of all replicas together, none of which ever waits."""
+        return self.job.training.batch_size / batch_seconds(self.job, self.models)
+
+    @property
+    def price(self) -> Price:
+        """The price of a batch: the devices of all replicas, and the bytes that leave priced regions."""
+        batch_s, egress = batch_seconds(self.job, self.models), 0.0
+        devices = [name for plan in self.plans.values() for name in plan.used]
+        merger = self.fleet.device(self.fleet.names[0]).region
+        for model in self.models:
+            plan = self.plans[model.name]
+            egress += batch_s / model.step_s * step_price(plan, self.fleet).egress
+            region = self.fleet.device((model.devices or (model.name,))[0]).region
+            for source, carried in ((region, self.sizes.delta), (merger, self.sizes.change)):
+                per_gb = self.fleet.region_info_of(source).egress_price_per_gb if region != merger else 0.0
+                egress += per_gb * sum(carried) / GB / self.job.sync.every
+        per_hour = sum(self.fleet.device(name).price_per_hour for name in devices)
+        return Price(devices=batch_s / SECONDS_PER_HOUR * per_hour, egress=egress)
+
+    def lines(self) -> list[str]:
+        """How fast they are together, when they merge, and what that costs, in words."""
         fragments, every = self.job.sync.decoupled.fragments, self.job.sync.every
         what = "The weights are" if fragments == 1 else f"Each of {fragments} fragments of the weights is"
-        return self.note or f"{what} merged once in {every} batches of all replicas."
+        batch_s, link = batch_seconds(self.job, self.models), busiest_link(self.job, self.models, self.sizes)
+        price = self.price
+        found = [
+            f"All replicas together: {self.samples_per_s:.4g} samples/s, a batch in {format_duration(batch_s)}.",
+            self.note or f"{what} merged once in {every} batches of all replicas.",
+        ]
+        if link and not self.note:
+            found.append(f"Busiest link: {link}.")
+        if is_priced(self.fleet):
+            found.append(
+                f"1,000 batches cost {1000 * price.total:.4g} in the fleet's unit: {1000 * price.devices:.4g} for "
+                f"devices, {1000 * price.egress:.4g} for bytes that leave priced sites."
+            )
+        return found
 
     def devices(self, replica: str) -> Fleet:
         """The replica's own."""

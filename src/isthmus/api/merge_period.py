@@ -51,7 +51,7 @@ def with_period(job: Job, models: Sequence[ReplicaModel], sizes: FragmentBytes) 
     if job.sync.period != "auto":
         return job, ""
     training = job.training
-    batch_s = training.batch_size / sum(model.samples / model.step_s for model in models)
+    batch_s = batch_seconds(job, models)
     slowest = max(_loads(models, sizes), default=None)
     least = 1 if slowest is None else max(1, math.ceil(slowest.link_s / (LINK_SHARE * batch_s)))
     if slowest is not None and least > training.steps:
@@ -66,6 +66,17 @@ def with_period(job: Job, models: Sequence[ReplicaModel], sizes: FragmentBytes) 
             f"with {late.period}, {late.contributions} contributions to {SIMULATED_MERGES} merges would be too late"
         )
     return _planned(job, period), f"period {period}: {'; '.join(reasons) or 'no link is in use'}"
+
+
+def busiest_link(job: Job, models: Sequence[ReplicaModel], sizes: FragmentBytes) -> str:
+    """Return what the slowest link of a replica carries in a period, in words; nothing where no link is in use."""
+    loads = max(_loads(models, sizes), default=None)
+    return "" if loads is None else loads.text(job.sync.every * batch_seconds(job, models))
+
+
+def batch_seconds(job: Job, models: Sequence[ReplicaModel]) -> float:
+    """Return the time in which all replicas together train on a batch."""
+    return job.training.batch_size / sum(model.samples / model.step_s for model in models)
 
 
 class _Late(NamedTuple):

@@ -250,7 +250,7 @@ def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, 
         for name, own in replicas.plans.items():
             out().print(f"Replica {name}", style="bold", highlight=False)
             out().print(api.output.plan_overview(own, replicas.devices(name), replicas.graph))
-        out().print(replicas.line(), highlight=False, soft_wrap=True)
+        out().print("\n".join(replicas.lines()), highlight=False, soft_wrap=True)
         return
     api.output.check_file("--picture", picture, ".png")
     found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain, prove=prove)
