@@ -14,21 +14,14 @@ from msgspec import UnsetType
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
-<<<<<<< HEAD
-from isthmus.fleet import Link
-from isthmus.job import Job
-from isthmus.programs.merger import Merger
-from isthmus.programs.merging import Finish
-from isthmus.protocol.decoupled_events import NOTHING_MERGED, MergeRules, MergesDone
-=======
 from isthmus.fleet import Fleet, Link
 from isthmus.graph import StageGraph
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
-from isthmus.protocol.decoupled import Merger
-from isthmus.protocol.decoupled_events import NOTHING_MERGED, FinishMerges, MergeRules, MergesDone
+from isthmus.programs.merger import Merger
+from isthmus.programs.merging import Finish
+from isthmus.protocol.decoupled_events import NOTHING_MERGED, MergeRules, MergesDone
 from isthmus.protocol.run_ports import EpochStart
->>>>>>> eef8549d (bf16, fp16 and skipped steps of decoupled replicas: one trainer computes the captured graph, here and on devices that join)
 from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.coordinator.data_holders import Digests
 from isthmus.runtime.coordinator.run_callbacks import Address
