@@ -132,7 +132,7 @@ class PlannedReplicas(NamedTuple):
 
     @property
     def samples_per_s(self) -> float:
-        """Of all replicas together, none of which ever waits."""
+        """The speed of all replicas together, none of which ever waits."""
         return self.job.training.batch_size / batch_seconds(self.job, self.models)
 
     @property
