@@ -124,7 +124,7 @@ def test_how_a_run_ends_is_raised() -> None:
 
 def test_sites_that_all_diverge_end_the_run(tmp_path: Path) -> None:
     names, port = ("a", "b"), free_port()
-    job = edited(write_job(tmp_path, names), ("batch_size = 4", "batch_size = 4\nlearning_rate = 1e25"))
+    job = edited(write_job(tmp_path, names), ("[model]", "learning_rate = 1e25\n[model]"))
     state = write_tickets(tmp_path, names, port)
 
     def serve(_: str) -> None:
