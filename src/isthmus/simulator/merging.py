@@ -421,7 +421,10 @@ class MergingSimulation(Parties[_Replica]):
         self.strikes.call(device)
 
     def reject(self, device: str, *, permanent: bool) -> None:
-        self.connections.hang_up(device)
+        if permanent:
+            self.connections.release(device)
+        else:
+            self.connections.hang_up(device)
 
     def send_all(self, replica: str) -> None:
         self._send(replica)
