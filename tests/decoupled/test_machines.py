@@ -480,6 +480,17 @@ def test_a_merge_to_which_nobody_gives_any_more_does_not_hold_up_the_end() -> No
     assert host.at(host.machine.due_s) == [("ask", "a", CollectChanges(merge=3, fragments=(0,), last=True))]
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_merge_whose_replicas_are_all_lost_asks_those_that_came_since(last: bool) -> None:
+    host = Host(quorum=1)
+    host.join("a")
+    assert whom(host.step("a", 1000 if last else 64)) == ["a"]
+    host.join("b")
+    asked = host.lose("a") + host.step("b", 64)
+    assert [one[2] for one in asked if one[0] == "ask"] == [CollectChanges(merge=2, fragments=(0,), last=last)]
+    assert merged(host.give("b", 2, 64)) == [("b", 2, 64)]
+
+
 def test_one_that_is_ready_gives_at_once_until_the_last_merge() -> None:
     replica, port = DecoupledReplica(1, 4), Recorder(ReplicaPort)
     replica.port = port.port

@@ -297,7 +297,7 @@ class Merger(Policy[MergerPort], Session):
         self._leaving |= seen.leaving & (self.connected | seen.starting)
         for replica in sorted(self._leaving):  # also one whose process connects later, or again
             self._release(replica)
-        for device in sorted(self._admissible.intersection(seen.offers) - self.connected):
+        for device in sorted(self._admissible.intersection(seen.offers) - self.connected - seen.starting):
             if self.now_s >= self._call_from_s.get(device, self.now_s):
                 self._processes.add(device)
                 self.port.note(f"{device} is here, and is called to train")
@@ -496,6 +496,9 @@ class Merger(Policy[MergerPort], Session):
             return
         self._count(opened)
         asked, are_ready = opened.asked, self._are_ready
+        if not opened.given and self.present and opened.invited.isdisjoint(self.present):
+            self._ask_again(asked)
+            return
         if grace_is_over and not opened.given and are_ready and not asked.last:
             self._open, self.phase = None, "training"  # who could give to it is lost
             self._next()
@@ -522,6 +525,14 @@ class Merger(Policy[MergerPort], Session):
                 self.port.note(f"{replica} is left out: {why_not}")
             else:
                 self.disbelieve(replica, why_not)
+
+    def _ask_again(self, asked: CollectChanges) -> None:
+        """All that were asked for a merge are lost, or began again; those that came since were not asked."""
+        self._open, self._due_s, self.phase = None, None, "training"
+        if asked.last:
+            self._announce(asked.fragments, last=True)
+        else:
+            self._next()
 
     def _taken_out(self, fragment: int) -> MergedFragment:
         held, self._held[fragment] = self._held[fragment], {}
