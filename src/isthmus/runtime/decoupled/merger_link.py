@@ -41,10 +41,9 @@ from isthmus.runtime.transport.reconnection import (
 )
 from isthmus.training.layout import header_of
 
-FIRST_S = 2.0
-"""For a connection over which an error goes."""
 EXIT_GRACE_S = 10.0
-"""For what is on its way when a replica ends."""
+"""For what is on its way when a replica ends; and for a connection over which its error goes: on a busy machine the
+first one takes seconds."""
 Received = tuple[ReplicaOrder | None, list[Tensor]]
 """An order of the merger, and what came with it; None where the connection is lost."""
 
@@ -130,7 +129,7 @@ class MergerLink:
         self._connection.close(grace_s)
 
     def _report(self, failed: DeviceFailed) -> None:
-        self._connection.connected.wait(FIRST_S)  # it may fail sooner than it is connected
+        self._connection.connected.wait(EXIT_GRACE_S)  # it may fail sooner than it is connected
         self.put(failed)
 
     def _say(self, text: str) -> None:
