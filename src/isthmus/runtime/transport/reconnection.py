@@ -117,9 +117,10 @@ class CoordinatorConnection(Generic[Sending]):
         channel, sender = self._dialled()
         sender.put(self._first())
         self.current = connection = OpenConnection(channel, sender, self.run, self._timeout_s)
+        missed = self.over.is_set()  # `close` came before; one that comes later sends first what was put
         self.connected.set()
         connection.start_heartbeats(self._timeout_s)
-        if self.over.is_set():  # `close` may have come before
+        if missed:
             connection.close()
         return connection
 
