@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from isthmus.api.job_overrides import federated_job_of, job_of
-from isthmus.api.up import refuse_federated
 from isthmus.combinations import refusals, refused
 from isthmus.data import DataSpec
 from isthmus.documents import convert
@@ -23,6 +22,9 @@ from isthmus.models.boundary import BoundaryOptions
 from isthmus.models.lora import LoraOptions
 from isthmus.runtime.decoupled.fleet_replicas import check_joined
 from isthmus.runtime.decoupled.run import check_decoupled
+from isthmus.runtime.device.peer_connections import Endpoint
+from isthmus.runtime.federated.fleet_executors import check_on_devices
+from isthmus.runtime.federated.joined import check_device
 from tests.docs.test_named_tests import known
 
 SRC = Path(__file__).parents[1] / "src" / "isthmus"
@@ -166,7 +168,10 @@ DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
     ("JAX", "federated"): of_file(runtime={"engine": "jax"}),
     ("compile", "federated"): of_file(runtime={"compile": True}),
     ("bf16, fp16", "federated"): of_file(training={"precision": "bf16"}),
-    ("isthmus up", "a federated job"): lambda: refuse_federated(FEDERATED),
+    ("an executor for each client", "joined executors"): rounds(check_on_devices, runtime__scheme="sd"),
+    ("Ray", "joined executors"): rounds(check_on_devices, runtime__backend="ray"),
+    ("emulation", "joined executors"): rounds(check_on_devices, runtime__noise=0.1),
+    ("several ranks, JAX", "joined executors"): lambda: check_device(Endpoint(device="a", engine="jax")),
     ("slow executors", "a scheme of its own"): rounds(execution__scheme="rw", execution__slow_down=[1.0]),
     ("an emulated fleet", "sites"): rounds(fleet="parrot-a", **SITES),
     ("an availability trace", "sites"): rounds(check_deployment, participation__availability="x.csv", **SITES),
@@ -211,6 +216,7 @@ TESTED = {
     ("norms of gradients", "trained weights"): "test_refused_where_the_count_would_not_be_the_truth",
     ("statistics over samples", "activation noise"): "test_refused_where_the_count_would_not_be_the_truth",
     ("own data", "trained weights"): "test_holders_do_not_sum_gradients_of_raw_samples_with_each_other",
+    ("sites", "isthmus up"): "test_a_mistake_is_answered_in_one_line",
     ("JAX", "audit"): "test_a_run_whose_rounding_is_not_torchs_is_refused",
     ("a lost coordinator", "generation"): "test_a_service_is_predicted_also_under_faults",
     ("an option of another mode", "a mode"): "test_options_that_the_mode_does_not_read",

@@ -213,7 +213,7 @@ serve job.toml --timeout soon --state state           | --timeout: got 'soon', e
 serve job.toml --fleet laptpo --state state           | unknown fleet 'laptpo': did you mean 'laptop'?
 serve job.toml --port {port} --state state            | cannot listen on 127.0.0.1:{port}: Address already in use
 serve deploy.toml --port {port} --state state         | cannot listen on 127.0.0.1:{port}: Address already in use
-serve fed.toml --state state                          | deployment: missing, expected the table with the sites
+serve fed.toml --state state --set runtime.scheme=sd  | runtime.scheme: got 'sd' with executors on devices that
 serve --state notes.txt                               | notes.txt: cannot be made: File exists
 submit job.toml --state nothing                       | no fleet was served from it: start `isthmus serve`
 probe --engine jaxx                                   | --engine: unknown engine 'jaxx': did you mean 'jax'?
@@ -222,7 +222,9 @@ probe --out nodir/f.toml                              | --out nodir/f.toml: nodi
 probe --memory lots                                   | --memory: got 'lots', expected a size
 up job.toml                                           | isthmus up: Missing option '--on'
 up job.toml --on slrum                                | unknown --on 'slrum': did you mean 'slurm'?
-up fed.toml --on local                                | up: got a federated job
+up fed.toml --on local                                | --nodes: got none, and --on local starts as many as it is
+up deploy.toml --on local --nodes 2                   | deployment: got sites with `isthmus up`, expected
+up fed.toml --on local --nodes 2 --measure            | --measure: got True in a federated job
 up job.toml --on local                                | --nodes: got none, and --on local starts as many as it is
 up job.toml --on slurm --on-option partitionn=x       | option 'partitionn': did you mean 'partition'?
 join --data nodir                                     | --data nodir: not a folder

@@ -25,6 +25,8 @@ FINGERPRINTS = "fingerprints.jsonl"  # fingerprints of a pipeline whose steps ca
 CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
 """A pipeline's folder of checkpoints, and in each checkpoint the file that makes it complete."""
 ROUNDS = "rounds"  # a federated run's folder of committed rounds
+STATES_FOLDER = "states"  # a federated run's folder of what clients keep
+PACKED = ".states"  # how the name of a file ends that has the clients' states of a round
 STOPPED = "stopped.txt"  # the callback that ended the run, and its reason
 CLIENT_NAMES = "clients.json"
 """The names of a federated run's clients, in the order of their numbers, where the data name them."""

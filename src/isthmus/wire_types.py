@@ -8,7 +8,7 @@ these has its own beside its struct.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta
 
@@ -59,3 +59,6 @@ Many = Annotated[tuple[_Item, ...], Meta(max_length=MOST_ITEMS)]
 Distinct = Annotated[frozenset[_Item], Meta(max_length=MOST_ITEMS)]
 Table = Annotated[dict[_Key, _Item], Meta(max_length=MOST_ITEMS)]
 Shape = Annotated[tuple[Amount, ...], Meta(max_length=MOST_DIMS)]
+WorkerRole = Literal["stage", "replica", "executor"]
+"""The work of a device's process: stages of a plan; the whole model, whose changes are merged; clients of a federated
+run."""

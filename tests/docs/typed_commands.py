@@ -59,6 +59,8 @@ LEFT_OUT = {
     "docs/engines.md": {"python3.11": "needs a second Python", "ISTHMUS_OTHER_PYTHON": "needs a second Python"},
     "docs/federated.md": {
         "isthmus serve": SITES,
+        "isthmus submit": ELSEWHERE,
+        "isthmus up": CLUSTER,
         "isthmus join": SITES,
         "ray": CLUSTER,
         "isthmus train fed-digits.toml --set runtime.backend=ray": CLUSTER,

@@ -308,12 +308,6 @@ def test_a_deployment_that_cannot_begin_is_refused(
     refused(isthmus("serve", job_file, "--state", tmp_path / "fleet", "--port", "0"), 2, *words)
 
 
-def test_a_job_without_sites_is_not_served(tmp_path: Path) -> None:
-    job_file = write_job(tmp_path, ("a", "b"))
-    job_file.write_text(job_file.read_text().partition("[deployment]")[0])
-    refused(isthmus("serve", job_file, "--state", tmp_path / "fleet", "--port", "0"), 2, "deployment: missing")
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

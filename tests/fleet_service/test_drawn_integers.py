@@ -249,7 +249,7 @@ def test_an_agent_does_what_a_coordinator_can_ask(
         def __init__(self, *_: object, threads: int, **__: object) -> None:
             self.threads = threads
 
-        def start(self, device: str, place: ProcessPlace, stages: int, *, replica: bool) -> None:
+        def start(self, device: str, place: ProcessPlace, stages: int, *, role: str) -> None:
             begun.append((self.threads, stages))
 
         def running(self, device: str) -> bool:

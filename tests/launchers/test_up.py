@@ -19,6 +19,7 @@ from isthmus.cli.cluster_commands import up
 from isthmus.errors import UserError
 from isthmus.fleet import load_fleet
 from isthmus.runtime.launchers import ray_connection, registry
+from tests.federated.test_federated_runs import model, write
 from tests.fleet_service.parties import soon
 
 from .agents import kill_agent, processes_with
@@ -148,10 +149,15 @@ def test_what_is_wrong_is_said_in_one_line(on: str, how: dict[str, object], reas
     assert not (tmp_path / "run").exists()
 
 
-def test_a_federated_job_is_refused(tmp_path: Path) -> None:
-    job = Path(__file__).parents[2] / "examples" / "fed-digits.toml"
-    with pytest.raises(UserError, match="up: got a federated job"):
-        isthmus.up(job, "local", nodes=2)
+@pytest.mark.long
+def test_a_federated_job_gives_the_bits_of_this_machine(tmp_path: Path) -> None:
+    """Its clients keep states."""
+    job = write(tmp_path)
+    run = isthmus.up(job, "local", nodes=2, run=tmp_path / "up")
+    assert run.outcome == "done"
+    isthmus.federate(job, run=tmp_path / "here")
+    assert model(tmp_path / "up") == model(tmp_path / "here")
+    assert not list((tmp_path / "up").rglob("*.pem"))
 
 
 def test_an_unreachable_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ from isthmus.api.folder import RunFolder
 from isthmus.api.stored_run import chosen_folder, documents_of, uploaded
 from isthmus.errors import UserError
 from isthmus.federated.history import RoundHistory
+from isthmus.federated.server import STATES
 from isthmus.stores import Store, StoreConfig, commits_in
 from isthmus.training.checkpoint import latest_checkpoint, newest_whole_checkpoint, read_manifest, read_tensors
 from tests.interpreters import script
 from tests.runtime.commands import devices_of, is_running, isthmus, refused, wait_until
+from tests.tiers import represented_by
 
 from .conftest import ask_for_keys
 from .s3_server import Gate
@@ -83,7 +85,7 @@ clients = 5
 
 [federated]
 algorithm = "fedavg"
-rounds = 2
+rounds = 3
 
 [training]
 eval_every = 1
@@ -250,20 +252,23 @@ def test_python_objects_go_on_from_the_bucket() -> None:
     assert not any("given" in name for name in Store("memory://objects").names()), "samples stay"
 
 
-def test_federated_rounds_go_on_from_the_bucket() -> None:
-    Path("rounds.toml").write_text(FEDERATED)
-    url = ("--set", "store.url=s3://bucket/runs/rounds")
-    assert isthmus("train", "rounds.toml", "--run", "plain-rounds").code == 0
-    assert isthmus("train", "rounds.toml", "--run", "begun", *url, "--rounds", "1").code == 0
-    shutil.rmtree("begun")
-    done = isthmus("train", "rounds.toml", "--run", "rounds-on", *url, "--resume")
-    assert done.code == 0 and "resuming rounds-on after 1 rounds" in done.err, done.err
-    last = "rounds/round-000001.safetensors"
-    before, after = load_file(f"plain-rounds/{last}"), load_file(f"rounds-on/{last}")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    plain, on = (RoundHistory.of(Path(run)).lines() for run in ("plain-rounds", "rounds-on"))
-    assert [line.evaluation for line in plain] == [line.evaluation for line in on] and len(on) == 2
-    assert last in Store("s3://bucket/runs/rounds").names()
-    stateful = ("--set", "federated.algorithm=scaffold", "--set", "store.url=s3://bucket/runs/scaffold")
-    refused(isthmus("train", "rounds.toml", "--run", "none", *stateful), 2, "an algorithm whose clients keep states")
-    assert "store.json" not in Store("s3://bucket/runs/scaffold").names()
+@pytest.mark.parametrize("algorithm", represented_by(["fedavg", "scaffold"], "scaffold"))
+def test_federated_rounds_go_on_from_the_bucket(algorithm: str) -> None:
+    """Clients of scaffold keep states."""
+    Path("rounds.toml").write_text(FEDERATED.replace("fedavg", algorithm))
+    address, (plain, begun, on) = f"s3://bucket/runs/{algorithm}", [f"{algorithm}-{n}" for n in range(3)]
+    url = ("--set", f"store.url={address}")
+    assert isthmus("train", "rounds.toml", "--run", plain).code == 0
+    assert isthmus("train", "rounds.toml", "--run", begun, *url, "--rounds", "2").code == 0
+    shutil.rmtree(begun)
+    done = isthmus("train", "rounds.toml", "--run", on, *url, "--resume")
+    assert done.code == 0 and f"resuming {on} after 2 rounds" in done.err, done.err
+    last = "rounds/round-000002.safetensors"
+    before, after = load_file(f"{plain}/{last}"), load_file(f"{on}/{last}")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before if name != STATES)
+    lines, again = (RoundHistory.of(Path(run)).lines() for run in (plain, on))
+    assert [line.evaluation for line in lines] == [line.evaluation for line in again] and len(again) == 3
+    names = Store(address).names()
+    assert last in names and (last.replace("safetensors", "states") in names) == (algorithm == "scaffold")
+    assert not list(Path(on, "rounds").glob("*.states")), "they are where states lie"

@@ -12,6 +12,7 @@ from isthmus.combinations import refused
 from isthmus.errors import PeerError
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
+from isthmus.runtime.federated.fleet_executors import check_on_devices, on_devices
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.signals import Stop
@@ -20,7 +21,12 @@ from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 
 def check_rounds(job: FederatedJob, *, on_fleet: bool) -> None:
     """UserError for a job that cannot be run like this."""
-    check_deployment(job) if on_fleet else check_simulation(job)
+    if on_fleet and job.deployment is not None:
+        check_deployment(job)
+        return
+    check_simulation(job)
+    if on_fleet:
+        check_on_devices(job)
 
 
 def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
@@ -31,15 +37,20 @@ def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) ->
     def began() -> None:
         seen.began(run.first_round)
 
-    if isinstance(service := choices.backend, FleetCoordinator):
+    service = choices.backend
+    if job.deployment is not None and isinstance(service, FleetCoordinator):
         run = SiteRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done)
         where = f"sites {', '.join(run.deployment.sites)}"
     else:
-        run = FederatedRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done)
-        if job.store is not None and run.store.states is not None:
-            raise refused("store", "client states", "one")
+        if service is not None:
+            job = on_devices(job, max(1, job.runtime.executors))
+        run = FederatedRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done, backend=service)
+        if run.state_form is not None:
+            if job.store is not None and job.runtime.backend == "ray":
+                raise refused("store", "client states", "one")
+            seen.keeps_states(run.state_form.size_bytes)
         count = len(run.machine.executors)
-        several = f"{count} executor{'s' if count > 1 else ''}"
+        several = f"{count} executor{'s' if count > 1 else ''}" if service is None else "devices of the fleet"
         where = f"{len(run.data.sizes)} clients, {several}, scheme {job.runtime.scheme}"
     if run.first_round >= job.federated.rounds:
         asked = f"the job asks for {job.federated.rounds}"
@@ -52,6 +63,7 @@ def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) ->
             finish = run.run(service, seen.noted, stop)
         else:
             finish = run.run(seen.noted, stop)
+        seen.ended()
     except PeerError as e:
         raise PeerError(f"{e}; {choices.going_on(folder)}") from e
     return Ran(finish.outcome, finish.reason, explain=lambda: _draw(run.history.lines(), folder))

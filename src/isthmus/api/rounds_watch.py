@@ -34,6 +34,14 @@ class RoundsWatch:
         folder.forget_losses(first_round)
         watch.began(run_started(self._job, folder.path, first_round, self._stop.request))
 
+    def keeps_states(self, size_bytes: int) -> None:
+        """Clients keep states of up to so many bytes."""
+        self._uploads.keeps_states(size_bytes)
+
+    def ended(self) -> None:
+        """No round follows."""
+        self._uploads.look(self.noted, last=True)
+
     def noted(self, text: str) -> None:
         """A line for people, while rounds go on."""
         self._watch.noted(text)

@@ -1,4 +1,4 @@
-"""A coordinator of a fleet: it listens, and trains one job, a federated job at its sites, or all submitted jobs."""
+"""A coordinator of a fleet: it listens, and trains one job, at sites or on devices, or all submitted jobs."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ import msgspec
 from isthmus.api.folder import AGENTS_LOG, PROBED, RunFolder
 from isthmus.api.run_entries import SPANS
 from isthmus.errors import UserError
+from isthmus.federated.packed_states import needs_states, pack_states, packed_beside
 from isthmus.federated.server import Commits
 from isthmus.overrides import overridden_struct
-from isthmus.run_files import CHECKPOINTS, JOB, MANIFEST, ROUNDS, read_json
+from isthmus.run_files import CHECKPOINTS, JOB, MANIFEST, PACKED, ROUNDS, STATES_FOLDER, read_json
 from isthmus.runtime.coordinator.recovery_record import RECORD
 from isthmus.stores import (
     OWNER,
@@ -44,7 +45,7 @@ PATTERNS = ("*.json", "*.jsonl", "*.png", ID_FILE, AGENTS_LOG, PROBED, "logs/*.l
 
 def documents_of(folder: Path) -> list[Path]:
     """Return the files that are uploaded besides checkpoints and rounds, the job last: with it a store holds a run.
-    Samples, clients' states and keys stay."""
+    Samples and keys stay."""
     found = {path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
     found = {path for path in found if path.name not in STAY}
     return sorted(found, key=lambda path: (path == folder / JOB, path)) if folder / JOB in found else []
@@ -56,10 +57,15 @@ class Uploads:
     def __init__(self, uploader: Uploader | None = None) -> None:
         self._uploader = uploader
 
-    def committed(self, path: Path, run: Path) -> None:
-        """A checkpoint or a round of the run's folder is complete."""
+    @property
+    def busy(self) -> bool:
+        """Whether a commit is being uploaded, or waits."""
+        return self._uploader is not None and self._uploader.busy
+
+    def committed(self, path: Path, run: Path, add: Callable[[Path], object] = lambda _: None) -> None:
+        """A checkpoint or a round of the run's folder is complete. `add`: as of `Uploader.committed`."""
         if self._uploader is not None:
-            self._uploader.committed(path.relative_to(run).as_posix())
+            self._uploader.committed(path.relative_to(run).as_posix(), add)
 
     def tell(self, note: Note) -> None:
         """Note the outcomes of uploads since the last call."""
@@ -68,20 +74,31 @@ class Uploads:
 
 
 class RoundUploads:
-    """The uploads of a federated run: each round is uploaded once it is on disk."""
+    """The uploads of a federated run: each round is uploaded once it is on disk. Where clients keep states, each that
+    comes while no upload is under way, and the last one: all states go with it."""
 
     def __init__(self, uploads: Uploads, folder: Path) -> None:
         self.folder = folder
         self._uploads = uploads
         self._rounds = Commits(folder / ROUNDS)
         self._newest = self._rounds.newest_file()
+        self._state_bytes: int | None = None
 
-    def look(self, note: Note) -> None:
-        """A round may have been committed."""
-        newest = self._rounds.newest_file()
-        if newest is not None and newest != self._newest:
+    def keeps_states(self, size_bytes: int) -> None:
+        """Clients keep states of up to so many bytes, in the run's folder."""
+        self._state_bytes, self._newest = size_bytes, None
+
+    def look(self, note: Note, *, last: bool = False) -> None:
+        """A round may have been committed; the places of its states are not filled again before the next one is."""
+        newest, size_bytes = self._rounds.newest_file(), self._state_bytes
+        if newest is not None and newest != self._newest and (last or size_bytes is None or not self._uploads.busy):
             self._newest = newest
-            self._uploads.committed(newest, self.folder)
+
+            def add(held: Path) -> None:
+                if size_bytes is not None:
+                    pack_states(newest, self.folder / STATES_FOLDER, size_bytes, packed_beside(held))
+
+            self._uploads.committed(newest, self.folder, add)
         self._uploads.tell(note)
 
 
@@ -148,7 +165,7 @@ def uploaded(config: StoreConfig | None, folder: RunFolder, note: Note, *, resum
     owner = Owner(run=here.run if here is not None else secrets.token_hex(8), session=secrets.token_hex(8))
     store.write(OWNER, msgspec.json.encode(owner))
     uploader = Uploader(store, folder.path, owner, documents_of, config)
-    if ours and _newest(ours) > _newest(theirs):
+    if ours and _newest(ours) > _newest(theirs) and not needs_states(folder.path / newest_first(ours)[0]):
         uploader.committed(newest_first(ours)[0])
     uploader.start()
     timeout_s = config.drain_s
@@ -198,14 +215,14 @@ def local_copy(run: str | Path, note: Note = lambda _: None) -> Generator[Path]:
     if not is_url(str(run)):
         yield Path(run)
         return
-    with _fetched(Store(str(run)), Path(tempfile.gettempdir()), note) as found:
+    with _fetched(Store(str(run)), Path(tempfile.gettempdir()), note, states=False) as found:
         yield found
 
 
 @contextlib.contextmanager
-def _fetched(store: Store, beside: Path, note: Note) -> Generator[Path]:
+def _fetched(store: Store, beside: Path, note: Note, *, states: bool = True) -> Generator[Path]:
     """The store's run in a temporary folder: documents, and the newest commit that is whole, with newer ones that are
-    not. UserError."""
+    not, and clients' `states`. UserError."""
     names = store.names()
     if JOB not in names:
         raise UserError(f"store {store.url}: holds no run (no {JOB})")
@@ -215,7 +232,8 @@ def _fetched(store: Store, beside: Path, note: Note) -> Generator[Path]:
         for commit in newest_first(commits):
             note(f"fetching {commit} from {store.url}")
             for name in commits[commit]:
-                store.download(name, folder / name)
+                if states or not name.endswith(PACKED):
+                    store.download(name, folder / name)
             if _is_whole(folder):
                 break
         for name in filter(is_document, names):
@@ -237,6 +255,6 @@ def _is_whole(folder: Path) -> bool:
 def _install(found: Path, folder: Path) -> None:
     """Move a fetched run into its folder: what makes a checkpoint complete after its other files, the job last."""
     files = [path.relative_to(found) for path in found.rglob("*") if path.is_file()]
-    for name in sorted(files, key=lambda name: (name == Path(JOB), name.name == MANIFEST, name)):
+    for name in sorted(files, key=lambda name: (name == Path(JOB), name.name == MANIFEST, name.suffix != PACKED, name)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (found / name).replace(folder / name)

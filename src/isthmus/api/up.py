@@ -15,7 +15,7 @@ from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbac
 from isthmus.api.cluster import Cluster
 from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
 from isthmus.api.given import check_arguments
-from isthmus.api.job_overrides import job_of
+from isthmus.api.job_overrides import any_job_of
 from isthmus.api.make_plan import fleet_for
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
@@ -35,11 +35,11 @@ from isthmus.api.up_choices import (
 from isthmus.atomic_write import atomic_write
 from isthmus.combinations import refused
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob, is_federated
-from isthmus.fleet import Fleet, dump_fleet, load_fleet
+from isthmus.federated.job import FederatedJob
+from isthmus.fleet import Fleet, dump_fleet, load_fleet, resolve_fleet
 from isthmus.job import Job, prepare
-from isthmus.planners import check_planner
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
+from isthmus.runtime.federated.fleet_executors import on_devices
 from isthmus.runtime.launchers.launcher import AgentSpec, Launcher, Renders
 from isthmus.runtime.launchers.local import fork_agents_early as fork_agents_early
 from isthmus.runtime.launchers.registry import open_launcher
@@ -54,14 +54,15 @@ ANY_PORT = 9
 """A port of the engine's head, where only the route to it is asked for."""
 
 
-def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
-    """As `run_job`, on the engine's nodes. Whatever ends the run ends the agents too."""
+def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
+    """As `run_job` or `run_simulated`, on the engine's nodes. Whatever ends the run ends the agents too."""
     stop.check()
-    check_planner(job.planner)
     timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)
-    fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
-    if fleet is not None:
+    fleet = _fleet_of(job, asked)
+    if isinstance(job, FederatedJob) and job.deployment is not None:
+        raise refused("sites", "isthmus up", "sites")
+    if fleet is not None or isinstance(job, FederatedJob):
         check_on_fleet(job)
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
@@ -73,11 +74,13 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
             with stop.calls(lambda: None):
                 devices = cluster.joined(stop)
             with cluster.kept():
-                if fleet is None:
-                    job = _on_measured(job, devices, folder, service, observer.note, stop)
-                else:
+                if fleet is not None:
                     check_devices(devices, fleet)
                 again = asked.again or PYTHON_AGAIN
+                if isinstance(job, FederatedJob):
+                    job = on_devices(job, len(devices))
+                elif fleet is None:
+                    job = _on_measured(job, devices, folder, service, observer.note, stop)
                 choices = Choices(
                     resume=asked.resume,
                     run=folder.path,
@@ -99,13 +102,20 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
         folder.leave()
 
 
-def rendered(job: Job, asked: UpChoices) -> str:
+def _fleet_of(job: Job | FederatedJob, asked: UpChoices) -> Fleet | None:
+    """The fleet that names the devices; None where those that join are taken."""
+    if isinstance(job, FederatedJob):
+        return resolve_fleet(job.fleet) if is_known(job.fleet, None) else None
+    return fleet_for(job) if is_known(job.fleet, asked.measure) else None
+
+
+def rendered(job: Job | FederatedJob, asked: UpChoices) -> str:
     """Return the engine's file, without tickets. Nothing is started or asked for. UserError for an engine that is
     handed nothing to show."""
     launcher = open_launcher(asked.engine, asked.options)
     if not isinstance(launcher, Renders):
         raise UserError(f"--dry-run: --on {asked.engine} is handed no file; slurm, kubernetes and skypilot are")
-    fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
+    fleet = _fleet_of(job, asked)
     specs = agent_specs(agent_names(asked, fleet, None), asked, fleet, here=False)
     return launcher.render(specs, Path(job.run_dir).absolute())
 
@@ -208,7 +218,7 @@ class HowUp(_OnEngine, Attached, total=False):
 
 
 def up(
-    job: Job | str | Path,
+    job: Job | FederatedJob | str | Path,
     on: str,
     *,
     resume: bool = False,
@@ -218,7 +228,8 @@ def up(
     stop: Stop | None = None,
     **given: Unpack[HowUp],
 ) -> Run:
-    """Train a job on the nodes of a cluster, by its engine, as `local`.
+    """Train a job on the nodes of a cluster, by its engine, as `local`. Simulated clients of a federated job are shared
+    out among the nodes.
 
     Starts a coordinator here and an agent on each node, trains, and ends them, also where the run fails. `resume`,
     `run`, `overrides`, `observer`, `stop`, `callbacks`, `track`, `metrics` and `quiet` are as of `isthmus.train`.
@@ -232,12 +243,5 @@ def up(
     how = cast("_OnEngine", {name: value for name, value in given.items() if name not in ATTACHED})
     asked = UpChoices(engine=on, resume=resume, run=None if run is None else Path(run), **how)
     asked = msgspec.structs.replace(asked, callbacks=given_callbacks(given))
-    refuse_federated(job)
     observer = observer or default_observer(quiet=given.get("quiet", False))
-    return run_on_engine(attached_to(job_of(job, overrides), given), asked, observer, stop or Stop())
-
-
-def refuse_federated(job: Job | FederatedJob | str | Path) -> None:
-    """UserError for a federated job."""
-    if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
-        raise refused("isthmus up", "a federated job")
+    return run_on_engine(attached_to(any_job_of(job, overrides), given), asked, observer, stop or Stop())

@@ -88,11 +88,10 @@ def up(
         again=command_to_go_on(),
         verbose=verbose,
     )
-    api.up.refuse_federated(job_file)
     if dry_run:
-        typer.echo(api.up.rendered(asked.pipeline_job(job_file), how), nl=False)
+        typer.echo(api.up.rendered(asked.any_job(job_file, measure=measure), how), nl=False)
         return
     if on == "local":
         api.up.fork_agents_early()
-    job, stop = asked.pipeline_job(job_file), isthmus.Stop()
+    job, stop = asked.any_job(job_file, measure=measure), isthmus.Stop()
     raise typer.Exit(show_run(lambda terminal: api.up.run_on_engine(job, how, terminal, stop), json=json))

@@ -47,7 +47,8 @@ def serve(
     """Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.
 
     Without one it runs what `isthmus submit` hands in, one job after another, until Ctrl-C. A
-    federated job trains at the sites that it names, which keep their data.
+    federated job trains at the sites that it names, which keep their data; or shares out its
+    simulated clients among the devices.
     """
     serving, stop = where.serving(tickets), isthmus.Stop()
     if job_file is None:

@@ -175,6 +175,9 @@ class InProcess:
         self.value_bytes += sum(value.nbytes for value in sums.values())
         self.server.merge(sums, partial.weights(), partial.bounds())
 
+    def call(self, device: str) -> None:
+        """No device joins here."""
+
     def ignore(self, executor: str, phase: PhaseId) -> None:
         """The executor drops them."""
 

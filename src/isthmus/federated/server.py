@@ -327,7 +327,7 @@ class Commits:
         assert self._identity is not None, "whose rounds they are"
         run = msgspec.json.encode(self._identity).decode()
         metadata = {_RUN: run, _SHA256: _digest(run, round_, tensors)}
-        path = self._folder / f"round-{round_:06d}.safetensors"
+        path = self.path(round_)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with atomic_path(path, durable=False) as new:
@@ -337,6 +337,9 @@ class Commits:
         except (OSError, SafetensorError) as e:
             raise UserError(f"round file {path}: cannot be written: {e}") from None
         return path
+
+    def path(self, round_: int) -> Path:
+        return self._folder / f"round-{round_:06d}.safetensors"
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("round-*.safetensors"))

@@ -105,16 +105,17 @@ class StateStore:
         taken: Sequence[int] | NDArray[np.int32] = (),
         part: tuple[int, int] = (0, 1),
         files: StateFiles | None = None,
+        unused: Iterator[int] | None = None,
     ) -> None:
         """`taken` are the places that a resumed run needs (-1 among them is none); `part` is (which of the executors,
-        of how many); `files`, in place of those under the folder alone."""
+        of how many); `files`, in place of those under the folder alone; `unused`, in place of places by both."""
         self._folder = str(folder)
         self._form = form
         self._large = form.size_bytes >= LARGE_BYTES
         self._files = files or StateFiles(self._folder, form.size_bytes, direct=self._large)
         self._rows = max(1, min(MOST_WAITING, WAITING_BYTES // self._files.each_bytes))
         self._free: list[int] = []
-        self._fresh = self._unused(np.asarray(taken, dtype=np.int64), *part)
+        self._fresh = unused or self._unused(np.asarray(taken, dtype=np.int64), *part)
         self._disk: Executor = ThreadPoolExecutor(1, "states") if self._large else _AtOnce()
         """Does one thing after the other."""
         self._batch: _Batch | None = None

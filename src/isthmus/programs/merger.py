@@ -17,7 +17,6 @@ ended, where that process is known to run. In the phase `ending` replicas receiv
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -38,6 +37,7 @@ from isthmus.protocol.decoupled_events import (
     MergesDone,
     StepsMade,
 )
+from isthmus.session.calls import Calls
 from isthmus.session.deadlines import STARTING
 from isthmus.session.failures import CLOSED, Loss
 from isthmus.session.program import OVER, OutOfPhase, Policy, Port, report
@@ -48,7 +48,6 @@ _SHORTEST_S = 1e-3  # between two looks at a merge that could not end
 _QUORUM_TIMEOUT = 2.0  # times between two merges after which a quorum counts only replicas that show life
 _FASTEST_STEP_S = 1e-3  # seconds per step that an absent replica is assumed to need where no replica's speed is known
 _FASTER = 8  # times the fastest pace that was seen: what one that was away may have had
-_AGAIN_S = 30.0  # after so long a device whose process failed is called again; twice as long each further time
 
 
 class _Member:
@@ -141,8 +140,7 @@ class Merger(Policy[MergerPort], Session):
         """All but those that sent what no replica can have done: these do not come back."""
         self._calls = calls
         self._processes = set[str]() if calls else set(replicas)  # replicas whose process is not known to have ended
-        self._failures_of: Counter[str] = Counter()
-        self._call_from_s: dict[str, float] = {}  # when a device whose process failed may be called again
+        self._again = Calls()
         self._leaving: set[str] = set()  # devices that were asked to leave while they were called or at work
         self._due_s: float | None = None  # when time alone opens or ends a merge, or the run
         self._members: dict[str, _Member] = {}
@@ -297,11 +295,11 @@ class Merger(Policy[MergerPort], Session):
         self._leaving |= seen.leaving & (self.connected | seen.starting)
         for replica in sorted(self._leaving):  # also one whose process connects later, or again
             self._release(replica)
-        for device in sorted(self._admissible.intersection(seen.offers) - self.connected - seen.starting):
-            if self.now_s >= self._call_from_s.get(device, self.now_s):
-                self._processes.add(device)
-                self.port.note(f"{device} is here, and is called to train")
-                self.port.call(device)
+        absent = self._admissible.intersection(seen.offers) - self.connected - seen.starting
+        for device in self._again.due(absent, self.now_s):
+            self._processes.add(device)
+            self.port.note(f"{device} is here, and is called to train")
+            self.port.call(device)
 
     def lost(self, loss: Loss) -> None:
         device, reason, permanent = loss.device, loss.reason, loss.permanent
@@ -345,8 +343,7 @@ class Merger(Policy[MergerPort], Session):
         """Its process has ended other than well, or is about to."""
         if replica in self._processes:
             self._processes.remove(replica)
-            self._call_from_s[replica] = self.now_s + _AGAIN_S * 2 ** self._failures_of[replica]
-            self._failures_of[replica] += 1
+            self._again.failed(replica, self.now_s)
 
     def _leave(self, replica: str) -> None:
         """Merges count on it no more."""

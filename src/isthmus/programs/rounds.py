@@ -7,7 +7,8 @@
 The sums of a lost executor are lost: its clients go to the other executors. An executor that runs out of clients steals
 clients that another has not begun. Sums are exact and random streams belong to clients, so the bits do not depend on
 which executor trains which client. Each site has one client, which no other site takes. A site that reconnects is used
-again. Masked sums are unmasked before the update (`masked.py`).
+again. Devices of a fleet come and go too: each trains any client, and a run goes on with one.
+Masked sums are unmasked before the update (`masked.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.secure_messages import SecureReport
+from isthmus.session.calls import Calls
 from isthmus.session.deadlines import STARTING, Deadlines, Waits
 from isthmus.session.failures import Loss
 from isthmus.session.program import JOINING, OVER, Policy, report
@@ -73,6 +75,9 @@ class RoundPort(Protocol):
 
     def finished(self, finish: Finish) -> None:
         """Halt every executor. Nothing follows."""
+
+    def call(self, device: str) -> None:
+        """Have a device of the fleet start a process, which joins as an executor."""
 
     def note(self, text: str) -> None:
         """Tell people."""
@@ -120,6 +125,9 @@ class Rounds(Policy[RoundPort], Session):
         self.notes_waits = True  # whether a person watches, and the host looks often
         self._returns = rules.gathering is not None
         """Whether a lost executor may come back: one's failure does not end the run."""
+        self._has_sites = self._returns and bool(self.clients)  # each has a client of its own
+        self._calls_devices = self._returns and not self._has_sites
+        self._calls = Calls()
         self._scheduler = ClientScheduler(self.executors, rules, sizes, throughput, states, self.clients)
         self.place_states = self._scheduler.place_states
         self._cohort_of = cohort
@@ -146,7 +154,7 @@ class Rounds(Policy[RoundPort], Session):
 
     @property
     def expected(self) -> Collection[str]:
-        return () if self._returns else self._missing
+        return () if self._has_sites else self._missing
 
     @property
     def concerned(self) -> Collection[str]:
@@ -161,6 +169,11 @@ class Rounds(Policy[RoundPort], Session):
         return self._open.phase.round, busy if busy < self._alive else frozenset()
 
     @property
+    def _fewest(self) -> int:
+        """Executors without which no phase begins, of those that come and go."""
+        return self.rules.minimum if self._has_sites else 1
+
+    @property
     def waiting(self) -> Waiting | None:
         """The executors that the next phase waits for; None where a phase is open, or executors are not to come and
         go."""
@@ -168,10 +181,10 @@ class Rounds(Policy[RoundPort], Session):
         if gathering is None or self.phase != JOINING:
             return None
         if self._next == PhaseId(0):
-            return Waiting(max(gathering.start, self.rules.minimum), None)
+            return Waiting(max(gathering.start, self._fewest), None)
         since_s = self.now_s if self._since_s is None else self._since_s
-        if here < self.rules.minimum:
-            return Waiting(self.rules.minimum, since_s + self.rules.deadline_s)
+        if here < self._fewest:
+            return Waiting(self._fewest, since_s + self.rules.deadline_s if self._has_sites else None)
         return Waiting(len(self.executors), since_s + gathering.wait_s, goes_on=True)
 
     @property
@@ -241,7 +254,7 @@ class Rounds(Policy[RoundPort], Session):
 
     def _was_opened(self, phase: PhaseId) -> bool:
         rules = self.rules
-        tried = phase.attempt < rules.attempts or not self._returns  # where executors stay lost, more are made
+        tried = phase.attempt < rules.attempts or not self._has_sites  # where executors stay lost, more are made
         begun = self._newest is not None and phase <= self._newest
         return begun and rules.first_round <= phase.round and phase.number < rules.passes and tried
 
@@ -267,9 +280,23 @@ class Rounds(Policy[RoundPort], Session):
         super().looked(seen)
         if self.over:
             return
+        if self._calls_devices:
+            self._look_at_devices(seen)
         if self.notes_waits:
             self._note_waits()
         self._tick()
+
+    def _look_at_devices(self, seen: Observation) -> None:
+        for device in sorted(seen.leaving & self.connected):
+            self.port.dismiss(device, "leaves")
+            self.disbelieve(device, "it was asked to leave")
+        for device in self._calls.due(seen.offers - self.connected - self._missing, self.now_s):
+            if device not in self.executors:
+                self.executors = (*self.executors, device)
+                self._scheduler.add(device)
+            self._missing.add(device)
+            self._note(f"{device} is here, and is called to train")
+            self.port.call(device)
 
     def _tick(self) -> None:
         """Time alone may open or close a phase."""
@@ -325,19 +352,21 @@ class Rounds(Policy[RoundPort], Session):
         gathering, here = self.rules.gathering, len(self._alive)
         if self._since_s is None:
             self._since_s = self.now_s
-        if here < len(self.executors):
+        first = self._next == PhaseId(0)
+        fewest = 0 if gathering is None else max(gathering.start, self._fewest) if first else self._fewest
+        if here < max(fewest, len(self.executors)):
             if gathering is None:
                 return
-            if self._next == PhaseId(0):
-                if here < max(gathering.start, self.rules.minimum):
+            if first or self._calls_devices:
+                if here < fewest:
                     return
-            elif here < self.rules.minimum:
+            elif here < fewest:
                 if self.now_s - self._since_s >= self.rules.deadline_s:
                     sites = "1 site was" if here == 1 else f"{here} sites were"
                     waited = f"{sites} here for {self.rules.deadline_s:g} s"
-                    self._end("lost", f"round {self._next.round + 1}: {waited}, expected {self.rules.minimum}")
+                    self._end("lost", f"round {self._next.round + 1}: {waited}, expected {fewest}")
                 return
-            elif self.now_s - self._since_s < gathering.wait_s:
+            if not first and self.now_s - self._since_s < gathering.wait_s:
                 return
         self.phase, self._since_s = "running", None
         self._open_phase(self._next)
@@ -358,7 +387,7 @@ class Rounds(Policy[RoundPort], Session):
     def _is_empty(self, phase: PhaseId) -> bool:
         """Whether every client was drawn by itself, and none was: nobody need be there."""
         begins = self.rules.poisson and not (phase.number or self._late) and phase.round < self.rules.rounds
-        waits = self._returns and len(self._alive) < self.rules.minimum
+        waits = self._returns and len(self._alive) < self._fewest
         return begins and not waits and not len(self._cohort_of(phase.round))
 
     def _open_drawn(self, phase: PhaseId) -> None:
@@ -366,12 +395,12 @@ class Rounds(Policy[RoundPort], Session):
         if phase.round >= self.rules.rounds:
             self._end("done")
             return
-        if self._returns and len(self._alive) < self.rules.minimum:
+        if self._returns and len(self._alive) < self._fewest:
             self.phase = JOINING
             self._gather()
             return
         self._drop_stale(phase)
-        if not phase.number and (not phase.attempt or self._returns):
+        if not phase.number and (not phase.attempt or self._has_sites):
             ahead = self._scheduler.cohort_ahead(phase.round)
             self._cohort = self._cohort_of(phase.round) if ahead is None else ahead
         if not phase.number:
@@ -443,7 +472,7 @@ class Rounds(Policy[RoundPort], Session):
     ) -> None:
         if busy:
             self._behind[executor] = phase
-        if self._returns and not again and executor not in self._missed:
+        if self._has_sites and not again and executor not in self._missed:
             self._missed.add(executor)
             ended = f"round {phase.round + 1} ended without its update, which is ignored if it comes"
             self._note(f"site {executor}: {ended}; rounds do not wait for this site until it is in time again")
@@ -491,7 +520,7 @@ class Rounds(Policy[RoundPort], Session):
             self._missed.remove(executor)
             self._note(f"site {executor} is in time again")
         self.port.merge(executor, sums.phase)
-        if self._returns:  # sites do not know of them: the coordinator looks at what they send
+        if self._has_sites:  # they do not know of them: the coordinator looks at what they send
             for refusal in sums.refused:
                 self.port.notify(executor, UpdateRefused(phase=sums.phase, reason=refusal.reason))
         if self.rules.single and opened.unassigned and not late:
@@ -526,7 +555,7 @@ class Rounds(Policy[RoundPort], Session):
         if opened.done < self.rules.minimum:
             self._drop_phase(opened, there, why)
             return
-        if self.rules.staleness and self._returns:
+        if self.rules.staleness and self._has_sites:
             tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
             self._late = opened.late | {name: (phase, task) for name, task in tasks.items()}
             there = []
@@ -558,7 +587,7 @@ class Rounds(Policy[RoundPort], Session):
         for name, (before, _) in opened.late.items():
             self._drop(name, before)
         # Of a simulation's clients that were all trained, another attempt makes the same updates.
-        if phase.attempt + 1 >= self.rules.attempts or (why == "all" and not self._returns):
+        if phase.attempt + 1 >= self.rules.attempts or (why == "all" and not self._has_sites):
             what = f"round {phase.round + 1}: {opened.done} clients were in, expected at least {self.rules.minimum}"
             each = f"{self.rules.deadline_s:g} s" if why == "deadline" else ""
             tries = f"{phase.attempt + 1} attempts" if phase.attempt else ""
@@ -577,10 +606,13 @@ class Rounds(Policy[RoundPort], Session):
 
     def lost(self, loss: Loss) -> None:
         executor, reason = loss.device, loss.reason
-        if loss.cause == "job" and not self._returns:
+        self.connected.discard(executor)
+        if loss.cause == "job" and not (self._has_sites or (self._calls_devices and self.connected)):
             self._end("failed", reason)
             return
-        self.connected.discard(executor)
+        if self._calls_devices:
+            self._missing.discard(executor)
+            self._calls.failed(executor, self.now_s)
         self._gone[executor] = reason
         self._leaves(executor, reason)
         if self.finish is None or reason not in self.finish.reason:
@@ -631,7 +663,7 @@ class Rounds(Policy[RoundPort], Session):
 
     @property
     def _who(self) -> str:
-        return "site" if self._returns else "executor"
+        return "site" if self._has_sites else "device" if self._returns else "executor"
 
     def _note(self, text: str) -> None:
         self.port.note(text)
@@ -639,9 +671,12 @@ class Rounds(Policy[RoundPort], Session):
     def _note_waits(self) -> None:
         joining = self.phase == JOINING
         missing = set(filterfalse(self.is_here, self.executors)) if joining else set[str]()
-        what = "for sites that left" if self._returns and missing - self._missing else "to join"
+        if self._calls_devices:
+            waiting = self.waiting
+            missing = {f"{waiting.needed} devices"} if waiting is not None and not waiting.goes_on else set()
+        what = "for sites that left" if self._has_sites and missing - self._missing else "to join"
         until = self._until(missing)
-        if self._returns and self._all_left(missing):
+        if self._has_sites and self._all_left(missing):
             missing = {f"all {len(missing)}"}  # the line of each one that left has its reason
         self._joining.look(what, missing, self.now_s, until=until)
         self._lags.lag(*self.behind, self.now_s)
@@ -654,6 +689,8 @@ class Rounds(Policy[RoundPort], Session):
         """Return which sites the run waits for, how the wait ends, and why sites left."""
         if (waiting := self.waiting) is None:
             return ""
+        if self._calls_devices:
+            return f" ({len(self.connected)} are here)"
         count = len(self.executors)
         here = f"{count - len(missing)} of {count} sites are here"
         end = f"the round begins with {waiting.needed}"

@@ -8,10 +8,11 @@ from isthmus.protocol.federated_participation import at_least
 
 
 class ExecutorChurn(msgspec.Struct, frozen=True, kw_only=True):
-    """Executors that come and go, as sites do: who is lost may come back, and takes part from the next phase on."""
+    """Executors that come and go, as sites and devices do: who is lost may come back, and takes part from the next
+    phase on."""
 
     start: int  # the run begins when so many are here
-    wait_s: float = 5.0  # later, and after a restart: once the round's `minimum` is here, so long for the others
+    wait_s: float = 5.0  # later, and after a restart: once enough for a phase are here, so long for the others
 
 
 class SecureRules(msgspec.Struct, frozen=True, kw_only=True):

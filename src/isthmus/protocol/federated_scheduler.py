@@ -79,6 +79,11 @@ class ClientScheduler:
     def number(self, executor: str) -> int:
         return self._number[executor]
 
+    def add(self, executor: str) -> None:
+        """Another one may be assigned clients."""
+        self._number[executor] = len(self._number)
+        self.throughput.add()
+
     def line(self, executor: str) -> LinearFit:
         return self.throughput.line(self._number[executor])
 

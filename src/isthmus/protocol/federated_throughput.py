@@ -29,6 +29,12 @@ class ThroughputModel:
         self._records: list[deque[tuple[int, Floats, Floats]]] = [deque() for _ in range(executors)]
         self._lines: TimeModel | None = None
 
+    def add(self) -> None:
+        """There is one executor more."""
+        self.executors += 1
+        self._records.append(deque())
+        self._lines = None
+
     @property
     def known(self) -> bool:
         """Whether any executor's line is believed."""

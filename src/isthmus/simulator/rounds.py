@@ -453,6 +453,9 @@ class RoundsSimulation(Parties[_Executor]):
     def merge(self, executor: str, phase: PhaseId) -> None:
         """There are no values."""
 
+    def call(self, device: str) -> None:
+        """No device joins here."""
+
     def ignore(self, executor: str, phase: PhaseId) -> None:
         """There are no values."""
 

@@ -12,7 +12,8 @@ The complete parts of a run, by the names of its files: in its folder and in its
 
     checkpoints/step-000040/stage-0.safetensors
     checkpoints/step-000040/manifest.json            uploaded last, removed first
-    rounds/round-000010.safetensors                  one file, with its own digest
+    rounds/round-000010.states                       what clients keep, if they do
+    rounds/round-000010.safetensors                  with its own digest, uploaded last, removed first
 
 A commit is what a run can go on from: a checkpoint, or a federated round.
 """
@@ -32,7 +33,7 @@ import msgspec
 
 from isthmus.errors import UserError
 from isthmus.reading import parse_json
-from isthmus.run_files import CHECKPOINTS, MANIFEST, ROUNDS, write_json
+from isthmus.run_files import CHECKPOINTS, MANIFEST, PACKED, ROUNDS, write_json
 from isthmus.stores.store import Store
 from isthmus.units import parse_duration
 
@@ -80,7 +81,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 _CHECKPOINT = re.compile(rf"({CHECKPOINTS}/step-\d+)/([A-Za-z0-9][\w.-]*)")
-_ROUND = re.compile(rf"{ROUNDS}/round-\d+\.safetensors")
+_ROUND = re.compile(rf"({ROUNDS}/round-\d+)\.safetensors")
+_STATES = re.compile(rf"({ROUNDS}/round-\d+){re.escape(PACKED)}")
 _PART = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
@@ -95,7 +97,9 @@ def parts_of_commits(names: Iterable[str]) -> dict[str, list[str]]:
         if (part := _CHECKPOINT.fullmatch(name)) is not None:
             found.setdefault(part[1], []).append(name)
         elif _ROUND.fullmatch(name):
-            found[name] = [name]
+            found.setdefault(name, []).append(name)
+        elif (part := _STATES.fullmatch(name)) is not None:
+            found.setdefault(f"{part[1]}.safetensors", []).insert(0, name)
     return found
 
 
@@ -171,7 +175,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._waiting: _Held | None = None  # to be uploaded next
         self._count = 0
-        self._closing = self._over = False
+        self._closing = self._over = self._uploading = False
         self._said: list[str] = []
         self._failure = ""
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
@@ -180,12 +184,19 @@ class Uploader:
     def start(self) -> None:
         self._thread.start()
 
-    def committed(self, commit: str) -> None:
-        """This checkpoint or round is complete in the run's folder."""
+    @property
+    def busy(self) -> bool:
+        """Whether a commit is being uploaded, or waits."""
+        return self._uploading or self._waiting is not None
+
+    def committed(self, commit: str, add: Callable[[Path], object] = lambda _: None) -> None:
+        """This checkpoint or round is complete in the run's folder. `add` puts what else belongs to it beside the path
+        that it is given."""
         self._count += 1
         held = _Held(commit, self._folder / HELD / str(self._count))
         try:
             (held.folder / commit).parent.mkdir(parents=True, exist_ok=True)
+            add(held.folder / commit)
             _link(self._folder / commit, held.folder / commit)
         except OSError as e:
             self._say(f"store {self._store.url}: {commit} is not uploaded: {e.strerror or e}")
@@ -226,7 +237,7 @@ class Uploader:
         while not self._over:
             with self._changed:
                 held, closing = self._waiting, self._closing
-                self._waiting = None
+                self._uploading, self._waiting = held is not None, None
             try:
                 if not self._is_ours():
                     return
@@ -241,6 +252,7 @@ class Uploader:
                 self._failure = ""
                 self._say(f"store {self._store.url}: uploads go on")
             wait_s = FIRST_WAIT_S
+            self._uploading = False
             with self._changed:
                 if closing and self._waiting is None:
                     return

@@ -25,6 +25,7 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.engine_operators import EngineOperators
+from isthmus.wire_types import WorkerRole
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +42,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where what devices write to standard error goes, as far as it is written on this machine."""
     stages: Mapping[str, int] = {}
     """How many stages each device may get, for those that may get several at once."""
-    replicas: bool = False
-    """Each device trains the whole model; its changes are merged."""
+    anyone: bool = False
+    """Every device of the fleet may be called later."""
+    role: WorkerRole = "stage"
     yields: bool = False
     """A device that another run calls leaves this one."""
     stop: Stop = msgspec.field(default_factory=Stop)

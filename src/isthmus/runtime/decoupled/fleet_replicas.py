@@ -60,7 +60,7 @@ class FleetReplicas(MergedRun):
             timeout_s=job.timeout_s,
             threads=job.runtime.threads,
             logs=logs,
-            replicas=True,
+            role="replica",
             stop=stop,
         )
         with backend.at_work(call, host.acceptor) as devices:

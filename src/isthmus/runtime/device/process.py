@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -24,6 +24,7 @@ from isthmus.runtime.decoupled.joined import serve_joined
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.tasklets import ComputeTurns
+from isthmus.runtime.federated.joined import serve_executor
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.processes.children import end_with_parent
 from isthmus.runtime.processes.memory import limit_memory
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         **{name: getattr(place, name) for name in DevicePlace.__struct_fields__},
     )
     run, timeout_s = os.environ.get("ISTHMUS_RUN", ""), options.timeout_s
-    at, serve = (host, int(port)), serve_joined if options.replica else _serve_stages
+    at, serve = (host, int(port)), _SERVE[options.role]
     first, *others = (
         partial(_work, s, partial(serve, at, s, run, timeout_s)) for s in worker_ids(site, options.stages)
     )
@@ -70,6 +71,13 @@ def worker_ids(site: Endpoint, stages: int) -> list[Endpoint]:
 
 def _serve_stages(coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> None:
     DeviceWorker(coordinator, site, run, timeout_s).work()
+
+
+_SERVE: Mapping[str, Callable[[tuple[str, int], Endpoint, str, float], None]] = {
+    "stage": _serve_stages,
+    "replica": serve_joined,
+    "executor": serve_executor,
+}
 
 
 def _work(site: Endpoint, serve: Callable[[], None]) -> int:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from isthmus.errors import PeerError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
@@ -35,7 +36,7 @@ from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SharesDelivered, UnmaskAsked
 from isthmus.runtime.federated.shared_memory import SharedMemory
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
+from isthmus.runtime.messages.federated import FromExecutor, StateFileGiven, StatesFound, SummedValues, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.channel import MessageChannel, dial
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
@@ -115,6 +116,8 @@ class Executor:
                 self._act(brief)
             case Halt():
                 self._order(body)
+            case StatesFound() | StateFileGiven():
+                self.states_came(body, tensors)
             case KeysListed() | SharesDelivered() | UnmaskAsked():
                 self._on_order(body, {})
             case _:
@@ -124,6 +127,10 @@ class Executor:
 
     def _on_order(self, order: ExecutorOrder | SecureOrder, broadcast: Broadcast) -> None:
         """Before the policy: executors of one machine have no use for it."""
+
+    def states_came(self, answer: StatesFound | StateFileGiven, tensors: Sequence[Tensor]) -> None:
+        """An answer about states of clients."""
+        raise PeerError(f"coordinator: sent {type(answer).__name__}, which was not asked for")
 
     def _order(self, order: ExecutorOrder | Halt) -> None:
         with self._deciding:

@@ -26,7 +26,7 @@ from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.federated import FromExecutor, ToExecutor
+from isthmus.runtime.messages.federated import FromExecutor, StateReport, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.session_host import SessionHost
@@ -108,7 +108,8 @@ class FederatedHost(SessionHost[Rounds]):
     ) -> None:
         """`committed` is called before the next round opens, and what it returns once executors are at work on that
         one. `note` receives a line for each lost executor."""
-        super().__init__(machine, policy.run, machine.executors, timeout_s=policy.timeout_s, acceptor=policy.acceptor)
+        self._names = set(machine.executors)  # who may join
+        super().__init__(machine, policy.run, self._names, timeout_s=policy.timeout_s, acceptor=policy.acceptor)
         machine.port = self
         self._server = server
         self._receiver = receiver
@@ -235,6 +236,9 @@ class FederatedHost(SessionHost[Rounds]):
         if isinstance(report, DeviceFailed):
             self.session.failed(device, report.reason, report.fault)
             return
+        if isinstance(report, StateReport):
+            self.asked_for_states(device, report, tensors)
+            return
         if not isinstance(report, SecureReport):
             named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
             try:
@@ -243,6 +247,10 @@ class FederatedHost(SessionHost[Rounds]):
                 self.session.refused(device, str(e))
                 return
         self.session.heard(device, report)
+
+    def asked_for_states(self, device: str, report: StateReport, tensors: Sequence[Tensor]) -> None:
+        """The states of clients are where executors reach them."""
+        self.session.refused(device, f"sent {type(report).__name__}, and keeps states itself")
 
     def connect(self, device: str, join: JoinRun, channel: MessageChannel) -> None:
         self._channels.append(channel)
@@ -257,7 +265,7 @@ class FederatedHost(SessionHost[Rounds]):
         self._senders[device] = self._policy.out(channel, self.timeout_s, fail)
         self._outboxes[device] = Outbox()
         if (hello := self._receiver.hello(device)) is not None:
-            self._put(device, hello)
+            self.put(device, hello)
         self.session.joined(device)
 
     # What the machine asks
@@ -266,18 +274,18 @@ class FederatedHost(SessionHost[Rounds]):
         if not isinstance(order, PhaseOpened):
             if isinstance(order, TasksGranted):
                 self._receiver.settle()  # it will add up where its last sums lie
-            self._put(executor, ToExecutor(run=self.run, body=order))
+            self.put(executor, ToExecutor(run=self.run, body=order))
             return
         self._open(order.opening.phase)
         self._server.open(order.opening)
         self._opened = True
         headers, in_shared_memory = headers_of(self._broadcast), self._in_shared_memory
         message = ToExecutor(run=self.run, body=order, in_shared_memory=in_shared_memory, tensors=headers)
-        self._put(executor, message, list(self._broadcast.values()))
+        self.put(executor, message, list(self._broadcast.values()))
         self._shown_bytes += sum(h.nbytes for h in in_shared_memory)
 
     def tell(self, site: str, order: SecureOrder) -> None:
-        self._put(site, ToExecutor(run=self.run, body=order))
+        self.put(site, ToExecutor(run=self.run, body=order))
 
     def merge(self, executor: str, phase: PhaseId) -> None:
         self._receiver.merge(executor)
@@ -294,6 +302,10 @@ class FederatedHost(SessionHost[Rounds]):
     def dismiss(self, executor: str, reason: str) -> None:
         if (channel := self.acceptor.channel(executor)) is not None:
             channel.close()
+
+    def call(self, device: str) -> None:
+        self._names.add(device)
+        self.devices.call(device)
 
     def update_server(self, phase: PhaseId, opening: PhaseSetup | None = None) -> None:
         if opening is not None:
@@ -312,10 +324,10 @@ class FederatedHost(SessionHost[Rounds]):
     def finished(self, finish: Finish) -> None:
         for executor in list(self._senders):
             if self.session.is_here(executor):
-                self._put(executor, ToExecutor(run=self.run, body=Halt()))
+                self.put(executor, ToExecutor(run=self.run, body=Halt()))
         self._end(finish)
 
-    def _put(self, executor: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+    def put(self, executor: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         outbox = self._outboxes[executor]
         outbox.put(partial(self._senders[executor].put, message, tensors))
         self._unsent.append(outbox)

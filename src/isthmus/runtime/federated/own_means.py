@@ -4,6 +4,7 @@ micro-batches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import cast
 
 from torch import nn
@@ -22,13 +23,16 @@ from isthmus.runtime.processes.forked import asked
 FIELD = "training.micro_batches"
 
 
-def own_mean_of(build: Callable[[], nn.Module], columns: Mapping[str, ColumnSpec], local: LocalConfig) -> str:
-    """Empty where nothing is to be said. The model is captured in a copy of this process."""
+def own_mean_of(
+    build: Callable[[], nn.Module], columns: Mapping[str, ColumnSpec], local: LocalConfig, *, forks: bool = True
+) -> str:
+    """Empty where nothing is to be said. The model is captured in a copy of this process where that `forks`."""
     count = pieces_of(local.batch_size, local.micro_batches)
     if count == 1:
         return ""
     try:
-        even = asked(lambda: int(_is_even(build, columns, local.batch_size // count)))
+        question = partial(_is_even, build, columns, local.batch_size // count)
+        even = asked(lambda: int(question())) if forks else question()
     except UserError as e:
         return (
             f"{FIELD}: got {local.micro_batches}, and whether the model's loss is the same with each number cannot be "

@@ -20,11 +20,9 @@ import numpy as np
 import torch
 
 from isthmus.errors import UserError
-from isthmus.federated.admission import first_state
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.emulated_speed import Pacer
-from isthmus.federated.job import FederatedJob, build, client_data, emulation
-from isthmus.federated.resident import Resident
+from isthmus.federated.job import FederatedJob, emulation
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.protocol.state_homes import StateHomes
@@ -32,7 +30,7 @@ from isthmus.runtime.federated.actor_channel import ActorChannel
 from isthmus.runtime.federated.executor import train_over
 from isthmus.runtime.federated.node_states import Fetch, GiveBack, NodeFiles, NodeFolder, Rows
 from isthmus.runtime.federated.ray_frames import Payload
-from isthmus.runtime.federated.trainer import executor_trainer
+from isthmus.runtime.federated.trainer import remote_trainer
 from isthmus.runtime.launchers.ray_connection import ray_library
 from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages
 from isthmus.runtime.transport.message_sender import SWITCH_S
@@ -127,14 +125,9 @@ class ExecutorActor:
     def _trainer(self, homes: StateHomes | None, peers: Sequence[ActorHandle[ExecutorActor]]) -> ClientTrainer:
         """UserError where the job cannot be trained on this node."""
         setup, job = self._setup, self._setup.job
-        data = client_data(job)
-        if data.fingerprint != setup.fingerprint:
-            raise UserError("data: a node of the Ray cluster has other data than the coordinator, expected the same")
-        algorithm, module = job.algorithm(len(data.sizes)), build(job)
-        first = first_state(algorithm, Resident(module).vector())
-        states = None if first is None else self._states(StateForm(first), homes, peers)
         pacer = Pacer(emulation(job, setup.number).clock())
-        return executor_trainer(job, algorithm, module, data, states, pacer, setup.number)
+        states = lambda form: self._states(form, homes, peers)  # noqa: E731
+        return remote_trainer(job, setup.fingerprint, setup.number, states, pacer)
 
     @property
     def _states_folder(self) -> Path:

@@ -20,6 +20,7 @@ from isthmus.federated.buffers import buffers_of
 from isthmus.federated.evaluation import Evaluation, Evaluator, client_figures
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
+from isthmus.federated.packed_states import unpack_states
 from isthmus.federated.personal import OwnModels
 from isthmus.federated.privacy import Guarantee
 from isthmus.federated.server import Commits, RunIdentity, Server
@@ -68,6 +69,12 @@ class RoundStore:
             self.states = found.states if server.keeps else None
         if resume and self._accounting is not None:
             self._unsampled = self._made_twice(written_guarantee(folder))
+
+    def unpack(self, folder: Path, size_bytes: int) -> None:
+        """Put the clients' states of the round that the run goes on from into this folder, where they came with it from
+        another machine."""
+        if self.first_round and self.states is not None:
+            unpack_states(self._commits.path(self.first_round - 1), folder, size_bytes, self.states)
 
     def _made_twice(self, before: Guarantee | None) -> int:
         """Rounds whose noisy sums were seen, and that are made again: each is another release of the same clients."""

@@ -42,11 +42,14 @@ from isthmus.federated.update_checks import check_updates
 from isthmus.programs.merging import Finish
 from isthmus.programs.round_records import RoundRecord
 from isthmus.programs.rounds import Rounds
+from isthmus.protocol.federated_rules import ExecutorChurn
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.run_files import CLIENT_NAMES, write_json
-from isthmus.runtime.coordinator.backend import StartedProcesses
+from isthmus.run_files import CLIENT_NAMES, STATES_FOLDER, write_json
+from isthmus.runtime.coordinator.backend import Backend, StartedProcesses
 from isthmus.runtime.federated.emulation import pacers
 from isthmus.runtime.federated.executor import serve
+from isthmus.runtime.federated.fleet_executors import DeviceHost, DeviceSums, request
+from isthmus.runtime.federated.fleet_states import KeptStates
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
 from isthmus.runtime.federated.own_means import own_mean_of
 from isthmus.runtime.federated.ray_actor import ActorSetup
@@ -74,10 +77,17 @@ ONE_BY_ONE = (
 
 
 def coordinator_of(
-    job: FederatedJob, sizes: NDArray[np.int64], cohorts: Cohorts, first_round: int, states: NDArray[np.int32] | None
+    job: FederatedJob,
+    sizes: NDArray[np.int64],
+    cohorts: Cohorts,
+    first_round: int,
+    states: NDArray[np.int32] | None,
+    *,
+    joined: bool = False,
 ) -> Rounds:
-    """The machine of a job's run, for the executors that its scheme takes."""
-    scheme, count = job.scheme, executors(job, len(sizes))
+    """The machine of a job's run, for the executors that its scheme takes; or for devices that join, of which so many
+    begin."""
+    scheme, count = job.scheme, 0 if joined else executors(job, len(sizes))
     rules = msgspec.structs.replace(
         round_rules(job, len(sizes), first_round),
         planner=job.runtime.planner or scheme.planner,
@@ -92,8 +102,10 @@ def coordinator_of(
         rules = msgspec.structs.replace(
             rules, needed=needed, at_work=at_work, quorum=1.0, staleness=job.participation.staleness
         )
+    if joined:
+        rules = msgspec.structs.replace(rules, gathering=ExecutorChurn(start=job.runtime.executors))
     check_sizes(job.aggregation, sizes)
-    fleet = job.executor_fleet(count)
+    fleet = None if joined else job.executor_fleet(count)
     names = [f"executor-{number}" for number in range(count)] if fleet is None else fleet.names
     throughput = ThroughputModel(count, window_rounds=job.runtime.window_rounds)
     own = {name: number for number, name in enumerate(names)} if scheme.per == "population" else {}
@@ -114,9 +126,12 @@ class FederatedRun:
         resume: bool,
         began: Callable[[], None] = lambda: None,
         watch: Callable[[RoundLine], None] = lambda _: None,
+        backend: Backend | None = None,
     ) -> None:
         """`began` is called when the folder is the run's, before executors are forked; `watch` when a round is
-        committed, in another thread. UserError for a folder of another job."""
+        committed, in another thread. With a `backend` executors are devices that join. UserError for a folder of
+        another job."""
+        self._backend = backend
         if job.runtime.backend == "ray":
             check_cluster(job.runtime.ray.address, USER)
         keep_freed_pages(ANY_SIZE, arenas=1)
@@ -125,8 +140,8 @@ class FederatedRun:
         self.data: ClientData = client_data(job)
         if job.runtime.clients_per_vmap != 1 and not job.local.is_plain:
             warn(ONE_BY_ONE)
-        self.job = job = sized(job, self.data, folder if resume else None)
-        if text := own_mean_of(lambda: build(job), self.data.columns, job.local):
+        self.job = job = sized(job, self.data, folder if resume else None, forks=backend is None)
+        if text := own_mean_of(lambda: build(job), self.data.columns, job.local, forks=backend is None):
             warn(text)
         self._began, self._watch = began, watch
         self.moved_bytes = 0
@@ -140,9 +155,12 @@ class FederatedRun:
         resident.bind(self.server.values["model"])  # not held twice
         self.store = RoundStore(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
         first = first_state(self._algorithm, self.server.values["model"])
-        self._state_form = None if first is None else StateForm(first)
+        self.state_form = None if first is None else StateForm(first)
+        if self.state_form is not None and self.store.states is not None and resume:
+            self.store.unpack(self.folder / STATES_FOLDER, self.state_form.size_bytes)
         cohorts = Cohorts(job, self.data.sizes)
-        self.machine = coordinator_of(job, self.data.sizes, cohorts, self.store.first_round, self.store.states)
+        first_round, joined = self.store.first_round, backend is not None
+        self.machine = coordinator_of(job, self.data.sizes, cohorts, first_round, self.store.states, joined=joined)
         self._pacer = pacers(job, self.data, len(self.machine.executors))
         personal = is_personal(self._algorithm, self.server.values["model"])
         self.store.evaluator = evaluator(job, self.data, personal=personal)
@@ -174,7 +192,9 @@ class FederatedRun:
         self._began()
         apart = self.job.scheme.processes and len(self.machine.executors) > 1  # one shares its work with nobody
         with _Aftermath(self._after) as after:
-            if self.job.runtime.backend == "ray":
+            if self._backend is not None:
+                finish = self._on_devices(self._backend, after, note, stop or Stop())
+            elif self.job.runtime.backend == "ray":
                 finish = self._on_ray(after, note, stop)
             else:
                 finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
@@ -187,11 +207,11 @@ class FederatedRun:
 
     def _states(self, number: int) -> StateStore | None:
         """One executor's. The places that the last committed round needs are nobody's to fill."""
-        if self._state_form is None or self.store.states is None:
+        if self.state_form is None or self.store.states is None:
             return None
         parts = len(self.machine.executors)
         folder = Path(os.path.expandvars(states_folder(self.job, self.folder)))
-        return StateStore(folder, self._state_form, self.store.states, (number, parts))
+        return StateStore(folder, self.state_form, self.store.states, (number, parts))
 
     def _in_process(self, after: _Aftermath, stop: Stop | None) -> Finish:
         opened_s, before = time.monotonic(), (0, 0, 0)
@@ -264,6 +284,22 @@ class FederatedRun:
             finally:
                 listener.close()
 
+    def _on_devices(self, backend: Backend, after: _Aftermath, note: Callable[[str], None], stop: Stop) -> Finish:
+        run, form = secrets.token_hex(16), self.state_form
+        host = DeviceHost(
+            self.machine,
+            self.server,
+            DeviceSums(self.server, self.job, run, self.data.fingerprint),
+            run,
+            self.job.timeout_s,
+            None if form is None else KeptStates(self.folder / STATES_FOLDER, form),
+            committed=lambda record, measure: self._commit(record, measure, after),
+            note=note,
+        )
+        after.start()
+        with backend.at_work(request(self.job, run, self.folder / "logs", stop), host.acceptor) as devices:
+            return host.coordinate(devices, stop)
+
     def _on_ray(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> Finish:
         run, states = secrets.token_hex(16), self.store.states
         setups = [
@@ -279,7 +315,7 @@ class FederatedRun:
             )
             for number, name in enumerate(self.machine.executors)
         ]
-        with RayExecutors(self.job, setups, self._state_form) as executors:
+        with RayExecutors(self.job, setups, self.state_form) as executors:
             if executors.homes is not None:
                 self.machine.place_states(executors.homes)
             self._resident.let_go()  # it trains elsewhere

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -40,14 +41,14 @@ def clients_each(job: FederatedJob, population: int) -> int:
     return math.ceil(job.participation.needed(population) / executors(job, population))
 
 
-def sized(job: FederatedJob, data: ClientData, before: Path | None = None) -> FederatedJob:
+def sized(job: FederatedJob, data: ClientData, before: Path | None = None, *, forks: bool = True) -> FederatedJob:
     """The job with numbers in place of 0. How many clients are trained together is measured once, as other bits would
     follow from another number: a run that is resumed takes the one that it began with, from its folder `before`.
     Clients with optimizers or clipped gradients are trained one by one: each has a state and norms of its own.
-    UserError for a device that is not here."""
-    if job.devices not in ((AUTO,), ("cpu",)):
+    Without `forks` executors are elsewhere, so many as the job says. UserError for a device that is not here."""
+    if forks and job.devices not in ((AUTO,), ("cpu",)):
         asked(lambda: sum(accelerator_of(job, number).asynchronous for number in range(len(job.devices))))
-    job = with_executors(job, data)
+    job = with_executors(job, data) if forks else job
     if not job.local.is_plain:
         return _with(job, clients_per_vmap=1)
     clients_per_vmap = job.runtime.clients_per_vmap
@@ -56,7 +57,8 @@ def sized(job: FederatedJob, data: ClientData, before: Path | None = None) -> Fe
     if before is not None and (before / JOB).is_file():
         clients_per_vmap = _begun(before).runtime.clients_per_vmap
     elif not clients_per_vmap:
-        clients_per_vmap = asked(lambda: _measured_clients_per_vmap(job, data))
+        measured = partial(_measured_clients_per_vmap, job, data)
+        clients_per_vmap = asked(measured) if forks else measured()
     return _with(job, clients_per_vmap=clients_per_vmap)
 
 

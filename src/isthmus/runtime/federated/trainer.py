@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from torch import nn
 
 from isthmus.data.clients import ClientData
-from isthmus.federated.admission import bounded
+from isthmus.errors import UserError
+from isthmus.federated.admission import bounded, first_state
 from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.emulated_speed import Pacer
-from isthmus.federated.job import FederatedJob, accelerator_of
+from isthmus.federated.job import FederatedJob, accelerator_of, build, client_data
+from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import likely_shapes
+from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import States
 from isthmus.runtime.federated.sizing import clients_each
 
@@ -23,7 +27,7 @@ def executor_trainer(
     module: nn.Module,
     data: ClientData,
     states: States | None,
-    pacer: Pacer,
+    pacer: Pacer | None,
     number: int,
 ) -> ClientTrainer:
     """Return the trainer of executor `number`, ready to train. UserError for a device that is not here, a model that
@@ -43,6 +47,20 @@ def executor_trainer(
     each = clients_each(job, len(sizes))
     trainer.warm_up(shapes=likely_shapes(sizes, each, together, job.local.batch_size) if together > 1 else ())
     return trainer
+
+
+def remote_trainer(
+    job: FederatedJob, fingerprint: str, number: int, states: Callable[[StateForm], States], pacer: Pacer | None
+) -> ClientTrainer:
+    """As `executor_trainer`, on another machine than the coordinator's, whose data have this fingerprint. UserError
+    where the job cannot be trained here."""
+    data = client_data(job)
+    if data.fingerprint != fingerprint:
+        raise UserError("data: this device has other data than the coordinator, expected the same")
+    algorithm, module = job.algorithm(len(data.sizes)), build(job)
+    first = first_state(algorithm, Resident(module).vector())
+    kept = None if first is None else states(StateForm(first))
+    return executor_trainer(job, algorithm, module, data, kept, pacer, number)
 
 
 def _log(what: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.task_spec import TaskSpec
@@ -11,7 +14,9 @@ from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.runtime.messages.message import Message
 from isthmus.training.layout import TensorHeader
-from isthmus.wire_types import Many, Name, NotNegative, Table, Text
+from isthmus.wire_types import Client, Many, Name, NotNegative, Table, Text
+
+MOST_JOB_BYTES = 1 << 20
 
 
 class SummedValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -47,10 +52,29 @@ class TaskMessage(Message, frozen=True, kw_only=True):
     task_spec: TaskSpec
 
 
+class TrainClients(Message, frozen=True, kw_only=True):
+    """First on each connection of a device of a fleet: whose clients it trains, and how."""
+
+    job: Annotated[bytes, Meta(max_length=MOST_JOB_BYTES)]
+    """The federated job (JSON), without what the coordinator alone uses."""
+    fingerprint: Name
+    """The fingerprint of the coordinator's data."""
+
+
+class StatesFound(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The tensor are the states that a device asked for (uint8 [places, bytes]); none where one is missing."""
+
+
+class StateFileGiven(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The device may fill this file of states."""
+
+    number: Client
+
+
 class ToExecutor(Message, frozen=True, kw_only=True):
     """With `PhaseOpened` comes the broadcast."""
 
-    body: ExecutorOrder | SecureOrder | Halt
+    body: ExecutorOrder | SecureOrder | Halt | StatesFound | StateFileGiven
     in_shared_memory: Many[TensorHeader] = ()
     """Those of the broadcast that lie in the memory that this executor shares with the coordinator."""
 
@@ -58,11 +82,25 @@ class ToExecutor(Message, frozen=True, kw_only=True):
 # Executor to coordinator
 
 
+class StatesWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A device asks for states of clients, or writes them: then the tensor are these (uint8 [places, bytes])."""
+
+    places: Many[Client]
+    writes: bool
+
+
+class StateFileWanted(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A device has no place left for a state."""
+
+
+StateReport = StatesWanted | StateFileWanted
+
+
 class FromExecutor(Message, frozen=True, kw_only=True):
     """With `SumsSent` come values."""
 
-    body: ExecutorReport | SecureReport | DeviceFailed
+    body: ExecutorReport | SecureReport | DeviceFailed | StateReport
     values: SentValues | None = None  # the meaning of the tensors
 
 
-FederatedMessage = TaskMessage | ToExecutor | FromExecutor
+FederatedMessage = TaskMessage | TrainClients | ToExecutor | FromExecutor

@@ -13,7 +13,7 @@ from isthmus.data.description import DataDescription
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.versions import Versions
 from isthmus.training.engine_operators import EngineOperators
-from isthmus.wire_types import Id, Name, Seconds, Text, Threads
+from isthmus.wire_types import Id, Name, Seconds, Text, Threads, WorkerRole
 
 MOST_HARDWARE = 100  # characters of what a device's hardware is called
 MOST_REQUEST_BYTES = 4096  # the most bytes of a signing request; one of Isthmus has about 250
@@ -56,7 +56,7 @@ class StartRun(Message, frozen=True, kw_only=True):
     threads: Threads
     stages: Annotated[int, Meta(ge=1, le=MOST_STAGES)] = 1
     """How many of a plan's stages it may get at once: the process joins once for each, under a name of its own."""
-    replica: bool = False  # the process trains the whole model, and gives what it changes to the run's merger
+    role: WorkerRole = "stage"
 
 
 class StopRun(Message, frozen=True, kw_only=True):

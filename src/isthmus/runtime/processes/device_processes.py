@@ -15,6 +15,7 @@ from isthmus.runtime.processes.children import SIGNAL_S, end_children, how_it_en
 from isthmus.runtime.processes.early_fork import fork_early, standing_for
 from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
 from isthmus.runtime.processes.place import ProcessOptions, ProcessPlace
+from isthmus.wire_types import WorkerRole
 
 
 def fork_before_threads(*, fleet: bool = False, waiting: int = 0) -> None:
@@ -76,9 +77,9 @@ class DeviceProcesses:
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, device: str, place: ProcessPlace, stages: int = 1, *, replica: bool = False) -> None:
-        """Start its process, which takes so many stages at once, or trains as a replica. One of it that still runs is
-        ended; its log goes on."""
+    def start(self, device: str, place: ProcessPlace, stages: int = 1, *, role: WorkerRole = "stage") -> None:
+        """Start its process, which takes so many stages at once. One of it that still runs is ended; its log goes
+        on."""
         before = self._children.get(device)
         if before is not None:
             before.signal(signal.SIGKILL)
@@ -89,7 +90,7 @@ class DeviceProcesses:
             device=device,
             timeout_s=self._timeout_s,
             stages=stages,
-            replica=replica,
+            role=role,
             place=place,
         )
         with contextlib.ExitStack() as stack:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from isthmus.engines import EngineName
+from isthmus.wire_types import WorkerRole
 
 
 class DevicePlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,7 @@ class ProcessOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     timeout_s: float  # silence after which a peer is lost
     stages: int = 1  # how many it may get at once
-    replica: bool = False  # it trains the whole model, and its changes are merged
+    role: WorkerRole = "stage"
     place: ProcessPlace
 
     def encoded(self) -> str:

@@ -306,7 +306,7 @@ class Agent:
         launcher = DeviceProcesses(
             f"{host}:{port}", call.run, timeout_s=call.timeout_s, threads=call.threads, logs=self._folder / "logs"
         )
-        launcher.start(self._membership.name, place, call.stages, replica=call.replica)
+        launcher.start(self._membership.name, place, call.stages, role=call.role)
         with self._lock:
             self._work = (call.run, launcher)
         self._log(f"at work; log {self._folder / 'logs'}")

@@ -190,9 +190,7 @@ class FleetCoordinator:
     def start_worker(self, device: str, connection: int, run: str) -> None:
         call, _ = self._runs[run]
         stages = call.stages.get(device, 1)
-        message = StartRun(
-            run=run, timeout_s=call.timeout_s, threads=call.threads, stages=stages, replica=call.replicas
-        )
+        message = StartRun(run=run, timeout_s=call.timeout_s, threads=call.threads, stages=stages, role=call.role)
         self._put(connection, message)
 
     def stop_worker(self, connection: int, run: str) -> None:
@@ -520,7 +518,8 @@ class _FleetDevices:
 
     def offers(self) -> list[str]:
         with self._service.deciding() as membership:
-            return membership.offers((*self._call.devices, *self._call.others), self._call.run)
+            others = membership.connected if self._call.anyone else self._call.others
+            return membership.offers((*self._call.devices, *others), self._call.run)
 
     def leaving(self) -> list[str]:
         """Who was asked to leave, by whatever process (`isthmus drain`): each is said once, to the run that does not
