@@ -181,7 +181,7 @@ def test_what_micro_batches_make_of_a_loss_is_said_before_the_first_round(
     asked: list[tuple[set[str], int]] = []
     monkeypatch.setattr(
         "isthmus.runtime.federated.run.own_mean_of",
-        lambda build, columns, local: asked.append((set(columns), local.micro_batches)) or "it is another",
+        lambda build, columns, local, forks: asked.append((set(columns), local.micro_batches)) or "it is another",
     )
     with pytest.warns(UserWarning, match="it is another"):
         FederatedRun(load_federated_job(file), tmp_path / "run", resume=False)
