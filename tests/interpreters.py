@@ -42,7 +42,7 @@ IMPORTED = (
     "isthmus.api.sweep_run",
     "isthmus.graph.capture",
     "isthmus.report.run_pictures",
-    "isthmus.runtime.device.fork_server",
+    "isthmus.runtime.device_fork_server",
     "isthmus.runtime.launchers.agent_fork_server",
     "pydantic.type_adapter",  # of typer, at the first option
     "torch._dynamo",  # at the first capture

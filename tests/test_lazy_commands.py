@@ -52,7 +52,7 @@ print(json.dumps(sorted(sys.modules)))
 """What `serve` imports before it listens; and what plans and trains, before it draws."""
 WORKED = """
 import sys, torch
-import isthmus.runtime.device.fork_server
+import isthmus.runtime.device_fork_server
 before = set(sys.modules)
 value = torch.ones(3, requires_grad=True)
 torch.autograd.grad([value * 2], [value], [torch.ones(3)], allow_unused=True)

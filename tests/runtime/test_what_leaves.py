@@ -21,7 +21,7 @@ from isthmus.plans.plan import worker_id
 from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, NoDevices, RunRequest
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
-from isthmus.runtime.device.process import worker_ids
+from isthmus.runtime.device_process import worker_ids
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, frame

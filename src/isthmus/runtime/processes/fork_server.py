@@ -23,7 +23,7 @@ from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 
 MESSAGE_BYTES = 1 << 16
-DEVICES = "isthmus.runtime.device.fork_server"  # the module that forks device processes
+DEVICES = "isthmus.runtime.device_fork_server"  # the module that forks device processes
 
 
 class SpawnRequest(msgspec.Struct, frozen=True, tag=True):

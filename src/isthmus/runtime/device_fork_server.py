@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from isthmus.runtime.device import process
+from isthmus.runtime import device_process
 from isthmus.runtime.processes.fork_server import SpawnRequest
 from isthmus.runtime.processes.fork_service import serve_forks
 from isthmus.training.engine_operators import engine_operators
@@ -33,7 +33,7 @@ def main() -> None:
 
 def _work(request: SpawnRequest) -> None:
     os.environ["ISTHMUS_RUN"] = request.run
-    process.main(request.arguments)
+    device_process.main(request.arguments)
 
 
 if __name__ == "__main__":
