@@ -27,20 +27,20 @@ Function = Callable[..., Sequence[Tensor]]  # a function of tensors, in operator
 
 
 def compute_by_jax(engine: TorchEngine, columns: Mapping[Ref, Tensor]) -> str:
-    """As `start.compute_by_jax`. UserError where JAX is not installed."""
-    start: Callable[[TorchEngine, Mapping[Ref, Tensor]], str] = _module("start", engine.accelerator).compute_by_jax
+    """As `program.compute_by_jax`. UserError where JAX is not installed."""
+    start: Callable[[TorchEngine, Mapping[Ref, Tensor]], str] = _program(engine.accelerator).compute_by_jax
     return start(engine, columns)
 
 
 def jax_functions(accelerator: Accelerator) -> Callable[[Function], Function]:
     """Return a function that makes JAX's function of torch's. UserError where JAX is not installed."""
-    return _module("program", accelerator).traced
+    return _program(accelerator).traced
 
 
-def _module(name: str, accelerator: Accelerator) -> Any:
+def _program(accelerator: Accelerator) -> Any:
     _prepare_process(accelerator)
     import_extra("jax", "a device with engine 'jax'")
-    return importlib.import_module(f"isthmus.training.jax.{name}")
+    return importlib.import_module("isthmus.training.jax.program")
 
 
 def _prepare_process(accelerator: Accelerator) -> None:
