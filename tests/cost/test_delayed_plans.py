@@ -49,10 +49,13 @@ def test_a_plan_and_its_check() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"training": TrainingConfig(non_finite="skip")}, "schedule: got 'delayed' with steps that may be left out"),
+        (
+            {"training": TrainingConfig(non_finite="skip")},
+            "schedule: got steps that may be left out with",
+        ),
         (
             {"plan": PlanConfig(data_holder=("a",), holders_data="own")},
-            "schedule: got 'delayed' with plan.holders_data",
+            "plan.holders_data: got 'own' with schedule 'delayed'",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_one_client_moves_the_sum_by_the_clip_at_most_whatever_its_weight() -> N
 
 
 def test_what_is_collected_is_not_private() -> None:
-    with pytest.raises(UserError, match="federated.algorithm: got one that collects 'delta'"):
+    with pytest.raises(UserError, match=r"federated.algorithm: got one that collects 'delta'"):
         private().operations({"delta": "collect"})
 
 

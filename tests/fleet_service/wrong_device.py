@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from isthmus.runtime.device import fork_server
+from isthmus.runtime import device_fork_server as fork_server
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.processes.fork_server import DEVICES
 from isthmus.training.engine import Engine

@@ -61,7 +61,7 @@ def test_requests_go_on_where_they_were_when_a_device_is_lost() -> None:
 
 
 def test_a_service_ends_with_its_coordinator() -> None:
-    with pytest.raises(UserError, match="--fault: got the coordinator, expected a device or a link"):
+    with pytest.raises(UserError, match="--fault: got the coordinator for generation, expected a device or a link"):
         simulated(0, [], Fault(time_s=1.0, kind="coordinator", lasts_s=1.0))
 
 

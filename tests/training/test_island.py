@@ -200,7 +200,7 @@ def test_samples_that_depend_on_each_other_are_not_shared_out(ranks: Ranks, late
     boundaries = [targets.index("aten.mean.dim") + 1] if late else []
     pipeline = Pipeline(captured, boundaries, weights, CONFIG)
     made = StageSetUp(train=pipeline.stages[0], evaluation=pipeline.eval_stages[0], config=CONFIG)
-    with pytest.raises(UserError, match=r"computes aten\.mean\.dim \(Mixing, .* over all samples of a micro-batch"):
+    with pytest.raises(UserError, match=r"model: got aten\.mean\.dim \(Mixing, .* on a device of several ranks"):
         IslandEngine(made, weights, ranks)
 
 
@@ -291,7 +291,7 @@ class Remembering(nn.Module):
 
 @pytest.mark.parametrize(
     ("build", "size", "words"),
-    [(Guarded, 3, "multiple of 2"), (Remembering, 4, r"computes aten\.(sum|add).* over all samples")],
+    [(Guarded, 3, "multiple of 2"), (Remembering, 4, r"got aten\.(sum|add).* on a device of several ranks")],
 )
 def test_what_cannot_be_shared_out_is_refused(
     ranks: Ranks, build: Callable[[], nn.Module], size: int, words: str

@@ -212,8 +212,9 @@ class Pipeline(Policy[PipelinePort], Session):
         else:
             self._reconsider()
 
-    def heard(self, device: str, body: DeviceReport) -> None:
+    def heard(self, device: str, body: msgspec.Struct) -> None:
         """A worker reports. One that says what none of this run can, or not now, is lost to the run."""
+        assert isinstance(body, DeviceReport), "a host passes on reports alone"
         if self.over:
             return
         current = body.epoch == self.epoch
