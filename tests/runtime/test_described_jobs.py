@@ -101,5 +101,5 @@ def test_a_federated_job_names_none(tmp_path: Path) -> None:
         'name = "f"\nmodel = {name = "mlp"}\nfederated = {algorithm = "fedavg", rounds = 1}\n'
         'data = {kind = "digits", description = "what.json"}\n'
     )
-    with pytest.raises(UserError, match=r"data.description: got '.*what.json', expected none"):
+    with pytest.raises(UserError, match=r"data.description: got '.*what.json' in a federated job, expected none"):
         load_federated_job(job)
