@@ -295,7 +295,7 @@ class Merger(Policy[MergerPort], Session):
         self._leaving |= seen.leaving & (self.connected | seen.starting)
         for replica in sorted(self._leaving):  # also one whose process connects later, or again
             self._release(replica)
-        absent = self._admissible.intersection(seen.offers) - self.connected - seen.starting
+        absent = self._admissible.intersection(seen.offers) - self.connected
         for device in self._again.due(absent, self.now_s):
             self._processes.add(device)
             self.port.note(f"{device} is here, and is called to train")

@@ -223,11 +223,10 @@ class Pipeline(Policy[PipelinePort], Session):
                 self._checks.check(body, len(self.devices))
             if isinstance(body, DeviceFailed):
                 self._accuse(device, body)
-            elif isinstance(body, ItemReported) and current:
+                return
+            if isinstance(body, ItemReported) and current:
                 self._accept(device, body)
-                super().heard(device, body)
-            else:
-                super().heard(device, body)
+            super().heard(device, body)
         except OutOfPhase as e:
             self.disbelieve(device, e)
 

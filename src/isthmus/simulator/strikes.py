@@ -63,7 +63,7 @@ class Strikes:
             ended={device: how for device, how in self._ended.items() if device not in here},
             starting=here | self._called,
             returning=frozenset(self._returning - here),
-            offers=frozenset(self._offers - here),
+            offers=frozenset(self._offers - here - self._called),
             leaving=leaving,
         )
 
