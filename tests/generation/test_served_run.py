@@ -299,6 +299,7 @@ def test_a_service_is_predicted_also_under_faults(run: Path) -> None:
     command_refused(isthmus(*asked, "--simulate", "--fault", "d9@1s"), 2, "unknown device in --fault 'd9'")
     command_refused(isthmus(*asked, "--simulate", "--fault", "coordinator@1s+1s"), 2, "for generation, expected")
     left = isthmus(*asked, "--simulate", "--leave", "d1@1ms", "--slow", "d0@0s:1e8")
-    every = [option for at in ("d0@0s", "d1@1ms", "d2@2ms", "d3@4.3s") for option in ("--fault", at)]
+    # d3 is called at 1 s, its process takes 3 s, and its stage 0.2 s more.
+    every = [option for at in ("d0@0s", "d1@1ms", "d2@2ms", "d3@4.1s") for option in ("--fault", at)]
     command_refused(isthmus(*asked, "--simulate", *every), 4, "no device is left")
     assert "d1 has left: it was asked to" in left.out and "answer 1: 20 tokens" in left.out
