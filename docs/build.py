@@ -13,8 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = "project"
-"""Where pages lie in the site that are not in `docs/`."""
+OUTSIDE = "project"  # where pages lie in the site that are not in `docs/`
 PAGES = ("*.md", "benchmarks/*/README.md", "benchmarks/*/results/*.png", "examples/**/README.md", "examples/**/*.ipynb")
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)

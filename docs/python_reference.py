@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import isthmus
 from isthmus.api.federated import GivenClients
 from isthmus.api.given import Given
+from isthmus.option_docs import field_docs
 
 ARGUMENTS = {"train": Given, "federate": GivenClients}
 """Functions with further keyword arguments, and the typed dict that lists them."""
-FUNCTIONS = [
+FUNCTIONS = [  # the most used first
     "train",
     "federate",
     "plan",
@@ -28,10 +29,8 @@ FUNCTIONS = [
     "probe",
     "up",
 ]
-"""The most used first."""
 MODULES = ("errors", "sync")
-FILES = ("FederatedJob", "Job", "Track")
-"""Their fields are keys of files."""
+FILES = ("FederatedJob", "Job", "Track")  # their fields are keys of files
 WIDTH = 100
 
 
@@ -122,19 +121,13 @@ def _text(described: object) -> Iterator[str]:
 
 
 def _fields(cls: type) -> Iterator[str]:
-    """The fields that a class declares, with the strings below them; those of its bases come first."""
-    rows: dict[str, tuple[str, str]] = {}
-    for one in reversed([*_bases(cls)]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, after in zip(body.body, [*body.body[1:], None], strict=True):
-            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
-                continue
-            meaning = ""
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                meaning = " ".join(str(after.value.value).split())
-            if not statement.target.id.startswith("_"):
-                rows[statement.target.id] = (ast.unparse(statement.annotation), meaning)
+    """The fields that a class declares, with what its source says of them; those of its bases come first."""
+    rows = {
+        name: (ast.unparse(annotation), meaning)
+        for one in reversed([*_bases(cls)])
+        for name, annotation, meaning in field_docs(one)
+        if not name.startswith("_")
+    }
     if rows:
         table = [f"| `{name}` | `{_escaped(kind)}` | {_escaped(text)} |" for name, (kind, text) in rows.items()]
         yield "\n".join(["| field | type | meaning |", "|---|---|---|", *table])

@@ -11,7 +11,7 @@ from typing import Any
 from isthmus.combinations import Refusal, refusals
 
 TESTS = Path(__file__).parents[1] / "tests" / "together.toml"
-PROGRAMS = {
+PROGRAMS = {  # programs, and beside what each refuses (`combinations.toml`)
     "pipeline": (),
     "replicas": (),
     "decoupled": ("decoupled",),
@@ -23,7 +23,6 @@ PROGRAMS = {
     "generation": ("generation",),
     "script": ("scripts",),
 }
-"""Programs, and beside what each refuses (`combinations.toml`)."""
 WORDS = """
 | program | jobs |
 |---|---|
@@ -39,8 +38,7 @@ WORDS = """
 | script | `isthmus.sync` in a script of your own |
 """.strip()
 RUNS, NO, NOT_YET, NOTHING, UNTESTED = "yes", "no", "not yet", "-", "untested"
-Cell = tuple[str, str]
-"""One of the five, and the test or the reason."""
+Cell = tuple[str, str]  # one of the five, and the test or the reason
 
 
 def cells(kind: str) -> dict[str, dict[str, Cell]]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
+_WHERE = {  # each name's module, or the module that the name is
     "Callback": "isthmus.callbacks",
     "Device": "isthmus.fleet",
     "EarlyStopping": "isthmus.callbacks",
@@ -71,7 +71,6 @@ _WHERE = {
     "verify": "isthmus.api.plan",
     "what_if": "isthmus.api.what_if",
 }
-"""Each name's module, or the module that the name is."""
 
 __all__ = [
     "Callback",

@@ -20,21 +20,15 @@ Above = Annotated[float, Meta(gt=0)]
 class ActivationNoise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Raises UserError where not exactly one clip and one measure of noise is given."""
 
-    clip: Above | None = None
-    """The L2 norm that no sample's values exceed, all that leave together."""
-    clip_rms: Above | None = None
-    """The same in proportion to the boundary: their root mean square."""
-    noise_multiplier: Above | None = None
-    """The noise's deviation in units of the clip."""
-    epsilon: Above | None = None
-    """The noise is such that all planned passes over the data have this epsilon in sum."""
-    delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
-    """The delta of (epsilon, delta) differential privacy."""
+    clip: Above | None = None  # The L2 norm that no sample's values exceed, all that leave together.
+    clip_rms: Above | None = None  # The same in proportion to the boundary: their root mean square.
+    noise_multiplier: Above | None = None  # The noise's deviation in units of the clip.
+    epsilon: Above | None = None  # The noise is such that all planned passes over the data have this epsilon in sum.
+    delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5  # The delta of (epsilon, delta) differential privacy.
     weights: Literal["frozen", "trained"] = "frozen"
     """Weights of stages that compute on raw samples: kept as they begin, so that no message depends on another sample
     than its own; or trained, and then what they reveal of samples is not covered."""
-    labels: Literal["stay", "public"] = "stay"
-    """Whether labels may leave as they are."""
+    labels: Literal["stay", "public"] = "stay"  # Whether labels may leave as they are.
 
     def __post_init__(self) -> None:
         for first, second in (("clip", "clip_rms"), ("noise_multiplier", "epsilon")):

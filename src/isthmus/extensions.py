@@ -20,7 +20,7 @@ from isthmus.errors import UserError, check_choice, plain_types, unknown_name
 Options = TypeVar("Options", bound=msgspec.Struct)
 
 
-EXTRAS = {
+EXTRAS = {  # the extra of ours that installs each importable module. torch brings sympy along
     "torch": "train",
     "sympy": "train",
     "safetensors": "train",
@@ -58,7 +58,6 @@ EXTRAS = {
     "alembic": "mlflow",
     "prometheus_client": "prometheus",
 }
-"""The extra of ours that installs each importable module. torch brings sympy along."""
 TESTING = "isthmus_testing"
 """The package of the distribution in `testing/`, which has what only tests and benchmarks need."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})

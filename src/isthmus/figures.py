@@ -16,10 +16,8 @@ Kind = Literal["loss", "time", "bytes", "count", "number"]
 class Figure(msgspec.Struct, frozen=True):
     """How a number is shown."""
 
-    label: str
-    """In a table or above a curve."""
-    text: str = ""
-    """In a sentence, with `{}` for the value; without it sentences leave it out."""
+    label: str  # in a table or above a curve
+    text: str = ""  # in a sentence, with `{}` for the value; without it sentences leave it out
     kind: Kind = "number"
 
     def said(self, value: float) -> str:
@@ -45,34 +43,24 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     loss: float | None = None
     """Mean training loss of the step's batch; None when no device reported one, and of a round."""
-    clients: int | None = None
-    """Clients of a round whose updates were accepted."""
-    refused: int | None = None
-    """Updates of a round that were not accepted."""
+    clients: int | None = None  # Clients of a round whose updates were accepted.
+    refused: int | None = None  # Updates of a round that were not accepted.
     late: int | None = None
     """Updates that were made for a round before; or contributions of decoupled replicas that came after their merge, so
     far."""
-    missing: int | None = None
-    """Clients of a round that did not answer."""
-    reassigned: int | None = None
-    """Clients of a round that another executor took over."""
-    merges: int | None = None
-    """Merges of decoupled replicas so far."""
+    missing: int | None = None  # Clients of a round that did not answer.
+    reassigned: int | None = None  # Clients of a round that another executor took over.
+    merges: int | None = None  # Merges of decoupled replicas so far.
     step_s: float | None = None
     """Seconds of a step, as a mean over the last 16; None before a second step. Of a round: its own."""
-    longest_s: float | None = None
-    """Seconds of the executor that trained longest in a round."""
-    planned_s: float | None = None
-    """The same as it was planned; None while nothing was known of the executors."""
-    tokens_per_s: float | None = None
-    """Speed on text; None before a second step."""
-    samples_per_s: float | None = None
-    """Speed on other data; None before a second step."""
-    sent_bytes: int = 0
-    """Bytes of all links together."""
+    longest_s: float | None = None  # Seconds of the executor that trained longest in a round.
+    planned_s: float | None = None  # The same as it was planned; None while nothing was known of the executors.
+    tokens_per_s: float | None = None  # Speed on text; None before a second step.
+    samples_per_s: float | None = None  # Speed on other data; None before a second step.
+    sent_bytes: int = 0  # Bytes of all links together.
 
 
-FIGURES: Mapping[str, Figure] = {
+FIGURES: Mapping[str, Figure] = {  # figures by the name of the field, in the order of a sentence
     "loss": Figure("loss", "loss {}", "loss"),
     "clients": Figure("clients", "{} clients", "count"),
     "refused": Figure("refused", "{} refused", "count"),
@@ -87,7 +75,6 @@ FIGURES: Mapping[str, Figure] = {
     "samples_per_s": Figure("samples/s", "{} samples/s"),
     "sent_bytes": Figure("bytes sent", "{} sent", "bytes"),
 }
-"""Figures by the name of the field, in the order of a sentence."""
 
 
 def figures_of(step: StepFigures) -> dict[str, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import io
 import textwrap
+import tokenize
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -29,7 +31,7 @@ class OptionDoc(msgspec.Struct, frozen=True):
 
 
 def option_docs(struct: type[msgspec.Struct]) -> tuple[OptionDoc, ...]:
-    """The keys of a struct, in the order of its fields. Meanings are the strings below the fields in its source."""
+    """The keys of a struct, in the order of its fields. Meanings are what the source says of the fields."""
     hints, meanings = get_type_hints(struct, include_extras=True), _meanings(struct)
     return tuple(
         OptionDoc(
@@ -138,19 +140,25 @@ def _structs(hint: Any) -> Iterator[type[msgspec.Struct]]:
         yield from _structs(argument)
 
 
+def field_docs(cls: type) -> Iterator[tuple[str, ast.expr, str]]:
+    """Yield the fields that a class itself declares: name, annotation, and the comment behind or the string below."""
+    source = textwrap.dedent(inspect.getsource(cls))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string[1:] for token in tokens if token.type == tokenize.COMMENT}
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for statement, after in zip(body.body, [*body.body[1:], None], strict=True):
+        match statement, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, statement.annotation, " ".join(text.split())
+            case ast.AnnAssign(target=ast.Name(id=name)), _:
+                yield name, statement.annotation, comments.get(statement.lineno, "").strip()
+            case _:
+                pass
+
+
 @functools.cache
 def _meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
     """Return the meanings by field; a subclass's replace those of its bases."""
-    found: dict[str, str] = {}
-    for one in reversed(struct.__mro__):
-        if msgspec.Struct not in one.__mro__[1:]:
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, after in zip(body.body, body.body[1:], strict=False):
-            match statement, after:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
-                case _:
-                    pass
-    return found
+    bases = [one for one in reversed(struct.__mro__) if msgspec.Struct in one.__mro__[1:]]
+    return {name: text for one in bases for name, _, text in field_docs(one)}

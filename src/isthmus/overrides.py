@@ -89,10 +89,9 @@ def _entries(at: object, part: str, key: str) -> list[object]:
     return entries
 
 
-PATHS = re.compile(
+PATHS = re.compile(  # keys of jobs whose values are paths, or lists of paths
     r"fleet|participation\.availability|data\.description|data\.heldout|(model|data)\.(.+\.)?(path|heldout_path|files|tokenizer)"
 )
-"""Keys of jobs whose values are paths, or lists of paths."""
 
 
 def counted_from(overrides: Mapping[str, object], folder: str) -> dict[str, object]:

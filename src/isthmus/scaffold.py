@@ -22,11 +22,10 @@ HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"
 STEPS: Mapping[Task, int] = {"text": 60, "images": 60, "federated": 20}  # steps of a first run: less than a minute
 CLIENTS = 50
-DATA: Mapping[Task, tuple[str, str]] = {
+DATA: Mapping[Task, tuple[str, str]] = {  # each task's question, and its default
     "text": ("Which text (a file, a glob, or stdlib for Python's own source)?", "stdlib"),
     "images": ("Which images (a folder with a folder per class, or digits)?", "digits"),
 }
-"""Each task's question, and its default."""
 SPLITS = ("train", "training")
 _HELD = "# share that does not train: eval_every evaluates on it"
 """Folders that hold the classes of an image folder that is divided already."""

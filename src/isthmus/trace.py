@@ -67,8 +67,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     source: Literal["simulator", "runtime"]
     run: str
     spans: tuple[Span, ...]
-    period: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Steps after which what replicas average is the same again."""
+    period: Annotated[int, msgspec.Meta(ge=1)] = 1  # Steps after which what replicas average is the same again.
 
 
 def write_jsonl(trace: Trace, path: Path) -> None:

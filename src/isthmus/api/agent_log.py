@@ -12,8 +12,7 @@ from isthmus.errors import UserError
 from isthmus.runtime.identity.tickets import PREFIX
 from isthmus.sanitize import sanitize
 
-LAST_LINES = 20
-"""Lines of an agent that are shown where it fails."""
+LAST_LINES = 20  # lines of an agent that are shown where it fails
 MOST_CHARACTERS = 2000
 _TICKET = re.compile(PREFIX + r"[\w-]+")
 

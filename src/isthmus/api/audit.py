@@ -33,26 +33,19 @@ from isthmus.training.checkpoint import checkpoint_before
 from isthmus.training.digests import fold
 from isthmus.training.snapshot import part_of
 
-LATENCY_S, BYTES_PER_S = 0.01, 12.5e6
-"""Links between idle devices: no plan of an audit need be the best."""
+LATENCY_S, BYTES_PER_S = 0.01, 12.5e6  # links between idle devices: no plan of an audit need be the best
 Leaves = dict[str, dict[str, str]]
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     step: int
-    after: int
-    """Steps that were done at the checkpoint; 0: the beginning."""
-    compared: int
-    """Digests."""
-    devices: tuple[str, ...]
-    """Whose reports were compared."""
-    missing: tuple[str, ...]
-    """Devices that reported nothing of some step: they were lost before they did."""
-    wrong_step: int | None = None
-    """The first that is not as it should be."""
-    findings: tuple[StepFinding, ...] = ()
-    """Who computed wrong in it."""
+    after: int  # steps that were done at the checkpoint; 0: the beginning
+    compared: int  # digests
+    devices: tuple[str, ...]  # whose reports were compared
+    missing: tuple[str, ...]  # devices that reported nothing of some step: they were lost before they did
+    wrong_step: int | None = None  # the first that is not as it should be
+    findings: tuple[StepFinding, ...] = ()  # who computed wrong in it
 
     @property
     def holds(self) -> bool:
@@ -215,8 +208,7 @@ class _Again(NamedTuple):
     prepared: Prepared
     plan: Plan
     fleet: Fleet
-    accelerators: dict[str, str]
-    """Where devices of this machine compute, if not on the CPU."""
+    accelerators: dict[str, str]  # where devices of this machine compute, if not on the CPU
     expected: Callable[[Fingerprinted], Reports]
     """The reports that were due from the run's workers, from those of this plan's workers."""
 

@@ -20,14 +20,11 @@ AnyJob = TypeVar("AnyJob", bound=JobDocument)
 class Attached(TypedDict, total=False):
     """Callbacks and trackers of a call, whatever the run trains."""
 
-    callbacks: Sequence[Callback]
-    """Called before those of the job."""
-    track: str | Sequence[str] | Track
-    """Trackers by name, or a `Track`, in place of the job's."""
+    callbacks: Sequence[Callback]  # called before those of the job
+    track: str | Sequence[str] | Track  # trackers by name, or a `Track`, in place of the job's
     metrics: Sequence[str | MetricFunction]
     """Names and functions of (outputs, batch), in place of the job's: figures of evaluations beside the loss."""
-    quiet: bool
-    """Nothing is printed on standard error; without effect beside an `observer`."""
+    quiet: bool  # nothing is printed on standard error; without effect beside an `observer`
 
 
 ATTACHED = frozenset(Attached.__annotations__)

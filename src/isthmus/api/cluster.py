@@ -19,12 +19,9 @@ from isthmus.session.deadlines import few
 from isthmus.units import format_duration
 
 LOOK_S = 0.2
-REMIND_S = 30.0
-"""How often to say which agents are waited for."""
-MOST_RESTARTS = 3
-"""Restarts in a row of one agent that never joined."""
-PAUSE_S = 5.0
-"""Before the second restart of an agent in a row; before the third, twice as long."""
+REMIND_S = 30.0  # how often to say which agents are waited for
+MOST_RESTARTS = 3  # restarts in a row of one agent that never joined
+PAUSE_S = 5.0  # before the second restart of an agent in a row; before the third, twice as long
 _GONE = (AgentState.ENDED, AgentState.LOST)
 
 
@@ -173,8 +170,7 @@ class AgentRestarts(msgspec.Struct, frozen=True):
     """Restarts of an agent that was lost and has not joined since."""
 
     count: int = 0
-    next_s: float = 0.0
-    """When it may be started again, by the monotonic clock."""
+    next_s: float = 0.0  # when it may be started again, by the monotonic clock
     given_up: bool = False
 
     def after(self, now_s: float, *, able: bool) -> AgentRestarts:

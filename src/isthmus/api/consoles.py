@@ -7,8 +7,7 @@ import sys
 from rich.console import Console
 from rich.live import Live
 
-LOG_WIDTH = 140
-"""Columns of a file, or what else is no terminal."""
+LOG_WIDTH = 140  # columns of a file, or what else is no terminal
 
 # Names and reasons come from files and from other parties: "[data]" in one of them is text, not a style.
 

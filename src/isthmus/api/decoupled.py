@@ -65,8 +65,7 @@ class _Running(NamedTuple):
 
     job: Job
     fleet: Fleet
-    checkpoint: Path | None
-    """To go on from."""
+    checkpoint: Path | None  # to go on from
     watch: Watch
     stop: Stop
 
@@ -164,8 +163,7 @@ def step_text(name: str, plan: Plan, step_s: float) -> str:
 
 
 NOT_FINITE = "the merged weights are not finite: lower optimizer.lr or sync.decoupled.rate"
-OVERRUN = 1.25
-"""Times an emulated step's time: a longer step is worth a warning."""
+OVERRUN = 1.25  # times an emulated step's time: a longer step is worth a warning
 
 
 def overruns(ended_s: Mapping[str, Sequence[float]], step_s: Mapping[str, float]) -> list[str]:

@@ -40,16 +40,11 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
 
     run: SimulatedReplicas
     faults: tuple[Fault, ...]
-    full_speed: float
-    """Samples per second of all devices, none of which ever waits or fails."""
-    plans: Mapping[str, Plan]
-    """The first plan of each replica."""
-    step_s: Mapping[str, float]
-    """Seconds of each replica's step on that plan, as simulated."""
-    period: int
-    """Batches in which every fragment is merged once."""
-    note: str
-    """Why, where that was planned; else empty."""
+    full_speed: float  # samples per second of all devices, none of which ever waits or fails
+    plans: Mapping[str, Plan]  # the first plan of each replica
+    step_s: Mapping[str, float]  # seconds of each replica's step on that plan, as simulated
+    period: int  # batches in which every fragment is merged once
+    note: str  # why, where that was planned; else empty
 
     @property
     def exit_code(self) -> int:
@@ -114,15 +109,13 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedReplicas(NamedTuple):
     """Each replica's plan, and when they merge."""
 
-    job: Job
-    """With its period, where that was planned."""
+    job: Job  # with its period, where that was planned
     fleet: Fleet
     graph: OpGraph
     plans: Mapping[str, Plan]
     models: Sequence[ReplicaModel]
     sizes: FragmentBytes
-    note: str
-    """Why the period is as it is, where that was planned; else empty."""
+    note: str  # why the period is as it is, where that was planned; else empty
 
     def summary(self) -> dict[str, object]:
         """As JSON has it: the plan documents by replica."""

@@ -16,8 +16,7 @@ __all__ = ["Examined", "Finding", "examine"]
 
 class Examined(NamedTuple):
     findings: list[Finding]
-    joined: bool
-    """Whether they are of the way to a coordinator; else of this machine, which has joined no fleet."""
+    joined: bool  # whether they are of the way to a coordinator; else of this machine, which has joined no fleet
 
     @property
     def good(self) -> bool:

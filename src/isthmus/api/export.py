@@ -43,18 +43,14 @@ from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read
 
 
 class Traced(NamedTuple):
-    perfetto: Path
-    """For ui.perfetto.dev."""
-    found: ComparisonSummary | list[RoundLine]
-    """How well the run was predicted; of a federated one its rounds."""
-    notes: list[str]
-    """Damage that was found while reading."""
+    perfetto: Path  # for ui.perfetto.dev
+    found: ComparisonSummary | list[RoundLine]  # how well the run was predicted; of a federated one its rounds
+    notes: list[str]  # damage that was found while reading
 
 
 class Exported(NamedTuple):
     directory: Path
-    done: int
-    """The model is that after so many `unit`."""
+    done: int  # the model is that after so many `unit`
     unit: str
 
 

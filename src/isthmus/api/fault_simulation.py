@@ -44,8 +44,7 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated run, beside the same run without faults."""
 
     run: SimulatedRun
-    plan: Plan
-    """The first one."""
+    plan: Plan  # the first one
     fleet: Fleet
     graph: OpGraph
     faults: tuple[Fault, ...]

@@ -31,8 +31,7 @@ from isthmus.models.registry import WithLoss, give_model
 from isthmus.run_files import CLIENT_NAMES, write_json
 from isthmus.runtime.processes.signals import Stop
 
-CLIENT = "client"
-"""Column that says whose a sample is."""
+CLIENT = "client"  # column that says whose a sample is
 
 
 class GivenClients(Attached, total=False):
@@ -47,12 +46,9 @@ class GivenClients(Attached, total=False):
     test: Samples
     """Samples on which the server's model is evaluated; without them there is no evaluation on held-out samples.
     Every sample of every client trains in any case."""
-    algorithm: Algorithm | str
-    """An `Algorithm` of your own, or a name of `isthmus algorithms`; by default `fedavg`."""
-    rounds: int
-    """Rounds to train; by default 10."""
-    name: str
-    """The run's name: its folder is runs/NAME."""
+    algorithm: Algorithm | str  # An `Algorithm` of your own, or a name of `isthmus algorithms`; by default `fedavg`.
+    rounds: int  # Rounds to train; by default 10.
+    name: str  # The run's name: its folder is runs/NAME.
 
 
 def federate(

@@ -50,20 +50,16 @@ from isthmus.simulator.rounds import FederatedCosts, MessageCosts, SimulatedRoun
 from isthmus.units import format_duration
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
-MOST_S = 3.0
-"""Measured no longer, once it has the fewest rounds."""
-CLIENTS_EACH = 5
-"""Clients of an executor in a round that is measured."""
+MOST_S = 3.0  # measured no longer, once it has the fewest rounds
+CLIENTS_EACH = 5  # clients of an executor in a round that is measured
 
 
 class SimulatedExecutor(msgspec.Struct, frozen=True, kw_only=True):
     """An executor on a device of the job's fleet."""
 
     device: str
-    seconds_per_sample: float
-    """In all epochs of the first pass."""
-    broadcast_s: float
-    """With the link's latency, as the next."""
+    seconds_per_sample: float  # in all epochs of the first pass
+    broadcast_s: float  # with the link's latency, as the next
     sums_s: float
 
 
@@ -71,32 +67,22 @@ class SimulatedPipeline(msgspec.Struct, frozen=True, kw_only=True):
     """A site that is a fleet."""
 
     site: str
-    devices: tuple[str, ...]
-    """With a stage."""
-    step_s: float
-    """As planned."""
-    round_s: float
-    """Seconds of all local steps."""
+    devices: tuple[str, ...]  # with a stage
+    step_s: float  # as planned
+    round_s: float  # seconds of all local steps
 
 
 class SimulatedRounds(NamedTuple):
     rounds: list[SimulatedRound]
     executors: int
-    line: LinearFit
-    """Seconds of a client as measured here, or the mean over the fleet's devices."""
-    overhead_s: float
-    """Seconds of a round as measured here; 0 with a fleet."""
-    fleet: str = ""
-    """As the job names it; empty where times were measured here."""
-    devices: tuple[SimulatedExecutor, ...] = ()
-    """With a fleet: of every executor."""
-    timeline: FederatedTimeline | None = None
-    """Where faults were given."""
-    pipelines: tuple[SimulatedPipeline, ...] = ()
-    """Pipelines of sites that are fleets."""
+    line: LinearFit  # seconds of a client as measured here, or the mean over the fleet's devices
+    overhead_s: float  # seconds of a round as measured here; 0 with a fleet
+    fleet: str = ""  # as the job names it; empty where times were measured here
+    devices: tuple[SimulatedExecutor, ...] = ()  # with a fleet: of every executor
+    timeline: FederatedTimeline | None = None  # where faults were given
+    pipelines: tuple[SimulatedPipeline, ...] = ()  # pipelines of sites that are fleets
 
-    privacy: Guarantee | None = None
-    """The guarantee of a run of all rounds; None without privacy."""
+    privacy: Guarantee | None = None  # the guarantee of a run of all rounds; None without privacy
 
     @property
     def exit_code(self) -> int:
@@ -285,12 +271,9 @@ def _check_sites(deployment: Deployment, clients: int) -> None:
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a few rounds on this machine."""
 
-    line: LinearFit
-    """Seconds of a client, wherever it trained."""
-    overhead_s: float
-    """Seconds of a phase: broadcast, sums, the server's step."""
-    clients_per_vmap: int
-    """Clients that were trained as one."""
+    line: LinearFit  # seconds of a client, wherever it trained
+    overhead_s: float  # seconds of a phase: broadcast, sums, the server's step
+    clients_per_vmap: int  # clients that were trained as one
 
 
 class _EnoughError(Exception):

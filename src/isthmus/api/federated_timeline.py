@@ -13,8 +13,7 @@ from isthmus.simulator.options import Fault
 from isthmus.simulator.rounds import FederatedCosts, SimulatedFederation, simulate_federation
 from isthmus.units import format_duration
 
-MOST_LINES = 60
-"""Lines of a timeline on a terminal; JSON has all."""
+MOST_LINES = 60  # lines of a timeline on a terminal; JSON has all
 
 
 class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +21,7 @@ class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
     run: SimulatedFederation
     faults: tuple[Fault, ...]
-    undisturbed_s: float | None
-    """All rounds without faults; None where they cannot be finished without them either."""
+    undisturbed_s: float | None  # all rounds without faults; None where they cannot be finished without them either
 
     def entries(self) -> list[tuple[float, str]]:
         """Return the events by second of the run."""

@@ -37,12 +37,9 @@ from isthmus.simulator.serving import ServedRequest, ServingSimulation, Simulate
 from isthmus.simulator.simulate import check_faults
 from isthmus.units import format_duration
 
-INCOMPLETE = "\ufffd"
-"""Stands for a character whose last bytes are still to come."""
-NEIGHBOURS = 8
-"""Tokens with which those that follow are decoded: a character has at most four."""
-MOST = 1 << 63
-"""Whole numbers of a request are below it: torch's seeds, and what a frame can say."""
+INCOMPLETE = "\ufffd"  # stands for a character whose last bytes are still to come
+NEIGHBOURS = 8  # tokens with which those that follow are decoded: a character has at most four
+MOST = 1 << 63  # whole numbers of a request are below it: torch's seeds, and what a frame can say
 
 
 class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +47,8 @@ class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
 
     objective: Objective | None = None
     """Plan a chain of devices for least time per token, or most tokens per second; None: as the run's plan has it."""
-    at_once: int = 16
-    """Requests in flight."""
-    joined: Serving | None = None
-    """Devices that joined compute, coordinated from here; None: processes on this machine."""
+    at_once: int = 16  # requests in flight
+    joined: Serving | None = None  # devices that joined compute, coordinated from here; None: processes on this machine
 
 
 def joined_at(where: str | None, addresses: Sequence[str], state: Path | None) -> Serving | None:
@@ -366,8 +361,7 @@ class Generated(NamedTuple):
     prompt: str | tuple[int, ...]
     text: str
     tokens: tuple[int, ...]
-    failure: UserError | PeerError | None = None
-    """Why it has no further tokens."""
+    failure: UserError | PeerError | None = None  # why it has no further tokens
 
     def shown(self) -> str:
         """For a terminal: with a prompt that is text in front, or as ids."""
@@ -377,10 +371,8 @@ class Generated(NamedTuple):
 
 
 class Generation(NamedTuple):
-    answers: list[Generated]
-    """In the order of the prompts."""
-    tokens_per_s: float
-    """All answers' tokens by the time from the first request to the last answer."""
+    answers: list[Generated]  # in the order of the prompts
+    tokens_per_s: float  # all answers' tokens by the time from the first request to the last answer
     statistics: ServingStatistics
 
     def document(self) -> dict[str, object]:

@@ -27,11 +27,9 @@ from isthmus.models.registry import WithLoss, give_model
 from isthmus.overrides import overridden_struct
 from isthmus.run_files import CLIENT_NAMES
 
-TARGET = "target"
-"""Column of what a loss is given beside the model's output."""
+TARGET = "target"  # column of what a loss is given beside the model's output
 DEFAULT_STEPS, DEFAULT_BATCH = 100, 32
-EVALUATIONS = 10
-"""Evaluations of a run with `test`."""
+EVALUATIONS = 10  # evaluations of a run with `test`
 
 
 class Given(Attached, total=False):
@@ -47,16 +45,12 @@ class Given(Attached, total=False):
     say `training.eval_every`."""
     loss: Callable[..., Tensor]
     """Called as loss(model(*inputs), target) on samples of several parts, of which the last is the target."""
-    fleet: Fleet | str | Path
-    """The fleet; by default the built-in `laptop`."""
+    fleet: Fleet | str | Path  # The fleet; by default the built-in `laptop`.
     optimizer: Optimizer
     """An optimizer of torch: an instance, a class or a `functools.partial` of one; by default AdamW with lr 1e-3."""
-    steps: int
-    """Optimizer steps; by default 100."""
-    batch: int
-    """Samples per step; by default 32, or all that there are."""
-    name: str
-    """The run's name: its folder is runs/NAME."""
+    steps: int  # Optimizer steps; by default 100.
+    batch: int  # Samples per step; by default 32, or all that there are.
+    name: str  # The run's name: its folder is runs/NAME.
 
 
 def check_arguments(call: Callable[..., object], kind: type, given: Mapping[str, object]) -> None:

@@ -48,10 +48,8 @@ class Explained(NamedTuple):
     plan: Plan
     fleet: Fleet
     graph: OpGraph
-    explanation: Explanation | None
-    """Why the plan looks as it does, if that was asked for."""
-    leaving: list[str]
-    """The data that leave the data holders, in words."""
+    explanation: Explanation | None  # why the plan looks as it does, if that was asked for
+    leaving: list[str]  # the data that leave the data holders, in words
 
 
 def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, prove: str | None = None) -> Explained:
@@ -80,8 +78,7 @@ class Simulated(NamedTuple):
     trace: Trace
     plan: Plan
     fleet: Fleet
-    graph: OpGraph | None
-    """None of a plan that was given: the model is not captured for it."""
+    graph: OpGraph | None  # None of a plan that was given: the model is not captured for it
 
     def summary(self) -> dict[str, object]:
         """As JSON has it: seconds of a step by the simulator and by formulas, shares of devices, bytes of links."""
@@ -162,8 +159,7 @@ def _state(job: Job) -> StateBytes:
 
 class Compared(NamedTuple):
     comparison: Comparison
-    refusals: list[UserError]
-    """Refusals of planners that made no plan, in the order in which they were asked."""
+    refusals: list[UserError]  # refusals of planners that made no plan, in the order in which they were asked
 
 
 def compare_planners(job: Job, planners: str, observer: Observer, stop: Stop) -> Compared:

@@ -35,12 +35,9 @@ from isthmus.sanitize import sanitize
 
 class Handed(NamedTuple):
     number: int
-    before: int
-    """Jobs that wait or run."""
-    served: bool
-    """Whether a coordinator is there."""
-    absent: tuple[str, ...]
-    """Devices of the job's fleet that are not connected to it now."""
+    before: int  # jobs that wait or run
+    served: bool  # whether a coordinator is there
+    absent: tuple[str, ...]  # devices of the job's fleet that are not connected to it now
 
 
 def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | None = None) -> Handed:
@@ -63,12 +60,9 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | 
         return Handed(number, len(waiting), served=True, absent=tuple(name for name in names if name not in here))
 
 
-LOOK_S = 0.5
-"""How often to look into the queue."""
-REMIND_S = 30.0
-"""How often to say that the queue cannot be written."""
-Logged = Callable[[TextIO], Observer]
-"""Writes each note into a job's log."""
+LOOK_S = 0.5  # how often to look into the queue
+REMIND_S = 30.0  # how often to say that the queue cannot be written
+Logged = Callable[[TextIO], Observer]  # writes each note into a job's log
 Opened = Callable[[], contextlib.AbstractContextManager[Observer]]
 Result = TypeVar("Result")
 

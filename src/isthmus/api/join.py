@@ -38,36 +38,27 @@ from isthmus.runtime.service.machine import Finding
 from isthmus.runtime.transport.tcp import WAITS_S
 from isthmus.units import parse_size, whole_number
 
-Ask = Callable[[], str]
-"""Gives the text of a ticket."""
+Ask = Callable[[], str]  # gives the text of a ticket
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The user's options for a device."""
 
-    state: Path | None = None
-    """Folder of the key; none: ~/.local/state/isthmus/device."""
+    state: Path | None = None  # folder of the key; none: ~/.local/state/isthmus/device
     ticket_file: Path | None = None
-    name: str | None = None
-    """None: the host's name."""
+    name: str | None = None  # None: the host's name
     timeout: str = "60 s"
     place: ProcessPlace = ProcessPlace()
-    device: str = AUTO
-    """Where it computes."""
-    memory: str = ""
-    """The part of each device's memory that jobs may take."""
+    device: str = AUTO  # where it computes
+    memory: str = ""  # the part of each device's memory that jobs may take
     devices: str = ""
     """Accelerators that are devices of their own; none: the machine is one device; `auto`: all, or none where there is
     none."""
     site: Path | None = None
-    per_rank: bool = False
-    """Under torchrun, each rank is a device of its own."""
-    ticket_line: int = 0
-    """The number of this device's ticket in the ticket file."""
-    one_owner: bool = False
-    """Who owns the device owns the coordinator and all other devices too."""
-    attached: bool = False
-    """The ticket is the first line of standard input, and the device ends when that closes."""
+    per_rank: bool = False  # under torchrun, each rank is a device of its own
+    ticket_line: int = 0  # the number of this device's ticket in the ticket file
+    one_owner: bool = False  # who owns the device owns the coordinator and all other devices too
+    attached: bool = False  # the ticket is the first line of standard input, and the device ends when that closes
 
 
 def kinds_of(text: str) -> tuple[str, ...] | None:
@@ -331,24 +322,16 @@ def _ticket(joining: JoinOptions, ask: Ask) -> Ticket:
 class HowToJoin(TypedDict, total=False):
     """A device's own settings."""
 
-    name: str
-    """The device's name, by default the host's."""
-    device: str
-    """Where it computes: cpu, cuda:0, ...; by default a GPU if there is one."""
+    name: str  # the device's name, by default the host's
+    device: str  # where it computes: cpu, cuda:0, ...; by default a GPU if there is one
     devices: str
     """`all`, or numbers of accelerators, of which each is a device of its own; `auto`: as `all` where there is one."""
-    memory: str
-    """The part of its memory that jobs may take, as "4 GiB"; by default all."""
-    engine: str
-    """The engine that computes: `torch`, which is the default, or `jax`."""
-    data: Path
-    """Folder with its data: jobs name files in it, no others."""
-    data_kinds: str
-    """Kinds of data that jobs may name, parted by commas; by default all."""
-    site: Path
-    """For a federated run a TOML file with this site's data, and what may run on them."""
-    state: Path
-    """Folder of its key; by default ~/.local/state/isthmus/device."""
+    memory: str  # the part of its memory that jobs may take, as "4 GiB"; by default all
+    engine: str  # the engine that computes: `torch`, which is the default, or `jax`
+    data: Path  # folder with its data: jobs name files in it, no others
+    data_kinds: str  # kinds of data that jobs may name, parted by commas; by default all
+    site: Path  # for a federated run a TOML file with this site's data, and what may run on them
+    state: Path  # folder of its key; by default ~/.local/state/isthmus/device
 
 
 def join(

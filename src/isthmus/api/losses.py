@@ -10,13 +10,10 @@ from isthmus.run_files import LOSSES, LinesFile
 
 
 class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
-    step: int
-    """Optimizer steps done."""
-    loss: float | None
-    """None for one that is not a number: JSON has no word for it."""
+    step: int  # optimizer steps done
+    loss: float | None  # None for one that is not a number: JSON has no word for it
     split: str = "train"
-    metrics: dict[str, float | None] = {}
-    """The job's metrics on held-out samples; None for one that counted nothing."""
+    metrics: dict[str, float | None] = {}  # the job's metrics on held-out samples; None for one that counted nothing
 
 
 def losses_file(run: Path) -> LinesFile[LossPoint]:

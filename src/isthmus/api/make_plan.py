@@ -29,8 +29,7 @@ SIMULATED_STEPS = 8
 SCORED_STEPS = 2
 """Simulated steps of a candidate, beside a period of averaging: the first step, which fills the pipeline, and the last,
 which nothing follows."""
-HEADER_BYTES = 400
-"""A frame's prefix and header, about: it matters on slow links with small tensors only."""
+HEADER_BYTES = 400  # a frame's prefix and header, about: it matters on slow links with small tensors only
 
 
 def fleet_for(job: Job) -> Fleet:

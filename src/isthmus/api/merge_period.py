@@ -26,8 +26,7 @@ from isthmus.units import format_bandwidth, format_duration, format_share, forma
 
 LINK_SHARE = 0.5
 """Share of a link's time that changes may take: the rest is for late ones, and for messages of pipelines."""
-SIMULATED_MERGES = 40
-"""Merges that are simulated of each period that is tried."""
+SIMULATED_MERGES = 40  # merges that are simulated of each period that is tried
 
 
 class _Load(NamedTuple):

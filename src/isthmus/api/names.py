@@ -24,20 +24,16 @@ __all__ = ["Kind", "fleets", "fleets_table", "kind_table", "names_table", "plann
 class Listed(msgspec.Struct, frozen=True):
     """One planner."""
 
-    what: str
-    """One line."""
-    abilities: tuple[str, ...] | None
-    """None where they are not declared."""
+    what: str  # one line
+    abilities: tuple[str, ...] | None  # None where they are not declared
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """Planners that answer the same question."""
 
     decides: str
-    where: str
-    """How one is named."""
-    abilities: tuple[str, ...] = ()
-    """That some have and others lack."""
+    where: str  # how one is named
+    abilities: tuple[str, ...] = ()  # that some have and others lack
     planners: dict[str, Listed]
 
 

@@ -15,8 +15,7 @@ from isthmus.extensions import EXTRAS, what_is_missing
 from isthmus.listening import listening_socket
 
 PORT = 7434
-NICE = 10
-"""The page gives way to those that train."""
+NICE = 10  # the page gives way to those that train
 
 
 @contextlib.contextmanager

@@ -85,13 +85,10 @@ def _other_engines(prepared: Prepared, fleet: Fleet) -> Iterator[str]:
 class Start(NamedTuple):
     """Where a run goes on."""
 
-    step: int
-    """Done before."""
+    step: int  # done before
     checkpoint: Path | None
-    record: RecoveryRecord | None
-    """The recovery record of a run at which devices may still be at work."""
-    eval_due: bool = False
-    """A stop interrupted the evaluation of that step."""
+    record: RecoveryRecord | None  # the recovery record of a run at which devices may still be at work
+    eval_due: bool = False  # a stop interrupted the evaluation of that step
 
 
 def start_of(job: Job, choices: Choices, watch: Watch) -> Start | None:
@@ -120,10 +117,8 @@ def _start(job: Job, choices: Choices, folder: RunFolder, note: Callable[[str], 
 class _Planned(NamedTuple):
     prepared: Prepared
     plan: Plan
-    fleet: Fleet
-    """As it was described."""
-    believed: Fleet | None
-    """With speeds as an earlier session measured them."""
+    fleet: Fleet  # as it was described
+    believed: Fleet | None  # with speeds as an earlier session measured them
     holders: DataHolders
     backend: Backend
 

@@ -20,8 +20,7 @@ from isthmus.trace import Span
 from isthmus.training.optim import settings_of
 from isthmus.units import format_duration
 
-SPEED_STEPS = 16
-"""Over which speeds are averaged: reports of several steps may come at once."""
+SPEED_STEPS = 16  # over which speeds are averaged: reports of several steps may come at once
 
 
 class PipelineWatch:

@@ -44,10 +44,8 @@ class HowToPlan(TypedDict, total=False):
 
     inputs: Inputs
     """Example inputs, of which the first dimension is the sample: by name, or in the order of the forward."""
-    batch: int
-    """Samples per optimizer step; by default 32."""
-    planner: str
-    """See `isthmus planners`; by default `auto`."""
+    batch: int  # samples per optimizer step; by default 32
+    planner: str  # see `isthmus planners`; by default `auto`
 
 
 def plan(

@@ -28,16 +28,12 @@ from isthmus.runtime.service.probe_questions import speed_question
 class Probing(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements to make."""
 
-    names: tuple[str, ...] = ()
-    """Devices that joined; none: this machine's."""
+    names: tuple[str, ...] = ()  # devices that joined; none: this machine's
     job: Path | None = None
     device: str = ""
-    devices: str = ""
-    """Accelerators of this machine; without either the CPU and all accelerators."""
-    memory: str = ""
-    """The part of the memory of each of this machine's devices that may be taken."""
-    engine: str = "torch"
-    """The engine that computes on this machine's devices."""
+    devices: str = ""  # accelerators of this machine; without either the CPU and all accelerators
+    memory: str = ""  # the part of the memory of each of this machine's devices that may be taken
+    engine: str = "torch"  # the engine that computes on this machine's devices
 
 
 def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) -> Fleet:

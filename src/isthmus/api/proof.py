@@ -26,21 +26,16 @@ from isthmus.units import format_duration
 from isthmus.verification import MOST_WORK, ProofProgress, Prover, Question, StateBytes, provable, verify
 from isthmus.verification.closed_form import Setup
 
-ROUNDING = 1 + 1e-7
-"""Factor between a bound and what attains it."""
-EFFORT = 0.1
-"""Share of the work of a check that may be spent while planning: what is proven with it, any check proves."""
-PROVING = 0.6
-"""Share of the work of a check that may go into a bound that is raised for given seconds."""
-PLANNING_WORK = 4.5e8
-"""Entries of arrays that the relaxation may fill while planning; 10^8 to 3 * 10^8 are a second."""
+ROUNDING = 1 + 1e-7  # factor between a bound and what attains it
+EFFORT = 0.1  # share of the work of a check that may be spent while planning: what is proven with it, any check proves
+PROVING = 0.6  # share of the work of a check that may go into a bound that is raised for given seconds
+PLANNING_WORK = 4.5e8  # entries of arrays that the relaxation may fill while planning; 10^8 to 3 * 10^8 are a second
 
 
 class Proving(NamedTuple):
     """How long a bound is raised, and who gets a line for each gain."""
 
-    seconds: float | None = None
-    """None: a little work, the same on every machine."""
+    seconds: float | None = None  # None: a little work, the same on every machine
     observer: Observer = Silent()
 
     def ended(self) -> Callable[[int], bool]:
@@ -74,8 +69,7 @@ A_LITTLE = Proving()
 
 class Raised(NamedTuple):
     least: LeastBound
-    faster: tuple[Setup, ...] = ()
-    """The replicas of a plan below what is known."""
+    faster: tuple[Setup, ...] = ()  # the replicas of a plan below what is known
 
 
 def as_proven(

@@ -64,12 +64,11 @@ def round_evaluation(done: int, found: Evaluation) -> Evaluated:
     return Evaluated(step=done, loss=found.loss, unit="round", metrics=found.metrics, clients=means)
 
 
-ENDED: Mapping[Why, str] = {
+ENDED: Mapping[Why, str] = {  # why a round ended, where not all have answered
     "quorum": "ended with the share that must answer",
     "behind": "ended without those still at work for an earlier round",
     "deadline": "ended by the deadline",
 }
-"""Why a round ended, where not all have answered."""
 
 
 def _text(line: RoundLine) -> str:

@@ -15,8 +15,7 @@ from isthmus.plans import PlanPeriod
 from isthmus.run_files import JOB, ROUND_LINES, read_json
 
 ENTRIES = "events.jsonl"
-SPANS = "spans.jsonl"
-"""The spans so far, of a run that works or was killed: its end writes them into `trace.jsonl`."""
+SPANS = "spans.jsonl"  # the spans so far, of a run that works or was killed: its end writes them into `trace.jsonl`
 Kind = Literal["began", "planned", "step", "heldout", "lost", "left", "joined", "back", "saved", "note", "ended"]
 
 
@@ -24,30 +23,19 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened. `at_s` is in seconds since 1970, by the coordinator's clock."""
 
     at_s: float
-    kind: Kind
-    """`back`: the run goes on after `step`, and later steps are void."""
-    step: int = -1
-    """Steps or rounds done; -1 where it does not matter."""
+    kind: Kind  # `back`: the run goes on after `step`, and later steps are void
+    step: int = -1  # steps or rounds done; -1 where it does not matter
     device: str = ""
-    text: str = ""
-    """The outcome in `ended`: done, stopped, interrupted, lost, diverged or failed."""
-    steps: int = 0
-    """The job's steps or rounds, in `began`."""
-    counts: Unit = "step"
-    """The thing that is counted, in `began`."""
+    text: str = ""  # the outcome in `ended`: done, stopped, interrupted, lost, diverged or failed
+    steps: int = 0  # the job's steps or rounds, in `began`
+    counts: Unit = "step"  # the thing that is counted, in `began`
     loss: float | None = None
-    metrics: Mapping[str, float | None] = {}
-    """The metrics in `heldout`."""
-    figures: Mapping[str, float] = {}
-    """The numbers of a step, as `isthmus.figures` declares them."""
-    busy: Mapping[str, float] = {}
-    """The share of the step that each device or executor computed, 0 to 1."""
-    sent: tuple[tuple[str, str, int], ...] = ()
-    """Source, target and tensor bytes of the step."""
-    spans: int = 0
-    """How many spans the session had by then."""
-    period: PlanPeriod | None = None
-    """The plan in `planned`."""
+    metrics: Mapping[str, float | None] = {}  # the metrics in `heldout`
+    figures: Mapping[str, float] = {}  # the numbers of a step, as `isthmus.figures` declares them
+    busy: Mapping[str, float] = {}  # the share of the step that each device or executor computed, 0 to 1
+    sent: tuple[tuple[str, str, int], ...] = ()  # source, target and tensor bytes of the step
+    spans: int = 0  # how many spans the session had by then
+    period: PlanPeriod | None = None  # the plan in `planned`
 
 
 def run_entries(run: Path) -> list[RunEntry]:
@@ -60,15 +48,11 @@ class RunState(msgspec.Struct, frozen=True):
     """How far a run is, by its entries."""
 
     done: int = 0
-    steps: int = 0
-    """Steps of the whole run."""
+    steps: int = 0  # steps of the whole run
     unit: Unit = "step"
-    loss: float | None = None
-    """The newest of the training loss, or else on held-out samples."""
-    outcome: str = ""
-    """The outcome of the newest session; empty where it works, or was killed."""
-    planned: bool = False
-    """Whether a plan was in force."""
+    loss: float | None = None  # the newest of the training loss, or else on held-out samples
+    outcome: str = ""  # the outcome of the newest session; empty where it works, or was killed
+    planned: bool = False  # whether a plan was in force
 
 
 def run_state(entries: list[RunEntry]) -> RunState:

@@ -16,8 +16,7 @@ from isthmus.figures import figures_of
 from isthmus.plans import PlanPeriod
 from isthmus.trace import Span
 
-LEAST_S = 0.5
-"""Between two entries of steps: a line for each of a hundred thousand quick steps would be read by nobody."""
+LEAST_S = 0.5  # between two entries of steps: a line for each of a hundred thousand quick steps would be read by nobody
 MOST_STEPS = 20_000
 """The time between entries is this share of the session's length, so a session of weeks has some 100,000."""
 MOST_SPANS = 500_000

@@ -21,8 +21,7 @@ from isthmus.job import JobDocument
 from isthmus.run_files import stop_reason
 from isthmus.runtime.coordinator.backend import Backend
 
-LEAVING_S = 5.0
-"""Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
+LEAVING_S = 5.0  # executors of a coordinator that was killed are copies of it and hold its claim until they notice
 PYTHON_AGAIN = "resume=True, run={run}"
 
 
@@ -31,18 +30,13 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 
     resume: bool = False
     run: Path | None = None
-    again: str = PYTHON_AGAIN
-    """The command that resumes the run; `{run}` stands for its folder."""
-    callbacks: tuple[Callback, ...] = ()
-    """Besides the job's."""
-    dashboard: bool = False
-    """Whether the run is shown in a browser."""
-    plan: Path | None = None
-    """A plan document to follow."""
+    again: str = PYTHON_AGAIN  # the command that resumes the run; `{run}` stands for its folder
+    callbacks: tuple[Callback, ...] = ()  # besides the job's
+    dashboard: bool = False  # whether the run is shown in a browser
+    plan: Path | None = None  # a plan document to follow
     backend: Backend | None = None
     """Devices or sites of a fleet, at their own speed; None: processes here, emulated as the job says."""
-    devices_stay: bool = True
-    """Whether devices of a run that was left in its middle may be at work still."""
+    devices_stay: bool = True  # whether devices of a run that was left in its middle may be at work still
 
     def going_on(self, folder: Path) -> str:
         """How the run in this folder goes on, for a person."""

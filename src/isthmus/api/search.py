@@ -14,8 +14,7 @@ from isthmus.runtime.processes.signals import ComputeThreads, Stop
 Planned = TypeVar("Planned")
 
 TICK_S = 0.1
-AT_ONCE_S = 1.0
-"""How long a planner that is to end without a plan may take for it."""
+AT_ONCE_S = 1.0  # how long a planner that is to end without a plan may take for it
 
 
 def searched(observer: Observer, stop: Stop, act: Callable[[], Planned], *, best_so_far: bool = False) -> Planned:

@@ -55,22 +55,15 @@ def serve_submitted(serving: Serving, observer: Observer, logged: Logged, *, das
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """Where a coordinator listens, and how it is reached."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = PORT
-    """0: any that is free."""
-    addresses: tuple[str, ...] = ()
-    """HOST or HOST:PORT by which devices reach it; none: `host`."""
-    tickets: int = 0
-    """So many are made at the start."""
-    timeout: str = "60 s"
-    """Silence after which a device is lost."""
+    host: str = "127.0.0.1"  # address to listen on
+    port: int = PORT  # 0: any that is free
+    addresses: tuple[str, ...] = ()  # HOST or HOST:PORT by which devices reach it; none: `host`
+    tickets: int = 0  # so many are made at the start
+    timeout: str = "60 s"  # silence after which a device is lost
     renew_after_absence: str = "0 s"
     """For so long a device may be away and needs no ticket when it comes back, though certificates end after a day."""
-    state: Path | None = None
-    """Folder with the fleet's keys; none: ~/.local/state/isthmus/fleet."""
-    ticket: Callable[[str], None] = lambda _: None
-    """Is given each ticket."""
+    state: Path | None = None  # folder with the fleet's keys; none: ~/.local/state/isthmus/fleet
+    ticket: Callable[[str], None] = lambda _: None  # is given each ticket
 
 
 @contextlib.contextmanager
@@ -129,20 +122,13 @@ def address_of(text: str, port: int, option: str = "--address") -> tuple[str, in
 class Where(TypedDict, total=False):
     """Where a coordinator listens, and how it is reached."""
 
-    host: str
-    """Address to listen on; by default 127.0.0.1."""
-    port: int
-    """The port, by default 7433; 0: any that is free."""
-    addresses: tuple[str, ...]
-    """HOST or HOST:PORT by which devices reach it; by default `host`."""
-    tickets: int
-    """So many are made at the start, each for one device; by default none."""
-    ticket: Callable[[str], None]
-    """Is given each ticket."""
-    timeout: str
-    """Silence after which a device is lost; by default "60 s"."""
-    state: Path | None
-    """Folder with the fleet's keys; by default ~/.local/state/isthmus/fleet."""
+    host: str  # address to listen on; by default 127.0.0.1
+    port: int  # the port, by default 7433; 0: any that is free
+    addresses: tuple[str, ...]  # HOST or HOST:PORT by which devices reach it; by default `host`
+    tickets: int  # so many are made at the start, each for one device; by default none
+    ticket: Callable[[str], None]  # is given each ticket
+    timeout: str  # silence after which a device is lost; by default "60 s"
+    state: Path | None  # folder with the fleet's keys; by default ~/.local/state/isthmus/fleet
 
 
 class HowServed(Where, Attached, total=False):

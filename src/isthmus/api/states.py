@@ -8,8 +8,7 @@ from pathlib import Path
 from isthmus.errors import UserError
 from isthmus.units import parse_duration
 
-PORT = 7433
-"""The coordinator's port."""
+PORT = 7433  # the coordinator's port
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 86400.0
 
 

@@ -40,16 +40,13 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True):
     done: int
     of: int
     loss: float | None
-    privacy: str = ""
-    """The privacy that its messages spent, where noise covers them."""
+    privacy: str = ""  # the privacy that its messages spent, where noise covers them
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    coordinator: CoordinatorStatus | None
-    """None when none serves the folder."""
+    coordinator: CoordinatorStatus | None  # None when none serves the folder
     running: Progressed | None
-    waiting: tuple[int, ...]
-    """Numbers of jobs."""
+    waiting: tuple[int, ...]  # numbers of jobs
 
 
 def status_of(queue: JobQueue, folder: Path) -> Status:

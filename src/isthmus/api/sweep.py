@@ -43,18 +43,15 @@ from isthmus.units import format_duration
 RECORD = "sweep.json"
 _CLAIM = "sweep.claim"
 LOOK_S = 0.2
-MARGIN = 1.1
-"""So much more than the largest run took is free before another begins."""
+MARGIN = 1.1  # so much more than the largest run took is free before another begins
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A sweep as its folder keeps it."""
 
     name: str
-    job: str
-    """Absolute path."""
-    job_digest: str
-    """SHA-256 of the job's file: runs of another one would not belong together."""
+    job: str  # absolute path
+    job_digest: str  # SHA-256 of the job's file: runs of another one would not belong together
     results: tuple[RunResult, ...]
 
 

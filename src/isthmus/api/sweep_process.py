@@ -17,15 +17,12 @@ from isthmus.runtime.processes.memory_use import family_bytes
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    job: str
-    """Path of its file."""
+    job: str  # path of its file
     federated: bool
-    folder: str
-    """The run's."""
+    folder: str  # the run's
     overrides: dict[str, object]
     resume: bool
-    engine: SweepEngine | None = None
-    """None: this machine."""
+    engine: SweepEngine | None = None  # None: this machine
 
 
 class SweepProcess:

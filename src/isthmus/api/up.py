@@ -50,8 +50,7 @@ from isthmus.runtime.service.fleet_probe import probe_fleet
 from isthmus.runtime.service.fleet_state import remove_state
 from isthmus.runtime.service.probe_questions import speed_question
 
-ANY_PORT = 9
-"""A port of the engine's head, where only the route to it is asked for."""
+ANY_PORT = 9  # a port of the engine's head, where only the route to it is asked for
 
 
 def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
@@ -190,27 +189,18 @@ def _measured(
 
 
 class _OnEngine(TypedDict, total=False):
-    nodes: int
-    """Number of nodes, by default all that the engine has, or as many as the job's fleet file names."""
+    nodes: int  # number of nodes, by default all that the engine has, or as many as the job's fleet file names
     devices_per_node: str
     """`auto`: each accelerator is a device, a machine without one too; a number of accelerators; `island`: those of a
     node are one device, under torchrun."""
-    options: Mapping[str, object]
-    """Options of the engine."""
-    host: str
-    """Address to listen on; by default this machine's on the route to the engine, loopback for `local`."""
-    port: int
-    """The port, by default any that is free."""
-    addresses: tuple[str, ...]
-    """HOST or HOST:PORT by which nodes reach the coordinator; by default `host`."""
-    timeout: str
-    """Silence after which a device is lost; by default "60 s"."""
-    data: Path
-    """Folder with the data, on every node."""
-    memory: str
-    """The part of each device's memory that the job may take, as "4 GiB"; by default all."""
-    measure: bool
-    """Whether the devices that join are measured; by default unless the job names a fleet file."""
+    options: Mapping[str, object]  # options of the engine
+    host: str  # address to listen on; by default this machine's on the route to the engine, loopback for `local`
+    port: int  # the port, by default any that is free
+    addresses: tuple[str, ...]  # HOST or HOST:PORT by which nodes reach the coordinator; by default `host`
+    timeout: str  # silence after which a device is lost; by default "60 s"
+    data: Path  # folder with the data, on every node
+    memory: str  # the part of each device's memory that the job may take, as "4 GiB"; by default all
+    measure: bool  # whether the devices that join are measured; by default unless the job names a fleet file
 
 
 class HowUp(_OnEngine, Attached, total=False):

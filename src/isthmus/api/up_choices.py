@@ -21,29 +21,22 @@ class UpChoices(msgspec.Struct, frozen=True, kw_only=True):
     """The user's choices for `isthmus up`."""
 
     engine: str
-    options: Mapping[str, object] = {}
-    """Options of the engine."""
-    nodes: int | None = None
-    """None: as many as the fleet names, or all that the engine has."""
+    options: Mapping[str, object] = {}  # options of the engine
+    nodes: int | None = None  # None: as many as the fleet names, or all that the engine has
     devices_per_node: str = AUTO
-    host: str = ""
-    """Address to listen on; none: this machine's on the route to the engine."""
+    host: str = ""  # address to listen on; none: this machine's on the route to the engine
     port: int = 0
     addresses: tuple[str, ...] = ()
     timeout: str = "60 s"
     data: Path | None = None
     """Folder with the data, on every node; None: the current folder where the nodes are this machine, else none."""
     memory: str = ""
-    measure: bool | None = None
-    """Whether devices that joined are measured; None: unless the job names a fleet file."""
+    measure: bool | None = None  # whether devices that joined are measured; None: unless the job names a fleet file
     resume: bool = False
     run: Path | None = None
-    again: str = ""
-    """As of `Choices`."""
-    verbose: bool = False
-    """Show what agents print."""
-    callbacks: tuple[Callback, ...] = ()
-    """Besides the job's."""
+    again: str = ""  # as of `Choices`
+    verbose: bool = False  # show what agents print
+    callbacks: tuple[Callback, ...] = ()  # besides the job's
 
 
 def is_known(fleet: str, measure: bool | None) -> bool:

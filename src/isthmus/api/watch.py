@@ -25,12 +25,9 @@ class Ran(NamedTuple):
     """How a program's part of a run ended."""
 
     outcome: Ended
-    reason: str = ""
-    """Why the run did not come to its end."""
-    failure: Exception | None = None
-    """The error of a run that is lost or has diverged; None: `reason` says it all."""
-    explain: Callable[[], None] = lambda: None
-    """Writes traces, pictures and summaries into the folder."""
+    reason: str = ""  # why the run did not come to its end
+    failure: Exception | None = None  # the error of a run that is lost or has diverged; None: `reason` says it all
+    explain: Callable[[], None] = lambda: None  # writes traces, pictures and summaries into the folder
 
 
 class Watch:

@@ -24,8 +24,7 @@ from isthmus.plans import Plan
 from isthmus.report.what_if_table import WhatIf, WhatIfRow
 from isthmus.runtime.processes.signals import Stop
 
-ROUNDING = 1e-9
-"""Share of a gain below which it is none."""
+ROUNDING = 1e-9  # share of a gain below which it is none
 
 
 class _Asked(NamedTuple):

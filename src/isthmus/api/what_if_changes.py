@@ -17,11 +17,10 @@ from isthmus.overrides import read_overrides
 from isthmus.plans import Plan
 from isthmus.report import linked_devices
 
-EVERYTHING = "all"
-"""Stands for the usual changes."""
+EVERYTHING = "all"  # stands for the usual changes
 MOST_KINDS, MOST_LINKS, MOST_REGIONS = 6, 3, 3
 """Counts of the usual changes: kinds of devices, in the fleet's order; links, the slowest first; regions in use."""
-GRAMMAR = {
+GRAMMAR = {  # the grammar of each change after the equals sign
     "device": "NAME[@REGION][*COUNT]",
     "region": "REGION",
     "without": "NAME",
@@ -33,17 +32,14 @@ GRAMMAR = {
     "batch": "SAMPLES or *FACTOR",
     "precision": "fp32, bf16 or fp16",
 }
-"""The grammar of each change after the equals sign."""
 JOINED = " + "
 
 Edit = Callable[[Fleet], Fleet]
 
 
 class Change(NamedTuple):
-    text: str
-    """As `--what-if` takes it."""
-    what: str
-    """In words."""
+    text: str  # as `--what-if` takes it
+    what: str  # in words
     overrides: Mapping[str, object]
     edits: tuple[Edit, ...]
 

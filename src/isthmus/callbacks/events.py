@@ -27,23 +27,15 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     0
     """
 
-    run: Path
-    """The run's folder."""
+    run: Path  # The run's folder.
     kind: Literal["pipeline", "federated"]
-    steps: int
-    """Optimizer steps, or federated rounds, of the whole run."""
-    first_step: int = 0
-    """Steps that were done before: more than 0 in a resumed run."""
-    settings: Mapping[str, object] = {}
-    """The job, table by table, with its defaults."""
-    metrics: tuple[str, ...] = ()
-    """Names of the job's metrics."""
-    lower_is_better: frozenset[str] = frozenset({"loss"})
-    """Those, and the loss, of which low values are good."""
-    plan: Plan | None = None
-    """None in a federated run."""
-    pictures: Mapping[str, Path] = {}
-    """PNG files that are there, by name: `plan`."""
+    steps: int  # Optimizer steps, or federated rounds, of the whole run.
+    first_step: int = 0  # Steps that were done before: more than 0 in a resumed run.
+    settings: Mapping[str, object] = {}  # The job, table by table, with its defaults.
+    metrics: tuple[str, ...] = ()  # Names of the job's metrics.
+    lower_is_better: frozenset[str] = frozenset({"loss"})  # Those, and the loss, of which low values are good.
+    plan: Plan | None = None  # None in a federated run.
+    pictures: Mapping[str, Path] = {}  # PNG files that are there, by name: `plan`.
     stop: Callable[..., None] = _nothing
     """Ends the run with a checkpoint; the outcome is `stopped`. One argument is the reason, in words. May be called
     later too, from any thread."""
@@ -56,32 +48,20 @@ class StepDone(StepFigures, frozen=True, kw_only=True):
     (0.01,)
     """
 
-    step: int
-    """Steps done, this one included."""
-    steps: int
-    """Steps of the whole run."""
-    unit: Unit = "step"
-    """The thing that is counted."""
-    heldout_loss: float | None = None
-    """The latest since the run began or was resumed; None before an evaluation."""
-    learning_rates: tuple[float, ...] = ()
-    """Rates of this step, in the order of the job's `[[optimizer]]` tables."""
-    busy: Mapping[str, float] = {}
-    """Share of the step that each device or executor computed, 0 to 1."""
-    link_bytes: Mapping[tuple[str, str], int] = {}
-    """Bytes that this step sent, by (source, target)."""
-    devices: tuple[str, ...] = ()
-    """Devices of the plan in force, or executors that trained."""
-    period: int = 1
-    """Steps between two averagings of the plan's replicas; 1: after every step."""
-    plan_epoch: int = 0
-    """Rises whenever the run goes on after a lost device or with another plan."""
-    text: str = ""
-    """More that is to be said of the step, as why an update was refused."""
+    step: int  # Steps done, this one included.
+    steps: int  # Steps of the whole run.
+    unit: Unit = "step"  # The thing that is counted.
+    heldout_loss: float | None = None  # The latest since the run began or was resumed; None before an evaluation.
+    learning_rates: tuple[float, ...] = ()  # Rates of this step, in the order of the job's `[[optimizer]]` tables.
+    busy: Mapping[str, float] = {}  # Share of the step that each device or executor computed, 0 to 1.
+    link_bytes: Mapping[tuple[str, str], int] = {}  # Bytes that this step sent, by (source, target).
+    devices: tuple[str, ...] = ()  # Devices of the plan in force, or executors that trained.
+    period: int = 1  # Steps between two averagings of the plan's replicas; 1: after every step.
+    plan_epoch: int = 0  # Rises whenever the run goes on after a lost device or with another plan.
+    text: str = ""  # More that is to be said of the step, as why an update was refused.
     round: RoundRecord | None = None
     """Federated runs: which clients trained where, which updates were refused or missing."""
-    run: Path = Path()
-    """The run's folder."""
+    run: Path = Path()  # The run's folder.
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,13 +71,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     0.9
     """
 
-    step: int
-    """Steps or rounds done."""
-    loss: float | None
-    """None in a federated run without held-out samples."""
+    step: int  # Steps or rounds done.
+    loss: float | None  # None in a federated run without held-out samples.
     unit: Unit = "step"
-    metrics: Mapping[str, float | None] = {}
-    """The job's metrics by name; None of one that counted nothing."""
+    metrics: Mapping[str, float | None] = {}  # The job's metrics by name; None of one that counted nothing.
     clients: Mapping[str, float] = {}
     """The mean of `loss` and of each metric of a federated run over clients or sites, each on its own data."""
 
@@ -116,16 +93,13 @@ class RunFault(msgspec.Struct, frozen=True, kw_only=True):
     'laptop-1'
     """
 
-    step: int
-    """Steps done; of `back`, the step after which the run goes on."""
+    step: int  # Steps done; of `back`, the step after which the run goes on.
     kind: Literal["lost", "joined", "left", "plan", "back", "refused", "note"]
     """`plan`: another plan is in force. `back`: later steps are void and are made again. `refused`: a federated update
     was not accepted. `note`: of a federated run, a line for people, as of a lost executor."""
     device: str = ""
-    text: str = ""
-    """In words; empty where the kind says it all."""
-    plan: Plan | None = None
-    """The new plan, for the kind `plan`."""
+    text: str = ""  # In words; empty where the kind says it all.
+    plan: Plan | None = None  # The new plan, for the kind `plan`.
 
     def __str__(self) -> str:
         words = {"plan": "another plan", "back": f"back to step {self.step}", "note": ""}
@@ -140,12 +114,9 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
     ''
     """
 
-    run: Path
-    """The run's folder."""
+    run: Path  # The run's folder.
     outcome: Ended
     """As the exit code: done and stopped 0, interrupted 130, lost 4, diverged and failed 1 or 2. `stopped`: a callback
     asked for it."""
-    reason: str = ""
-    """Empty where it went well; of `stopped`, the callback and its reason."""
-    pictures: Mapping[str, Path] = {}
-    """PNG files that are there, by name, as `timeline`, `loss`, `metrics`."""
+    reason: str = ""  # Empty where it went well; of `stopped`, the callback and its reason.
+    pictures: Mapping[str, Path] = {}  # PNG files that are there, by name, as `timeline`, `loss`, `metrics`.

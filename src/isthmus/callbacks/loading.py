@@ -23,10 +23,8 @@ METHODS = ("start", "step", "evaluation", "fault", "end")
 class CallbackConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A callback of your own: a class derived from `isthmus.Callback`, or a function that returns such an object."""
 
-    name: str
-    """`package.module:Class`, or a name registered under the entry-point group `isthmus.callbacks`."""
-    options: dict[str, object] = {}
-    """Its arguments."""
+    name: str  # `package.module:Class`, or a name registered under the entry-point group `isthmus.callbacks`.
+    options: dict[str, object] = {}  # Its arguments.
 
 
 def find_callback(config: CallbackConfig) -> Callable[[], object]:

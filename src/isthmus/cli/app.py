@@ -81,7 +81,7 @@ def _app_of(registered: Sequence[CommandInfo]) -> typer.Typer:
     return made
 
 
-GROUPS = {
+GROUPS = {  # each module's heading in the help, in its order
     first_files: "Begin",
     job_commands: "Plan and train on this machine",
     lists: "What there is",
@@ -95,7 +95,6 @@ GROUPS = {
     site_commands: "A fleet, on a device's machine",
     doctor_commands: "A fleet, on a device's machine",
 }
-"""Each module's heading in the help, in its order."""
 NEEDING_POSIX = (generation_commands, serve_commands, cluster_commands, fleet_commands, device_commands)
 app = _app_of([command for group in GROUPS for command in group.app.registered_commands])
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])

@@ -30,8 +30,7 @@ from isthmus.errors import UserError
 
 app = typer.Typer()
 
-STEPS = 4
-"""Steps of a simulation by default."""
+STEPS = 4  # steps of a simulation by default
 
 
 @app.command()

@@ -53,18 +53,15 @@ def parameter_state(optimizer: str, *, momentum: bool = False, narrow: bool = Fa
 class Decoupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Replicas that never wait: how their changes are merged (Decoupled DiLoCo)."""
 
-    fragments: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] = 4
-    """Parts of the model that are merged in turn."""
+    fragments: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] = 4  # Parts of the model that are merged in turn.
     quorum: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] = 2
     """Replicas without whose contribution a merge does not end; fewer where fewer are at work."""
     grace: NotNegative = 0.5
     """How long a merge with its quorum waits for other replicas, as a share of the time between two merges."""
-    rate: Above = 1.0
-    """Learning rate of the outer step. With 1 and no momentum a merge is the weighted mean."""
+    rate: Above = 1.0  # Learning rate of the outer step. With 1 and no momentum a merge is the weighted mean.
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     """The momentum of the outer step. DiLoCo's 0.7 and 0.9 are for periods of 50 and more."""
-    codec: Literal["none", "bf16", "int8", "int4", "sparse2bit"] = "int4"
-    """The codec of the changes of replicas."""
+    codec: Literal["none", "bf16", "int8", "int4", "sparse2bit"] = "int4"  # The codec of the changes of replicas.
     ratio: Annotated[float, msgspec.Meta(ge=1, le=MOST_BYTES)] = 1.0
     """With `sparse2bit`: elements of a change per element that is sent."""
     replicas: Literal["devices", "regions"] | Many[Many[Name]] = "devices"
@@ -92,16 +89,14 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     period: Annotated[int, msgspec.Meta(ge=1)] | Literal["auto"] = 1
     """Steps; 1 for `every-step`. With `decoupled`: batches in which every fragment is merged once; "auto": the least
     for which links and devices are quick enough."""
-    outer_rate: Annotated[float, msgspec.Meta(gt=0)] = RATE
-    """`outer` and `streaming`: learning rate of the outer step."""
+    outer_rate: Annotated[float, msgspec.Meta(gt=0)] = RATE  # `outer` and `streaming`: learning rate of the outer step.
     outer_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = MOMENTUM
     """`outer` and `streaming`. The defaults are DiLoCo's."""
     delay: Annotated[int, msgspec.Meta(ge=0)] = DELAY
     """`streaming`: steps between the start of a fragment's exchange and its use; a period at most."""
     mixing: Annotated[float, msgspec.Meta(ge=0, lt=1)] = MIXING
     """`streaming`: share of a replica's own parameters that stays when the outer ones arrive."""
-    decoupled: Decoupled = Decoupled()
-    """With `decoupled`: fragments, quorum, outer step and codec."""
+    decoupled: Decoupled = Decoupled()  # With `decoupled`: fragments, quorum, outer step and codec.
 
     @property
     def every(self) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from isthmus.api.run_entries import RunEntry
 from isthmus.plans import PlanPeriod
 
-RECENT_STEPS = 8
-"""Over which links are measured."""
+RECENT_STEPS = 8  # over which links are measured
 
 
 class Moment:

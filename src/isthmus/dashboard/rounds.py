@@ -25,8 +25,7 @@ class RoundShown(msgspec.Struct, frozen=True):
         return max((sum(t.seconds for t in timed) for timed in self.record.trained.values()), default=0.0)
 
 
-MOST_SITES = 10
-"""Clients or sites that have a line of their own."""
+MOST_SITES = 10  # clients or sites that have a line of their own
 
 
 def _evaluation(line: RoundShown, names: Sequence[str]) -> Mapping[str, object]:

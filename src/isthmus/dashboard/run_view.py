@@ -21,8 +21,7 @@ from isthmus.report.summary import plan_summary
 Shown = dict[str, object]
 Point = TypeVar("Point")
 MOST_POINTS, MOST_MARKS = 1500, 1000
-SLOW = 0.6
-"""A link is slow below this share of what was planned with: less is in what messages wait for each other."""
+SLOW = 0.6  # a link is slow below this share of what was planned with: less is in what messages wait for each other
 
 
 def state_of(run: WatchedRun) -> str:

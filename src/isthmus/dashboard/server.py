@@ -31,8 +31,7 @@ from isthmus.private_http import PrivateServer, mark_known
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/" if path.name == "index.html" else f"/{path.name}": path for path in sorted(PAGE.glob("*.*"))}
-LOOK_S = 0.4
-"""How often a run's folder is looked at, for who has the page open."""
+LOOK_S = 0.4  # how often a run's folder is looked at, for who has the page open
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",

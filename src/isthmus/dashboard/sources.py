@@ -14,10 +14,8 @@ from isthmus.errors import UserError
 from isthmus.reading import printable
 from isthmus.run_files import JOB
 
-MOST_RUNS = 200
-"""Runs of a list, the newest."""
-DEPTH = ("*", "*/*")
-"""A sweep's folder holds its runs one folder further down."""
+MOST_RUNS = 200  # runs of a list, the newest
+DEPTH = ("*", "*/*")  # a sweep's folder holds its runs one folder further down
 
 
 class Source(Protocol):

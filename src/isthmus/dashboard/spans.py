@@ -40,8 +40,7 @@ class Bar(NamedTuple):
     micro_batch: int
     other: str
     spans: int
-    busy: float
-    """Share of the bar that spans cover."""
+    busy: float  # share of the bar that spans cover
 
 
 class SpanTable:

@@ -60,25 +60,18 @@ MOST_DEFLATED = 1032  # bytes that one byte of a deflated member can become
 class NpzOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The arrays of an .npz file."""
 
-    path: str
-    """An .npz file. Each array is a column; their first dimension is the sample."""
-    heldout_path: str | None = None
-    """Held-out samples; without it a share of `path`."""
-    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """That share, drawn at random."""
+    path: str  # An .npz file. Each array is a column; their first dimension is the sample.
+    heldout_path: str | None = None  # Held-out samples; without it a share of `path`.
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05  # That share, drawn at random.
 
 
 class DigitsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels."""
 
-    flat: bool = False
-    """One vector per sample instead of an image."""
-    size: Annotated[int, Meta(ge=_DIGIT_SIDE)] = _DIGIT_SIDE
-    """Height and width in pixels."""
-    channels: Literal[1, 3] = 1
-    """Equal copies of the image."""
-    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.1
-    """Share of the samples that training never sees."""
+    flat: bool = False  # One vector per sample instead of an image.
+    size: Annotated[int, Meta(ge=_DIGIT_SIDE)] = _DIGIT_SIDE  # Height and width in pixels.
+    channels: Literal[1, 3] = 1  # Equal copies of the image.
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.1  # Share of the samples that training never sees.
 
 
 class ArrayDataset:

@@ -17,8 +17,7 @@ PATH = {"text": "files"}  # a kind's option for the place of its samples, where 
 class ClientsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A folder with a file or a folder for each client: clients/alice.csv, or clients/alice/."""
 
-    path: str
-    """The folder. Its files and folders are the clients, in the order of their names; hidden ones are none."""
+    path: str  # The folder. Its files and folders are the clients, in the order of their names; hidden ones are none.
     kind: Literal["csv", "npz", "image-folder", "image-parquet", "text", "disk"] = "csv"
     """The kind of each client's data."""
     options: dict[str, object] = {}

@@ -30,19 +30,14 @@ Names = str | tuple[str, ...]
 class CsvOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A CSV file whose first line names its columns, or a folder of such files."""
 
-    path: str
-    """A file, or a folder whose files *.csv have the same columns: read in the order of their names."""
+    path: str  # A file, or a folder whose files *.csv have the same columns: read in the order of their names.
     columns: dict[str, Names] = {}
     """The model's names of columns, each with the file's name, or with a list of names, which become one vector of
     float32; in a list, `x*` stands for all that begin with x. Without it every column of numbers is taken."""
-    classes: tuple[str, ...] = ()
-    """Names of all classes, in the order of their numbers, for a column of texts."""
-    delimiter: Annotated[str, Meta(min_length=1, max_length=1)] = ","
-    """Between values."""
-    heldout_path: str | None = None
-    """Held-out samples; without it a share of `path`."""
-    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """That share, drawn at random."""
+    classes: tuple[str, ...] = ()  # Names of all classes, in the order of their numbers, for a column of texts.
+    delimiter: Annotated[str, Meta(min_length=1, max_length=1)] = ","  # Between values.
+    heldout_path: str | None = None  # Held-out samples; without it a share of `path`.
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05  # That share, drawn at random.
 
 
 class CsvDataset:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     pass
 
 
-BYTES_OF = {
+BYTES_OF = {  # types that a column may have
     "bool": 1,
     "uint8": 1,
     "int8": 1,
@@ -38,7 +38,6 @@ BYTES_OF = {
     "float32": 4,
     "float64": 8,
 }
-"""Types that a column may have."""
 MOST_COLUMNS, MOST_NAME, MOST_DIMS = 256, 200, 16
 MOST_SAMPLE_BYTES = 1 << 32  # bytes of one column's sample
 MOST_SAMPLES = 1 << 32  # a shuffled order keeps eight bytes per sample

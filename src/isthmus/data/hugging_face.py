@@ -41,8 +41,7 @@ HELD_OUT_NAMES = ("validation", "test")
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A data set that the library `datasets` has saved."""
 
-    path: str
-    """A directory that `datasets.save_to_disk` wrote: one data set, or several splits."""
+    path: str  # A directory that `datasets.save_to_disk` wrote: one data set, or several splits.
     columns: dict[str, str] = {}
     """The model's names of columns, each with the data set's name; without it every column of numbers is taken."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
@@ -157,14 +156,10 @@ HUB = "hub"
 class HubOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A data set of the Hugging Face hub, by id, or a folder of Parquet, CSV or JSON files."""
 
-    path: str
-    """The id, as "wikitext", or a folder."""
-    name: str = ""
-    """One of the id's configurations: "wikitext-2-raw-v1"."""
-    revision: str = ""
-    """A commit or tag of the id; without it the newest."""
-    train_split: str = "train"
-    """The split to train on."""
+    path: str  # The id, as "wikitext", or a folder.
+    name: str = ""  # One of the id's configurations: "wikitext-2-raw-v1".
+    revision: str = ""  # A commit or tag of the id; without it the newest.
+    train_split: str = "train"  # The split to train on.
     heldout_split: str = ""
     """The split to evaluate on; without it `validation` or `test` if there is one, else a share of `train_split`."""
     text: str = ""
@@ -177,8 +172,7 @@ class HubOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of the rows that training never sees, where there is no split for it; when streaming, of the blocks."""
     streaming: bool = False
     """Read Parquet files or tar shards while the run goes on, and download no others: as the kind `stream`."""
-    shuffle_blocks: Annotated[int, Meta(ge=1)] = 8
-    """When streaming, how many blocks are mixed, and held in memory."""
+    shuffle_blocks: Annotated[int, Meta(ge=1)] = 8  # When streaming, how many blocks are mixed, and held in memory.
 
 
 def load_hub(options: HubOptions, split: Split) -> Dataset:

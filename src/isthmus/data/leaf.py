@@ -45,12 +45,9 @@ _LEVELS = 255
 class LeafOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """FEMNIST as LEAF's `preprocess.sh` writes it; ink is 0 and paper 1."""
 
-    path: str
-    """A folder with `train/*.json` and `test/*.json`, or with `*.json` or `all_data/*.json`."""
-    side: Annotated[int, Meta(ge=1)] = 28
-    """Height and width in pixels."""
-    classes: Annotated[int, Meta(ge=1)] = 62
-    """Different labels."""
+    path: str  # A folder with `train/*.json` and `test/*.json`, or with `*.json` or `all_data/*.json`.
+    side: Annotated[int, Meta(ge=1)] = 28  # Height and width in pixels.
+    classes: Annotated[int, Meta(ge=1)] = 62  # Different labels.
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Share of the writers that training never sees, where there is no `test` folder."""
 

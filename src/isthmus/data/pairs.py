@@ -38,16 +38,11 @@ _HELD_OUT_NAMES = ("validation", "validation_matched", "test")
 class PairsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pairs of sentences with a label."""
 
-    path: str
-    """A file of JSON lines, or a directory that `datasets.save_to_disk` wrote."""
-    heldout_path: str | None = None
-    """Held-out pairs; without it the directory's own split, else a share of `path`."""
-    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """That share: the last pairs."""
-    sequence_length: Annotated[int, Meta(ge=8)] = 128
-    """Tokens per sample, both sentences together."""
-    tokenizer: str = BYTES
-    """"bytes", or a directory with a tokenizer.json."""
+    path: str  # A file of JSON lines, or a directory that `datasets.save_to_disk` wrote.
+    heldout_path: str | None = None  # Held-out pairs; without it the directory's own split, else a share of `path`.
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05  # That share: the last pairs.
+    sequence_length: Annotated[int, Meta(ge=8)] = 128  # Tokens per sample, both sentences together.
+    tokenizer: str = BYTES  # "bytes", or a directory with a tokenizer.json.
     fields: tuple[str, str, str] = ("premise", "hypothesis", "label")
     """Names of the first sentence, the second sentence and the label."""
     label_names: Annotated[tuple[str, ...], Meta(min_length=1)] = ("entailment", "neutral", "contradiction")

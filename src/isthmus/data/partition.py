@@ -31,19 +31,14 @@ class PartitionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     or folder of the kind `clients`.
     """
 
-    scheme: Scheme = "iid"
-    """Who has which samples."""
+    scheme: Scheme = "iid"  # Who has which samples.
     clients: Annotated[int, Meta(ge=1)] | None = None
     """How many. Of `natural` and `files` the data say; with this number of those, each client has as many of them, in
     their order: a site that holds several."""
-    alpha: Annotated[float, Meta(gt=0)] = 0.1
-    """With `dirichlet` and `quantity`: the smaller, the more clients differ."""
-    shards: Annotated[int, Meta(ge=1)] = 2
-    """With `shards`: pieces per client."""
-    label: str = "labels"
-    """With `dirichlet` and `shards`: the column of labels."""
-    column: str = "client"
-    """With `natural`: the column that names the client."""
+    alpha: Annotated[float, Meta(gt=0)] = 0.1  # With `dirichlet` and `quantity`: the smaller, the more clients differ.
+    shards: Annotated[int, Meta(ge=1)] = 2  # With `shards`: pieces per client.
+    label: str = "labels"  # With `dirichlet` and `shards`: the column of labels.
+    column: str = "client"  # With `natural`: the column that names the client.
 
 
 @dataclass(frozen=True, eq=False)

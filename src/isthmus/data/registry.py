@@ -36,14 +36,11 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind's options struct or the callable takes. Naming a callable runs it: a device checks somebody else's spec against
     what its owner allows before it loads anything."""
 
-    kind: Text
-    """One of `isthmus datasets`, or `package.module:callable` of your own."""
-    options: Table[Text, object] = {}
-    """Settings of that kind: `isthmus describe KIND` lists them."""
+    kind: Text  # One of `isthmus datasets`, or `package.module:callable` of your own.
+    options: Table[Text, object] = {}  # Settings of that kind: `isthmus describe KIND` lists them.
     heldout: Text = ""
     """A path of held-out samples, of the same kind and form as those of `path` or `files`, which then all train."""
-    description: Text = ""
-    """A file that says what the data are like, where they are not (`isthmus describe-data`)."""
+    description: Text = ""  # A file that says what the data are like, where they are not (`isthmus describe-data`).
     of: Table[Name, Table[Text, object]] = {}
     """For each holder that has data of its own: options that stand in place of those above."""
     folder: Text = ""

@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 class WindowOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How text is cut."""
 
-    sequence_length: Annotated[int, Meta(ge=1)] = 128
-    """Tokens per sample."""
-    tokenizer: str = BYTES
-    """"bytes" (256 tokens), or a directory with a tokenizer.json, for which texts must be UTF-8."""
+    sequence_length: Annotated[int, Meta(ge=1)] = 128  # Tokens per sample.
+    tokenizer: str = BYTES  # "bytes" (256 tokens), or a directory with a tokenizer.json, for which texts must be UTF-8.
     shift_labels: bool = True
     """true: labels are the next tokens. false: they equal the inputs, for models that shift inside (Hugging Face)."""
 
@@ -109,10 +107,8 @@ class TextOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_field
 
     files: str | tuple[str, ...]
     """Paths or globs (`**` crosses folders), or "stdlib": the source of Python's standard library."""
-    max_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """The most bytes of text in each split; without it, all."""
-    heldout_path: str | None = None
-    """A path or glob of held-out text; without it a share of `files`."""
+    max_bytes: Annotated[int, Meta(ge=1)] | None = None  # The most bytes of text in each split; without it, all.
+    heldout_path: str | None = None  # A path or glob of held-out text; without it a share of `files`.
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Share of the files that training never sees; of a single file, of its text."""
 

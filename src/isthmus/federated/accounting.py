@@ -19,10 +19,8 @@ class Accounting(msgspec.Struct, frozen=True, kw_only=True):
     privacy: Privacy
     participation: Participation
     population: int
-    deployed: bool
-    """Over real sites."""
-    passes: int
-    """Passes of a round: so many sums have noise."""
+    deployed: bool  # over real sites
+    passes: int  # passes of a round: so many sums have noise
 
     @property
     def probability(self) -> float | None:

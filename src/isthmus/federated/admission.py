@@ -23,10 +23,8 @@ from isthmus.protocol.federated_messages import RefusedUpdate
 from isthmus.training.finite import is_finite
 from isthmus.wire_types import Above
 
-ROUNDING = 2.0**-7
-"""The relative rounding of a number in bfloat16."""
-LEAST_ROUNDING = 2.0**-44
-"""The relative rounding of a norm in double precision: the sum of its squares is rounded too."""
+ROUNDING = 2.0**-7  # the relative rounding of a number in bfloat16
+LEAST_ROUNDING = 2.0**-44  # the relative rounding of a norm in double precision: the sum of its squares is rounded too
 
 
 class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,8 +33,7 @@ class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_norm: Above | None = None
     """The largest norm of the model's change (L2): of all its values together, but for running means and single numbers
     beside them."""
-    clip: bool = False
-    """Scale a larger update down to the norm, in place of refusing it."""
+    clip: bool = False  # Scale a larger update down to the norm, in place of refusing it.
 
 
 class Form(msgspec.Struct, frozen=True):

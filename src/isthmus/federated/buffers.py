@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from isthmus.errors import Diverged, UserError
 
 T = TypeVar("T")
-PREFIX = "buffers/"
-"""Prefix of a buffer's name among the server's values, in broadcasts and in updates."""
+PREFIX = "buffers/"  # prefix of a buffer's name among the server's values, in broadcasts and in updates
 
 
 def is_buffer(name: str) -> bool:

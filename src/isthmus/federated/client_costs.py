@@ -29,10 +29,8 @@ from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, Ph
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 
-FEW_SAMPLES = 2
-"""Batch norm takes two. FLOPs are proportional to samples."""
-RATE = 1e-6
-"""The learning rate of the counted round: no number becomes infinite."""
+FEW_SAMPLES = 2  # batch norm takes two. FLOPs are proportional to samples.
+RATE = 1e-6  # the learning rate of the counted round: no number becomes infinite
 EXECUTOR = "counting"
 
 
@@ -42,20 +40,16 @@ class PassCosts(msgspec.Struct, frozen=True, kw_only=True):
     flops: int
     """FLOPs of one of a client's samples in all epochs, forward and backward, as torch counts them: matrix products,
     convolutions and attention."""
-    broadcast_bytes: int
-    """To each executor."""
-    sums_bytes: int
-    """From each executor, whatever its clients."""
-    collected_bytes: int
-    """From each executor besides, for each of its clients."""
+    broadcast_bytes: int  # to each executor
+    sums_bytes: int  # from each executor, whatever its clients
+    collected_bytes: int  # from each executor besides, for each of its clients
 
 
 class ClientCosts(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of passes, and of a client's state."""
 
     passes: tuple[PassCosts, ...]
-    state_bytes: int
-    """0 for algorithms whose clients keep nothing."""
+    state_bytes: int  # 0 for algorithms whose clients keep nothing
     model_bytes: int
 
     @property

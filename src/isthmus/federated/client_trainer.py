@@ -44,11 +44,9 @@ class TrainingTask(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of a client trainer besides the model, equal on every executor of a run."""
 
     algorithm: Algorithm
-    local: LocalConfig
-    """As `tabled`."""
+    local: LocalConfig  # as `tabled`
     seed: int
-    rounds: int = 1
-    """Rounds of the run, over which a learning rate falls."""
+    rounds: int = 1  # rounds of the run, over which a learning rate falls
 
 
 class ClientTrainer:

@@ -15,12 +15,9 @@ class SpeedEmulation(msgspec.Struct, frozen=True, kw_only=True):
     """How executor number `executor` differs from this machine (Parrot, Section 5.1)."""
 
     executor: int = 0
-    eta: float = 0.0
-    """It sleeps eta T after training for T seconds of a core."""
-    unstable: bool = False
-    """In round r of R it takes 1 + cos(3.14 r / R + k) times T longer."""
-    noise: float = 0.0
-    """Sigma of a log-normal factor of mean 1, of each client by itself."""
+    eta: float = 0.0  # it sleeps eta T after training for T seconds of a core
+    unstable: bool = False  # in round r of R it takes 1 + cos(3.14 r / R + k) times T longer
+    noise: float = 0.0  # sigma of a log-normal factor of mean 1, of each client by itself
     rounds: int = 1
     seed: int = 0
 

@@ -24,23 +24,18 @@ BATCH = 256
 class ClientFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One figure (the loss or a metric) of clients or sites, each on its own data."""
 
-    clients: int
-    """That have it."""
+    clients: int  # that have it
     mean: float
-    worst_decile: float
-    """Mean of the worst tenth: of the lowest, or of a loss or perplexity the highest."""
+    worst_decile: float  # mean of the worst tenth: of the lowest, or of a loss or perplexity the highest
     deviation: float
-    each: dict[str, float]
-    """Each figure by client's number or site's name."""
+    each: dict[str, float]  # each figure by client's number or site's name
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The model's evaluation after a round."""
 
-    loss: float | None
-    """On held-out samples; None where there are none."""
-    metrics: dict[str, float | None] = {}
-    """The job's metrics on held-out samples; None of one that counted nothing."""
+    loss: float | None  # on held-out samples; None where there are none
+    metrics: dict[str, float | None] = {}  # the job's metrics on held-out samples; None of one that counted nothing
     clients: dict[str, ClientFigures] = {}
     """`loss` and the job's metrics, where clients were evaluated. Of sites: what they reported, of the model that the
     round began with."""

@@ -21,8 +21,7 @@ from isthmus.graph.metrics import Metrics
 
 _HELD_OUT = "held-out data (data.options.holdout above 0, or test=...) or training.eval_clients above 0"
 _SITES = "[data] with held-out samples at the coordinator: sites keep their figures under masks or noise"
-PERSONAL_CLIENTS = 100
-"""Evaluated where models are personal, and the job does not say how many."""
+PERSONAL_CLIENTS = 100  # evaluated where models are personal, and the job does not say how many
 
 
 def test_data(job: FederatedJob, data: ClientData | None) -> dict[str, Tensor] | None:

@@ -14,10 +14,8 @@ class ExecutorFleet(msgspec.Struct, frozen=True, kw_only=True):
     and every device has its link to that machine for itself."""
 
     fleet: Fleet
-    devices: tuple[Device, ...]
-    """The executors' devices."""
-    coordinator: str
-    """The device on whose machine the coordinator is: no link lies between the two."""
+    devices: tuple[Device, ...]  # the executors' devices
+    coordinator: str  # the device on whose machine the coordinator is: no link lies between the two
 
     @property
     def names(self) -> list[str]:

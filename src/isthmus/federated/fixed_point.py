@@ -26,15 +26,12 @@ FRACTION_BITS = 36
 """A term is rounded to a multiple of 2^-36, after scaling: 1.5e-11 of the largest mean that is of size 1."""
 UNIT = 2.0**-FRACTION_BITS
 BYTES_PER_NUMBER = 8
-LIMIT = 2.0**51
-"""Below it a term is rounded by `MAGIC`."""
-SUM_LIMIT = 2.0**62
-"""Bound of a term and of a sum: means of up to 2^26 = 6.7e7. A larger one has no room."""
+LIMIT = 2.0**51  # below it a term is rounded by `MAGIC`
+SUM_LIMIT = 2.0**62  # bound of a term and of a sum: means of up to 2^26 = 6.7e7. A larger one has no room.
 MAGIC = torch.tensor(1.5 * 2.0**52, dtype=torch.float64)
 """Added to a double below 2^51 it leaves the rounded integer in the low bits: 5 times faster than a conversion."""
 MAGIC_BITS = int(MAGIC.view(torch.int64))
-_ROWS_BLOCK = 1 << 19
-"""Numbers of short rows that are added at once."""
+_ROWS_BLOCK = 1 << 19  # numbers of short rows that are added at once
 _BLOCK = 1 << 17
 """Numbers that are scaled, rounded and added while they lie in the processor's caches; smaller blocks, for the second
 cache alone, lose more in calls. Floats are torch's, whole numbers numpy's: it adds them up to four times as fast."""
@@ -245,10 +242,8 @@ def worst_of(term: Tensor) -> float:
     return float(bad[0]) if len(bad) else float(term.abs().max())
 
 
-Down = Callable[[Tensor], Tensor]
-"""A tensor of the accelerator -> its copy on the host."""
-_SUM_BLOCK = 1 << 24
-"""Numbers that are rounded at once: what that takes besides the sum is 16 bytes each."""
+Down = Callable[[Tensor], Tensor]  # a tensor of the accelerator -> its copy on the host
+_SUM_BLOCK = 1 << 24  # numbers that are rounded at once: what that takes besides the sum is 16 bytes each
 
 
 def sums_on(device: torch.device) -> bool:

@@ -16,20 +16,15 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
     """A committed round."""
 
     record: RoundRecord
-    seconds: float
-    """From its opening to the server's new values."""
-    opened_at_s: float | None = None
-    """Since 1970, by the coordinator's clock; None in a run of versions before."""
+    seconds: float  # from its opening to the server's new values
+    opened_at_s: float | None = None  # since 1970, by the coordinator's clock; None in a run of versions before
     sent_bytes: int = 0
     """Bytes that the coordinator sent: whole frames, and values that executors of this machine read in shared memory in
     place of frames; so, too, what was received."""
     received_bytes: int = 0
-    trips: int = 0
-    """Messages from executors that brought values."""
-    value_bytes: int = 0
-    """Bytes of those values: 8 for a summed number, and those of collected values."""
-    rules: str = ""
-    """When a round is closed."""
+    trips: int = 0  # messages from executors that brought values
+    value_bytes: int = 0  # bytes of those values: 8 for a summed number, and those of collected values
+    rules: str = ""  # when a round is closed
     evaluation: Evaluation | None = None
 
     @property

@@ -55,8 +55,7 @@ from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
 FEMNIST = "femnist"
-ALL = Participation(fraction=1.0)
-"""Every client takes part in each round."""
+ALL = Participation(fraction=1.0)  # every client takes part in each round
 OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "deployment"}
 """Tables that a pipeline's job has not: a file with one of them and no [federated] is refused with this reason."""
 
@@ -65,12 +64,9 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The algorithm, and how long."""
 
     HINTS: ClassVar[Mapping[str, str]] = Privacy.HINTS
-    algorithm: str = "fedavg"
-    """One of `isthmus algorithms`, or `package.module:Class` of your own."""
-    options: dict[str, object] = {}
-    """Settings of the algorithm: `isthmus describe NAME` lists them."""
-    rounds: Positive = 10
-    """Rounds of the whole run."""
+    algorithm: str = "fedavg"  # One of `isthmus algorithms`, or `package.module:Class` of your own.
+    options: dict[str, object] = {}  # Settings of the algorithm: `isthmus describe NAME` lists them.
+    rounds: Positive = 10  # Rounds of the whole run.
 
 
 class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,34 +86,23 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
     BESIDE: ClassVar[str] = "federated"
     data: DataSpec | None = None
     """The population's, shared out by `partition`; of a deployment, the coordinator's own to evaluate on, if any."""
-    federated: FederatedConfig
-    """The algorithm, and for how many rounds."""
-    partition: PartitionSpec | None = None
-    """How the data are shared out among simulated clients."""
-    training: FederatedTraining = FederatedTraining()
-    """How clients train in a round, when to evaluate and to save."""
+    federated: FederatedConfig  # The algorithm, and for how many rounds.
+    partition: PartitionSpec | None = None  # How the data are shared out among simulated clients.
+    training: FederatedTraining = FederatedTraining()  # How clients train in a round, when to evaluate and to save.
     optimizer: Optimizers = ()
     """In place of SGD: one table [[optimizer]] per group of parameters. A client begins every round without what it
     kept of gradients."""
     learning_rate: Rate = None
     """A number: of a client's SGD, by default 0.05. A table: the learning rate by round, which stays for all steps of
     one."""
-    participation: Participation = ALL
-    """Which clients take part in a round, and when a round closes."""
-    admission: AdmissionRules = AdmissionRules()
-    """Conditions under which an update is accepted."""
-    aggregation: Aggregation = Aggregation()
-    """How updates are combined."""
-    privacy: Privacy | None = None
-    """Differential privacy of clients; without this table updates are not noised."""
-    runtime: FederatedRuntime = FederatedRuntime()
-    """Where simulated clients train."""
-    fleet: str = ""
-    """Emulation: a built-in fleet or a path to a fleet TOML, whose devices are the executors."""
-    coordinator: str = ""
-    """A device of that fleet, on whose machine the coordinator is; the first one, if not given."""
-    deployment: Deployment | None = None
-    """Real sites in place of simulated clients."""
+    participation: Participation = ALL  # Which clients take part in a round, and when a round closes.
+    admission: AdmissionRules = AdmissionRules()  # Conditions under which an update is accepted.
+    aggregation: Aggregation = Aggregation()  # How updates are combined.
+    privacy: Privacy | None = None  # Differential privacy of clients; without this table updates are not noised.
+    runtime: FederatedRuntime = FederatedRuntime()  # Where simulated clients train.
+    fleet: str = ""  # Emulation: a built-in fleet or a path to a fleet TOML, whose devices are the executors.
+    coordinator: str = ""  # A device of that fleet, on whose machine the coordinator is; the first one, if not given.
+    deployment: Deployment | None = None  # Real sites in place of simulated clients.
 
     @property
     def kind(self) -> Literal["federated"]:

@@ -30,29 +30,23 @@ class FederatedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How clients train in a round, when to evaluate and to save. The defaults are those of Parrot. Zero turns an
     `every` off."""
 
-    epochs: Positive = 1
-    """Passes over a client's data in a round."""
-    batch_size: Positive = 20
-    """Samples per step of a client."""
+    epochs: Positive = 1  # Passes over a client's data in a round.
+    batch_size: Positive = 20  # Samples per step of a client.
     micro_batches: MicroBatches = 1
     """Equal parts of a batch whose gradients are added up: a client that is a pipeline has so many under way at once. A
     batch that cannot be cut into as many has fewer. A loss that is a mean of the model's own may be another with each
     number: a line says so before the first round."""
-    seed: Seed = 0
-    """The seed of weights, partition, participation and the order of samples."""
-    clip_norm: NotNegative = 0.0
-    """Largest norm of all gradients of a step together; 0: they are not clipped."""
+    seed: Seed = 0  # The seed of weights, partition, participation and the order of samples.
+    clip_norm: NotNegative = 0.0  # Largest norm of all gradients of a step together; 0: they are not clipped.
     drop_last: bool = False
     """An epoch leaves out a last batch that is smaller than the others: batch norm cannot train on one sample. A client
     with less than one batch has that one: `participation.min_samples` leaves clients out."""
-    eval_every: Annotated[int, Meta(ge=0)] = 1
-    """Rounds between evaluations on held-out samples; 0: none."""
+    eval_every: Annotated[int, Meta(ge=0)] = 1  # Rounds between evaluations on held-out samples; 0: none.
     eval_samples: Positive = 2000
     """Held-out samples of an evaluation, at most: of more, so many drawn at random, the same in every evaluation."""
     eval_clients: Annotated[int, Meta(ge=0)] = 0
     """Clients whose own data the model is evaluated on too, evenly over the population."""
-    save_every: Positive = 1
-    """Rounds between commits to disk."""
+    save_every: Positive = 1  # Rounds between commits to disk.
 
     def local(self, learning_rate: Rate, optimizer: tuple[AnyOptimizerConfig, ...]) -> LocalConfig:
         """Return the settings of a client. ValueError for a rate beside optimizers."""

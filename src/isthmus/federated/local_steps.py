@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 Term = Callable[[Tensor, Tensor], object]
 """(gradient, weights) -> what a client's loss has besides its model's is added to the gradient, in place."""
-RATE = 0.05
-"""Parrot's."""
+RATE = 0.05  # Parrot's
 MOST_ROUNDS = 100_000
 """Rounds of a run with a schedule. A scheduler of torch is stepped once a round, which takes up to 0.5 ms."""
 
@@ -38,8 +37,7 @@ MOST_ROUNDS = 100_000
 class RoundSteps:
     """A client's steps in one round."""
 
-    rate: float | None
-    """The learning rate of plain SGD; None where the optimizers are others, or gradients are clipped."""
+    rate: float | None  # the learning rate of plain SGD; None where the optimizers are others, or gradients are clipped
     optimizers: tuple[AnyOptimizerConfig, ...]
     clip_norm: float
 

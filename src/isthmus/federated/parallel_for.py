@@ -10,8 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 
-LEAST = 1 << 20
-"""Numbers for each thread: fewer are done sooner than it starts."""
+LEAST = 1 << 20  # numbers for each thread: fewer are done sooner than it starts
 
 
 def parallel_chunks(act: Callable[[int, int], None], size: int, align: int = 1) -> None:

@@ -22,14 +22,11 @@ from isthmus.federated.fixed_point import FRACTION_BITS, DeviceSum, Down, FixedS
 from isthmus.training.finite import is_finite
 from isthmus.wire_types import Client, Table
 
-FAINT = 2.0**8
-"""Sums of fewer units have lost digits that a float has."""
-WEIGHT_BITS = 20
-"""Weights are added in units of 2^-20: numbers of samples exactly."""
+FAINT = 2.0**8  # sums of fewer units have lost digits that a float has
+WEIGHT_BITS = 20  # weights are added in units of 2^-20: numbers of samples exactly
 
 
-Units = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-"""Units up to those of eight trillion samples together."""
+Units = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # units up to those of eight trillion samples together
 
 
 class AggregationWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +34,7 @@ class AggregationWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     clients: Client
     total: Units
-    each: Table[Client, Units] = {}
-    """The weight of each client, where values are collected."""
+    each: Table[Client, Units] = {}  # the weight of each client, where values are collected
 
 
 class PartialSum:

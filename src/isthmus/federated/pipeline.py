@@ -31,20 +31,14 @@ from isthmus.rng import orders
 class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Devices of this site that train its client together."""
 
-    fleet: str
-    """A built-in fleet or a path to a fleet TOML: a process on this machine for each device."""
-    planner: str = "chain"
-    """Who plans the pipeline: one of `isthmus planners`."""
-    plan: str = ""
-    """A plan file to follow in place of planning, as `isthmus plan` writes it."""
+    fleet: str  # A built-in fleet or a path to a fleet TOML: a process on this machine for each device.
+    planner: str = "chain"  # Who plans the pipeline: one of `isthmus planners`.
+    plan: str = ""  # A plan file to follow in place of planning, as `isthmus plan` writes it.
     compression: CompressionConfig | None = None
     """How messages between stages are packed; without this table they travel as they are."""
-    device: str | dict[str, str] = "cpu"
-    """Where device processes compute: as `[runtime] device` of a job."""
-    emulate: bool = False
-    """Shape links and stretch compute to the fleet's figures."""
-    timeout: str = "60 s"
-    """Silence after which a device counts as lost."""
+    device: str | dict[str, str] = "cpu"  # Where device processes compute: as `[runtime] device` of a job.
+    emulate: bool = False  # Shape links and stretch compute to the fleet's figures.
+    timeout: str = "60 s"  # Silence after which a device counts as lost.
 
     def counted_from(self, folder: str) -> PipelineConfig:
         """As a file in this folder says it: with its paths."""
@@ -55,13 +49,11 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive steps of a client's round whose batches are equally large: one run of the pipeline."""
 
-    first: int
-    """Number of its first sample among those of all epochs."""
+    first: int  # number of its first sample among those of all epochs
     steps: int
     batch_size: int
     micro_batches: int
-    is_last: bool = False
-    """Whether it is the round's last step."""
+    is_last: bool = False  # whether it is the round's last step
 
 
 def segments(samples: int, local: LocalConfig) -> tuple[Segment, ...]:

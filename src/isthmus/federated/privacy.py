@@ -23,8 +23,7 @@ from isthmus.federated.buffers import is_buffer
 from isthmus.training.local_privacy import SecretNoise
 from isthmus.wire_types import Above
 
-GRID = 1e-4
-"""The accountant's own. Whatever it is, its epsilon is no smaller than the true one."""
+GRID = 1e-4  # the accountant's own. Whatever it is, its epsilon is no smaller than the true one.
 
 
 class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,12 +32,9 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     HINTS: ClassVar[Mapping[str, str]] = {
         "epsilon": ": epsilon follows from privacy.noise_multiplier and rounds: `isthmus train JOB --dry-run` shows it"
     }
-    clip: Above
-    """The norm that no update exceeds, all its values together."""
-    noise_multiplier: Above
-    """The noise's deviation in units of `clip`, on the sum."""
-    delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
-    """The delta of (epsilon, delta) differential privacy."""
+    clip: Above  # The norm that no update exceeds, all its values together.
+    noise_multiplier: Above  # The noise's deviation in units of `clip`, on the sum.
+    delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5  # The delta of (epsilon, delta) differential privacy.
     noise: Literal["server", "sites"] = "server"
     """Who adds it: the server to the sum, or with aggregation.secure each site its share, so that nobody sees a sum
     without noise."""
@@ -54,10 +50,8 @@ class Private(Wrapping, frozen=True):
     give it away."""
 
     privacy: Privacy
-    expected: int
-    """Clients per round: what sums are divided by, however many came."""
-    noisy: bool = True
-    """Whether the server adds noise: else it is in the updates."""
+    expected: int  # clients per round: what sums are divided by, however many came
+    noisy: bool = True  # whether the server adds noise: else it is in the updates
     minimum: int = 0
     """Sites, in a simulation, that add noise: so many make the deviation, and more have more. 0: the server adds it."""
 
@@ -103,8 +97,7 @@ class Guarantee(msgspec.Struct, frozen=True, kw_only=True):
     epsilon: float
     delta: float
     rounds: int
-    sampling_probability: float | None
-    """None: not counted on, as clients are not drawn each by itself."""
+    sampling_probability: float | None  # None: not counted on, as clients are not drawn each by itself
     unsampled: int = 0
     """Rounds that count once more, with every client in them: those that a resumed run made a second time, and those
     that did not wait for all who were drawn."""

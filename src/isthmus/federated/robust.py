@@ -30,10 +30,8 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`declared`: what the algorithm itself says."""
     trim: Annotated[float, Meta(ge=0, lt=0.5)] = 0.1
     """Trimmed mean: the share cut off at either end. It takes 1 / trim updates to cut off one; 0 cuts off none."""
-    byzantine: Client = 1
-    """Krum: so many updates may be hostile."""
-    keep: Annotated[int, Meta(ge=1, le=MOST_CLIENTS)] = 1
-    """Krum: the mean of so many updates."""
+    byzantine: Client = 1  # Krum: so many updates may be hostile.
+    keep: Annotated[int, Meta(ge=1, le=MOST_CLIENTS)] = 1  # Krum: the mean of so many updates.
     secure: bool = False
     """Sites mask their updates, so that the coordinator sees the sum only. Simulated clients have the same bits without
     masks."""
@@ -41,8 +39,7 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The most samples of a site. It fixes the scale of the sums, so that no site says how many samples it has."""
     threshold: Annotated[float, Meta(ge=0.5, lt=1)] = 0.5
     """With `secure`: more than this share of a site's neighbours must stay to take the masks off."""
-    wait: Text = "10 s"
-    """With `secure`: for sites that do not answer, in each step of the key exchange."""
+    wait: Text = "10 s"  # With `secure`: for sites that do not answer, in each step of the key exchange.
 
     @property
     def wait_s(self) -> float:

@@ -19,15 +19,13 @@ class RayRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str = ""
     """HOST:PORT of the cluster's head; by default RAY_ADDRESS, or else the cluster that was started on this machine."""
-    cpus: Annotated[float, Meta(gt=0)] = 1.0
-    """CPUs that Ray reserves for each executor."""
+    cpus: Annotated[float, Meta(gt=0)] = 1.0  # CPUs that Ray reserves for each executor.
     gpus: Annotated[float, Meta(ge=0)] = 0.0
     """GPUs, or the share of one, that Ray reserves for each executor; it sees no others."""
     states: str = ""
     """Folder on each node for clients' states, with variables of the node's environment, as in `$TMPDIR/states`; by
     default `states` in the run's folder."""
-    bandwidth: str = "1 Gbit/s"
-    """Between nodes: what the schedule takes for a client's state to move."""
+    bandwidth: str = "1 Gbit/s"  # Between nodes: what the schedule takes for a client's state to move.
 
     @property
     def bandwidth_bytes_s(self) -> float:
@@ -37,33 +35,25 @@ class RayRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class FederatedRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where clients train."""
 
-    scheme: str = "ours"
-    """How clients come to executors: ours, parrot, fa, sd, rw or sp."""
+    scheme: str = "ours"  # How clients come to executors: ours, parrot, fa, sd, rw or sp.
     backend: Literal["processes", "ray"] = "processes"
     """How executors run: as processes of this machine, or actors of a Ray cluster."""
-    ray: RayRuntime = RayRuntime()
-    """Options of Ray."""
+    ray: RayRuntime = RayRuntime()  # Options of Ray.
     executors: NotNegative = 2
     """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run; on a
     Ray cluster as many as it has room for."""
     device: str | Annotated[tuple[str, ...], Meta(min_length=1)] = AUTO
     """Where executors train: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ... Of several,
     executor number k has number k modulo their count: `["cuda:0", "cuda:1"]`."""
-    planner: str = ""
-    """In place of the scheme's."""
-    steals: bool | None = None
-    """In place of the scheme's."""
-    window_rounds: NotNegative = 5
-    """Times of so many rounds are fitted (Parrot's time window); 0: of all."""
+    planner: str = ""  # In place of the scheme's.
+    steals: bool | None = None  # In place of the scheme's.
+    window_rounds: NotNegative = 5  # Times of so many rounds are fitted (Parrot's time window); 0: of all.
     slow_down: tuple[Annotated[float, Meta(ge=0)], ...] = ()
     """Emulation: eta of each executor, which sleeps eta T after training for T."""
-    unstable: bool = False
-    """Emulation: speeds that change from round to round."""
+    unstable: bool = False  # Emulation: speeds that change from round to round.
     noise: Annotated[float, Meta(ge=0, le=2)] = 0.0
     """Emulation: sigma of a log-normal factor of mean 1 in every client's time."""
     clients_per_vmap: NotNegative = 1
     """Clients of equal numbers of samples that are trained as one; 0: as many as a measurement finds best."""
-    threads: Positive = 1
-    """Torch threads of each executor."""
-    timeout: str = "60 s"
-    """Silence after which an executor counts as lost."""
+    threads: Positive = 1  # Torch threads of each executor.
+    timeout: str = "60 s"  # Silence after which an executor counts as lost.

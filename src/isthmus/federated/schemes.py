@@ -13,10 +13,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """The differences between schemes; everything else is the same code."""
 
     description: str
-    processes: bool = True
-    """Whether executors are processes of their own."""
-    per: str = "given"
-    """How many executors: as `given`, or one per client of the `cohort` or of the `population`."""
+    processes: bool = True  # whether executors are processes of their own
+    per: str = "given"  # how many executors: as `given`, or one per client of the `cohort` or of the `population`
     planner: str = "certified"
     warm_up_rounds: int = 0
     steals: bool = False

@@ -52,8 +52,7 @@ from isthmus.training.finite import is_finite
 STATES = "states"
 _SERVER = "server/"
 _RUN, _SHA256 = "run", "sha256"
-_RUNNING_MEAN = "running_mean"
-"""The name that torch's layers give theirs."""
+_RUNNING_MEAN = "running_mean"  # the name that torch's layers give theirs
 KEPT = 2
 COMBINING = ("aggregation", "privacy", "admission")
 """The tables of a job that change how updates are combined; `RunIdentity.combining` is their JSON, in this order."""
@@ -66,14 +65,12 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, object]
     model: str
     local: str
-    numbers: int
-    """In the model's vector."""
+    numbers: int  # in the model's vector
     data: str
     seed: int
     clients: int
     combining: str = ""
-    participation: str = ""
-    """The part of a private run's participation that its epsilon assumes."""
+    participation: str = ""  # the part of a private run's participation that its epsilon assumes
 
 
 class Server:

@@ -153,14 +153,11 @@ class SiteStates:
 class Site(ClientTrainer):
     """Nothing is folded here."""
 
-    update: ClientUpdate | None = None
-    """The update of the client that was trained last."""
-    trained: Mapping[str, Tensor] = {}
-    """Its values before they were clipped."""
+    update: ClientUpdate | None = None  # the update of the client that was trained last
+    trained: Mapping[str, Tensor] = {}  # its values before they were clipped
     _durable_round = -1
     _same_model = False  # as the coordinator's: from then on another one is the coordinator's fault
-    evaluator: Evaluator | None = None
-    """On this site's own data."""
+    evaluator: Evaluator | None = None  # on this site's own data
     figures: Mapping[str, float] = {}
     """The loss and metrics of the model that the round began with, on this site's own data; before its first pass
     alone."""

@@ -22,27 +22,21 @@ SiteEvent = Literal["asked", "allowed", "refused", "sent"]
 class SiteLogLine(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened at a site."""
 
-    time_s: float
-    """Since 1970, by the site's clock."""
+    time_s: float  # since 1970, by the site's clock
     event: SiteEvent
     """`asked`: a coordinator asks for a run. `allowed`, `refused`: the answer. `sent`: something left the site."""
     job: str
-    run: str
-    """Name under which the site keeps its client's states."""
-    text: str
-    """In words: what is asked for, who answered, what was sent."""
+    run: str  # name under which the site keeps its client's states
+    text: str  # in words: what is asked for, who answered, what was sent
     request: str = ""
     """Digest of what the owner is asked, of which this is the question or the answer; empty where rules decide."""
-    round: int | None = None
-    """From 1 on, of what was sent."""
-    pass_: int = msgspec.field(default=1, name="pass")
-    """The pass of that round, from 1 on."""
+    round: int | None = None  # from 1 on, of what was sent
+    pass_: int = msgspec.field(default=1, name="pass")  # the pass of that round, from 1 on
     size_bytes: int = 0
     summed: tuple[str, ...] = ()
     """The sites in a sum of which shares were revealed: those whose updates are in the sum, others than this one with
     the ids of their devices, `NAME:ID`."""
-    of: tuple[str, ...] = ()
-    """Digests of the model that this site trained from, and of its update."""
+    of: tuple[str, ...] = ()  # digests of the model that this site trained from, and of its update
 
 
 class SiteLog(LinesFile[SiteLogLine]):

@@ -26,16 +26,11 @@ from isthmus.federated.resident import Batch, Resident, mean_loss
 from isthmus.federated.traced_ops import Operation, written_down
 from isthmus.rng import orders
 
-TRIED = (8, 32, 128)
-"""Numbers of clients that a measurement tries, in this order, until more is slower."""
-PAYS = 1.2
-"""So many times faster it must be to give up one by one."""
-SLOWER = 1.1
-"""So many times: what is done once for all of them, orders and sums, is not measured, and speaks for more."""
-LIKELY = 5
-"""Shapes that are traced before the first round."""
-HOT = 20
-"""Calls with the same shapes after which they are traced: that takes as long as a hundred calls."""
+TRIED = (8, 32, 128)  # numbers of clients that a measurement tries, in this order, until more is slower
+PAYS = 1.2  # so many times faster it must be to give up one by one
+SLOWER = 1.1  # so many times: what is done once for all of them, orders and sums, is not measured, and speaks for more
+LIKELY = 5  # shapes that are traced before the first round
+HOT = 20  # calls with the same shapes after which they are traced: that takes as long as a hundred calls
 APART, ROUNDING = 0.05, 1e-6
 """Two ways to train one client may differ by this share of a value's norm, as long training amplifies roundings, and
 by so much in every number."""

@@ -14,13 +14,10 @@ from numpy.typing import NDArray
 
 PAGE_BYTES = 4096
 """A place begins and ends with a page: the kernel need not read what is written over, and can leave out its cache."""
-FILE_BYTES = 64 << 20
-"""Bytes of a file, where more than one place fits."""
-MOST_FILES = 64
-"""Open at a time."""
+FILE_BYTES = 64 << 20  # bytes of a file, where more than one place fits
+MOST_FILES = 64  # open at a time
 MOST_PLACES = 2**31
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
-"""Not every system has it."""
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # not every system has it
 
 
 class StateFiles:

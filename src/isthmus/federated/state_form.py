@@ -40,8 +40,7 @@ class _Part(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    at: int
-    """In bytes, from the beginning of the state's own."""
+    at: int  # in bytes, from the beginning of the state's own
 
     @property
     def size_bytes(self) -> int:

@@ -32,16 +32,11 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.state_files import MOST_PLACES, StateFiles
 from isthmus.federated.state_form import StateForm
 
-LARGE_BYTES = 1 << 20
-"""From here on the device takes longer than to ask it."""
-LARGE_AHEAD = 2
-"""That of the client in work, and the next."""
-MOST_WAITING = 64
-"""Small states that are written at once."""
-WAITING_BYTES = 1 << 20
-"""They take no more memory than that, or one's."""
-Rows = Mapping[str, Tensor]
-"""States of several clients: a first dim of them before each tensor's own."""
+LARGE_BYTES = 1 << 20  # from here on the device takes longer than to ask it
+LARGE_AHEAD = 2  # that of the client in work, and the next
+MOST_WAITING = 64  # small states that are written at once
+WAITING_BYTES = 1 << 20  # they take no more memory than that, or one's
+Rows = Mapping[str, Tensor]  # states of several clients: a first dim of them before each tensor's own
 _Given = ParamSpec("_Given")
 _Found = TypeVar("_Found")
 
@@ -87,12 +82,9 @@ class States(Protocol):
 class _Batch(NamedTuple):
     """States in memory."""
 
-    memory: NDArray[np.uint8]
-    """[states, bytes], as on disk."""
-    views: Rows
-    """The tensors in it."""
-    whole: Sequence[bool] = ()
-    """Whether the digest of each state that was read is right."""
+    memory: NDArray[np.uint8]  # [states, bytes], as on disk
+    views: Rows  # the tensors in it
+    whole: Sequence[bool] = ()  # whether the digest of each state that was read is right
 
 
 class StateStore:

@@ -48,8 +48,7 @@ from isthmus.training.learning_rate import LearningRate
 from isthmus.units import parse_duration
 from isthmus.wire_types import MOST_CLIENTS, MOST_ID, Client, Count, Many, Name, NotNegative, Positive, Seed
 
-RUN_NAME = "^[0-9a-f]{32}$"
-"""The name of a run at its sites."""
+RUN_NAME = "^[0-9a-f]{32}$"  # the name of a run at its sites
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,26 +62,16 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     local: LocalConfig
     seed: Seed
     client: Client
-    owner_column: Name = ""
-    """The column of data that says whose a sample is, which no model is given."""
-    aggregation: Aggregation = Aggregation()
-    """Whether updates are masked, and the most samples of a site."""
-    admission: AdmissionRules = AdmissionRules()
-    """The bounds to which a site clips its update where updates are masked."""
-    privacy: Privacy | None = None
-    """The noise that covers the updates."""
-    minimum: Annotated[int, Meta(ge=1, le=MOST_CLIENTS)] = 1
-    """Updates in a sum."""
-    rounds: Count = 0
-    """Rounds of the whole run."""
-    attempts: Positive = 3
-    """At a round."""
-    sites: Many[Name] = ()
-    """Who may take part."""
-    epsilon: NotNegative | None = None
-    """Epsilon of the whole run, as the coordinator accounts it; None: no promise."""
-    epsilon_so_far: NotNegative | None = None
-    """Epsilon of the rounds that were committed before."""
+    owner_column: Name = ""  # the column of data that says whose a sample is, which no model is given
+    aggregation: Aggregation = Aggregation()  # whether updates are masked, and the most samples of a site
+    admission: AdmissionRules = AdmissionRules()  # the bounds to which a site clips its update where updates are masked
+    privacy: Privacy | None = None  # the noise that covers the updates
+    minimum: Annotated[int, Meta(ge=1, le=MOST_CLIENTS)] = 1  # updates in a sum
+    rounds: Count = 0  # rounds of the whole run
+    attempts: Positive = 3  # at a round
+    sites: Many[Name] = ()  # who may take part
+    epsilon: NotNegative | None = None  # epsilon of the whole run, as the coordinator accounts it; None: no promise
+    epsilon_so_far: NotNegative | None = None  # epsilon of the rounds that were committed before
 
     @property
     def secure_rules(self) -> SecureRules | None:
@@ -174,16 +163,12 @@ def _check(what: str, got: int, least: int, most: int, shown: int = 0) -> None:
 class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether a run that the file allows goes on at this site. Every rule must hold."""
 
-    ask: bool = False
-    """A person says yes or no, once for each run: `isthmus site yes`, `isthmus site no`."""
-    secure: bool = False
-    """Updates leave this site under masks only."""
+    ask: bool = False  # A person says yes or no, once for each run: `isthmus site yes`, `isthmus site no`.
+    secure: bool = False  # Updates leave this site under masks only.
     max_epsilon: Annotated[float, Meta(gt=0)] | None = None
     """The most epsilon of the whole run; a run without such a promise is refused."""
-    max_rounds: Annotated[int, Meta(ge=1)] | None = None
-    """The most rounds of the whole run."""
-    min_sites: Annotated[int, Meta(ge=1)] = 1
-    """Sites that may take part, this one among them."""
+    max_rounds: Annotated[int, Meta(ge=1)] | None = None  # The most rounds of the whole run.
+    min_sites: Annotated[int, Meta(ge=1)] = 1  # Sites that may take part, this one among them.
     sites: tuple[str, ...] = ()
     """The only sites that may take part, this one among them; none: any. `NAME`, or `NAME:ID` with the whole id of its
     device: under secure aggregation no other device is a neighbour of that name."""
@@ -192,27 +177,18 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A site's own file: what may run there, and its data, which stay."""
 
-    job: str
-    """Name of the only job that may run here."""
-    algorithm: AlgorithmSpec
-    """The only algorithm that may run here, with its options."""
-    model: ModelSpec
-    """The only model that may be trained here, with its options."""
-    data: DataSpec
-    """This site's data. They are never sent."""
-    approval: Approval = Approval()
-    """Whether a run goes on here, by rule or by a person's word."""
+    job: str  # Name of the only job that may run here.
+    algorithm: AlgorithmSpec  # The only algorithm that may run here, with its options.
+    model: ModelSpec  # The only model that may be trained here, with its options.
+    data: DataSpec  # This site's data. They are never sent.
+    approval: Approval = Approval()  # Whether a run goes on here, by rule or by a person's word.
     metrics: tuple[str, ...] = ()
     """Metrics of its own data that this site reports in every round, with the loss: `accuracy`, `perplexity` or a
     function of its own. None: nothing. Under masks or noise they stay in this site's log."""
-    threads: Annotated[int, Meta(ge=1)] = 1
-    """Torch threads."""
-    device: str = AUTO
-    """Where it trains: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ..."""
-    pipeline: PipelineConfig | None = None
-    """For a site that is a fleet: its devices train its client together."""
-    slow_down: Annotated[float, Meta(ge=0)] = 0.0
-    """Emulation: the site sleeps so many times as long as it trained."""
+    threads: Annotated[int, Meta(ge=1)] = 1  # Torch threads.
+    device: str = AUTO  # Where it trains: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ...
+    pipeline: PipelineConfig | None = None  # For a site that is a fleet: its devices train its client together.
+    slow_down: Annotated[float, Meta(ge=0)] = 0.0  # Emulation: the site sleeps so many times as long as it trained.
 
     def check(self, task_spec: TaskSpec) -> None:
         """UserError for an offer of anything else. Nothing of it has been loaded."""

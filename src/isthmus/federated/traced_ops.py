@@ -20,8 +20,7 @@ Operation = Callable[..., Sequence[Tensor]]
 _aten = torch.ops.aten
 _SHAPING = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default)
 _ALIKE: dict[object, float] = {_aten.zeros_like.default: 0, _aten.ones_like.default: 1}
-_CONSTANT = (_aten.scalar_tensor.default, *_ALIKE)
-"""Operators whose result follows from shapes."""
+_CONSTANT = (_aten.scalar_tensor.default, *_ALIKE)  # operators whose result follows from shapes
 _DIRECT, _METHODS = torch._VF, torch._C.TensorBase
 """Where operators have functions of their own, which take half as long to call as through their schemas."""
 

@@ -20,14 +20,10 @@ class FleetChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     neither, for a step below 0 and for a factor that is not above 0.
     """
 
-    step: int
-    """The first step with the change."""
-    factor: float
-    """A factor on the device's FLOP/s or the link's bandwidth, as the fleet states them."""
-    device: str = ""
-    """A device of the fleet; or a link, in its place."""
-    link: tuple[str, str] | None = None
-    """From, to."""
+    step: int  # The first step with the change.
+    factor: float  # A factor on the device's FLOP/s or the link's bandwidth, as the fleet states them.
+    device: str = ""  # A device of the fleet; or a link, in its place.
+    link: tuple[str, str] | None = None  # From, to.
 
     def __post_init__(self) -> None:
         if bool(self.device) == (self.link is not None):

@@ -56,8 +56,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     people: copies run in the background."""
     measured: tuple[Measurement, ...] = ()
     """The measurements that the speeds above come from, and what was measured beside it."""
-    engine: EngineName = "torch"
-    """The framework that computes its stages."""
+    engine: EngineName = "torch"  # The framework that computes its stages.
 
     def __post_init__(self) -> None:
         check_label("device name", self.name)
@@ -107,8 +106,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str
     devices: tuple[Device, ...]
     links: Links
-    region_info: tuple[Region, ...] = ()
-    """Regions whose uplink is shared, or whose outgoing bytes cost money."""
+    region_info: tuple[Region, ...] = ()  # Regions whose uplink is shared, or whose outgoing bytes cost money.
     description: str = ""
 
     def __post_init__(self) -> None:

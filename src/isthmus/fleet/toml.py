@@ -72,30 +72,19 @@ MOST_DEVICES = 100_000
 class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     """A device, or several that are equal."""
 
-    name: str
-    """The device's name; with `count`, NAME-0, NAME-1, ..."""
-    region: str = "local"
-    """Where it is. Links can be given between regions."""
-    compute: object
-    """Speed in float32, as "10 GFLOPS"."""
-    memory: object
-    """As "16 GiB"."""
-    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] | None = None
-    """So many equal devices."""
-    price_per_hour: float = 0.0
-    """In any unit of money, the same for all devices."""
-    hardware: str = ""
-    """For people: "NVIDIA A40"."""
-    scale: float = 1.0
-    """Sustained speed over `compute`, as `isthmus probe` or `isthmus calibrate` measured it."""
-    half_compute: object = 0.0
-    """Sustained speed in bf16 and fp16, where it differs."""
-    host_bandwidth: object = 0.0
-    """Between an accelerator and the host's memory, for people."""
+    name: str  # The device's name; with `count`, NAME-0, NAME-1, ...
+    region: str = "local"  # Where it is. Links can be given between regions.
+    compute: object  # Speed in float32, as "10 GFLOPS".
+    memory: object  # As "16 GiB".
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] | None = None  # So many equal devices.
+    price_per_hour: float = 0.0  # In any unit of money, the same for all devices.
+    hardware: str = ""  # For people: "NVIDIA A40".
+    scale: float = 1.0  # Sustained speed over `compute`, as `isthmus probe` or `isthmus calibrate` measured it.
+    half_compute: object = 0.0  # Sustained speed in bf16 and fp16, where it differs.
+    host_bandwidth: object = 0.0  # Between an accelerator and the host's memory, for people.
     measured: dict[str, object] = {}
     """Measurements of `isthmus probe`, for people: "products in fp32" = "8 TFLOPS", ..."""
-    engine: str = "torch"
-    """The framework that computes its stages: `torch` or `jax`."""
+    engine: str = "torch"  # The framework that computes its stages: `torch` or `jax`.
 
 
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,65 +98,47 @@ class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
 class _RouteTable(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "from", "target": "to"}):
     """The link between two devices or two regions; of a region with itself, between its devices."""
 
-    source: str
-    """A device or a region."""
-    target: str
-    """A device or a region."""
-    latency: object = None
-    """One way, as "20 ms"."""
-    bandwidth: object = None
-    """As "100 Mbit/s"."""
-    trace: object = None
-    """In place of both: a CSV file with the columns time, latency, bandwidth, or its rows."""
-    symmetric: bool = True
-    """Whether the way back is the same."""
+    source: str  # A device or a region.
+    target: str  # A device or a region.
+    latency: object = None  # One way, as "20 ms".
+    bandwidth: object = None  # As "100 Mbit/s".
+    trace: object = None  # In place of both: a CSV file with the columns time, latency, bandwidth, or its rows.
+    symmetric: bool = True  # Whether the way back is the same.
 
 
 class _RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     """The uplink and the prices that the devices of a region share towards other regions."""
 
-    region: str
-    """The region."""
-    uplink: object = None
-    """Bandwidth that all links out of it share, as "200 Mbit/s"."""
-    egress_price_per_gb: float = 0.0
-    """The price of bytes that leave the region."""
+    region: str  # The region.
+    uplink: object = None  # Bandwidth that all links out of it share, as "200 Mbit/s".
+    egress_price_per_gb: float = 0.0  # The price of bytes that leave the region.
 
 
 class _LinksTable(msgspec.Struct, frozen=True, kw_only=True):
     """Links that no [[link]] names."""
 
-    default: object = None
-    """Between regions: { latency = "50 ms", bandwidth = "100 Mbit/s" }."""
-    intra: object = None
-    """Between devices of one region, in the same form."""
+    default: object = None  # Between regions: { latency = "50 ms", bandwidth = "100 Mbit/s" }.
+    intra: object = None  # Between devices of one region, in the same form.
 
 
 class _FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     """A fleet file."""
 
-    name: str | None = None
-    """The fleet's name; without it the file's name."""
-    description: str = ""
-    """For people."""
-    device: list[object]
-    """The devices: one table [[device]] each."""
-    links: object = None
-    """Links that no [[link]] names."""
-    link: list[object] = []
-    """Links between two devices or two regions: one table [[link]] each."""
-    region: list[object] = []
-    """Uplinks and prices that the devices of a region share: one table [[region]] each."""
+    name: str | None = None  # The fleet's name; without it the file's name.
+    description: str = ""  # For people.
+    device: list[object]  # The devices: one table [[device]] each.
+    links: object = None  # Links that no [[link]] names.
+    link: list[object] = []  # Links between two devices or two regions: one table [[link]] each.
+    region: list[object] = []  # Uplinks and prices that the devices of a region share: one table [[region]] each.
 
 
-TABLES: Mapping[str, type[msgspec.Struct]] = {
+TABLES: Mapping[str, type[msgspec.Struct]] = {  # tables of a fleet file, by heading
     "": _FleetTable,
     "[[device]]": _DeviceTable,
     "[links]": _LinksTable,
     "[[link]]": _RouteTable,
     "[[region]]": _RegionTable,
 }
-"""Tables of a fleet file, by heading."""
 
 Table = TypeVar("Table", _DeviceTable, _LinkTable, _RouteTable, _LinksTable, _RegionTable, _FleetTable)
 

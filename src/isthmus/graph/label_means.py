@@ -25,7 +25,7 @@ from isthmus.graph.schema import base_name
 Outputs = tuple[Tensor, Tensor | None, dict[str, Tensor]]
 _OVER_LABELS: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
 _OVER_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
-_EVEN = frozenset(
+_EVEN = frozenset(  # operators that take a mean over as many items in every micro-batch of a size
     (
         "mean",
         *_OVER_CLASSES,
@@ -49,7 +49,6 @@ _EVEN = frozenset(
         "triplet_margin_loss",
     )
 )
-"""Operators that take a mean over as many items in every micro-batch of a size."""
 _LINEAR = frozenset(
     ("add", "sub", "mul", "div", "neg", "alias", "clone", "to", "_to_copy", "squeeze", "view", "reshape")
 )

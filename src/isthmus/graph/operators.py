@@ -40,7 +40,7 @@ def is_allowed(target: str) -> bool:
     return namespace == "aten" and (overload in ALLOWED or overload.partition(".")[0] in ALLOWED)
 
 
-IN_PLACE = {
+IN_PLACE = {  # operators that a forward may apply to a buffer in place; everything else is computed out of place
     "add_",
     "addcdiv_",
     "addcmul_",
@@ -52,7 +52,6 @@ IN_PLACE = {
     "sub_",
     "zero_",
 }
-"""Operators that a forward may apply to a buffer in place; everything else is computed out of place."""
 
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 """Operators that return memory as they find it: what a device freed before would travel with the graph's values."""

@@ -40,7 +40,7 @@ _TABLES = ("_modules", "_buffers", "_parameters")
 _HOOKS = (("attribute", "_forward_hooks"), ("attribute", "_forward_pre_hooks"))
 _LOOKED_AT = ("training", *(name for _, name in _HOOKS))
 """Those of them that are looked at none the less; submodules are too."""
-_FOREIGN = (
+_FOREIGN = (  # packages whose objects and globals are not looked through
     "builtins",
     "importlib",
     "isthmus",
@@ -53,14 +53,12 @@ _FOREIGN = (
     "transformers",
     "typing",
 )
-"""Packages whose objects and globals are not looked through."""
-_FILES = (
+_FILES = (  # how names of libraries' files begin
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     *(str(Path(file).parents[1]) for file in (nn.__file__, __file__)),
     "<frozen",
 )
-"""How names of libraries' files begin."""
-_WRAPPED: Mapping[type, tuple[str, ...]] = {
+_WRAPPED: Mapping[type, tuple[str, ...]] = {  # types that hold functions, and the attributes that hold them
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget", "fset", "fdel"),
@@ -68,7 +66,6 @@ _WRAPPED: Mapping[type, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords"),
     MethodType: ("__func__", "__self__"),
 }
-"""Types that hold functions, and the attributes that hold them."""
 _FUNCTIONS = ("__func__", "fget", "fset", "fdel", "func")
 _MOST, _MOST_BYTES, _MOST_PLACES = 4096, 1 << 28, 100_000
 """Elements of the largest container, bytes of the largest array, and places, that are looked at."""

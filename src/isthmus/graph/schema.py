@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from isthmus.graph.opgraph import Arg, Ref
 
-SILENT_ALIASES = {
+SILENT_ALIASES = {  # operators that may return their input itself, which their schema does not say
     "dropout",
     "feature_dropout",
     "alpha_dropout",
@@ -25,7 +25,6 @@ SILENT_ALIASES = {
     "atleast_2d",
     "atleast_3d",
 }
-"""Operators that may return their input itself, which their schema does not say."""
 
 IN_PLACE_VIEWS = {"squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "swapdims_", "t_", "detach_"}
 """They change how a tensor looks into its storage, and no element of it."""

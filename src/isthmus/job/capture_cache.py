@@ -23,8 +23,7 @@ from isthmus.job.own_code import digest_of_module
 from isthmus.job.settings import Job
 from isthmus.models.registry import is_built_in, is_own_code
 
-MOST_KEPT = 64
-"""Files; the one that was written first goes first."""
+MOST_KEPT = 64  # files; the one that was written first goes first
 _PACKAGES = ("torch", "transformers", "peft")
 
 

@@ -24,20 +24,14 @@ from isthmus.trackers import Track, check_trackers
 class JobDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of a job file that every program has."""
 
-    name: Annotated[str, Meta(pattern=JOB_NAME)]
-    """The run's name: its folder is RUN_DIR/NAME."""
-    model: ModelSpec
-    """Which model to train."""
+    name: Annotated[str, Meta(pattern=JOB_NAME)]  # The run's name: its folder is RUN_DIR/NAME.
+    model: ModelSpec  # Which model to train.
     metrics: tuple[str, ...] = ()
     """Figures of evaluations beside the loss: `accuracy`, `perplexity`, or `package.module:function` of your own."""
-    run_dir: str = "runs"
-    """Where run folders are made."""
-    callback: tuple[CallbackConfig, ...] = ()
-    """One table [[callback]] per callback of your own."""
-    track: Track = Track()
-    """Which trackers get the run's figures."""
-    store: StoreConfig | None = None
-    """Where the run is kept besides its folder; without this table nowhere."""
+    run_dir: str = "runs"  # Where run folders are made.
+    callback: tuple[CallbackConfig, ...] = ()  # One table [[callback]] per callback of your own.
+    track: Track = Track()  # Which trackers get the run's figures.
+    store: StoreConfig | None = None  # Where the run is kept besides its folder; without this table nowhere.
 
     @property
     def kind(self) -> Literal["pipeline", "federated"]:
@@ -68,10 +62,8 @@ class JobReader(Generic[AnyJob]):
     """How a program's job is read."""
 
     struct: type[AnyJob]
-    located: Callable[[AnyJob, str], AnyJob]
-    """With paths that count from a folder."""
-    checked: Callable[[AnyJob], AnyJob]
-    """UserError for settings that do not go together."""
+    located: Callable[[AnyJob, str], AnyJob]  # with paths that count from a folder
+    checked: Callable[[AnyJob], AnyJob]  # UserError for settings that do not go together
 
     def load(self, path: Path, overrides: Mapping[str, object] = {}) -> AnyJob:
         """Read and check a job file; UserError names the file, the field, what was got and what was expected."""

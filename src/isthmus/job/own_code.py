@@ -8,10 +8,9 @@ import importlib.machinery
 import sys
 from pathlib import Path
 
-_IMPORTED = frozenset(
+_IMPORTED = frozenset(  # such a file may import these and nothing else: they read no files, no environment and no clock
     {"__future__", "collections", "dataclasses", "enum", "functools", "itertools", "math", "torch", "typing"}
 )
-"""Such a file may import these and nothing else: they read no files, no environment and no clock."""
 _REFUSED = frozenset(
     {"__builtins__", "__dict__", "__import__", "accelerator", "backends", "builtins", "compile", "cuda", "distributed"}
     | {"eval", "exec", "from_file", "get_num_threads", "getattr", "globals", "hub", "initial_seed", "input"}

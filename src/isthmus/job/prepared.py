@@ -38,13 +38,10 @@ from isthmus.training.preflight import check_limits, check_optimizers, check_typ
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A job whose model is captured on its data's columns. No weight is allocated yet."""
 
-    job: Job
-    """With its number of micro-batches."""
+    job: Job  # with its number of micro-batches
     captured: Captured
-    samples: DataDescription
-    """The description of the data, which need not have been read here."""
-    origin: str
-    """A digest of all that it was captured from."""
+    samples: DataDescription  # the description of the data, which need not have been read here
+    origin: str  # a digest of all that it was captured from
     computes: Mapping[str, EngineOperators] = {}
     """Engines that devices described; those of others follow from the fleet and this installation."""
 

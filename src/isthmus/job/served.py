@@ -23,8 +23,7 @@ from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
 from isthmus.training.generation import ServedStage
 from isthmus.training.weights import initial_weights
 
-PROBE = (1, 2, 3, 1)
-"""Tokens that every model has, for the proof."""
+PROBE = (1, 2, 3, 1)  # tokens that every model has, for the proof
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}
 """Relative to the largest logit: kernels for one token and for several round differently."""
 
@@ -32,15 +31,11 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}
 class Served(msgspec.Struct, frozen=True, kw_only=True):
     """Weights lie in memory here, as a coordinator has those of a run."""
 
-    graph: OpGraph
-    """Its `loss` are the logits of the next token, [1, vocabulary]."""
+    graph: OpGraph  # its `loss` are the logits of the next token, [1, vocabulary]
     weights: dict[str, Tensor]
-    context: int
-    """Tokens of a prompt and its answer together, at most."""
-    ends: tuple[int, ...] = ()
-    """Tokens with which the model ends a text."""
-    step: int
-    """Optimizer steps behind the weights."""
+    context: int  # tokens of a prompt and its answer together, at most
+    ends: tuple[int, ...] = ()  # tokens with which the model ends a text
+    step: int  # optimizer steps behind the weights
 
     @property
     def vocabulary(self) -> int:

@@ -37,36 +37,28 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Steps, batch, evaluation and checkpoints. Zero turns an `every` off."""
 
-    steps: Positive = 100
-    """Optimizer steps of the whole run."""
-    batch_size: Positive = 32
-    """Samples per optimizer step."""
+    steps: Positive = 100  # Optimizer steps of the whole run.
+    batch_size: Positive = 32  # Samples per optimizer step.
     micro_batches: Positive | None = None
     """Parts of a batch that are in the pipeline at once; must divide `batch_size`. By default as many as divide it, up
     to 8; or 1, where the loss is a mean of the model's own, which may be another with each number."""
-    seed: Seed = 0
-    """The seed of weights, dropout and the order of samples."""
-    shuffle: bool = True
-    """Whether every pass over the data has an order of its own; false: as they lie."""
+    seed: Seed = 0  # The seed of weights, dropout and the order of samples.
+    shuffle: bool = True  # Whether every pass over the data has an order of its own; false: as they lie.
     precision: Precision = "fp32"
     """bf16 and fp16 compute and send in bfloat16 or float16 and keep fp32 master weights; fp16 scales the loss."""
     loss_scale: LossScaling | None = None
     """With fp16, how its scale begins and moves, where that is not as torch.amp.GradScaler has it."""
-    clip_norm: Annotated[float, Meta(ge=0)] = 0.0
-    """Largest norm of all gradients together; 0: they are not clipped."""
+    clip_norm: Annotated[float, Meta(ge=0)] = 0.0  # Largest norm of all gradients together; 0: they are not clipped.
     non_finite: OnNonFinite = "stop"
     """A step whose loss or gradient norm is NaN or infinite ends the run; or its update is left out; or nothing is
     looked at."""
     non_finite_steps: Positive | None = None
     """So many of them in a row end the run; by default 1 with `stop`, 100 with `skip`."""
-    eval_every: NotNegative = 0
-    """Steps between evaluations on held-out samples; 0: none."""
+    eval_every: NotNegative = 0  # Steps between evaluations on held-out samples; 0: none.
     eval_samples: NotNegative = 256
     """Held-out samples of an evaluation, at most: of more, so many drawn at random, the same in every evaluation."""
-    save_every: NotNegative = 0
-    """Steps between checkpoints; 0: at the end only."""
-    keep_checkpoints: Positive = 2
-    """Newest checkpoints that are kept."""
+    save_every: NotNegative = 0  # Steps between checkpoints; 0: at the end only.
+    keep_checkpoints: Positive = 2  # Newest checkpoints that are kept.
 
     @property
     def exchanges_norms(self) -> bool:
@@ -102,8 +94,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     objective: Objective = "time"
     """`cost` minimises the price of a step: devices by the hour, and bytes that leave priced sites."""
-    max_step: str = ""
-    """With objective `cost`: how long a step may take ("2.5 s"). None: as long as is cheapest."""
+    max_step: str = ""  # With objective `cost`: how long a step may take ("2.5 s"). None: as long as is cheapest.
     max_price: Annotated[float, Meta(gt=0)] | None = None
     """With objective `time`: what 1,000 steps may cost, in the unit of the fleet's prices."""
     data_holder: str | tuple[str, ...] = ()
@@ -134,10 +125,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the device processes on this machine."""
 
-    threads: Threads = 1
-    """Torch threads of each device."""
-    emulate: bool = True
-    """Shape links and stretch compute to the fleet's figures."""
+    threads: Threads = 1  # Torch threads of each device.
+    emulate: bool = True  # Shape links and stretch compute to the fleet's figures.
     device: str | dict[str, str] = "cpu"
     """Where device processes compute: `cpu`, `cuda:0`, ..., or `auto`, which deals this machine's accelerators out in
     turn. A table has a name per device; those that it leaves out take the CPU. Machines that join say it themselves."""
@@ -152,10 +141,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     compile: bool = False
     """Whether a stage's operators are joined by torch.compile, where a measurement on its device says that it pays.
     Rounding then differs, from device to device and from run to run."""
-    timeout: str = "60 s"
-    """Silence after which a peer counts as lost."""
-    lease_ahead: Positive = 3
-    """Steps that a device receives before it needs them."""
+    timeout: str = "60 s"  # Silence after which a peer counts as lost.
+    lease_ahead: Positive = 3  # Steps that a device receives before it needs them.
     recovery_attempts: Positive = 3
     """Attempts to go on after losses, with no step done in between, after which the run ends. The first loss of each
     device since the last step ends none."""
@@ -168,19 +155,15 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     snapshots: bool = True
     """Keep the state in the devices' memory from time to time, with a copy on another device: what a run goes on from
     when one is lost."""
-    snapshot_every: NotNegative = 0
-    """Steps between snapshots; 0: as the links have room for them."""
-    adapt: bool = True
-    """Measure devices and links from the work itself, and change the plan where that pays."""
-    changes: tuple[FleetChange, ...] = ()
-    """Changes of the emulated fleet during the run, to see what becomes of it."""
+    snapshot_every: NotNegative = 0  # Steps between snapshots; 0: as the links have room for them.
+    adapt: bool = True  # Measure devices and links from the work itself, and change the plan where that pays.
+    changes: tuple[FleetChange, ...] = ()  # Changes of the emulated fleet during the run, to see what becomes of it.
 
 
 class PrivacyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Noise and clipping of values before they leave a data holder."""
 
-    activations: ActivationNoise
-    """Clipping and Gaussian noise on activations that leave a data holder."""
+    activations: ActivationNoise  # Clipping and Gaussian noise on activations that leave a data holder.
 
 
 class Job(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,34 +185,25 @@ class Job(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ('laptop', 'auto', 20)
     """
 
-    data: DataSpec
-    """Which data to train on."""
-    fleet: str = "laptop"
-    """A built-in fleet or a path to a fleet TOML."""
-    devices: Positive | None = None
-    """Thin the fleet to so many devices."""
-    planner: str = "auto"
-    """Who plans: one of `isthmus planners`, or `package.module:function` of your own."""
+    data: DataSpec  # Which data to train on.
+    fleet: str = "laptop"  # A built-in fleet or a path to a fleet TOML.
+    devices: Positive | None = None  # Thin the fleet to so many devices.
+    planner: str = "auto"  # Who plans: one of `isthmus planners`, or `package.module:function` of your own.
     schedule: str = "1f1b"
     """In which order a stage computes micro-batches: `1f1b`, `gpipe`, `zero-bubble` (weight gradients apart, when
     nothing else is ready), `auto`, the quicker of `1f1b` and `zero-bubble` for the plan; or `delayed`: `1f1b` without a
     pause between steps, each of which computes at the weights before the last update."""
-    plan: PlanConfig = PlanConfig()
-    """Conditions on a plan besides time."""
-    compression: CompressionConfig | None = None
-    """Without this table messages travel as they are."""
+    plan: PlanConfig = PlanConfig()  # Conditions on a plan besides time.
+    compression: CompressionConfig | None = None  # Without this table messages travel as they are.
     training: TrainingConfig = TrainingConfig()
     """How long to train, in which batches and precision, when to evaluate and to save."""
     optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
     """One table [[optimizer]] per group of parameters; the first whose pattern matches a parameter updates it."""
     learning_rate: LearningRate = LearningRate()
     """The learning rate by step: a factor on every optimizer's own, or a scheduler of torch."""
-    sync: SyncPolicy = SyncPolicy()
-    """How several replicas synchronise."""
-    privacy: PrivacyConfig | None = None
-    """Without this table values leave data holders as they were computed."""
-    runtime: RuntimeConfig = RuntimeConfig()
-    """How device processes run."""
+    sync: SyncPolicy = SyncPolicy()  # How several replicas synchronise.
+    privacy: PrivacyConfig | None = None  # Without this table values leave data holders as they were computed.
+    runtime: RuntimeConfig = RuntimeConfig()  # How device processes run.
 
     @property
     def kind(self) -> Literal["pipeline"]:

@@ -21,29 +21,22 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 class SweepEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cluster on which every run of a sweep is started, as by `isthmus up`."""
 
-    on: str
-    """The engine: local, ssh, ray, slurm, kubernetes, skypilot, or one of another package."""
+    on: str  # The engine: local, ssh, ray, slurm, kubernetes, skypilot, or one of another package.
     nodes: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Nodes of each run; by default those of the job's fleet file, or all that the engine has."""
-    options: dict[str, object] = {}
-    """Options of the backend, as --on-option of `isthmus up`."""
+    options: dict[str, object] = {}  # Options of the backend, as --on-option of `isthmus up`.
 
 
 class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
     """The file of a sweep. Settings are keys of the job with their tables, as "training.batch_size"."""
 
-    name: Annotated[str, msgspec.Meta(pattern=JOB_NAME)]
-    """The name of its folder."""
-    job: str
-    """The job's file. A relative path counts from the sweep's file."""
-    run_dir: str = "runs"
-    """The sweep's folder is made in this one."""
-    grid: dict[str, object] = {}
-    """A list of values for each setting. Every combination is a point of the sweep."""
+    name: Annotated[str, msgspec.Meta(pattern=JOB_NAME)]  # The name of its folder.
+    job: str  # The job's file. A relative path counts from the sweep's file.
+    run_dir: str = "runs"  # The sweep's folder is made in this one.
+    grid: dict[str, object] = {}  # A list of values for each setting. Every combination is a point of the sweep.
     points: list[dict[str, object]] = []
     """Single points, each a table of settings. With a grid, each is combined with each of the grid's."""
-    seeds: tuple[NotNegative, ...] = ()
-    """Each point is trained once with each of them; none: with the job's own."""
+    seeds: tuple[NotNegative, ...] = ()  # Each point is trained once with each of them; none: with the job's own.
     at_once: NotNegative = 0
     """So many runs at the same time; 0: as this machine's memory and cores allow; with an engine, one."""
     engine: SweepEngine | None = None
@@ -51,10 +44,8 @@ class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
-    point: dict[str, object]
-    """Its settings, the seed left out."""
-    seed: int | None
-    """None: the job's own."""
+    point: dict[str, object]  # its settings, the seed left out
+    seed: int | None  # None: the job's own
 
     @property
     def folder(self) -> str:

@@ -29,12 +29,10 @@ class BoundaryOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     method: Literal["subspace", "residual", "none"]
     """`subspace`: the stream lies in a fixed subspace, and any cut sends its coordinates. `residual`: bottlenecks at
     `after`, trained with the model. `none`: as it is."""
-    rate: Rate = 50
-    """The stream's width per number that crosses."""
+    rate: Rate = 50  # The stream's width per number that crosses.
     after: Many[Text] | Table[Text, Rate] = ()
     """Only for `residual`: blocks behind which there is a bottleneck ("blocks.3"), or a table with a rate for each."""
-    seed: Seed = 0
-    """The seed of the subspace."""
+    seed: Seed = 0  # The seed of the subspace.
 
     def __post_init__(self) -> None:
         if bool(self.after) != (self.method == "residual"):

@@ -22,20 +22,13 @@ Positive = Annotated[int, Meta(ge=1)]
 class GPTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of a `GPT`."""
 
-    vocab_size: Positive = 256
-    """Different tokens; 256 for bytes."""
-    sequence_length: Positive = 128
-    """Longest sequence, in tokens."""
-    width: Positive = 128
-    """Size of a token's hidden state; a multiple of `heads`."""
-    layers: Positive = 4
-    """Transformer blocks."""
-    heads: Positive = 4
-    """Attention heads of a block."""
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Probability, of embeddings, attention and residual branches."""
-    tie_embedding: bool = False
-    """Whether the output layer is the token embedding."""
+    vocab_size: Positive = 256  # Different tokens; 256 for bytes.
+    sequence_length: Positive = 128  # Longest sequence, in tokens.
+    width: Positive = 128  # Size of a token's hidden state; a multiple of `heads`.
+    layers: Positive = 4  # Transformer blocks.
+    heads: Positive = 4  # Attention heads of a block.
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # Probability, of embeddings, attention and residual branches.
+    tie_embedding: bool = False  # Whether the output layer is the token embedding.
 
 
 class SelfAttention(nn.Module):

@@ -61,16 +61,12 @@ _TOKENIZER_FILES = (
 class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model from a directory or the Hugging Face hub, with its weights."""
 
-    path: str
-    """A directory with a model that transformers saved, or an id on the hub."""
+    path: str  # A directory with a model that transformers saved, or an id on the hub.
     task: Literal["causal-lm", "sequence-classification", "image-classification"]
     """The task that the model is trained for."""
-    random_weights: bool = False
-    """Take the config alone and draw new weights."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The type of the weights."""
-    config: dict[str, object] = {}
-    """Entries of the model's config that are to differ."""
+    random_weights: bool = False  # Take the config alone and draw new weights.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # The type of the weights.
+    config: dict[str, object] = {}  # Entries of the model's config that are to differ.
 
 
 EXPERTS = "batched_mm"

@@ -25,44 +25,33 @@ from isthmus.extensions import import_extra
 from isthmus.models.hugging_face import finish_directory, tokenizer_files
 from isthmus.wire_types import Int64, Many, Positive, Table, Text
 
-ENDINGS = {
+ENDINGS = {  # peft's name of the task by the end of a model's class. A classifier's new head is trained and saved too.
     "LMHeadModel": "CAUSAL_LM",
     "ForCausalLM": "CAUSAL_LM",
     "ForSequenceClassification": "SEQ_CLS",
 }
-"""Peft's name of the task by the end of a model's class. A classifier's new head is trained and saved too."""
 
 
 class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """LoRA on a model that stays as it is: the fields of peft's LoraConfig, by their own names."""
 
-    r: Positive = 8
-    """Rank of the matrices A and B."""
-    lora_alpha: Positive = 8
-    """B A x is multiplied by lora_alpha / r."""
+    r: Positive = 8  # Rank of the matrices A and B.
+    lora_alpha: Positive = 8  # B A x is multiplied by lora_alpha / r.
     target_modules: Text | Many[Text] | None = None
     """Layers that get them: ends of their names, a regular expression over whole names, or "all-linear". By default
     what peft knows of the architecture."""
-    exclude_modules: Text | Many[Text] | None = None
-    """Layers that get none, in the same way."""
-    lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Dropout on x before A."""
+    exclude_modules: Text | Many[Text] | None = None  # Layers that get none, in the same way.
+    lora_dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # Dropout on x before A.
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases are trained: none, all, or those of the layers with LoRA."""
-    use_rslora: bool = False
-    """Multiply by lora_alpha / sqrt(r) instead (rsLoRA)."""
-    use_dora: bool = False
-    """Learn the norms of the weights' columns apart (DoRA)."""
-    modules_to_save: Many[Text] = ()
-    """Layers that are trained as a whole, and are saved with the adapter: a new head."""
+    use_rslora: bool = False  # Multiply by lora_alpha / sqrt(r) instead (rsLoRA).
+    use_dora: bool = False  # Learn the norms of the weights' columns apart (DoRA).
+    modules_to_save: Many[Text] = ()  # Layers that are trained as a whole, and are saved with the adapter: a new head.
     init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
     """How A and B begin. True: A is drawn, B is 0, and so the first step's loss is the base model's."""
-    layers_to_transform: Many[Int64] | None = None
-    """Numbers of the blocks that get them; by default all."""
-    rank_pattern: Table[Text, Positive] = {}
-    """Another `r` for layers whose name matches."""
-    alpha_pattern: Table[Text, Positive] = {}
-    """Another `lora_alpha` for layers whose name matches."""
+    layers_to_transform: Many[Int64] | None = None  # Numbers of the blocks that get them; by default all.
+    rank_pattern: Table[Text, Positive] = {}  # Another `r` for layers whose name matches.
+    alpha_pattern: Table[Text, Positive] = {}  # Another `lora_alpha` for layers whose name matches.
 
 
 def add_lora(module: nn.Module, options: LoraOptions) -> nn.Module:

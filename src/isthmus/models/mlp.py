@@ -19,14 +19,10 @@ Positive = Annotated[int, Meta(ge=1)]
 class MLPConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of an `MLP`."""
 
-    features: Positive = 64
-    """Numbers per sample."""
-    width: Positive = 64
-    """Units of a hidden layer."""
-    layers: Annotated[int, Meta(ge=0)] = 2
-    """Hidden layers."""
-    classes: Positive = 10
-    """Different labels."""
+    features: Positive = 64  # Numbers per sample.
+    width: Positive = 64  # Units of a hidden layer.
+    layers: Annotated[int, Meta(ge=0)] = 2  # Hidden layers.
+    classes: Positive = 10  # Different labels.
 
 
 class MLP(nn.Module):
@@ -54,16 +50,11 @@ class MLP(nn.Module):
 class CNNConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of a `CNN`."""
 
-    channels: Positive = 1
-    """Channels of an image."""
-    width: Positive = 16
-    """Channels after the first convolution."""
-    stages: Positive = 3
-    """Convolutions; each but the first doubles the channels and halves the sides."""
-    classes: Positive = 10
-    """Different labels."""
-    batch_norm: bool = False
-    """Whether batch norm follows each convolution."""
+    channels: Positive = 1  # Channels of an image.
+    width: Positive = 16  # Channels after the first convolution.
+    stages: Positive = 3  # Convolutions; each but the first doubles the channels and halves the sides.
+    classes: Positive = 10  # Different labels.
+    batch_norm: bool = False  # Whether batch norm follows each convolution.
 
 
 class CNN(nn.Module):

@@ -41,8 +41,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: Text
     """One of `isthmus models`, `hf:CLASS` for a class of transformers, or `package.module:callable` of your own."""
-    options: Table[Text, object] = {}
-    """The model's own settings: `isthmus describe NAME` lists them."""
+    options: Table[Text, object] = {}  # The model's own settings: `isthmus describe NAME` lists them.
     lora: LoraOptions | None = None
     """With this table the model stays as it is, and small matrices beside its layers are trained (`peft`)."""
     boundary: BoundaryOptions | None = None

@@ -26,18 +26,12 @@ Norm = Literal["group", "batch", "none"]
 class UNetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of a `UNet`."""
 
-    channels: Positive = 1
-    """Channels of an image."""
-    classes: Positive = 10
-    """Different labels."""
-    width: Positive = 16
-    """Channels at full resolution."""
-    depth: Positive = 2
-    """How often height and width are halved; both must be multiples of 2 ** depth."""
-    task: Literal["classification", "segmentation"] = "classification"
-    """One label per image, or one per pixel."""
-    norm: Norm = "group"
-    """The normalisation after a convolution."""
+    channels: Positive = 1  # Channels of an image.
+    classes: Positive = 10  # Different labels.
+    width: Positive = 16  # Channels at full resolution.
+    depth: Positive = 2  # How often height and width are halved; both must be multiples of 2 ** depth.
+    task: Literal["classification", "segmentation"] = "classification"  # One label per image, or one per pixel.
+    norm: Norm = "group"  # The normalisation after a convolution.
 
 
 def _normalisation(norm: Norm, channels: int) -> nn.Module:

@@ -49,14 +49,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Messages are priced as each plan packs them; for others by two problems in which all plans pack alike."""
 
 
-ABILITIES: Mapping[str, str] = {
+ABILITIES: Mapping[str, str] = {  # the name for people of each field of `Capabilities`
     "replicas": "replicas",
     "holders": "data holders",
     "labels_stay": "labels stay",
     "prices": "price",
     "compression": "compression",
 }
-"""The name for people of each field of `Capabilities`."""
 
 
 class PlannerEntry(NamedTuple):

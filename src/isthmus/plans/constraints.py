@@ -21,14 +21,10 @@ Objective = Literal["time", "cost"]
 class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The codec of training messages between stages."""
 
-    method: str
-    """A ratio planner (`cost.compression`)."""
-    ratio: Annotated[float, Meta(ge=1)] = 100.0
-    """Elements per element that is sent; what it bounds is the method's."""
-    backward: str | None = None
-    """With `bf16`, `int8` and `int4`: which of them packs gradients. None: the same."""
-    feedback: bool = False
-    """Whether what is left out of a sample's gradients is added when the sample comes again."""
+    method: str  # A ratio planner (`cost.compression`).
+    ratio: Annotated[float, Meta(ge=1)] = 100.0  # Elements per element that is sent; what it bounds is the method's.
+    backward: str | None = None  # With `bf16`, `int8` and `int4`: which of them packs gradients. None: the same.
+    feedback: bool = False  # Whether what is left out of a sample's gradients is added when the sample comes again.
     loss_budget: Annotated[float, Meta(ge=0)] | None = None
     """With `just-enough`: how much higher the loss may become by measured figures; 0.01 is 1 %. None: by any amount."""
 

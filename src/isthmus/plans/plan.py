@@ -273,12 +273,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: Positive
     replicas: tuple[Replica, ...]
     sync: ReplicaSync = ReplicaSync()
-    constraints: Constraints = Constraints()
-    """Conditions on the plan besides time."""
+    constraints: Constraints = Constraints()  # Conditions on the plan besides time.
     predicted: Prediction
     certificate: Certificate | None = None
-    notes: tuple[str, ...] = ()
-    """Why each device is used or left out, one sentence each."""
+    notes: tuple[str, ...] = ()  # Why each device is used or left out, one sentence each.
 
     @property
     def batch(self) -> int:

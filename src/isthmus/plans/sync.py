@@ -10,7 +10,7 @@ from isthmus.plans.plan import Certificate
 
 _PLANNED = ("dream", "dreamddp")
 _OUTER = ("outer", "streaming")
-MODES_OF: Mapping[str, tuple[str, ...]] = {
+MODES_OF: Mapping[str, tuple[str, ...]] = {  # the modes that read an option; all read those that are not here
     "balance": ("local", "outer"),
     "average_state": ("local", "outer", "partial", *_PLANNED),
     "bucket_bytes": ("every-step", "asc-wfbp"),
@@ -30,7 +30,6 @@ MODES_OF: Mapping[str, tuple[str, ...]] = {
     "mixing": ("streaming",),
     **dict.fromkeys(("decoupled", "steps", "timeout_s", "record"), ("decoupled",)),
 }
-"""The modes that read an option; all read those that are not here."""
 
 
 class SyncIteration(msgspec.Struct, frozen=True, kw_only=True):

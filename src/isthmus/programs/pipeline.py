@@ -60,19 +60,16 @@ from isthmus.session.program import JOINING, OVER, OutOfPhase, Policy, report
 from isthmus.session.session import Observation, Session
 from isthmus.trace import Span
 
-AT_WORK = ("running", "settling", "closing")
-"""Phases in which devices have items."""
+AT_WORK = ("running", "settling", "closing")  # phases in which devices have items
 
 
 class PipelineStatistics(NamedTuple):
     phase: str
-    finished: int
-    """Items that every device has reported."""
+    finished: int  # items that every device has reported
     leased: int
     stale: int
     epoch: int
-    recovery_point: int
-    """The run goes on from this step at least, if any one device is lost now."""
+    recovery_point: int  # the run goes on from this step at least, if any one device is lost now
 
 
 class Pipeline(Policy[PipelinePort], Session):

@@ -21,21 +21,17 @@ from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
 from isthmus.trace import Span
 from isthmus.units import format_size
 
-CHANGE_S = 5.0
-"""Seconds that a change of plan costs besides moving weights: to stop, to connect, to start."""
+CHANGE_S = 5.0  # seconds that a change of plan costs besides moving weights: to stop, to connect, to start
 
-RETRY_S = 60.0
-"""How long a link that became slow, and is not used since, rests before a probe tries it again."""
+RETRY_S = 60.0  # how long a link that became slow, and is not used since, rests before a probe tries it again
 
 
 class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that was made, and the one in force, priced on the figures that are believed now."""
 
     plan: Plan
-    step_s: float = 0.0
-    """Seconds per step of the plan in force."""
-    moving_s: float = 0.0
-    """To move weights and optimizer state from one to the other."""
+    step_s: float = 0.0  # seconds per step of the plan in force
+    moving_s: float = 0.0  # to move weights and optimizer state from one to the other
 
 
 class Adaptation:
@@ -151,10 +147,8 @@ class ReplanGain(NamedTuple):
 
     step_s: float
     other_step_s: float
-    steps: int
-    """That are left."""
-    cost_s: float
-    """Seconds that the change takes: to stop, to move weights, to start."""
+    steps: int  # that are left
+    cost_s: float  # seconds that the change takes: to stop, to move weights, to start
 
     @property
     def worth_it(self) -> bool:
@@ -191,10 +185,8 @@ class ReplanPolicy:
         self._rests_until_s = now_s + REST_COSTS * cost_s
 
 
-MOST_S = 3600.0
-"""Between two tries, at most: each wait is twice the one before."""
-Pair = tuple[str, str]
-"""A link's source and target."""
+MOST_S = 3600.0  # between two tries, at most: each wait is twice the one before
+Pair = tuple[str, str]  # a link's source and target
 
 
 class _Wait(NamedTuple):

@@ -27,23 +27,16 @@ from isthmus.plans import Plan, PlanPeriod
 from isthmus.trace import Span
 from isthmus.units import format_bandwidth, format_compute, significant
 
-STEPS = 5
-"""A window has at least so many steps."""
+STEPS = 5  # a window has at least so many steps
 LEAST_S = 2.0
 """A window lasts at least so many seconds: a device that is busy with something else for a moment is not slow."""
-APART = 1.25
-"""Rates that differ by less are the same."""
-AGREE = 0.8
-"""The share of a window's steps that must agree."""
-LAG_STEPS = 2
-"""The two ends of a message report it at most so many steps apart, or it is not counted."""
-AHEAD_STEPS = 64
-"""Nor is what a device says of steps that are so far ahead: nothing is kept of those."""
-LEAST_BYTES = 1 << 14
-"""Smaller messages say more of threads than of links."""
+APART = 1.25  # rates that differ by less are the same
+AGREE = 0.8  # the share of a window's steps that must agree
+LAG_STEPS = 2  # the two ends of a message report it at most so many steps apart, or it is not counted
+AHEAD_STEPS = 64  # nor is what a device says of steps that are so far ahead: nothing is kept of those
+LEAST_BYTES = 1 << 14  # smaller messages say more of threads than of links
 
-Key = str | tuple[str, str]
-"""A device's name, or a link's source and target."""
+Key = str | tuple[str, str]  # a device's name, or a link's source and target
 
 
 class RateChange(NamedTuple):
@@ -62,8 +55,7 @@ class RateChange(NamedTuple):
         return f"{source} -> {target} carries {now}, not {before}"
 
 
-FAR = 2.0
-"""A log line reports a rate again when it differs from the last reported rate by this factor."""
+FAR = 2.0  # a log line reports a rate again when it differs from the last reported rate by this factor
 
 
 def apart(rate: float, other: float) -> bool:

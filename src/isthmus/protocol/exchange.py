@@ -23,8 +23,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
     group: Place
     rounds: Many[Round]
-    iterations: Many[Count] = (0,)
-    """In which steps of a period it is summed."""
+    iterations: Many[Count] = (0,)  # in which steps of a period it is summed
 
 
 class PartsPort(Protocol):

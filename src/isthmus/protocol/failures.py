@@ -14,10 +14,8 @@ class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
     same operator or cause."""
 
     step: CountOrNone
-    what: Name
-    """The operator and its module, or what else raised."""
-    reason: Text
-    """In words, with samples."""
+    what: Name  # the operator and its module, or what else raised
+    reason: Text  # in words, with samples
     memory: bool = False
     """It was memory that was short: no fault of the job's, and with a smaller stage the device is as good as before."""
 

@@ -20,10 +20,8 @@ Integers = NDArray[np.int64]
 class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who takes part, and when a round closes. One of `clients` and `fraction` says how many."""
 
-    clients: Annotated[int, Meta(ge=1)] | None = None
-    """Clients per round."""
-    fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Share of all clients per round."""
+    clients: Annotated[int, Meta(ge=1)] | None = None  # Clients per round.
+    fraction: Annotated[float, Meta(gt=0, le=1)] | None = None  # Share of all clients per round.
     weighted: bool = False
     """Draw clients in proportion to their samples, in place of evenly. A mean that weighs by samples does so still."""
     poisson: bool = False
@@ -31,10 +29,8 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     has its noise and changes nothing else."""
     min_samples: Annotated[int, Meta(ge=1)] = 1
     """Clients with fewer samples never take part: batch norm, say, cannot train on one."""
-    availability: str | None = None
-    """A CSV file of clients and the times from and to which they can take part."""
-    round_length: str = "60 s"
-    """The time between two rounds."""
+    availability: str | None = None  # A CSV file of clients and the times from and to which they can take part.
+    round_length: str = "60 s"  # The time between two rounds.
     over_select: Annotated[float, Meta(ge=1)] = 1.0
     """So many times more clients are asked than are needed; the round closes when enough are in."""
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
@@ -47,8 +43,7 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     deadline: str = "600 s"
     """After this time a round closes with the updates received so far, or is tried again if they are fewer than
     `minimum`."""
-    attempts: Annotated[int, Meta(ge=1)] = 3
-    """How often a round that fails is tried again before the run ends."""
+    attempts: Annotated[int, Meta(ge=1)] = 3  # How often a round that fails is tried again before the run ends.
     staleness: Annotated[int, Meta(ge=0)] = 0
     """When a round closes without a client, its update counts in a later round, so many rounds on at most, for
     1 / sqrt(1 + rounds late) of what it says (FedBuff: Nguyen et al. 2022; the buffer is the quorum). In a simulation

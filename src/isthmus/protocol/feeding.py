@@ -12,10 +12,8 @@ from isthmus.wire_types import Count, Many, Place
 class Feeding(msgspec.Struct, frozen=True, kw_only=True):
     """Pure: all devices tell the same from the same counts."""
 
-    train: Many[Count]
-    """Samples of each holder."""
-    heldout: Many[Count]
-    """Whole micro-batches of each holder's held-out samples."""
+    train: Many[Count]  # samples of each holder
+    heldout: Many[Count]  # whole micro-batches of each holder's held-out samples
     micro_batch_size: Count
     copies: Many[Many[Place]]
     """Workers that run copies of one stage, in the order of the holders; for each stage that has copies."""

@@ -20,8 +20,7 @@ from isthmus.wire_types import Count, Name, Table
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 SUMMANDS, GRADIENTS, STATE = "summands", "gradients", "state"
-OWN = (SUMMANDS, GRADIENTS, STATE)
-"""Nodes that are no messages."""
+OWN = (SUMMANDS, GRADIENTS, STATE)  # nodes that are no messages
 _STEP = frozenset({"shared", "forward", "backward"})
 _UPDATE = _STEP | {"shared_gradient", "count"}
 INPUTS: Mapping[str, frozenset[str]] = {
@@ -41,29 +40,23 @@ INPUTS: Mapping[str, frozenset[str]] = {
 class StepFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The values that a worker sent, received and computed in a step, as digests."""
 
-    step: Count
-    """Steps that are done with it."""
-    digests: Table[Name, Digest]
-    """The digest of each node; in an audit of each `NODE/LEAF`."""
+    step: Count  # steps that are done with it
+    digests: Table[Name, Digest]  # the digest of each node; in an audit of each `NODE/LEAF`
 
 
 class StepFinding(msgspec.Struct, frozen=True, kw_only=True):
     """Something in a step that is not as it should be."""
 
-    workers: tuple[str, ...]
-    """Who computed wrong; several where the reports do not tell which of them."""
-    nodes: tuple[str, ...]
-    """Names of the nodes that differ."""
+    workers: tuple[str, ...]  # who computed wrong; several where the reports do not tell which of them
+    nodes: tuple[str, ...]  # names of the nodes that differ
 
 
 class Node(NamedTuple):
     """The parts of a node's name."""
 
-    direction: str
-    """`sent`, `received`, or empty for what is no message."""
+    direction: str  # `sent`, `received`, or empty for what is no message
     kind: str
-    other: int = -1
-    """The stage at the other end."""
+    other: int = -1  # the stage at the other end
 
     @classmethod
     def parse(cls, name: str) -> Node | None:
@@ -80,8 +73,7 @@ class Node(NamedTuple):
         return f"{self.direction} {self.kind} {self.other}" if self.direction else self.kind
 
 
-Reports = Mapping[int, Mapping[str, str]]
-"""Digests of the nodes of each stage."""
+Reports = Mapping[int, Mapping[str, str]]  # digests of the nodes of each stage
 
 
 def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple[StepFinding, ...]:

@@ -29,14 +29,10 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     """The first place on one stage where an item's numbers are not finite."""
 
     where: Where
-    stage: PlaceOrNone
-    """The stage's number in its replica."""
-    micro_batch: CountOrNone = -1
-    """The micro-batch's number in the step; -1 for a value of the whole step."""
-    name: Text = ""
-    """The name of the value that is not finite."""
-    cause: Text = ""
-    """An input that was not finite before this stage computed anything."""
+    stage: PlaceOrNone  # the stage's number in its replica
+    micro_batch: CountOrNone = -1  # the micro-batch's number in the step; -1 for a value of the whole step
+    name: Text = ""  # the name of the value that is not finite
+    cause: Text = ""  # an input that was not finite before this stage computed anything
     decides: bool = False
     """Whether a loss, a parameter's gradient or a saved weight is not finite on this stage. Otherwise this is where it
     may have begun, if another stage decides."""

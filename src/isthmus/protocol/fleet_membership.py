@@ -20,8 +20,7 @@ from isthmus.protocol.run_messages import PeerPath
 from isthmus.session.deadlines import few
 from isthmus.units import format_duration
 
-REMIND_S = 30.0
-"""How often to log the awaited devices."""
+REMIND_S = 30.0  # how often to log the awaited devices
 REVOKED = "it was revoked"
 
 
@@ -63,8 +62,7 @@ class _Run(msgspec.Struct):
     others: Sequence[str]
     long_lived: bool
     yields: bool
-    failed: dict[str, str]
-    """How each device's process ended, for those that failed."""
+    failed: dict[str, str]  # how each device's process ended, for those that failed
     leaving: set[str]
     """Devices that were asked to leave it while they worked for it: not called again, whatever connection they have."""
 
@@ -73,8 +71,7 @@ class _Wait(msgspec.Struct):
     devices: dict[str, None]
     every: bool
     began_s: float
-    away: set[str]
-    """Those of the devices that are not here: kept as they come and go, for there may be a thousand."""
+    away: set[str]  # those of the devices that are not here: kept as they come and go, for there may be a thousand
     noted_s: float | None = None
 
     @property

@@ -12,15 +12,11 @@ from isthmus.protocol.run_ports import EpochStart
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """A plan epoch that was not the first."""
 
-    reason: str
-    """Why the epoch before ended."""
-    step: int
-    """From where it went on."""
-    redone: int
-    """Steps that had been done beyond that."""
+    reason: str  # why the epoch before ended
+    step: int  # from where it went on
+    redone: int  # steps that had been done beyond that
     from_checkpoint: bool
-    seconds: float
-    """From when the reason was known until devices were at work again."""
+    seconds: float  # from when the reason was known until devices were at work again
 
 
 class Interruptions:

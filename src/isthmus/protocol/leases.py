@@ -144,8 +144,7 @@ class Leases:
         return step
 
 
-Reports = Mapping[str, ItemReported]
-"""The report of each device."""
+Reports = Mapping[str, ItemReported]  # the report of each device
 
 
 class ItemReports:

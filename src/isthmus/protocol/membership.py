@@ -20,8 +20,7 @@ from typing import Protocol
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.session.program import OVER, Policy
 
-NO_CONNECTION = 0
-"""In place of a connection's number."""
+NO_CONNECTION = 0  # in place of a connection's number
 
 
 class MemberPort(Protocol):

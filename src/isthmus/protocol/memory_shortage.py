@@ -11,13 +11,10 @@ from isthmus.wire_types import Amount
 class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes, when memory was short."""
 
-    asked: Amount
-    """Bytes that could not be allocated; 0 where that is not known."""
-    free: Amount
-    """Free bytes of the hardware's memory, for all processes."""
+    asked: Amount  # bytes that could not be allocated; 0 where that is not known
+    free: Amount  # free bytes of the hardware's memory, for all processes
     total: Amount
-    reserved: Amount
-    """Bytes that the device's process had reserved, with those it had before it got the stage."""
+    reserved: Amount  # bytes that the device's process had reserved, with those it had before it got the stage
     before: Amount = 0
 
     @property
@@ -47,8 +44,7 @@ class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
     reserved_bytes: Amount
     """On an accelerator, bytes that torch's allocator took from it, in use by tensors or free for others; on the CPU,
     the same again."""
-    resident: bool
-    """Whether it is of a resident set."""
+    resident: bool  # whether it is of a resident set
 
 
 def believed_bytes(short: MemoryShortage, planned: int, stated: int) -> int:

@@ -31,16 +31,11 @@ class StateHolding(msgspec.Struct, frozen=True, kw_only=True):
 class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds what under a plan."""
 
-    parts: Mapping[str, frozenset[str]]
-    """Per device, what its stage changes in training. Replicas hold the same parts."""
-    snapshot_copies: Mapping[str, str] = {}
-    """Per device, which other one keeps a copy of its snapshots."""
-    keep_every: int = 0
-    """Steps between snapshots in memory, at least; 0 for none."""
-    number: int = 0
-    """The plan's number, given by its planner."""
-    period: int = 1
-    """Steps after which replicas are equal: snapshots and changes of plan wait for it."""
+    parts: Mapping[str, frozenset[str]]  # per device, what its stage changes in training. Replicas hold the same parts.
+    snapshot_copies: Mapping[str, str] = {}  # per device, which other one keeps a copy of its snapshots
+    keep_every: int = 0  # steps between snapshots in memory, at least; 0 for none
+    number: int = 0  # the plan's number, given by its planner
+    period: int = 1  # steps after which replicas are equal: snapshots and changes of plan wait for it
     repeats: bool = False
     """Whether who has a state and each step's gradients can do the steps again: so joining devices get theirs, while
     the others train."""
@@ -73,8 +68,7 @@ class Lineage:
         return own is not None and own <= step <= min((s for e, s in self._began.items() if e > epoch), default=step)
 
 
-Held = Mapping[str, Sequence[StateHolding]]
-"""The states that each device reports to hold."""
+Held = Mapping[str, Sequence[StateHolding]]  # the states that each device reports to hold
 
 
 def holders_at(step: int, held: Held, lineage: Lineage) -> dict[str, frozenset[str]]:
@@ -109,12 +103,9 @@ class RecoveryPoint(msgspec.Struct, frozen=True):
     """From where a run goes on."""
 
     step: int
-    in_memory: bool
-    """Whether devices hold the state; else it is the last checkpoint's."""
-    own: Mapping[str, frozenset[str]]
-    """Parts that each device holds."""
-    donors: Mapping[str, frozenset[str]]
-    """Parts that each device sends to others."""
+    in_memory: bool  # whether devices hold the state; else it is the last checkpoint's
+    own: Mapping[str, frozenset[str]]  # parts that each device holds
+    donors: Mapping[str, frozenset[str]]  # parts that each device sends to others
 
 
 def recovery_point(layout: StateLayout, held: Held, lineage: Lineage, saved_step: int) -> RecoveryPoint:

@@ -38,10 +38,8 @@ class Arrived(Body, frozen=True, kw_only=True):
     source: Place
     item: Count
     micro_batch: CountOrNone = -1
-    number: NotNegative = 0.0
-    """The value of a `count` parcel."""
-    finite: bool = True
-    """Whether the sender's loss and gradients are finite; used by `norms`."""
+    number: NotNegative = 0.0  # the value of a `count` parcel
+    finite: bool = True  # whether the sender's loss and gradients are finite; used by `norms`
 
 
 class PartsArrived(Body, frozen=True, kw_only=True):
@@ -70,10 +68,8 @@ class WeightExchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Exchange with other trainers of the same weights at a training step: before it the devices add the amounts that
     come with it, and report the weights that are asked for."""
 
-    rate_step: Count
-    """The learning rate is that of this step of training."""
-    wanted: Many[Text] = ()
-    """Parameters, by the module's own names."""
+    rate_step: Count  # the learning rate is that of this step of training
+    wanted: Many[Text] = ()  # parameters, by the module's own names
 
 
 class OpenItem(Body, frozen=True, kw_only=True):
@@ -100,8 +96,7 @@ class SendState(Body, frozen=True, kw_only=True):
     """Give these parts of the state after `step` steps, which the device has not passed yet, and each later step's
     gradients, in the background. No parts: give no more."""
 
-    number: Count
-    """The number of the state transfer in the run."""
+    number: Count  # the number of the state transfer in the run
     step: Count
     parts: Distinct[Text]
 
@@ -110,10 +105,8 @@ class Halt(Body, frozen=True, kw_only=True):
     """The run is over for this device."""
 
 
-DeviceOrder = Pause | PlaceWeights | FetchState | SendState
-"""To one device."""
-RunOrder = OpenItem | RetireSnapshots | Halt
-"""To every device of the run."""
+DeviceOrder = Pause | PlaceWeights | FetchState | SendState  # to one device
+RunOrder = OpenItem | RetireSnapshots | Halt  # to every device of the run
 
 
 # Device to coordinator
@@ -124,19 +117,16 @@ class PeerPath(msgspec.Struct, frozen=True, kw_only=True):
 
     device: Name
     relayed: bool
-    latency_s: Seconds | None
-    """One way, as the kernel sees it; of a relayed one, as far as the coordinator."""
+    latency_s: Seconds | None  # one way, as the kernel sees it; of a relayed one, as far as the coordinator
     streams: Place = 1
-    bbr: bool = False
-    """Whether this end sends by it."""
+    bbr: bool = False  # whether this end sends by it
 
 
 class DeviceReady(Body, frozen=True, kw_only=True):
     """The stage, its weights and its links are in place. `paths`: to those devices that this one has dialled."""
 
     paths: Many[PeerPath] = ()
-    notes: Many[Annotated[str, msgspec.Meta(max_length=400)]] = ()
-    """For people: how the stage computes."""
+    notes: Many[Annotated[str, msgspec.Meta(max_length=400)]] = ()  # for people: how the stage computes
 
 
 class ItemReported(Body, frozen=True, kw_only=True):
@@ -149,12 +139,9 @@ class ItemReported(Body, frozen=True, kw_only=True):
     metrics: Many[float] = ()
     """The sum and count of each metric of an evaluation, one after another, from the loss's stage."""
     spans: Many[Span] = ()
-    late_s: Seconds = 0.0
-    """Emulation only: by how much this item's tasklets overran their emulated durations, in sum."""
-    non_finite: NonFinite | None = None
-    """The first place on this device where the item's numbers were not finite."""
-    peak: MemoryPeak | None = None
-    """With a save: of the stage so far."""
+    late_s: Seconds = 0.0  # emulation only: by how much this item's tasklets overran their emulated durations, in sum
+    non_finite: NonFinite | None = None  # the first place on this device where the item's numbers were not finite
+    peak: MemoryPeak | None = None  # with a save: of the stage so far
     fingerprints: Many[StepFingerprint] = ()
     """Fingerprints of this step or earlier ones, as far as they are hashed; with a save, of all steps before it."""
 
@@ -168,10 +155,8 @@ class DeviceFailed(Body, frozen=True, kw_only=True):
     failure: StepFailure | None = None
     """An error of a step by the job's model or data, or for want of memory: the device can go on with another stage, or
     try again."""
-    shortage: MemoryShortage | None = None
-    """Memory that the device lacked, if it lacked memory."""
-    starts_again: bool = False
-    """Whether a new process of the device may do better: as after an error of a driver."""
+    shortage: MemoryShortage | None = None  # memory that the device lacked, if it lacked memory
+    starts_again: bool = False  # whether a new process of the device may do better: as after an error of a driver
 
 
 class Inventory(Body, frozen=True, kw_only=True):
@@ -194,8 +179,7 @@ class SnapshotCopied(Body, frozen=True, kw_only=True):
 class StateReceived(Body, frozen=True, kw_only=True):
     """A joining device has the state of another device's parts, as it is after `step` steps."""
 
-    number: Count
-    """The number of the state transfer in the run."""
+    number: Count  # the number of the state transfer in the run
     of: Name
     step: Count
 

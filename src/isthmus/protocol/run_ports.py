@@ -16,14 +16,10 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """A plan for these devices is wanted."""
 
     devices: tuple[str, ...]
-    must: bool = True
-    """The run cannot go on without; else: only if it pays."""
-    waits: bool = False
-    """Nobody is at work until it is there."""
-    epoch: int = 0
-    """In which it is wanted: an answer in a later one is of no use."""
-    believed: Fleet | None = None
-    """With the figures that were measured; None: as stated."""
+    must: bool = True  # the run cannot go on without; else: only if it pays
+    waits: bool = False  # nobody is at work until it is there
+    epoch: int = 0  # in which it is wanted: an answer in a later one is of no use
+    believed: Fleet | None = None  # with the figures that were measured; None: as stated
 
 
 class EpochStart(msgspec.Struct, frozen=True):
@@ -31,10 +27,8 @@ class EpochStart(msgspec.Struct, frozen=True):
 
     epoch: int
     step: int
-    first_item: int
-    """Index of the first item that it leases."""
-    from_checkpoint: bool
-    """Nobody holds that state: it is the last checkpoint's."""
+    first_item: int  # index of the first item that it leases
+    from_checkpoint: bool  # nobody holds that state: it is the last checkpoint's
 
 
 Ending = Literal["done", "interrupted", "lost", "diverged", "failed"]
@@ -47,8 +41,7 @@ class FinishRun(msgspec.Struct, frozen=True):
 
     outcome: Ending
     reason: str = ""
-    short_of_memory: bool = False
-    """Whether memory was short on a device since the last step."""
+    short_of_memory: bool = False  # whether memory was short on a device since the last step
 
 
 class PipelinePort(Protocol):

@@ -16,8 +16,7 @@ from isthmus.protocol.recovery import state_donors
 from isthmus.protocol.run_messages import SendState
 from isthmus.protocol.run_ports import PipelinePort
 
-CLOSE_STEPS = 1
-"""So far behind the others a joining device may be for them to stop and let it in."""
+CLOSE_STEPS = 1  # so far behind the others a joining device may be for them to stop and let it in
 MOST_TIMES = 20
 """A joining device that is not close after so many times the steps that the first copy took never will be."""
 

@@ -24,8 +24,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
     index: Count
     kind: Literal["train", "eval", "save", "keep"]
-    step: Count
-    """Train: the step's number, from 0. The others: how many steps came before."""
+    step: Count  # train: the step's number, from 0. The others: how many steps came before.
     first_sample: Count = 0
     micro_batches: Count = 0
     first_micro_batch: Count = 0
@@ -69,16 +68,13 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
     micro_batch_size: int
     eval_every: int = 0
-    eval_micro_batches: int = 0
-    """Whole ones."""
-    eval_rest: int = 0
-    """Samples of an evaluation beyond whole micro-batches."""
+    eval_micro_batches: int = 0  # whole ones
+    eval_rest: int = 0  # samples of an evaluation beyond whole micro-batches
     save_every: int = 0
     lease_ahead: int = 3
     """Items that a device may know of before it finishes the first of them: the coordinator is never waited for."""
     start_step: int = 0
-    eval_due: bool = False
-    """Whether the evaluation of the start step is still to be made."""
+    eval_due: bool = False  # whether the evaluation of the start step is still to be made
     non_finite_steps: int = 0
     """Consecutive steps with numbers that are not finite after which the run ends; 0: it never ends for that."""
     recovery_attempts: int = 0

@@ -58,45 +58,30 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     stage: Place
-    stages: Place
-    """Stages of its replica."""
-    first: Place = 0
-    """Its replica's first."""
-    in_flight: Count
-    """Micro-batches that may be between their forward and the end of their backward here."""
-    splits: bool = False
-    """Weight gradients are computed apart, behind the backward."""
+    stages: Place  # stages of its replica
+    first: Place = 0  # its replica's first
+    in_flight: Count  # micro-batches that may be between their forward and the end of their backward here
+    splits: bool = False  # weight gradients are computed apart, behind the backward
     forward_from: Many[Place]
     forward_to: Many[Place]
     backward_from: Many[Place]
     backward_to: Many[Place]
     eval_from: Many[Place] = ()
     eval_to: Many[Place] = ()
-    parameter_users: Many[Place] = ()
-    """Stages that use parameters that this one owns."""
+    parameter_users: Many[Place] = ()  # stages that use parameters that this one owns
     parameter_owners: Many[Place] = ()
-    trains: bool = True
-    """Whether this stage has a backward pass at all."""
+    trains: bool = True  # whether this stage has a backward pass at all
     has_loss: bool = False
-    losses: Place = 1
-    """Workers of its replica that have the loss: several, where that stage has copies."""
-    counts: bool = False
-    """The loss is a sum over a count that only the loss's stage knows."""
-    clips: bool = False
-    """Gradients are clipped by the norm of the whole model."""
-    skips: bool = False
-    """Where gradients of any stage of its replica are not finite, all leave the update out."""
-    groups: Many[GroupView] = ()
-    """Sums with workers of other replicas."""
+    losses: Place = 1  # workers of its replica that have the loss: several, where that stage has copies
+    counts: bool = False  # the loss is a sum over a count that only the loss's stage knows
+    clips: bool = False  # gradients are clipped by the norm of the whole model
+    skips: bool = False  # where gradients of any stage of its replica are not finite, all leave the update out
+    groups: Many[GroupView] = ()  # sums with workers of other replicas
     averages: Averages = "gradients"
-    delay: Count = 0
-    """Steps between the start of a sum and its use."""
-    period: Count = 1
-    """Steps after which the groups' iterations start again."""
-    feeding: Feeding | None = None
-    """Where several holders feed the chain: who does which micro-batches."""
-    delayed: bool = False
-    """Whether the next step's tasklets may be done before this step's update."""
+    delay: Count = 0  # steps between the start of a sum and its use
+    period: Count = 1  # steps after which the groups' iterations start again
+    feeding: Feeding | None = None  # where several holders feed the chain: who does which micro-batches
+    delayed: bool = False  # whether the next step's tasklets may be done before this step's update
 
     def of(self, workers: tuple[int, ...], item: Item, micro_batch: int) -> tuple[int, ...]:
         """Those of some neighbours that work on a micro-batch: of copies of one stage, the one whose turn it is."""
@@ -146,12 +131,10 @@ class _Tasklets:
 
 class WorkerStatistics(msgspec.Struct, frozen=True):
     phase: str
-    item: int
-    """The item in work, or the last one finished."""
+    item: int  # the item in work, or the last one finished
     forwards: int
     backwards: int
-    stale: int
-    """Arrivals of another plan epoch, dropped."""
+    stale: int  # arrivals of another plan epoch, dropped
 
 
 class StagePort(PartsPort, Protocol):

@@ -18,17 +18,12 @@ class BoundaryRow(msgspec.Struct, frozen=True, kw_only=True):
     """The plan under one boundary. Where there is none, its figures are None."""
 
     name: str
-    settings: str
-    """The job's `[model.boundary]` and `[compression]` for it, in TOML."""
-    step_s: float | None = None
-    """As predicted by the closed form."""
+    settings: str  # the job's `[model.boundary]` and `[compression]` for it, in TOML
+    step_s: float | None = None  # as predicted by the closed form
     bottleneck: str = ""
-    replicas: tuple[str, ...] = ()
-    """As `replica_line` has them."""
-    increase: float | None = None
-    """Increase of the expected loss by boundary and codecs, as a share of the loss."""
-    refused: str | None = None
-    """Why there is no plan."""
+    replicas: tuple[str, ...] = ()  # as `replica_line` has them
+    increase: float | None = None  # increase of the expected loss by boundary and codecs, as a share of the loss
+    refused: str | None = None  # why there is no plan
 
     @property
     def time_to_loss_s(self) -> float:
@@ -56,8 +51,7 @@ class BoundaryChoice(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fleet: str
     budget: float
-    measured_on: str
-    """The source of the expected losses."""
+    measured_on: str  # the source of the expected losses
     rows: tuple[BoundaryRow, ...]
 
 

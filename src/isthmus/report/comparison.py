@@ -19,34 +19,25 @@ class Headroom(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     free_bytes: int
-    share: float
-    """Share of the device's memory, 0 to 1; below 0 where the plan does not fit."""
+    share: float  # share of the device's memory, 0 to 1; below 0 where the plan does not fit
 
 
 class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One planner's row. Of a planner that refused, all but its name, its reason and its time are None."""
 
     planner: str
-    plan_s: float
-    """Time that planning took."""
-    interrupted: bool = False
-    """Whether it was ended early, with its best plan till then."""
+    plan_s: float  # time that planning took
+    interrupted: bool = False  # whether it was ended early, with its best plan till then
     refused: str | None = None
-    step_s: float | None = None
-    """Closed form."""
+    step_s: float | None = None  # closed form
     simulated_step_s: float | None = None
-    price_per_1000_steps: float | None = None
-    """Devices and egress, in the fleet's unit, for steps as long as simulated."""
+    price_per_1000_steps: float | None = None  # devices and egress, in the fleet's unit, for steps as long as simulated
     lower_bound_s: float | None = None
-    lower_bound_per_1000_steps: float | None = None
-    """Bound of the price, where that was minimised."""
-    question: str | None = None
-    """The plans over which the bound is one."""
-    exact: bool = False
-    """Whether some plan attains the bound."""
+    lower_bound_per_1000_steps: float | None = None  # bound of the price, where that was minimised
+    question: str | None = None  # the plans over which the bound is one
+    exact: bool = False  # whether some plan attains the bound
     gap: float | None = None
-    headroom: Headroom | None = None
-    """Headroom of the device that has the least left, as a share."""
+    headroom: Headroom | None = None  # headroom of the device that has the least left, as a share
     devices: int | None = None
     replicas: int | None = None
     micro_batches: int | None = None
@@ -60,8 +51,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     objective: Objective = "time"
     rows: tuple[ComparedPlan, ...]
-    not_asked: tuple[str, ...] = ()
-    """Planners that have no row, for planning was interrupted."""
+    not_asked: tuple[str, ...] = ()  # planners that have no row, for planning was interrupted
 
 
 def least_headroom(plan: Plan, fleet: Fleet) -> Headroom:

@@ -17,8 +17,7 @@ from isthmus.report.what_if import Improvement, improvements, placements, with_d
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_CHANGES = 5
-LEAST_SAVED = 0.0005
-"""Share of a step: less is not worth a line."""
+LEAST_SAVED = 0.0005  # share of a step: less is not worth a line
 MOST_LEFT_OUT = 8
 MOST_CROSSINGS = 24
 

@@ -19,10 +19,8 @@ from isthmus.federated.history import RoundLine
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _INK, _FAINT = "#222222", "#666666"
 MOST_EXECUTORS = 24
-MOST_SITES = 10
-"""Clients or sites that have a line of their own."""
-MOST_EDGED = 100
-"""Clients of an executor that are drawn with a gap between them."""
+MOST_SITES = 10  # clients or sites that have a line of their own
+MOST_EDGED = 100  # clients of an executor that are drawn with a gap between them
 
 
 def draw_evaluations(evaluations: Sequence[tuple[int, Evaluation]], path: Path, *, axis: str = "round") -> bool:

@@ -35,8 +35,7 @@ from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_MARKED = 5
 MOST_HARDWARE = 3
-MOST_WRITTEN = 10
-"""Devices up to which each cell holds its figures."""
+MOST_WRITTEN = 10  # devices up to which each cell holds its figures
 
 _INK, _FAINT, _FRAME, _SLOW = "#222222", "#666666", "#111111", "#D55E00"
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#F7F4EC", "#C9D3DC", "#8AA4BC", "#4D6F93", "#1D3C66"])

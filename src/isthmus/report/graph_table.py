@@ -14,15 +14,12 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one micro-batch, parameters aside: of an operator, or of all of a layer."""
 
     name: str
-    layer: str
-    """The module that it belongs to, by its own name; empty outside of all."""
-    operator: str = ""
-    """Its kind, as `aten.linear.default`; empty for a layer."""
+    layer: str  # the module that it belongs to, by its own name; empty outside of all
+    operator: str = ""  # its kind, as `aten.linear.default`; empty for a layer
     operators: int = 1
     flops_forward: int
     flops_backward: int
-    saved_bytes: int
-    """Kept from forward to backward."""
+    saved_bytes: int  # kept from forward to backward
     output_bytes: int
     parameter_bytes: int = 0
 

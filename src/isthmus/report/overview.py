@@ -16,8 +16,7 @@ from isthmus.units import format_duration, format_size
 COLUMNS = ("stage", "device", "layers", "weights", "compute", "memory", "sends")
 WIDE = 120
 """In a narrower window, weights, memory and the sizes of messages are left out: `isthmus plan --explain` has them."""
-LEFT_OUT = " is left out"
-"""Planners' words for a device that a plan does not use."""
+LEFT_OUT = " is left out"  # planners' words for a device that a plan does not use
 
 
 def plan_overview(plan: Plan, fleet: Fleet, graph: OpGraph | None = None) -> RenderableType:

@@ -11,8 +11,7 @@ from isthmus.plans import Plan
 
 MOST_DEVICES = 96
 """Beyond this a cell would be smaller than a frame: the devices in use are drawn first, and the rest is counted."""
-RECOMPUTES = "*"
-"""Behind the number of a stage that runs its forward twice."""
+RECOMPUTES = "*"  # behind the number of a stage that runs its forward twice
 _IDLE = "#D9D9D9"
 _STAGES = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00")
 """Okabe and Ito's; beyond them, stages are shades from light to dark."""

@@ -19,10 +19,8 @@ from isthmus.sanitize import sanitize
 from isthmus.units import format_duration, format_size
 
 MOST_DEVICES, MOST_LINKS = 6, 3
-LEAST_SHARE = 0.01
-"""Share of the busiest link: a link that carries less carries only short messages, and is not shown."""
-PLAIN_EVERY = 5.0, 0.1
-"""Seconds, and the share of all steps."""
+LEAST_SHARE = 0.01  # share of the busiest link: a link that carries less carries only short messages, and is not shown
+PLAIN_EVERY = 5.0, 0.1  # seconds, and the share of all steps
 
 
 class Progress:
@@ -159,8 +157,7 @@ def _listed(shown: Sequence[str], count: int) -> str:
     return ", ".join([*shown, *([f"and {count - len(shown)} more"] if count > len(shown) else [])])
 
 
-QUIET_S = 2.0
-"""A search that ends within that says nothing."""
+QUIET_S = 2.0  # a search that ends within that says nothing
 REFRESH_S = 0.25
 PLAN_AFTER_S, PLAN_EVERY_S = 5.0, 10.0
 

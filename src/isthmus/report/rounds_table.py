@@ -20,8 +20,7 @@ from isthmus.sanitize import sanitize
 from isthmus.simulator.rounds import SimulatedRound
 from isthmus.units import format_duration, format_metric, format_metrics, format_size
 
-MOST_SITES = 8
-"""Sites that are named one by one."""
+MOST_SITES = 8  # sites that are named one by one
 
 
 def last_figures(lines: Sequence[RoundLine], spent: object, *, of_sites: bool) -> list[str]:
@@ -96,13 +95,12 @@ def _medians(title: str, series: Series) -> RenderableType:
     return titled(title, table)
 
 
-_ENDS: Mapping[Why, str] = {
+_ENDS: Mapping[Why, str] = {  # the event that closed a round
     "all": "the last client",
     "quorum": "the quorum",
     "behind": "the last client that was not behind",
     "deadline": "the deadline",
 }
-"""The event that closed a round."""
 
 
 def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit, fleet: str = "") -> RenderableType:

@@ -18,8 +18,7 @@ from isthmus.errors import UserError
 
 # Okabe and Ito's palette, as in the timeline.
 _TRAIN, _HELD_OUT, _INK, _FAINT = "#0072B2", "#D55E00", "#222222", "#666666"
-_LOG_RANGE = 20.0
-"""From this ratio of largest to smallest loss on, a linear axis would flatten the end of the run."""
+_LOG_RANGE = 20.0  # from this ratio of largest to smallest loss on, a linear axis would flatten the end of the run
 
 
 def draw_loss(

@@ -70,8 +70,7 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     name: str
-    where: str
-    """The key or the table that names it."""
+    where: str  # the key or the table that names it
     summary: str
     options: tuple[OptionDoc, ...]
 

@@ -16,8 +16,7 @@ from isthmus.trace import Span, Trace, busy_share, hidden_share, in_periods, lin
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     """The message of one stage to another for each micro-batch, and its time: latency + bytes / bandwidth."""
 
-    direction: str
-    """`forward` (activations) or `backward` (gradients)."""
+    direction: str  # `forward` (activations) or `backward` (gradients)
     target: str
     size_bytes: int
     duration_s: float
@@ -29,8 +28,7 @@ class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     device: str
     region: str
-    hardware: str
-    """The device's hardware, for people; empty where the fleet does not name it."""
+    hardware: str  # the device's hardware, for people; empty where the fleet does not name it
     first: int
     last: int
     first_op: str
@@ -42,8 +40,7 @@ class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     memory_available_bytes: int
     in_flight: int
-    recompute: bool
-    """Whether `backward_s` begins with the forward once more."""
+    recompute: bool  # whether `backward_s` begins with the forward once more
     sends: tuple[Transfer, ...]
     copy_of: int | None = None
     """The stage of which this is a copy, that does the micro-batches of another holder's data."""
@@ -62,12 +59,9 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Prediction
     price_per_1000_steps: float
     """Devices and egress, in the fleet's unit, for steps as predicted; 0 where nothing has a price."""
-    samples_per_s: float
-    """FusionLLM Eq. 4: the batch over T, of the closed form."""
-    eq4_samples_per_s: float
-    """The same with T of Eq. 3, as the paper has it."""
-    flops_per_s: float
-    """The model's FLOPs in a step over T, without what is computed twice."""
+    samples_per_s: float  # FusionLLM Eq. 4: the batch over T, of the closed form
+    eq4_samples_per_s: float  # the same with T of Eq. 3, as the paper has it
+    flops_per_s: float  # the model's FLOPs in a step over T, without what is computed twice
     constraints: Constraints
     certificate: Certificate | None
     notes: tuple[str, ...]
@@ -107,15 +101,11 @@ class DeviceMemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of all stages of a device."""
 
     device: str
-    stages: tuple[str, ...]
-    """Their numbers; with that of the replica before it, where there are several."""
+    stages: tuple[str, ...]  # their numbers; with that of the replica before it, where there are several
     predicted_bytes: int
-    peak_bytes: int
-    """Peak of the tensors of an accelerator; on the CPU, the growth of the process."""
-    reserved_bytes: int
-    """Peak of the memory that torch's allocator took from an accelerator; on the CPU, the peak."""
-    resident: bool
-    """Whether they are those of a process on the CPU, which the prediction does not say."""
+    peak_bytes: int  # peak of the tensors of an accelerator; on the CPU, the growth of the process
+    reserved_bytes: int  # peak of the memory that torch's allocator took from an accelerator; on the CPU, the peak
+    resident: bool  # whether they are those of a process on the CPU, which the prediction does not say
 
     @property
     def excess(self) -> float:
@@ -127,12 +117,10 @@ class PlanComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One of a run's plans: seconds per step as it predicted, and as was measured while it was in force."""
 
     devices: tuple[str, ...]
-    first_step: int
-    """The first and the last of its steps, counted from 1."""
+    first_step: int  # the first and the last of its steps, counted from 1
     last_step: int
     measured_step_s: float
-    predicted_step_s: float
-    """The simulator's prediction, on the fleet as it was believed to be when the plan was made."""
+    predicted_step_s: float  # the simulator's prediction, on the fleet as it was believed to be when the plan was made
     error: float
     closed_form_step_s: float
 
@@ -144,18 +132,15 @@ class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str
     planner: str
     measured_step_s: float
-    predicted_step_s: float
-    """The simulator's prediction: the same statistic as `measured_step_s`, of its trace."""
+    predicted_step_s: float  # the simulator's prediction: the same statistic as `measured_step_s`, of its trace
     error: float
     closed_form_step_s: float
     closed_form_error: float
-    eq3_step_s: float
-    """FusionLLM Eq. 3."""
+    eq3_step_s: float  # FusionLLM Eq. 3
     eq3_error: float
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkUse, ...]
-    plans: tuple[PlanComparison, ...] = ()
-    """The plans of a run, in order."""
+    plans: tuple[PlanComparison, ...] = ()  # the plans of a run, in order
     memory: tuple[DeviceMemoryUse, ...] = ()
     """Memory of a run's stages under the last of its plans, as far as their devices reported it."""
     too_slow: tuple[str, ...] = ()

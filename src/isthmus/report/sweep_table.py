@@ -14,19 +14,15 @@ from isthmus.report.tables import new_table, titled
 from isthmus.units import format_duration
 
 RunOutcome = Literal["waiting", "interrupted", "failed", "done"]
-SECONDS = "step"
-"""The one metric that is a time; the others are plain numbers."""
+SECONDS = "step"  # the one metric that is a time; the others are plain numbers
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    point: dict[str, object]
-    """Its settings, the seed left out."""
+    point: dict[str, object]  # its settings, the seed left out
     seed: int | None
-    folder: str
-    """In the sweep's folder."""
+    folder: str  # in the sweep's folder
     outcome: RunOutcome = "waiting"
-    reason: str = ""
-    """The error of a failed run."""
+    reason: str = ""  # the error of a failed run
     metrics: dict[str, float] = {}
     """Results of a run that is done: the newest loss, held-out loss and metrics, and the seconds of a step, as far as
     it has them."""
@@ -36,16 +32,14 @@ class Spread(msgspec.Struct, frozen=True):
     """A metric over the seeds of a point."""
 
     mean: float
-    deviation: float | None
-    """Deviation of a sample: over n - 1; None for a single run."""
+    deviation: float | None  # deviation of a sample: over n - 1; None for a single run
 
 
 class SweepRow(msgspec.Struct, frozen=True, kw_only=True):
     point: dict[str, object]
     runs: int
     done: int
-    metrics: dict[str, Spread]
-    """Over the runs that are done."""
+    metrics: dict[str, Spread]  # over the runs that are done
 
 
 def sweep_rows(results: Sequence[RunResult]) -> list[SweepRow]:

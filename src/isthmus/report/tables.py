@@ -24,8 +24,7 @@ from isthmus.units import format_bandwidth, format_duration, format_share, forma
 from isthmus.verification import Verdict
 from isthmus.verification.question import Figure
 
-MOST_LEFT_OUT = 8
-"""Devices of which it is said why: the document says it of all."""
+MOST_LEFT_OUT = 8  # devices of which it is said why: the document says it of all
 
 # Names come from files and from other parties. As `Text`, "[bold]" in one of them is what it says, not a style.
 

@@ -61,8 +61,7 @@ class _Window(NamedTuple):
     """The part of a trace that is drawn: its spans, moved so that the first step starts at zero."""
 
     title: str
-    starts_s: tuple[float, ...]
-    """Start of each step drawn, and last the end of the last."""
+    starts_s: tuple[float, ...]  # start of each step drawn, and last the end of the last
     step: int
     end_s: float
     spans: tuple[Span, ...]

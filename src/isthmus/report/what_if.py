@@ -17,11 +17,9 @@ from isthmus.fleet.edits import with_links, with_memory_scaled, with_speed, with
 from isthmus.graph import cuts
 from isthmus.plans import Plan
 
-MOST_SWAPS = 8
-"""Stages, the busiest first, in whose place a device that is left out is tried."""
+MOST_SWAPS = 8  # stages, the busiest first, in whose place a device that is left out is tried
 
-ABREAST = 0.9
-"""Share of the period from which on a device counts as being as slow as the slowest."""
+ABREAST = 0.9  # share of the period from which on a device counts as being as slow as the slowest
 
 
 class Improvement(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,8 +27,7 @@ class Improvement(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     step_s: float
-    saved: float
-    """Share of the step, 0 to 1; below 0 where it would take longer."""
+    saved: float  # share of the step, 0 to 1; below 0 where it would take longer
 
 
 def placements(problem: Problem, plan: Plan) -> list[Placement]:

@@ -15,19 +15,14 @@ from isthmus.units import format_duration
 class WhatIfRow(msgspec.Struct, frozen=True, kw_only=True):
     """The plan under one change. Where there is none, its figures are None."""
 
-    change: str
-    """As `--what-if` takes it; empty for the job as it is."""
-    what: str
-    """In words."""
-    refused: str | None = None
-    """Why there is no plan."""
-    step_s: float | None = None
-    """As predicted by the closed form."""
+    change: str  # as `--what-if` takes it; empty for the job as it is
+    what: str  # in words
+    refused: str | None = None  # why there is no plan
+    step_s: float | None = None  # as predicted by the closed form
     samples_per_s: float | None = None
     price_per_1000_samples: float | None = None
     """Devices and egress, in the unit of the fleet's prices; None where nothing has a price."""
-    devices: int | None = None
-    """How many the plan uses."""
+    devices: int | None = None  # how many the plan uses
     bought_per_hour: float = 0.0
     """Price per hour of the devices that the change adds, less that of those that it removes."""
     gained_per_price: float | None = None
@@ -40,8 +35,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fleet: str
     rows: tuple[WhatIfRow, ...]
-    left_out: int = 0
-    """Changes that were not planned, since planning was interrupted."""
+    left_out: int = 0  # changes that were not planned, since planning was interrupted
 
     @property
     def best_purchase(self) -> WhatIfRow | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-AGAIN_S = 30.0
-"""After so long a device whose process failed is called again; twice as long each further time."""
+AGAIN_S = 30.0  # after so long a device whose process failed is called again; twice as long each further time
 
 
 class Calls:

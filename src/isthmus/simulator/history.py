@@ -25,8 +25,7 @@ class HistoryEntry:
         self.steps: int = 1 if before is None else before.steps + 1
 
 
-State = Mapping[str, HistoryEntry | None]
-"""The newest update of each part."""
+State = Mapping[str, HistoryEntry | None]  # the newest update of each part
 
 
 def updated(state: State, first_sample: int, epoch: int) -> State:

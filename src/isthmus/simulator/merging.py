@@ -40,8 +40,7 @@ from isthmus.simulator.replica_devices import Planned, PlannedStep, ReplicaDevic
 from isthmus.simulator.session_host import SimulatedHost
 from isthmus.simulator.strikes import Strikes
 
-SMALL_BYTES = 128
-"""Bytes of a message without tensors."""
+SMALL_BYTES = 128  # bytes of a message without tensors
 
 
 class Computing(Protocol):
@@ -71,15 +70,11 @@ class ReplicaModel:
 
     name: str
     step_s: float
-    samples: int
-    """Samples of a step."""
-    up: Link | None = None
-    """To the merger; None: no time."""
+    samples: int  # samples of a step
+    up: Link | None = None  # to the merger; None: no time
     down: Link | None = None
-    devices: tuple[str, ...] = ()
-    """Devices of a replica that is a pipeline; none: it is the device of its name."""
-    planned: Planned | None = None
-    """Its step; None: `step_s`, on the device of its name."""
+    devices: tuple[str, ...] = ()  # devices of a replica that is a pipeline; none: it is the device of its name
+    planned: Planned | None = None  # its step; None: `step_s`, on the device of its name
 
     @property
     def alone(self) -> bool:

@@ -33,12 +33,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     time_s: float
     kind: Kind = "lost"
     device: str = ""
-    other: str = ""
-    """The other end of a link."""
-    lasts_s: float = math.inf
-    """Until the device is back, the link is whole, the coordinator is started again."""
-    factor: float = 1.0
-    """`slow`: tasklets take so many times longer."""
+    other: str = ""  # the other end of a link
+    lasts_s: float = math.inf  # until the device is back, the link is whole, the coordinator is started again
+    factor: float = 1.0  # `slow`: tasklets take so many times longer
 
     def __post_init__(self) -> None:
         if not 0 <= self.time_s < math.inf:
@@ -119,10 +116,8 @@ def _check(field: str, number: float) -> None:
 class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds that FLOPs and bytes do not explain. Zero unless calibrated."""
 
-    tasklet_s: float = 0.0
-    """Added to each forward, backward and evaluation."""
-    message_s: float = 0.0
-    """Added to the time that each message occupies its link."""
+    tasklet_s: float = 0.0  # added to each forward, backward and evaluation
+    message_s: float = 0.0  # added to the time that each message occupies its link
     handover_s: float = 0.0
     """From the end of a tasklet to the first byte on a free link, and again from the last byte to the tasklet that
     waited for it: a sleeping lane wakes up. It occupies neither the lane nor the link."""
@@ -135,21 +130,15 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds that a change of plan takes, besides what links and time limits say."""
 
-    plan_s: float = 1.0
-    """To make a plan."""
-    process_s: float = 3.0
-    """To start a device's process."""
-    stage_s: float = 0.2
-    """To make a stage from its weights."""
-    redial_s: float = 1.0
-    """Until a device whose connection was closed tries again."""
+    plan_s: float = 1.0  # to make a plan
+    process_s: float = 3.0  # to start a device's process
+    stage_s: float = 0.2  # to make a stage from its weights
+    redial_s: float = 1.0  # until a device whose connection was closed tries again
     control_s_per_byte: Mapping[str, float] = {}
     """Seconds per byte on a device's way to the coordinator, which carries weights; 0 for devices that are not
     named."""
-    timeout_s: float = 60.0
-    """Silence after which a connection is given up."""
-    start_s: float = 60.0
-    """How long the coordinator waits for a device to join."""
+    timeout_s: float = 60.0  # silence after which a connection is given up
+    start_s: float = 60.0  # how long the coordinator waits for a device to join
 
     def __post_init__(self) -> None:
         for name in ("plan_s", "process_s", "stage_s", "redial_s", "timeout_s", "start_s"):
@@ -161,10 +150,8 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a simulation besides the plan, its fleet and the number of steps."""
 
-    clips: bool = False
-    """Gradient norms are exchanged before each update."""
-    counts: bool = False
-    """The loss is a sum over a count, which the loss's stage sends to the others."""
+    clips: bool = False  # gradient norms are exchanged before each update
+    counts: bool = False  # the loss is a sum over a count, which the loss's stage sends to the others
     eval_edges: Mapping[tuple[int, int], int] | None = None
     """Bytes per micro-batch that an evaluation sends from stage to stage; None: as in training."""
 
@@ -174,19 +161,14 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     overheads: Overheads = Overheads()
     update_s: float = 0.0
     save_s: float = 0.0
-    header_bytes: int = 0
-    """Per message, on the wire only."""
-    control_latency_s: float = 0.0
-    """Seconds of each message between a device and the coordinator."""
+    header_bytes: int = 0  # per message, on the wire only
+    control_latency_s: float = 0.0  # seconds of each message between a device and the coordinator
 
-    jitter: float = 0.0
-    """Sigma of the log-normal factors on all durations and transfers; 0 for none."""
-    seed: int = 0
-    """The seed of the jitter, and of the order of simultaneous events."""
+    jitter: float = 0.0  # sigma of the log-normal factors on all durations and transfers; 0 for none
+    seed: int = 0  # the seed of the jitter, and of the order of simultaneous events
     faults: tuple[Fault, ...] = ()
     recovery: RecoveryTimes = RecoveryTimes()
-    run: str = "simulation"
-    """The trace's name."""
+    run: str = "simulation"  # the trace's name
 
     def __post_init__(self) -> None:
         for name in ("update_s", "save_s", "header_bytes", "control_latency_s", "jitter"):

@@ -10,12 +10,10 @@ class PlannedStep(NamedTuple):
     """A replica's step on some of its devices."""
 
     step_s: float
-    busy_s: Mapping[str, float]
-    """Seconds that each device of the plan computes."""
+    busy_s: Mapping[str, float]  # seconds that each device of the plan computes
     begin_s: float = 0.0
     """From a loss, or from the end of the last step before, until this plan is at work: to plan, and to move state."""
-    keep_every: int = 0
-    """Steps between snapshots; 0: a device is alone."""
+    keep_every: int = 0  # steps between snapshots; 0: a device is alone
 
 
 Planned = Callable[[frozenset[str]], PlannedStep | None]

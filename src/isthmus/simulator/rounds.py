@@ -46,14 +46,10 @@ from isthmus.simulator.strikes import Strikes
 class MessageCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one executor's messages. Durations of messages with values are given by pass."""
 
-    to_s: float = 0.0
-    """Latency of a message to the executor."""
-    from_s: float = 0.0
-    """Latency of its own messages."""
-    broadcast_s: tuple[float, ...] = (0.0,)
-    """The broadcast's bytes, after the latency."""
-    sums_s: tuple[float, ...] = (0.0,)
-    """The sums' bytes, after the latency."""
+    to_s: float = 0.0  # latency of a message to the executor
+    from_s: float = 0.0  # latency of its own messages
+    broadcast_s: tuple[float, ...] = (0.0,)  # the broadcast's bytes, after the latency
+    sums_s: tuple[float, ...] = (0.0,)  # the sums' bytes, after the latency
     collected_s: tuple[float, ...] = (0.0,)
     """Besides, for each client in a message with sums: values that are collected."""
 
@@ -61,26 +57,18 @@ class MessageCosts(msgspec.Struct, frozen=True, kw_only=True):
 class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Durations of training and of messages. Times of clients are lines times log-normal noise of mean 1."""
 
-    lines: tuple[LinearFit, ...]
-    """The true line of every executor; the coordinator must estimate it."""
-    noise: float = 0.0
-    """The noise's sigma."""
+    lines: tuple[LinearFit, ...]  # the true line of every executor; the coordinator must estimate it
+    noise: float = 0.0  # the noise's sigma
     between_s: float = 0.0
     """From one client's end to the next one's beginning, on any executor: no client's time has it."""
-    latency_s: float = 0.0
-    """Seconds that a message takes, either way."""
-    broadcast_s: float = 0.0
-    """From a phase's opening until an executor has the model."""
-    sums_s: float = 0.0
-    """Until the coordinator has an executor's sums."""
-    messages: tuple[MessageCosts, ...] = ()
-    """Costs of every executor by itself, in place of the three figures above."""
-    clients_per_vmap: int = 1
-    """Clients of equal numbers of samples that are trained as one."""
+    latency_s: float = 0.0  # seconds that a message takes, either way
+    broadcast_s: float = 0.0  # from a phase's opening until an executor has the model
+    sums_s: float = 0.0  # until the coordinator has an executor's sums
+    messages: tuple[MessageCosts, ...] = ()  # costs of every executor by itself, in place of the three figures above
+    clients_per_vmap: int = 1  # clients of equal numbers of samples that are trained as one
     factor: Callable[[int, PhaseId], float] = lambda executor, phase: 1.0
     """(executor, phase) -> how much slower it is then."""
-    used: Callable[[int], int] = lambda samples: samples
-    """Returns how many of a client's samples are trained on."""
+    used: Callable[[int], int] = lambda samples: samples  # returns how many of a client's samples are trained on
     moves_s: Callable[[int, int], float] | None = None
     """(executor, executor) -> seconds of a client's state from the one that keeps it to the one that trains the client;
     None where no states move."""
@@ -90,29 +78,24 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 class SimulatedRound(msgspec.Struct, frozen=True, kw_only=True):
     record: RoundRecord
-    seconds: float
-    """From its opening to its commit."""
-    busy_s: NDArray[np.float64]
-    """(executors,) seconds of training."""
+    seconds: float  # from its opening to its commit
+    busy_s: NDArray[np.float64]  # (executors,) seconds of training
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event or an instruction of the coordinator, in words."""
 
-    time_s: float
-    """Since the run's beginning."""
+    time_s: float  # since the run's beginning
     text: str
 
 
 class SimulatedFederation(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run, also one that could not go on."""
 
-    rounds: tuple[SimulatedRound, ...]
-    """Committed ones."""
+    rounds: tuple[SimulatedRound, ...]  # committed ones
     events: tuple[SimulatedEvent, ...]
     finish: Finish
-    seconds: float
-    """Until the coordinator finished."""
+    seconds: float  # until the coordinator finished
 
 
 def check_round_faults(faults: Sequence[Fault], executors: Sequence[str], *, sites: bool) -> None:
@@ -146,8 +129,7 @@ def simulate_federation(
 
 Moves = Mapping[tuple[str, str], Sequence[int]]
 """Clients that moved, by the executor that took them and the one that had them."""
-MOST_NAMED = 8
-"""Clients in one line; of more than a few, their number."""
+MOST_NAMED = 8  # clients in one line; of more than a few, their number
 
 
 def record_texts(record: RoundRecord, moves: Moves | None = None) -> list[str]:

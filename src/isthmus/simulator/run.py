@@ -51,8 +51,7 @@ from isthmus.simulator.strikes import Strikes
 from isthmus.simulator.world import World
 from isthmus.trace import Span, Trace
 
-MOST_S = 1e5
-"""A simulated run that lasts longer does not end."""
+MOST_S = 1e5  # a simulated run that lasts longer does not end
 
 
 class Planner(Protocol):
@@ -79,12 +78,10 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     trace: Trace
     finish: FinishRun
     coordinator: PipelineStatistics
-    workers: tuple[WorkerStatistics, ...]
-    """Statistics of the first plan's workers that came to the run's end."""
+    workers: tuple[WorkerStatistics, ...]  # statistics of the first plan's workers that came to the run's end
     seconds: float
     recoveries: tuple[Recovery, ...]
-    recovered_s: tuple[tuple[float, float], ...]
-    """Seconds from when to when no device trained, for each recovery."""
+    recovered_s: tuple[tuple[float, float], ...]  # seconds from when to when no device trained, for each recovery
     notes: tuple[tuple[float, str], ...]
     done_s: tuple[tuple[float, int], ...]
     """When all devices had done a step, and which; a step that was repeated comes again."""

@@ -25,8 +25,7 @@ from isthmus.simulator.session_host import SimulatedHost
 from isthmus.simulator.strikes import Strikes
 from isthmus.units import format_duration
 
-MOST_S = 1e6
-"""A simulated service that has not answered by then never does."""
+MOST_S = 1e6  # a simulated service that has not answered by then never does
 
 
 def check_serving_faults(faults: Iterable[Fault]) -> None:
@@ -39,20 +38,16 @@ def check_serving_faults(faults: Iterable[Fault]) -> None:
 class ServedRequest(NamedTuple):
     """A request to a simulated service."""
 
-    prompt: int
-    """Tokens of its prompt."""
-    new: int
-    """Tokens that it asks for."""
+    prompt: int  # tokens of its prompt
+    new: int  # tokens that it asks for
     arrives_s: float = 0.0
 
 
 class SimulatedAnswer(NamedTuple):
     """The answer to a request."""
 
-    token_s: tuple[float, ...]
-    """Seconds at which each token came."""
-    refused: str = ""
-    """Why there are no more."""
+    token_s: tuple[float, ...]  # seconds at which each token came
+    refused: str = ""  # why there are no more
 
     def described(self) -> str:
         """In words."""
@@ -71,10 +66,8 @@ class SimulatedServing(msgspec.Struct, frozen=True, kw_only=True):
 
     answers: tuple[SimulatedAnswer, ...]
     notes: tuple[tuple[float, str], ...]
-    losses: int
-    """Devices that were lost."""
-    chain: Chain
-    """The last one."""
+    losses: int  # devices that were lost
+    chain: Chain  # the last one
 
     def check(self) -> None:
         """PeerError where an answer was refused."""
@@ -98,10 +91,8 @@ class _Chain(NamedTuple):
 
     epoch: int
     devices: tuple[str, ...]
-    stage_s: tuple[float, ...]
-    """Seconds of each stage for one token."""
-    crossing_bytes: tuple[int, ...]
-    """Bytes for one token from each stage to the next."""
+    stage_s: tuple[float, ...]  # seconds of each stage for one token
+    crossing_bytes: tuple[int, ...]  # bytes for one token from each stage to the next
 
 
 class _Stage:
@@ -121,8 +112,7 @@ class _Step(NamedTuple):
 
     request: int
     tokens: int
-    place: int
-    """Tokens that were generated before the one that follows from it."""
+    place: int  # tokens that were generated before the one that follows from it
 
 
 class ServingSimulation(LinkedParties[_Stage]):

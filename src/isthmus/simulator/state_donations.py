@@ -19,8 +19,7 @@ MOST_BACKLOG = 2.0
 class _Donation(NamedTuple):
     asked: SendState
     donor: SimulatedWorker
-    copy_s: float
-    """That the copy takes, and a third of it each step's gradients."""
+    copy_s: float  # that the copy takes, and a third of it each step's gradients
 
 
 class StateDonations:

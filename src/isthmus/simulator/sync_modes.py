@@ -25,10 +25,8 @@ class SyncedLayer:
     """One layer, as the slowest worker sees it."""
 
     name: str
-    backward_s: float
-    """Its update included, where the mode makes it inside backward."""
-    average_s: float
-    """Averaging it alone."""
+    backward_s: float  # its update included, where the mode makes it inside backward
+    average_s: float  # averaging it alone
     forward_s: float = 0.0
     size_bytes: int = 0
 
@@ -39,10 +37,8 @@ class SyncedModel:
 
     forward_s: float
     """Seconds before the first layer's forward, or of the whole forward where layers have no forward of their own."""
-    layers: tuple[SyncedLayer, ...]
-    """In backward order."""
-    latency_s: float
-    """The part of each average that one message for several layers pays once."""
+    layers: tuple[SyncedLayer, ...]  # in backward order
+    latency_s: float  # the part of each average that one message for several layers pays once
     period: int
 
     def __post_init__(self) -> None:
@@ -69,19 +65,14 @@ class SyncedModel:
 class SyncChoices:
     """Options of the modes; each reads its own."""
 
-    bucket_bytes: int = 1 << 20
-    """`every-step`."""
-    at_once: int = 2
-    """`asc-wfbp`: messages that may be on their way together, at most."""
-    plan: SyncPlan | None = None
-    """`partial`, `dream`, `dreamddp`: of the layers by their names here."""
-    in_backward: bool = True
-    """`partial`: whether averages start inside backward."""
+    bucket_bytes: int = 1 << 20  # `every-step`
+    at_once: int = 2  # `asc-wfbp`: messages that may be on their way together, at most
+    plan: SyncPlan | None = None  # `partial`, `dream`, `dreamddp`: of the layers by their names here
+    in_backward: bool = True  # `partial`: whether averages start inside backward
     forward_overlap: bool = False
     """`partial`, `dream`, `dreamddp`: whether a step ends before its averages have: the next forward waits for them."""
     delay: int = DELAY
-    fragments: int = 0
-    """`streaming`: 0 for one per step of the period."""
+    fragments: int = 0  # `streaming`: 0 for one per step of the period
 
 
 class SyncClock:

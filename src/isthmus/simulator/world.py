@@ -19,8 +19,7 @@ from isthmus.simulator.options import SimulationOptions
 from isthmus.simulator.parties import Act, LinkedParties, Party
 from isthmus.trace import Span
 
-SPARE_SHARE = 0.5
-"""The share of a link that copies of snapshots take."""
+SPARE_SHARE = 0.5  # the share of a link that copies of snapshots take
 
 
 class Coordination(Protocol):

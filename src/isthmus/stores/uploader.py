@@ -47,12 +47,10 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     600.0
     """
 
-    url: str
-    """The place of this one run: `s3://bucket/runs/first`, `gs://`, `file://`, or another URL of fsspec."""
+    url: str  # The place of this one run: `s3://bucket/runs/first`, `gs://`, `file://`, or another URL of fsspec.
     every: str = "60 s"
     """Documents that changed are uploaded so often; a checkpoint is uploaded as soon as it is complete."""
-    drain: str = "10 min"
-    """How long the end of a run waits until everything is uploaded."""
+    drain: str = "10 min"  # How long the end of a run waits until everything is uploaded.
     options: dict[str, str | int | float | bool] = {}
     """Options of fsspec's file system, as `endpoint_url`. Keys come from the environment."""
 

@@ -16,7 +16,7 @@ from isthmus.errors import UserError
 from isthmus.sync.averaging import Averager
 from isthmus.sync.layers import FlatModel, Layer, pack, spans
 
-PER_PARAMETER: tuple[type[Optimizer], ...] = (
+PER_PARAMETER: tuple[type[Optimizer], ...] = (  # optimizers whose update of a parameter depends on that parameter alone
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -27,7 +27,6 @@ PER_PARAMETER: tuple[type[Optimizer], ...] = (
     torch.optim.Adagrad,
     torch.optim.Adadelta,
 )
-"""Optimizers whose update of a parameter depends on that parameter alone."""
 
 Closure = Callable[[], Tensor]
 

@@ -14,15 +14,13 @@ from isthmus.trackers.tracker import TrackedRun
 class CsvFileOptions(msgspec.Struct, frozen=True, kw_only=True):
     """CSV: one row per figure, with the columns `step`, `name` and `value`."""
 
-    file: str = ""
-    """Empty: `figures.csv` in the run's folder."""
+    file: str = ""  # Empty: `figures.csv` in the run's folder.
 
 
 class JsonLinesOptions(msgspec.Struct, frozen=True, kw_only=True):
     """JSON lines: one object per step, or event."""
 
-    file: str = ""
-    """Empty: `figures.jsonl` in the run's folder."""
+    file: str = ""  # Empty: `figures.jsonl` in the run's folder.
 
 
 class CsvFileTracker:

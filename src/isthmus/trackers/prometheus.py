@@ -25,8 +25,7 @@ class PrometheusOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Where http://HOST:PORT/metrics is, while the run goes on; 0: nowhere."""
-    host: str = "127.0.0.1"
-    """Address of that page. Every process that reaches it reads the figures."""
+    host: str = "127.0.0.1"  # Address of that page. Every process that reaches it reads the figures.
 
 
 class PrometheusTracker:

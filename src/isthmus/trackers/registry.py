@@ -30,10 +30,8 @@ class Track(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     entry-point group `isthmus.trackers`, or `package.module:Class` of your own."""
     project: Annotated[str, msgspec.Meta(min_length=1)] = "isthmus"
     """Project of wandb and trackio, experiment of mlflow."""
-    group: str = ""
-    """Runs that belong together. Empty: of a sweep its name, else none."""
-    options: dict[str, dict[str, object]] = {}
-    """A table of options for each tracker (`isthmus describe NAME`)."""
+    group: str = ""  # Runs that belong together. Empty: of a sweep its name, else none.
+    options: dict[str, dict[str, object]] = {}  # A table of options for each tracker (`isthmus describe NAME`).
 
     @property
     def names(self) -> tuple[str, ...]:

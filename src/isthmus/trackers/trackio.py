@@ -19,8 +19,7 @@ PRINT = ("trackio", "trackio.run", "trackio.utils")
 class TrackioOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Trackio: a database that `trackio show` shows. It is where TRACKIO_DIR says."""
 
-    space: str = ""
-    """A Hugging Face Space in place of this machine's database."""
+    space: str = ""  # A Hugging Face Space in place of this machine's database.
 
 
 class TrackioTracker:

@@ -18,14 +18,10 @@ class WandbOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     The key of an account comes from `wandb login` or WANDB_API_KEY, never from a job."""
 
-    mode: Literal["online", "offline", "shared", "disabled", ""] = ""
-    """Empty: as WANDB_MODE says, else `online`."""
-    entity: str = ""
-    """User or team; empty: the account's own."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
-    folder: str = ""
-    """Where its files go; empty: the run's folder."""
+    mode: Literal["online", "offline", "shared", "disabled", ""] = ""  # Empty: as WANDB_MODE says, else `online`.
+    entity: str = ""  # User or team; empty: the account's own.
+    tags: tuple[str, ...] = ()  # Tags of the run.
+    folder: str = ""  # Where its files go; empty: the run's folder.
 
 
 class WandbTracker:

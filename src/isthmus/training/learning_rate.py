@@ -29,12 +29,9 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "warmup-stable-decay"] = "constant"
     """After the warm-up: stays at 1; falls to `final` in a line or half a cosine; falls with the root of the step
     number; or stays at 1 and falls to `final` in a line over the last `decay_steps`."""
-    warmup_steps: Count = 0
-    """Steps over which the factor rises linearly from 1/warmup_steps to 1."""
-    decay_steps: Positive | None = None
-    """Steps of decay, for `warmup-stable-decay`; without it a fifth of the run."""
-    final: NotNegative = 0.1
-    """The factor in the last step, unless the schedule is `constant` or `inverse-sqrt`."""
+    warmup_steps: Count = 0  # Steps over which the factor rises linearly from 1/warmup_steps to 1.
+    decay_steps: Positive | None = None  # Steps of decay, for `warmup-stable-decay`; without it a fifth of the run.
+    final: NotNegative = 0.1  # The factor in the last step, unless the schedule is `constant` or `inverse-sqrt`.
     torch: Text = ""
     """A class of torch.optim.lr_scheduler in place of all that: each optimizer has one of its own, with a step of it
     after each step of training."""

@@ -30,33 +30,24 @@ from isthmus.wire_types import NotNegative, Table, Text
 STEP = "step"
 """The number of updates of a parameter in an optimizer's state. All else there has the parameter's elements."""
 FUSED_KINDS = ("cuda", "xpu", "mps", "checked")  # accelerators for which torch has fused optimizers
-CANNOT = {
+CANNOT = {  # optimizers of torch that no step of ours can take, and why
     "LBFGS": "it computes the loss several times a step",
     "SparseAdam": "it takes sparse gradients alone",
 }
-"""Optimizers of torch that no step of ours can take, and why."""
 Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One optimizer and the parameters that it updates (FusionLLM: optimizers per op)."""
 
-    name: Literal["sgd", "adamw", "muon"] = "adamw"
-    """AdamW, SGD, or Muon, which is of matrices alone."""
-    pattern: Text = "*"
-    """Shell pattern over the module's own parameter names. The first entry that matches wins."""
-    lr: NotNegative = 1e-3
-    """Learning rate, before the factor of [learning_rate]."""
-    momentum: Share = 0.0
-    """The momentum of SGD and Muon, for which 0.95 is usual."""
-    nesterov: bool = False
-    """Nesterov momentum, for SGD and Muon."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """AdamW: decay of the mean of gradients, and of their squares."""
-    eps: NotNegative = 1e-8
-    """AdamW: added to the denominator."""
-    weight_decay: NotNegative = 0.0
-    """Decoupled for AdamW and Muon, added to gradients for SGD."""
+    name: Literal["sgd", "adamw", "muon"] = "adamw"  # AdamW, SGD, or Muon, which is of matrices alone.
+    pattern: Text = "*"  # Shell pattern over the module's own parameter names. The first entry that matches wins.
+    lr: NotNegative = 1e-3  # Learning rate, before the factor of [learning_rate].
+    momentum: Share = 0.0  # The momentum of SGD and Muon, for which 0.95 is usual.
+    nesterov: bool = False  # Nesterov momentum, for SGD and Muon.
+    betas: tuple[Share, Share] = (0.9, 0.999)  # AdamW: decay of the mean of gradients, and of their squares.
+    eps: NotNegative = 1e-8  # AdamW: added to the denominator.
+    weight_decay: NotNegative = 0.0  # Decoupled for AdamW and Muon, added to gradients for SGD.
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     """Muon: how the learning rate follows a matrix's shape; `match_rms_adamw` takes one that suits AdamW."""
     fused: bool | Literal["auto"] = "auto"
@@ -66,10 +57,8 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class AnyOptimizerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of the optimizers of a pipeline's job, or a class of torch.optim by name."""
 
-    torch: Text = ""
-    """A class of torch.optim in place of `name`, as `RMSprop`."""
-    options: Table[Text, object] = {}
-    """Its arguments, but the learning rate, which is `lr`."""
+    torch: Text = ""  # A class of torch.optim in place of `name`, as `RMSprop`.
+    options: Table[Text, object] = {}  # Its arguments, but the learning rate, which is `lr`.
 
     def __post_init__(self) -> None:
         if self.options and not self.torch:

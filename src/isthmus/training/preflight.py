@@ -8,7 +8,7 @@ from isthmus.errors import UserError
 from isthmus.graph import Op, OpGraph, Ref
 from isthmus.training.optim import OptimizerConfig, choose
 
-REARRANGING = {
+REARRANGING = {  # operators whose result holds elements of their first argument, and padding
     "view",
     "reshape",
     "flatten",
@@ -32,7 +32,6 @@ REARRANGING = {
     "pad",
     "constant_pad_nd",
 }
-"""Operators whose result holds elements of their first argument, and padding."""
 
 
 def check_optimizers(configs: Sequence[OptimizerConfig], graph: OpGraph) -> None:

@@ -26,14 +26,11 @@ LOSS_SCALE_SHAPE = (2,)
 class LossScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a loss scale begins and moves; the defaults are torch.amp.GradScaler's."""
 
-    init_scale: Annotated[float, Meta(gt=0, le=2.0**100)] = 2.0**16
-    """The scale of the first step."""
-    growth_factor: Annotated[float, Meta(ge=1, le=MOST_COUNT)] = 2.0
-    """1 keeps it as it is after steps that are finite."""
+    init_scale: Annotated[float, Meta(gt=0, le=2.0**100)] = 2.0**16  # The scale of the first step.
+    growth_factor: Annotated[float, Meta(ge=1, le=MOST_COUNT)] = 2.0  # 1 keeps it as it is after steps that are finite.
     backoff_factor: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """The scale is multiplied by this after a step that is not finite."""
-    growth_interval: Annotated[int, Meta(ge=1, lt=2**24)] = 2000
-    """Finite steps in a row after which the scale grows."""
+    growth_interval: Annotated[int, Meta(ge=1, lt=2**24)] = 2000  # Finite steps in a row after which the scale grows.
 
 
 class LossScale:

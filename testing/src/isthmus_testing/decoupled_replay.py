@@ -34,8 +34,7 @@ __all__ = ["ReplicasTogether", "replay", "replay_together"]
 class Trainer(Protocol):
     """One replica's steps."""
 
-    steps: int
-    """That were made."""
+    steps: int  # that were made
     fragments: ReplicaFragments
 
     def step(self, samples: int) -> float:

@@ -34,8 +34,7 @@ from isthmus.protocol.secure_messages import (
 )
 from isthmus.protocol.secure_site import SecureSite
 
-Step = Literal["keys", "shares", "update", "reveal"]
-"""The first message that a site no longer sends."""
+Step = Literal["keys", "shares", "update", "reveal"]  # the first message that a site no longer sends
 _STEPS: Mapping[type[SecureReport], Step] = {KeysSent: "keys", SharesSent: "shares", SharesRevealed: "reveal"}
 
 

@@ -36,14 +36,11 @@ class PixelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `background` are laid on that colour; `RGBA` keeps it. `exif_orientation` turns photographs upright.
     """
 
-    mode: Mode = "RGB"
-    """The mode that every image is converted to; the names are Pillow's."""
+    mode: Mode = "RGB"  # The mode that every image is converted to; the names are Pillow's.
     background: tuple[Colour, Colour, Colour] | None = None
     """Colour (red, green, blue) on which transparent images are laid; without it alpha is dropped."""
-    exif_orientation: bool = True
-    """Turn photographs upright."""
-    max_pixels: Annotated[int, Meta(ge=1, le=MOST_PIXELS)] = MOST_PIXELS
-    """A larger image is refused."""
+    exif_orientation: bool = True  # Turn photographs upright.
+    max_pixels: Annotated[int, Meta(ge=1, le=MOST_PIXELS)] = MOST_PIXELS  # A larger image is refused.
 
 
 def decode(file: BinaryIO, named: str, options: PixelOptions) -> Image:

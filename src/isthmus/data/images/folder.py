@@ -25,8 +25,7 @@ Part = TypeVar("Part")
 class ImageFolderOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Images in a folder per class."""
 
-    path: str
-    """A folder with a folder per class; or with `train` and one of `validation`, `valid`, `val`, `test`."""
+    path: str  # A folder with a folder per class; or with `train` and one of `validation`, `valid`, `val`, `test`.
     heldout_path: str | None = None
     """A folder of held-out images, with a folder per class; without it the one beside `train`, or a share."""
     classes: tuple[str, ...] = ()

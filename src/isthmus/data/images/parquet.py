@@ -124,14 +124,11 @@ MOST_LABEL = (1 << 31) - 1  # a model has an output for each class: labels beyon
 class ImageParquetOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Images in a column of Parquet files."""
 
-    path: str
-    """A file, a glob, or a folder of `*.parquet`."""
+    path: str  # A file, a glob, or a folder of `*.parquet`.
     heldout_path: str | None = None
     """Held-out files; without it those called `validation-...` (or valid, val, test), else a share of the rows."""
-    image: str = "image"
-    """The column of images: bytes, or {bytes, path}."""
-    label: str = "label"
-    """The column of labels: whole numbers, fractions or texts."""
+    image: str = "image"  # The column of images: bytes, or {bytes, path}.
+    label: str = "label"  # The column of labels: whole numbers, fractions or texts.
     classes: tuple[str, ...] = ()
     """Names of all classes, in the order of their numbers; without it labels that are texts, sorted."""
 

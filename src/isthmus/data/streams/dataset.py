@@ -48,10 +48,8 @@ class StreamOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fie
 
     path: Paths
     """Files, globs, folders or URLs (`s3://`, `gs://`, `hf://`, `https://`, ...); `{000..099}` names a hundred."""
-    heldout_path: Paths | None = None
-    """Those of held-out samples; without it a share of the blocks."""
-    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """That share, drawn at random."""
+    heldout_path: Paths | None = None  # Those of held-out samples; without it a share of the blocks.
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05  # That share, drawn at random.
     index: str = ""
     """For tar shards: a JSON file of `widsindex create`, which says how many samples each has; without it the headers
     of all shards are looked through before the first step."""
@@ -63,8 +61,7 @@ class StreamOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fie
     ending; without it every column of numbers is taken."""
     shuffle_blocks: Annotated[int, Meta(ge=1)] = 8
     """Blocks (row groups of Parquet, up to 256 samples of a tar shard) whose samples are mixed, and held in memory."""
-    mode: Mode = "RGB"
-    """The mode that every image is converted to; the names are Pillow's."""
+    mode: Mode = "RGB"  # The mode that every image is converted to; the names are Pillow's.
     transforms: tuple[Table, ...] = ()
     """Tables with the `name` of a transform of torchvision.transforms.v2 and its arguments, in order."""
     heldout_transforms: tuple[Table, ...] | None = None

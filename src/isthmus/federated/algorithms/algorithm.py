@@ -19,8 +19,7 @@ from torch import Tensor
 from isthmus.federated.buffers import is_buffer
 from isthmus.federated.local_steps import Term
 
-Values = dict[str, Tensor]
-"""Values by name; model-sized vectors [P], or anything smaller."""
+Values = dict[str, Tensor]  # values by name; model-sized vectors [P], or anything smaller
 Combine = Literal["weighted_mean", "mean", "sum", "collect"]
 """How the clients' values become the server's: Parrot's four operations. `collect` gives them all, [clients, ...]."""
 BUFFERS = "buffers"
@@ -84,8 +83,7 @@ class ClientUpdate:
     state: Values | Callable[[Values], Values] | None = None
     """A function of the values as they are counted, where the server's values add up what clients keep: `[admission]`
     and `[privacy]` may have scaled them down."""
-    weight: float | None = None
-    """The weight in weighted means; None is the number of samples."""
+    weight: float | None = None  # the weight in weighted means; None is the number of samples
 
     def kept(self, counted: Values) -> Values | None:
         """The client's new state, where its values were counted as these."""
@@ -96,10 +94,8 @@ class ClientUpdate:
 class Cohort:
     """Whose values were combined."""
 
-    clients: int
-    """So many updates are in; with `[privacy]`, as many as are expected."""
-    population: int
-    """Clients that there are."""
+    clients: int  # so many updates are in; with `[privacy]`, as many as are expected
+    population: int  # clients that there are
     weights: tuple[float, ...] = field(default=(), repr=False)
     """Weights of the updates, in the order of the rows of collected values; empty when nothing is collected."""
 

@@ -15,8 +15,7 @@ from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Coho
 class FedDyn(Algorithm, frozen=True):
     """Every client keeps a linear term of its loss, so that their optima meet the server's (Acar et al. 2021)."""
 
-    alpha: Annotated[float, Meta(gt=0)] = 0.01
-    """Strength of the dynamic regularisation."""
+    alpha: Annotated[float, Meta(gt=0)] = 0.01  # Strength of the dynamic regularisation.
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "h": torch.zeros_like(model)}

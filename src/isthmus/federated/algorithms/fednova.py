@@ -17,8 +17,7 @@ class FedNova(Algorithm, frozen=True):
     With momentum rho, ||a_i||_1 counts steps as momentum prolongs them: (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho).
     """
 
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """The momentum of clients' SGD."""
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # The momentum of clients' SGD.
 
     @property
     def needs_sgd(self) -> str:

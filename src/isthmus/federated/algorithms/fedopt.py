@@ -30,10 +30,8 @@ class ServerOptimizer(Algorithm, frozen=True):
 class FedAvgM(ServerOptimizer, frozen=True):
     """FedAvg with momentum on the server (Hsu et al. 2019)."""
 
-    server_learning_rate: Positive = 1.0
-    """The rate of the server's step."""
-    momentum: Share = 0.9
-    """The momentum of the server's step."""
+    server_learning_rate: Positive = 1.0  # The rate of the server's step.
+    momentum: Share = 0.9  # The momentum of the server's step.
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "momentum": torch.zeros_like(model)}
@@ -44,14 +42,10 @@ class FedAvgM(ServerOptimizer, frozen=True):
 
 
 class _Adaptive(ServerOptimizer, frozen=True):
-    server_learning_rate: Positive = 0.01
-    """The rate of the server's step."""
-    beta1: Share = 0.9
-    """Decay of the mean change."""
-    beta2: Share = 0.99
-    """Decay of the squared change."""
-    tau: Positive = 1e-3
-    """Added to the denominator: how adaptive the step is."""
+    server_learning_rate: Positive = 0.01  # The rate of the server's step.
+    beta1: Share = 0.9  # Decay of the mean change.
+    beta2: Share = 0.99  # Decay of the squared change.
+    tau: Positive = 1e-3  # Added to the denominator: how adaptive the step is.
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "momentum": torch.zeros_like(model), "squares": torch.full_like(model, self.tau**2)}

@@ -13,8 +13,7 @@ from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Coho
 class FedProx(Algorithm, frozen=True):
     """FedAvg with mu/2 ||y - x||^2 in every client's loss, which keeps y near x (Li et al. 2020)."""
 
-    mu: Annotated[float, Meta(ge=0)] = 0.01
-    """Strength of the proximal term."""
+    mu: Annotated[float, Meta(ge=0)] = 0.01  # Strength of the proximal term.
 
     @property
     def returns(self) -> Mapping[str, Combine]:

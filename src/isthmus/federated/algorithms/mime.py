@@ -20,8 +20,7 @@ class Mime(Algorithm, frozen=True):
 
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """The server's momentum, which clients apply without changing it."""
-    lite: bool = False
-    """Without SVRG's correction (MimeLite)."""
+    lite: bool = False  # Without SVRG's correction (MimeLite).
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "momentum": torch.zeros_like(model), "control": torch.zeros_like(model)}

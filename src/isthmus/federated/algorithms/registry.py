@@ -41,10 +41,8 @@ class AlgorithmSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Naming a class runs its module, so a spec is only ever read from the user's own file, never from a link.
     """
 
-    name: Text = "fedavg"
-    """One of `isthmus algorithms`, or `package.module:Class` of your own."""
-    options: Table[Text, object] = {}
-    """Settings of the algorithm."""
+    name: Text = "fedavg"  # One of `isthmus algorithms`, or `package.module:Class` of your own.
+    options: Table[Text, object] = {}  # Settings of the algorithm.
 
 
 def algorithm_names() -> list[str]:
@@ -98,8 +96,7 @@ def _class_of(name: str) -> type[Algorithm]:
 
 
 GIVEN = "given:"
-_given: dict[str, Algorithm] = {}
-"""Algorithms by name, in this process and those forked from it."""
+_given: dict[str, Algorithm] = {}  # algorithms by name, in this process and those forked from it
 
 
 def give_algorithm(algorithm: Algorithm) -> str:

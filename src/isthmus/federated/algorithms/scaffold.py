@@ -15,8 +15,7 @@ from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Coho
 class Scaffold(Algorithm, frozen=True):
     """Every client keeps a control variate that corrects its drift from the others (Karimireddy et al. 2020)."""
 
-    server_learning_rate: Annotated[float, Meta(gt=0)] = 1.0
-    """The rate of the server's step."""
+    server_learning_rate: Annotated[float, Meta(gt=0)] = 1.0  # The rate of the server's step.
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "control": torch.zeros_like(model)}

@@ -25,10 +25,8 @@ Whole = NDArray[np.int64]
 Words = NDArray[np.uint64]
 MARGIN = 2.0**-38
 """Relative: floating-point errors of exp(-gamma) are below 2^-40 for every gamma whose exp is above 2^-64."""
-MOST_SIGMA = 2.0**46
-"""Larger numbers have no room in the sums."""
-_BATCH = 1 << 16
-"""Numbers that are drawn at once."""
+MOST_SIGMA = 2.0**46  # larger numbers have no room in the sums
+_BATCH = 1 << 16  # numbers that are drawn at once
 
 
 class RandomWords:
@@ -49,8 +47,7 @@ class RandomWords:
         return found
 
 
-Exact = Callable[[int], Fraction]
-"""Position in a batch -> its gamma."""
+Exact = Callable[[int], Fraction]  # position in a batch -> its gamma
 
 
 def coins(words: RandomWords, gammas: NDArray[np.float64], exact: Exact) -> NDArray[np.bool_]:

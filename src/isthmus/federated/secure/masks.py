@@ -18,10 +18,8 @@ from torch import Tensor
 from isthmus.errors import PeerError
 
 Vector = NDArray[np.uint64]
-_START = bytes(16)
-"""ChaCha20's counter and nonce: each key is used for one stream."""
-_BLOCK = 1 << 16
-"""Numbers that are masked while they lie in the processor's caches."""
+_START = bytes(16)  # ChaCha20's counter and nonce: each key is used for one stream
+_BLOCK = 1 << 16  # numbers that are masked while they lie in the processor's caches
 WEIGHTS = "/weights"
 """Weights of a masked update, in units of 2^-20, and the number of updates in it. A client's value has no such name."""
 

@@ -15,8 +15,7 @@ from isthmus.errors import PeerError
 PRIME = 2**255 - 19
 SECRET_BYTES = 32
 
-Draw = Callable[[int], bytes]
-"""So many random bytes."""
+Draw = Callable[[int], bytes]  # so many random bytes
 
 
 def draw_secret(draw: Draw) -> bytes:

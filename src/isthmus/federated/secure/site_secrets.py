@@ -27,8 +27,7 @@ from isthmus.programs.masked import number_of
 from isthmus.protocol.federated_messages import PhaseId
 from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SiteKeys
 
-_NONCE = bytes(12)
-"""Each key seals one message."""
+_NONCE = bytes(12)  # each key seals one message
 
 
 def digest_of(values: Mapping[str, Tensor], names: Collection[str] | None = None) -> str:

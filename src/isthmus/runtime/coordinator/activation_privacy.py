@@ -40,10 +40,8 @@ class Protection(NamedTuple):
     released: Mapping[int, Released]
     noise: ActivationNoise | None
     noise_multiplier: float
-    train: int
-    """Releases of a training sample in one pass: stages of a replica whose values leave."""
-    heldout: int
-    """Releases of a held-out sample in one evaluation."""
+    train: int  # releases of a training sample in one pass: stages of a replica whose values leave
+    heldout: int  # releases of a held-out sample in one evaluation
 
     def freezes(self, worker: int) -> bool:
         """Whether the stage's weights do not learn."""
@@ -54,8 +52,7 @@ class Protection(NamedTuple):
         return worker in self.raw and self.noise is not None and self.noise.weights == "trained"
 
 
-NONE = Protection(frozenset(), {}, None, 0.0, 0, 0)
-"""The protection of a job that asks for no noise."""
+NONE = Protection(frozenset(), {}, None, 0.0, 0, 0)  # the protection of a job that asks for no noise
 
 
 class _Graph(NamedTuple):
@@ -63,8 +60,7 @@ class _Graph(NamedTuple):
 
     graph: OpGraph
     stages: Sequence[StageGraph]
-    inputs: frozenset[str]
-    """Operators and columns that depend on more than labels."""
+    inputs: frozenset[str]  # operators and columns that depend on more than labels
 
 
 def protection(prepared: Prepared, plan: Plan, pairs: Sequence[StagePair], holders: Sequence[str]) -> Protection:

@@ -32,23 +32,16 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A call to work."""
 
     run: str
-    devices: tuple[str, ...]
-    """At the beginning."""
-    others: tuple[str, ...] = ()
-    """Who may be called later."""
+    devices: tuple[str, ...]  # at the beginning
+    others: tuple[str, ...] = ()  # who may be called later
     timeout_s: float
     threads: int
-    logs: Path
-    """Where what devices write to standard error goes, as far as it is written on this machine."""
-    stages: Mapping[str, int] = {}
-    """How many stages each device may get, for those that may get several at once."""
-    anyone: bool = False
-    """Every device of the fleet may be called later."""
+    logs: Path  # where what devices write to standard error goes, as far as it is written on this machine
+    stages: Mapping[str, int] = {}  # how many stages each device may get, for those that may get several at once
+    anyone: bool = False  # every device of the fleet may be called later
     role: WorkerRole = "stage"
-    yields: bool = False
-    """A device that another run calls leaves this one."""
-    stop: Stop = msgspec.field(default_factory=Stop)
-    """Devices are waited for no longer."""
+    yields: bool = False  # a device that another run calls leaves this one
+    stop: Stop = msgspec.field(default_factory=Stop)  # devices are waited for no longer
 
 
 class DevicesAtWork(Protocol):
@@ -177,20 +170,16 @@ class Backend(Protocol):
 class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
     """A process for each device, on this machine or in a place on it."""
 
-    host: str = "127.0.0.1"
-    """Address that the coordinator listens on."""
-    places: Mapping[str, ProcessPlace] = {}
-    """Per device; loopback where a device is not named."""
-    trusted_network: bool = False
-    """Plain TCP beyond loopback: for network namespaces of our own."""
+    host: str = "127.0.0.1"  # address that the coordinator listens on
+    places: Mapping[str, ProcessPlace] = {}  # per device; loopback where a device is not named
+    trusted_network: bool = False  # plain TCP beyond loopback: for network namespaces of our own
     respawn_after_s: float | None = None
     """A device whose process ended could work again after so long: as a machine that starts anew. None: never."""
     starts_again: bool = False
     """Where no process is left, all could work again at once: one that ended alone stands for a machine that is lost,
     but all of them did not end for that."""
 
-    fork_servers: ForkServers | None = None
-    """Kept from run to run; None: each run makes its own."""
+    fork_servers: ForkServers | None = None  # kept from run to run; None: each run makes its own
 
     @property
     def accelerators(self) -> Mapping[str, str]:

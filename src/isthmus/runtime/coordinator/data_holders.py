@@ -17,8 +17,7 @@ from isthmus.data.description import DataDescription, difference
 from isthmus.errors import IsthmusError, PeerError, UserError
 
 NAMED: Mapping[str, str] = {"train": "training", "heldout": "held-out"}
-Digests = Mapping[str, Mapping[str, str]]
-"""Digests by device and split."""
+Digests = Mapping[str, Mapping[str, str]]  # digests by device and split
 
 
 class UnequalData(UserError):

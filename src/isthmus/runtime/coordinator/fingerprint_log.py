@@ -22,13 +22,10 @@ from isthmus.training.digests import KEY_BYTES
 class FingerprintLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A plan, or a worker's report."""
 
-    step: int
-    """Steps that are done: before the plan, or with what is reported."""
+    step: int  # steps that are done: before the plan, or with what is reported
     plan: Plan | None = None
-    key: bytes = b""
-    """The key of the digests under this plan."""
-    accelerators: dict[str, str] = {}
-    """Where devices of this machine compute under this plan, if not on the CPU."""
+    key: bytes = b""  # the key of the digests under this plan
+    accelerators: dict[str, str] = {}  # where devices of this machine compute under this plan, if not on the CPU
     worker: str = ""
     digests: dict[str, str] = {}
 
@@ -38,10 +35,8 @@ class Fingerprinted(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan
     key: bytes
-    accelerators: dict[str, str]
-    """Accelerators by device; devices that are not here compute on CPUs."""
-    workers: dict[str, dict[str, str]]
-    """The digests of each worker."""
+    accelerators: dict[str, str]  # accelerators by device; devices that are not here compute on CPUs
+    workers: dict[str, dict[str, str]]  # the digests of each worker
 
 
 class FingerprintLog:

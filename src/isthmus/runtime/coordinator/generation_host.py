@@ -34,27 +34,22 @@ from isthmus.runtime.messages.run import Heartbeat, JoinRun, ToDevice
 from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.message_sender import headers_of
 
-HostAnswer = tuple[int, bool] | UserError | PeerError
-"""A token and whether it is the last; or why there will be none."""
-Answer = Callable[[HostAnswer], None]
-"""Called in the host's thread."""
+HostAnswer = tuple[int, bool] | UserError | PeerError  # a token and whether it is the last; or why there will be none
+Answer = Callable[[HostAnswer], None]  # called in the host's thread
 
 
 class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is served."""
 
-    run: str
-    """The secret name under which devices come."""
+    run: str  # the secret name under which devices come
     timeout_s: float
     threads: int
-    emulate: bool
-    """Whether devices and links play those of the fleet."""
+    emulate: bool  # whether devices and links play those of the fleet
 
 
 class ServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     chain: Chain
-    losses: int
-    """Devices that were lost."""
+    losses: int  # devices that were lost
 
 
 class GenerationHost(SessionHost[Tokens]):

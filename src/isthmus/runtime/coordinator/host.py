@@ -44,12 +44,10 @@ from isthmus.runtime.session_host import SessionHost
 from isthmus.trace import Span
 from isthmus.training.layout import header_of
 
-MOST_SPANS = 500_000
-"""The most spans that a trace keeps: those of days of training would not fit in memory."""
+MOST_SPANS = 500_000  # the most spans that a trace keeps: those of days of training would not fit in memory
 FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Diverged, "failed": UserError}
 """The error that each ending of a failed run raises."""
-LATE_ITEMS = 64
-"""Spans of an item may come with a later item's report, at most this many later."""
+LATE_ITEMS = 64  # spans of an item may come with a later item's report, at most this many later
 
 
 class CoordinatorHost(SessionHost[Pipeline]):

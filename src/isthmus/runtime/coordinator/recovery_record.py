@@ -18,10 +18,8 @@ RECORD = "record.json"
 
 class RecoveryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run: str
-    lineage: tuple[tuple[int, int], ...]
-    """Plan epochs that trained, each with the step that it began from."""
-    plan: Plan
-    """The plan of the newest epoch."""
+    lineage: tuple[tuple[int, int], ...]  # plan epochs that trained, each with the step that it began from
+    plan: Plan  # the plan of the newest epoch
 
 
 def write_record(folder: Path, record: RecoveryRecord) -> None:

@@ -77,32 +77,22 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one run that are not in its job."""
 
     emulate: bool = True
-    resume_from: Path | None = None
-    """A checkpoint to go on from."""
-    eval_due: bool = False
-    """The evaluation of that checkpoint's step was interrupted."""
+    resume_from: Path | None = None  # a checkpoint to go on from
+    eval_due: bool = False  # the evaluation of that checkpoint's step was interrupted
     weights: Mapping[str, Tensor] | None = None
     """To begin with: every variable, by the module's own names. None: the module's first ones."""
     record: RecoveryRecord | None = None
     """The record of a run whose coordinator was lost: devices may be at work for it, and hold more than the
     checkpoint."""
-    believed: Fleet | None = None
-    """The fleet as an earlier session of the run measured it, for plans; None: as stated."""
-    backend: Backend = LocalBackend()
-    """Who computes."""
-    holders: DataHolders | None = None
-    """Who has the data; None: every device, and nobody compares."""
+    believed: Fleet | None = None  # the fleet as an earlier session of the run measured it, for plans; None: as stated
+    backend: Backend = LocalBackend()  # who computes
+    holders: DataHolders | None = None  # who has the data; None: every device, and nobody compares
     stop: Stop = msgspec.field(default_factory=Stop)
-    fingerprints: Fingerprinting | None = None
-    """How an audit has steps fingerprinted; None: as the job says."""
-    first_step: int = 0
-    """Steps that were made before, whose state is `weights`."""
-    until: int | None = None
-    """The step to end after, and evaluate nothing; None: as the job says."""
-    yields: bool = False
-    """A device that another run calls leaves this one."""
-    exchanges: WeightExchanges | None = None
-    """Who else changes the run's weights."""
+    fingerprints: Fingerprinting | None = None  # how an audit has steps fingerprinted; None: as the job says
+    first_step: int = 0  # steps that were made before, whose state is `weights`
+    until: int | None = None  # the step to end after, and evaluate nothing; None: as the job says
+    yields: bool = False  # a device that another run calls leaves this one
+    exchanges: WeightExchanges | None = None  # who else changes the run's weights
     replan: Callable[[Fleet], Plan] | None = None
     """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
 
@@ -426,8 +416,7 @@ def check_outcome(outcome: Outcome) -> None:
         raise outcome.failure or PeerError(outcome.reason)
 
 
-LATE_SHARE = 0.02
-"""The share of the time by which the tasks of an emulated device may take longer than they should."""
+LATE_SHARE = 0.02  # the share of the time by which the tasks of an emulated device may take longer than they should
 
 
 def late_warnings(late_s: Mapping[str, float], elapsed_s: float) -> list[str]:

@@ -32,21 +32,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: Ending
     reason: str
-    spans: tuple[Span, ...]
-    """Times count from the first item's opening. Of a long run, the first `MOST_SPANS`."""
-    elapsed_s: float
-    """Since the first item's opening; 0 when there was none."""
-    late_s: Mapping[str, float]
-    """Per device, by how much real computing overran its emulated duration."""
-    failure: IsthmusError | None = None
-    """Why the run could not go on."""
+    spans: tuple[Span, ...]  # times count from the first item's opening. Of a long run, the first `MOST_SPANS`.
+    elapsed_s: float  # since the first item's opening; 0 when there was none
+    late_s: Mapping[str, float]  # per device, by how much real computing overran its emulated duration
+    failure: IsthmusError | None = None  # why the run could not go on
     recoveries: tuple[Recovery, ...] = ()
-    origin_s: float = 0.0
-    """The monotonic clock at the first item's opening; 0 when there was none."""
-    periods: tuple[PlanPeriod, ...] = ()
-    """The run's plans."""
-    peaks: Mapping[str, MemoryPeak] = {}
-    """The peak of each device's stage under the last plan."""
+    origin_s: float = 0.0  # the monotonic clock at the first item's opening; 0 when there was none
+    periods: tuple[PlanPeriod, ...] = ()  # the run's plans
+    peaks: Mapping[str, MemoryPeak] = {}  # the peak of each device's stage under the last plan
     spent: PrivacySpent | None = None
     """The privacy that messages spent in this session and those before it; None where nothing covers them."""
 
@@ -63,8 +56,7 @@ class WeightAmounts(NamedTuple):
     """Amounts that come with a training step from outside of the run."""
 
     exchange: WeightExchange
-    amounts: Mapping[str, Tensor]
-    """Amounts by the module's own names of parameters."""
+    amounts: Mapping[str, Tensor]  # amounts by the module's own names of parameters
 
 
 class WeightExchanges(Protocol):

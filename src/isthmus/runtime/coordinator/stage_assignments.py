@@ -31,15 +31,11 @@ from isthmus.training.scaling import LOSS_SCALE, LOSS_SCALE_SHAPE
 from isthmus.training.snapshot import check_state
 
 SPARE_WINDOW_BYTES = 1 << 20
-STRETCH_S = 0.01
-"""A stretch of a snapshot lasts about this long on its link."""
+STRETCH_S = 0.01  # a stretch of a snapshot lasts about this long on its link
 LEAST_STRETCH_BYTES, MOST_STRETCH_BYTES = 1 << 14, 1 << 20
-SPARE_SHARE = 0.5
-"""The share of the time that a link has nothing else to do that snapshots may take."""
-LEAST_SPARE = 0.05
-"""The share of a link that is never idle that snapshots get all the same."""
-LEAST_INTERVAL_S = 10.0
-"""Between snapshots: a copy in memory is not free either."""
+SPARE_SHARE = 0.5  # the share of the time that a link has nothing else to do that snapshots may take
+LEAST_SPARE = 0.05  # the share of a link that is never idle that snapshots get all the same
+LEAST_INTERVAL_S = 10.0  # between snapshots: a copy in memory is not free either
 
 
 class StageAssignments:

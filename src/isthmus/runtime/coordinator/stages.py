@@ -23,10 +23,8 @@ class StagePair(msgspec.Struct, frozen=True):
     view: StageView
     train: StageGraph
     evaluation: StageGraph
-    scales: bool = False
-    """Whether it has a loss scale."""
-    copy: bool = False
-    """Whether another device runs the same stage, and gives its state."""
+    scales: bool = False  # whether it has a loss scale
+    copy: bool = False  # whether another device runs the same stage, and gives its state
 
     @property
     def owned(self) -> tuple[str, ...]:

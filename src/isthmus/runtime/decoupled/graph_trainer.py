@@ -21,8 +21,7 @@ from isthmus.runtime.processes.memory import machine_memory_bytes
 from isthmus.training.decoupled import ReplicaFragments, delta_codec
 from isthmus.training.engine import TorchEngine
 
-MOST_BATCH = (1 << 63) // MOST_STEPS - 1
-"""So that the last sample's place is a whole number of 64 bits."""
+MOST_BATCH = (1 << 63) // MOST_STEPS - 1  # so that the last sample's place is a whole number of 64 bits
 
 
 def check_order(order: TrainReplica, kept: Mapping[str, Tensor]) -> None:

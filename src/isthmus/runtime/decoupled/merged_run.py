@@ -72,11 +72,9 @@ class DecoupledOutcome:
     finish: Finish
     samples: int
     merges: int
-    late: int
-    """Contributions that came after their merge had ended, and were part of the next."""
+    late: int  # contributions that came after their merge had ended, and were part of the next
     traffic: MergeTraffic
-    seconds: float
-    """Seconds of this session; merges are those of this session, too."""
+    seconds: float  # seconds of this session; merges are those of this session, too
 
 
 class MergedRun:

@@ -42,8 +42,7 @@ from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments, size_of
 from isthmus.training.layout import header_of
 
-HALT_S = 5.0
-"""For the last message to a replica."""
+HALT_S = 5.0  # for the last message to a replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +59,10 @@ class MergerWatch:
 class MergeTraffic:
     """Traffic between the merger and all replicas."""
 
-    sent_bytes: int = 0
-    """Bytes of changes that were sent."""
-    received_bytes: int = 0
-    """Bytes of contributions."""
-    plain_bytes: int = 0
-    """Bytes of both, if they were sent as float32."""
-    whole_bytes: int = 0
-    """Bytes of fragments that were sent whole: to a replica that begins, or missed a change."""
+    sent_bytes: int = 0  # bytes of changes that were sent
+    received_bytes: int = 0  # bytes of contributions
+    plain_bytes: int = 0  # bytes of both, if they were sent as float32
+    whole_bytes: int = 0  # bytes of fragments that were sent whole: to a replica that begins, or missed a change
 
 
 class _ReplicaLink:

@@ -53,19 +53,13 @@ class ReplicaPlace:
     """Where a replica is, and how slow its device and its link are made."""
 
     name: str
-    run: str
-    """The run's secret name."""
-    address: str
-    """HOST:PORT of the merger."""
+    run: str  # the run's secret name
+    address: str  # HOST:PORT of the merger
     timeout_s: float
-    step_s: float = 0.0
-    """A step takes no less."""
-    link: Link | None = None
-    """Emulated, to the merger."""
-    identity: Identity | None = None
-    """The identity of a device that joined a fleet: its coordinator has the merger."""
-    away_timeout_s: float = math.inf
-    """Where the merger cannot be reached for longer, the replica ends."""
+    step_s: float = 0.0  # a step takes no less
+    link: Link | None = None  # emulated, to the merger
+    identity: Identity | None = None  # the identity of a device that joined a fleet: its coordinator has the merger
+    away_timeout_s: float = math.inf  # where the merger cannot be reached for longer, the replica ends
 
 
 class MergerLink:

@@ -36,15 +36,12 @@ _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from isthmus.runtime.decoupl
 class MergerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A merger gets this at its start, besides the first weights."""
 
-    run: str
-    """The run's secret name."""
-    host: str
-    """Where it listens."""
+    run: str  # the run's secret name
+    host: str  # where it listens
     replicas: tuple[str, ...]
     rules: MergeRules
     decoupled: Decoupled
-    record: str | None
-    """Folder of the record of merges."""
+    record: str | None  # folder of the record of merges
 
 
 class _Started(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,24 +42,19 @@ from isthmus.trace import Span
 from isthmus.training.decoupled import ReplicaAccount, delta_codec, flat, fragments_of, spread
 from isthmus.training.weights import parameter_names, weights_of
 
-RETURN_S = 30.0
-"""After so long the process of a lost device is started again: as a machine that starts anew."""
+RETURN_S = 30.0  # after so long the process of a lost device is started again: as a machine that starts anew
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPipeline:
     """The job, the plan and the devices of one replica."""
 
-    prepared: Prepared
-    """The replica's own job, prepared."""
+    prepared: Prepared  # the replica's own job, prepared
     plan: Plan
-    fleet: Fleet
-    """The replica's devices."""
-    replan: Callable[[Fleet], Plan]
-    """For those of them that are there."""
+    fleet: Fleet  # the replica's devices
+    replan: Callable[[Fleet], Plan]  # for those of them that are there
     folder: Path
-    began_s: float
-    """The whole run, by the monotonic clock."""
+    began_s: float  # the whole run, by the monotonic clock
     places: Mapping[str, ProcessPlace] = field(default_factory=dict[str, ProcessPlace])
     """Places of devices' processes; a device that is left out computes on the CPU."""
 
@@ -69,10 +64,8 @@ class _Opened:
     """A step that is not in a snapshot yet."""
 
     weights: WeightAmounts
-    asked: CollectChanges | None
-    """None once it is given."""
-    found: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Weights that devices have reported."""
+    asked: CollectChanges | None  # None once it is given
+    found: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # weights that devices have reported
 
 
 class _Ended(Exception):

@@ -17,8 +17,7 @@ from isthmus.job import Job, Prepared
 from isthmus.rng import torch_seed
 from isthmus.runtime.decoupled.groups import Groups
 
-MOST_STEPS = 1 << 32
-"""Steps of a replica for which there are samples: more than any run has."""
+MOST_STEPS = 1 << 32  # steps of a replica for which there are samples: more than any run has
 
 
 def pipeline_job(job: Job, groups: Groups, name: str) -> Job:

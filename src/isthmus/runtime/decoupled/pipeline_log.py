@@ -15,10 +15,8 @@ from isthmus.run_files import LinesFile
 from isthmus.trace import Span
 
 SPANS, PERIODS = "spans.jsonl", "periods.jsonl"
-MOST_SPANS = 500_000
-"""The most spans of a replica: those of days of training would fill the disk."""
-OVERRUN = 1.05
-"""Times as long as planned: what is shorter is the clock's."""
+MOST_SPANS = 500_000  # the most spans of a replica: those of days of training would fill the disk
+OVERRUN = 1.05  # times as long as planned: what is shorter is the clock's
 
 
 class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +30,7 @@ class PeriodBegun(msgspec.Struct, frozen=True, kw_only=True):
 
     first_step: int
     since_s: float
-    step_s: float
-    """As planned."""
+    step_s: float  # as planned
     devices: tuple[str, ...]
 
 

@@ -15,8 +15,7 @@ MERGES = "merges.jsonl"
 class MergeLine(msgspec.Struct, frozen=True, kw_only=True):
     """One merge."""
 
-    seconds: float
-    """Since the run began."""
+    seconds: float  # since the run began
     merge: MergeChanges
 
 

@@ -22,12 +22,9 @@ from isthmus.training.decoupled import ReplicaFragments
 class WholeTrainer(Protocol):
     """The steps of one replica of a job, on the whole model."""
 
-    samples: int
-    """Samples of a step."""
-    batch: int
-    """Samples of a step of all replicas together."""
-    steps: int
-    """That were made."""
+    samples: int  # samples of a step
+    batch: int  # samples of a step of all replicas together
+    steps: int  # that were made
     fragments: ReplicaFragments
 
     def step(self, samples: int) -> float:

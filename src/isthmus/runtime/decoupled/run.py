@@ -33,8 +33,7 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 
 MakePlan = Callable[[Prepared, Fleet], Plan]
-REPLICAS = "replicas"
-"""Folder of the run's folder, with one for each pipeline."""
+REPLICAS = "replicas"  # folder of the run's folder, with one for each pipeline
 CAPTURED, PLAN = "captured.safetensors", "plan.json"
 """The model's graphs, in the run's folder; a pipeline's first plan, in its own."""
 
@@ -87,10 +86,8 @@ class _Begin(msgspec.Struct, frozen=True):
 
     address: str
     step_s: dict[str, float]
-    began_s: float
-    """Seconds on the monotonic clock."""
-    micro_batches: int
-    """Micro-batches of the job's batch."""
+    began_s: float  # seconds on the monotonic clock
+    micro_batches: int  # micro-batches of the job's batch
 
 
 class DecoupledRun(MergedRun):

@@ -31,8 +31,7 @@ from isthmus.runtime.messages.federated import (
 from isthmus.runtime.transport.message_sender import MessageSender, headers_of
 from isthmus.runtime.transport.reconnection import OpenConnection
 
-MOST_AT_ONCE = 1 << 16
-"""States that one message asks for, or writes."""
+MOST_AT_ONCE = 1 << 16  # states that one message asks for, or writes
 LOOK_S = 0.5
 
 

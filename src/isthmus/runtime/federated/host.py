@@ -42,14 +42,11 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
     wrote in shared memory in place of frames."""
 
     seconds: float
-    opened_at_s: float
-    """Since 1970, by this machine's clock."""
+    opened_at_s: float  # since 1970, by this machine's clock
     sent_bytes: int
     received_bytes: int
-    trips: int = 0
-    """Messages that brought values: sums or collected ones."""
-    value_bytes: int = 0
-    """Bytes of those values, without headers."""
+    trips: int = 0  # messages that brought values: sums or collected ones
+    value_bytes: int = 0  # bytes of those values, without headers
 
 
 def ended(finish: Finish) -> Finish:
@@ -84,8 +81,7 @@ class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     acceptor: type[Acceptor] = Acceptor
     out: Callable[[MessageChannel, float, Callable[[Exception], None]], MessageOutput] = direct_output
     """(channel, timeout in seconds, callback for an error) -> the output for messages to the executor."""
-    broadcast_memory: SharedBroadcast | None = None
-    """Where executors of this machine read the broadcast."""
+    broadcast_memory: SharedBroadcast | None = None  # where executors of this machine read the broadcast
 
 
 class FederatedHost(SessionHost[Rounds]):

@@ -20,12 +20,10 @@ from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import LARGE_BYTES
 from isthmus.protocol.state_homes import StateHomes
 
-Rows = NDArray[np.uint8]
-"""States [places, bytes], as on disk."""
+Rows = NDArray[np.uint8]  # states [places, bytes], as on disk
 Fetch = Callable[[int, Sequence[int]], Rows | None]
 """(node, places) -> their states; None where no executor of the node is left."""
-GiveBack = Callable[[int, Sequence[int]], None]
-"""(node, places): they are free, for an executor of the node to fill."""
+GiveBack = Callable[[int, Sequence[int]], None]  # (node, places): they are free, for an executor of the node to fill
 MARKER = ".executor-"
 
 
@@ -90,10 +88,8 @@ class NodeFiles(StateFiles):
 class NodeView(NamedTuple):
     """An executor's view of its folder."""
 
-    executors: tuple[str, ...]
-    """Whose states lie in it too."""
-    files: tuple[int, ...]
-    """Their numbers."""
+    executors: tuple[str, ...]  # whose states lie in it too
+    files: tuple[int, ...]  # their numbers
 
 
 class NodeFolder:

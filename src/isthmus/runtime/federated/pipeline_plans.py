@@ -23,10 +23,8 @@ from isthmus.plans import Plan
 from isthmus.rng import torch_seed
 from isthmus.training.optim import OptimizerConfig
 
-MakePlan = Callable[[Prepared, Fleet, Path | None], Plan]
-"""(model, fleet, plan document or None) -> a plan to run."""
-Key = tuple[int, int, int]
-"""Seed, round, client."""
+MakePlan = Callable[[Prepared, Fleet, Path | None], Plan]  # (model, fleet, plan document or None) -> a plan to run
+Key = tuple[int, int, int]  # seed, round, client
 
 
 class PipelinePlans:

@@ -46,14 +46,10 @@ class ActorSetup(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     name: str
     number: int
-    fingerprint: str
-    """The fingerprint of the coordinator's data."""
-    folder: str
-    """Where the command runs: paths in the job, and modules of the user's own, are relative to it."""
-    states: str
-    """The folder of clients' states, with variables of the node's environment."""
-    taken: bytes
-    """int32 numbers of the states that the last committed round needs."""
+    fingerprint: str  # the fingerprint of the coordinator's data
+    folder: str  # where the command runs: paths in the job, and modules of the user's own, are relative to it
+    states: str  # the folder of clients' states, with variables of the node's environment
+    taken: bytes  # int32 numbers of the states that the last committed round needs
 
 
 class ExecutorActor:

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
 
-START_S = 300.0
-"""For an actor's process to import torch from a slow disk."""
-CALLS = 4
-"""At once of an actor: `run`, `deliver`, and others' for states."""
-JOIN_S = 5.0
-"""For threads that receive from actors that were killed."""
+START_S = 300.0  # for an actor's process to import torch from a slow disk
+CALLS = 4  # at once of an actor: `run`, `deliver`, and others' for states
+JOIN_S = 5.0  # for threads that receive from actors that were killed
 
 
 class RayExecutors:

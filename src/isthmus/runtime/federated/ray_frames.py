@@ -18,8 +18,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.transport.channel import Guard, Received, check_message, decode_message
 from isthmus.training.layout import dtype_of, unpack
 
-Payload = Sequence[NDArray[np.uint8]]
-"""One array of bytes for each tensor."""
+Payload = Sequence[NDArray[np.uint8]]  # one array of bytes for each tensor
 RayFrame = tuple[bytes, Payload]
 ALIGNMENT_BYTES = 16
 """The alignment of numbers where they are computed with. Bytes that come beside a small header may lie anywhere."""

@@ -18,8 +18,7 @@ class SecureUpdateReceiver(SiteUpdateReceiver):
     """As its base; what is in an update no rule can be applied to. Sites apply them."""
 
     values = MaskedValues
-    _masked: dict[str, dict[str, Tensor]]
-    """Updates that wait for the machine's word."""
+    _masked: dict[str, dict[str, Tensor]]  # updates that wait for the machine's word
     _sum: MaskedSum
     _summing: PhaseId | None
 

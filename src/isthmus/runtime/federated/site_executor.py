@@ -27,10 +27,8 @@ from isthmus.runtime.transport.reconnection import OpenConnection
 class SharesOf(NamedTuple):
     """Shares that are revealed."""
 
-    summed: tuple[str, ...]
-    """The sites of the sum: this one by its name, the others as `NAME:ID`, with their device."""
-    of: tuple[str, ...]
-    """Digests of what this site's part is of."""
+    summed: tuple[str, ...]  # the sites of the sum: this one by its name, the others as `NAME:ID`, with their device
+    of: tuple[str, ...]  # digests of what this site's part is of
 
 
 Left = Callable[[PhaseId, str, int, SharesOf | None], None]
@@ -40,16 +38,13 @@ Left = Callable[[PhaseId, str, int, SharesOf | None], None]
 class SiteLink:
     """A site's connection to the coordinator of a run, and its owner's rules for it."""
 
-    name: str
-    """The site's."""
+    name: str  # the site's
     connection: OpenConnection[MessageSender]
     log: Callable[[str], None]
     left: Left = lambda phase, what, size_bytes, shares: None
     """Called before anything of the site's data leaves it: in which phase, what, how many bytes, and which shares."""
-    reports: bool = False
-    """Whether the site's figures go along: no noise covers its update either."""
-    revealed: Revealed = field(default_factory=dict[str, frozenset[str]])
-    """Before."""
+    reports: bool = False  # whether the site's figures go along: no noise covers its update either
+    revealed: Revealed = field(default_factory=dict[str, frozenset[str]])  # before
     devices: Mapping[str, str] = field(default_factory=dict[str, str])
     """The id of the only device that its owner's rules allow to have a site's name, by site."""
     check: Callable[[ExecutorOrder | SecureOrder], None] = lambda order: None

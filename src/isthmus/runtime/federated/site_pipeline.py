@@ -25,8 +25,7 @@ from isthmus.training.checkpoint import OPTIMIZER, latest_checkpoint, read_tenso
 from isthmus.training.weights import parameter_names, weights_of
 
 MOMENTUM = "momentum_buffer"
-RESPAWN_S = 0.5
-"""Until the process of a lost device is started again: the end of one is noticed sooner."""
+RESPAWN_S = 0.5  # until the process of a lost device is started again: the end of one is noticed sooner
 
 
 class SitePipeline:

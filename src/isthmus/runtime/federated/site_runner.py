@@ -56,8 +56,7 @@ from isthmus.runtime.transport.message_sender import MessageSender
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, Outage, Retry, direct
 from isthmus.session.failures import reason_and_fault
 
-ANSWER_S = 0.5
-"""Between looks for the owner's answer."""
+ANSWER_S = 0.5  # between looks for the owner's answer
 
 
 class SiteRunner:

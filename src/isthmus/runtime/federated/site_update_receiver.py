@@ -19,16 +19,14 @@ from isthmus.runtime.federated.update_receiver import check_frame, unmasked
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import SentValues, SiteValues, TaskMessage
 
-SLACK = 2
-"""An update so many times too large is received, to be refused by name; a larger one ends the connection."""
+SLACK = 2  # an update so many times too large is received, to be refused by name; a larger one ends the connection
 SLACK_BYTES = 1 << 16
 
 
 class SiteUpdateReceiver:
     """As `UpdateReceiver`. `note` gets every update that does not count, with its sender and the reason."""
 
-    values: type[SentValues] = SiteValues
-    """The type of the values that sites send."""
+    values: type[SentValues] = SiteValues  # the type of the values that sites send
 
     def __init__(
         self,

@@ -28,8 +28,7 @@ from isthmus.run_files import JOB, read_job
 from isthmus.runtime.federated.ray_room import cluster_room
 from isthmus.runtime.processes.forked import asked, asked_at_once
 
-GAIN = 1.1
-"""Twice the executors must be so much faster, or they are not used."""
+GAIN = 1.1  # twice the executors must be so much faster, or they are not used
 MEASURED_S = 0.4
 CONTEXT_BYTES = {"cuda": 600 << 20}
 """Bytes that a process's context takes on a device before it allocates anything; none are known for other kinds."""

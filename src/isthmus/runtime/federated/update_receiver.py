@@ -21,11 +21,9 @@ from isthmus.runtime.messages.run import Heartbeat
 class UpdateReceiver(Protocol):
     """One way of sending values. The coordinator calls `guard` from any thread, everything else from its own."""
 
-    trips: int
-    """Messages with values so far, and their bytes without headers."""
+    trips: int  # messages with values so far, and their bytes without headers
     value_bytes: int
-    shared_bytes: int
-    """Those of these bytes that are in memory that executors share."""
+    shared_bytes: int  # those of these bytes that are in memory that executors share
 
     def guard(self, executor: str, message: AnyMessage) -> None:
         """PeerError for what no executor sends, before its tensors are received."""
@@ -81,8 +79,7 @@ def unmasked(recovered: TakeMasksOff) -> NoReturn:
 class _ReceivedSums(NamedTuple):
     tensors: Mapping[str, Tensor]
     weights: AggregationWeights
-    largest: Mapping[str, float]
-    """The largest number of each sum, or a bound."""
+    largest: Mapping[str, float]  # the largest number of each sum, or a bound
     shared_bounds: bool
 
 

@@ -24,17 +24,12 @@ _USER = 1000
 class KubernetesOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How pods are made."""
 
-    image: str = ""
-    """With Isthmus installed. It runs as user 1000."""
+    image: str = ""  # with Isthmus installed. It runs as user 1000.
     namespace: str = "default"
-    context: str = ""
-    """The context of the kubeconfig; by default its current one."""
-    gpus_per_node: int = 0
-    """nvidia.com/gpu of each pod."""
-    cpu: str = ""
-    """Requested for each pod, as "4"; by default what the namespace has."""
-    memory: str = ""
-    """Requested for each pod and its limit, as "16Gi"."""
+    context: str = ""  # the context of the kubeconfig; by default its current one
+    gpus_per_node: int = 0  # nvidia.com/gpu of each pod
+    cpu: str = ""  # requested for each pod, as "4"; by default what the namespace has
+    memory: str = ""  # requested for each pod and its limit, as "16Gi"
     volume: str = ""
     """A PersistentVolumeClaim (ReadWriteMany) for keys of agents: they stay the same members on another node."""
     bucket: str = ""

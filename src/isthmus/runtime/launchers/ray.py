@@ -43,8 +43,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str = ""
     """HOST:PORT of its head; by default RAY_ADDRESS, or else the cluster that was started on this machine."""
-    cpus: float = 1.0
-    """CPUs that Ray reserves on each node; a node with fewer is not used. The agent may use all."""
+    cpus: float = 1.0  # CPUs that Ray reserves on each node; a node with fewer is not used. The agent may use all.
 
 
 class RayLauncher:
@@ -168,8 +167,7 @@ exec 3<&0
     sleep 1
   done
 ) >/dev/null 2>&1 &
-"""
-"""Once standard input closes. Device processes take a moment to end, and may still write."""
+"""  # once standard input closes. Device processes take a moment to end, and may still write.
 
 
 class RayActor:

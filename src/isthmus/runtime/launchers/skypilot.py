@@ -46,21 +46,15 @@ unset {SECRET}
 class SkyPilotOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which machines are asked for, and what is installed there."""
 
-    infra: str = ""
-    """As aws/us-east-1; by default the cheapest that SkyPilot finds."""
-    accelerators: str = ""
-    """Accelerators of each machine, as A100:8."""
-    cpus: str = ""
-    """As 8+."""
-    memory: str = ""
-    """GB, as 32+."""
+    infra: str = ""  # as aws/us-east-1; by default the cheapest that SkyPilot finds
+    accelerators: str = ""  # accelerators of each machine, as A100:8
+    cpus: str = ""  # as 8+
+    memory: str = ""  # GB, as 32+
     instance_type: str = ""
     image_id: str = ""
     use_spot: bool = False
-    workdir: str = ""
-    """A folder that is copied to each machine; `setup` and agents start in it."""
-    setup: str = "pip install '.[train]'"
-    """Typed on each machine first; as it is, `workdir` is a checkout of Isthmus."""
+    workdir: str = ""  # a folder that is copied to each machine; `setup` and agents start in it
+    setup: str = "pip install '.[train]'"  # typed on each machine first; as it is, `workdir` is a checkout of Isthmus
     python: str = "python3"
 
 

@@ -60,15 +60,11 @@ class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     partition: str = ""
     account: str = ""
     qos: str = ""
-    time: str = "1 h"
-    """Limit of the job. One that reaches it is requeued."""
+    time: str = "1 h"  # limit of the job. One that reaches it is requeued.
     gpus_per_node: int = 0
-    cpus_per_task: int = 0
-    """CPUs of each node's agent; by default as the partition has it."""
-    warning: str = "90 s"
-    """So long before the limit agents are asked to leave."""
-    folder: str = ""
-    """On a file system that all nodes share; by default the run's."""
+    cpus_per_task: int = 0  # CPUs of each node's agent; by default as the partition has it
+    warning: str = "90 s"  # so long before the limit agents are asked to leave
+    folder: str = ""  # on a file system that all nodes share; by default the run's
     parameters: Mapping[str, str | int | bool] = {}
     """Further options of sbatch, as {constraint = "a100", exclusive = true}."""
     cluster: Literal["slurm", "local"] = "slurm"

@@ -25,14 +25,10 @@ MOST_CHECKED = 16  # hosts at once
 class SshOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An agent on each host, by ssh."""
 
-    hosts: str | tuple[str, ...] = ()
-    """Names or USER@HOST: a list, or one text with commas."""
-    host_file: str = ""
-    """A file with a host per line, in place of `hosts`."""
-    python: str = "python3"
-    """The interpreter that has Isthmus, on each host."""
-    folder: str = ""
-    """Where agents run on each host; by default where ssh begins."""
+    hosts: str | tuple[str, ...] = ()  # names or USER@HOST: a list, or one text with commas
+    host_file: str = ""  # a file with a host per line, in place of `hosts`
+    python: str = "python3"  # the interpreter that has Isthmus, on each host
+    folder: str = ""  # where agents run on each host; by default where ssh begins
 
 
 class SshLauncher:

@@ -57,8 +57,7 @@ class TrainClients(Message, frozen=True, kw_only=True):
 
     job: Annotated[bytes, Meta(max_length=MOST_JOB_BYTES)]
     """The federated job (JSON), without what the coordinator alone uses."""
-    fingerprint: Name
-    """The fingerprint of the coordinator's data."""
+    fingerprint: Name  # the fingerprint of the coordinator's data
 
 
 class StatesFound(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -48,11 +48,9 @@ from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.sanitize import MOST_SHOWN, sanitize
 from isthmus.training.engine_operators import engine_operators
 
-RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-"""Waits between attempts to reach the coordinator, which may be away for days."""
+RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)  # waits between attempts to reach the coordinator, which may be away for days
 TICK_S = 0.5
-JOINED = "joined.claim"
-"""`isthmus join` holds this file of its state folder."""
+JOINED = "joined.claim"  # `isthmus join` holds this file of its state folder
 _MEMBERSHIP = "membership.json"
 
 
@@ -60,10 +58,8 @@ class Membership(msgspec.Struct, frozen=True):
     """The fleet of a device, kept beside its key."""
 
     name: str
-    coordinators: tuple[tuple[str, int], ...]
-    """Addresses, to be tried in this order."""
-    fleet: str = ""
-    """The SHA-256 of its authority's certificate, in hexadecimal; empty for one that was kept without."""
+    coordinators: tuple[tuple[str, int], ...]  # addresses, to be tried in this order
+    fleet: str = ""  # the SHA-256 of its authority's certificate, in hexadecimal; empty for one that was kept without
 
 
 def join_fleet(ticket: Ticket, folders: Mapping[str, Path], timeout_s: float) -> dict[str, Membership]:

@@ -18,8 +18,7 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_probe import Asking
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
-DESCRIBE_S = 3600.0
-"""A device with much data reads for long. The wait ends when the device disconnects."""
+DESCRIBE_S = 3600.0  # a device with much data reads for long. The wait ends when the device disconnects.
 COMPARE_S = 60.0
 LOOK_S = 0.2
 

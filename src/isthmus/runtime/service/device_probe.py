@@ -44,10 +44,8 @@ from isthmus.training.layout import header_of, pack
 from isthmus.wire_types import MOST_STREAMS
 
 REPEATS = 5
-WARM_BYTES = 1 << 20
-"""Sent first: a connection's first megabyte takes two to three times as long."""
-GAIN = 1.1
-"""Twice the streams must be so much faster, or they are not used."""
+WARM_BYTES = 1 << 20  # sent first: a connection's first megabyte takes two to three times as long
+GAIN = 1.1  # twice the streams must be so much faster, or they are not used
 ENOUGH_S = 3.0
 """Seconds for one link. A size that takes a third of it longer than the smallest one is the last: all wait for the
 latency."""

@@ -38,13 +38,10 @@ from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_u
 from isthmus.runtime.transport.tcp import HungUp, Unreached, until_reached
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
-MOST_FRAME_BYTES = 1 << 14
-"""Holds the requests or certificates of `MOST_NEW_DEVICES` devices of one machine."""
+MOST_FRAME_BYTES = 1 << 14  # holds the requests or certificates of `MOST_NEW_DEVICES` devices of one machine
 MOST_NAME_CHARACTERS = 64
-_PART = re.compile("/[A-Za-z0-9]+$")
-"""Which of a machine's devices."""
-AGAIN_S = 10.0
-"""For so long a joining device tries again where it is hung up on."""
+_PART = re.compile("/[A-Za-z0-9]+$")  # which of a machine's devices
+AGAIN_S = 10.0  # for so long a joining device tries again where it is hung up on
 _LENGTH = struct.Struct(">I")
 Frame = TypeVar("Frame", bound=msgspec.Struct)
 _DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[msgspec.Struct]] = {

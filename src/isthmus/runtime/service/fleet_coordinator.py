@@ -66,24 +66,18 @@ from isthmus.sanitize import MOST_SHOWN, sanitize
 from isthmus.training.engine_operators import EngineOperators, engine_operators
 
 Answer = TypeVar("Answer", bound=Message)
-ANSWERS = ExpectingDial | LinkTimes | MeasuredSpeed | DataDescribed | DataCompared
-"""Answers of devices to questions."""
-WATCH_S = 1.0
-"""How often to check for revoked devices."""
-BEAT_S = 0.5
-"""How often a device that waits for an expected run gets a heartbeat."""
-LOOK_S = 1.0
-"""How often a wait checks whether it is to stop."""
+ANSWERS = ExpectingDial | LinkTimes | MeasuredSpeed | DataDescribed | DataCompared  # answers of devices to questions
+WATCH_S = 1.0  # how often to check for revoked devices
+BEAT_S = 0.5  # how often a device that waits for an expected run gets a heartbeat
+LOOK_S = 1.0  # how often a wait checks whether it is to stop
 FLUSH_S = 1.0
-WITHOUT_WORK = Rate(5.0, 50.0)
-"""A device that is in the fleet sends heartbeats, and sometimes a renewal."""
+WITHOUT_WORK = Rate(5.0, 50.0)  # a device that is in the fleet sends heartbeats, and sometimes a renewal
 
 
 class DeviceKind(NamedTuple):
     """Devices of equal kinds compute the same bits."""
 
-    hardware: str
-    """As the device calls it."""
+    hardware: str  # as the device calls it
     computes: EngineOperators | None
 
 

@@ -20,13 +20,10 @@ ANSWER_S = 120.0
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    accelerator: str
-    """As `open_accelerator` takes it."""
+    accelerator: str  # as `open_accelerator` takes it
     name: str = ""
-    total_bytes: int = 0
-    """Bytes of its memory."""
-    error: str = ""
-    """Why it cannot be used; else it can."""
+    total_bytes: int = 0  # bytes of its memory
+    error: str = ""  # why it cannot be used; else it can
 
     @property
     def label(self) -> str:

@@ -36,8 +36,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 );
 CREATE TABLE IF NOT EXISTS job_files (number INTEGER PRIMARY KEY, folder TEXT NOT NULL);
 """
-_STOP, _STOP_AND_RESUME = 1, 2
-"""The request to a job that runs: to end; to end and be queued again."""
+_STOP, _STOP_AND_RESUME = 1, 2  # the request to a job that runs: to end; to end and be queued again
 _COLUMNS = """number, name, kind, document, directory, state, folder, detail, submitted_s, began_s, ended_s,
     COALESCE((SELECT job_files.folder FROM job_files WHERE job_files.number = jobs.number), directory)"""
 
@@ -48,20 +47,15 @@ class Submitted(msgspec.Struct, frozen=True):
     number: int
     name: str
     kind: Kind
-    document: bytes
-    """The job, as JSON."""
-    directory: str
-    """From where it was handed in: its runs are written there."""
+    document: bytes  # the job, as JSON
+    directory: str  # from where it was handed in: its runs are written there
     state: State
-    folder: str
-    """The folder of the run; empty before there is one."""
-    detail: str
-    """Why it failed."""
+    folder: str  # the folder of the run; empty before there is one
+    detail: str  # why it failed
     submitted_s: float
     began_s: float | None
     ended_s: float | None
-    modules: str = "."
-    """Where the job's own Python modules are."""
+    modules: str = "."  # where the job's own Python modules are
 
 
 class JobQueue:

@@ -26,11 +26,9 @@ from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.jax import compute_by_jax
 from isthmus.units import format_size
 
-ENOUGH_S = 0.5
-"""The next stage, of twice the work, is not tried after one that takes this long."""
+ENOUGH_S = 0.5  # the next stage, of twice the work, is not tried after one that takes this long
 _NOTHING = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
-Timer = Callable[[Callable[[], object]], float]
-"""Seconds that something takes on the accelerator."""
+Timer = Callable[[Callable[[], object]], float]  # seconds that something takes on the accelerator
 
 
 def measure_layers(

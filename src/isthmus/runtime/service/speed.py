@@ -31,15 +31,12 @@ from isthmus.training.jax import Function, jax_functions
 ATEN = torch.ops.aten
 LAYERS, CHANNELS, KERNEL = 10, 256, 3
 SIDES = (8, 16, 32, 64)
-LEAST_S = 0.5
-"""A pass that takes this long is long enough to time."""
+LEAST_S = 0.5  # a pass that takes this long is long enough to time
 MATRIX_SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-LEAST_PRODUCT_S = 0.1
-"""Only the matrix product is timed, so less time is enough for a reliable measurement."""
+LEAST_PRODUCT_S = 0.1  # only the matrix product is timed, so less time is enough for a reliable measurement
 COPIED_BYTES = 1 << 26
 LEAST_PASSES, MOST_PASSES, PASSES_S = 3, 50, 1.0
-LONG_S = 2.0
-"""Work that takes longer than these seconds needs one pass only."""
+LONG_S = 2.0  # work that takes longer than these seconds needs one pass only
 
 
 class TimedWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +68,7 @@ def _pass_s(accelerator: Accelerator, act: Callable[[], object]) -> float:
     return begun.seconds_to(ended)
 
 
-ByEngine = Callable[[Function], Function]
-"""Makes an engine's function of one of torch's operators."""
+ByEngine = Callable[[Function], Function]  # makes an engine's function of one of torch's operators
 
 
 def by_torch(function: Function) -> Function:

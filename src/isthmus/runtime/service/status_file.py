@@ -13,8 +13,7 @@ from isthmus.runtime.identity.files import write_private
 from isthmus.runtime.transport.relay_status import RelayedLink
 
 _FILE = "status.json"
-FRESH_S = 5.0
-"""Older news are of a coordinator that is gone."""
+FRESH_S = 5.0  # older news are of a coordinator that is gone
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,25 +21,19 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     id: str
-    hardware: str = ""
-    """As it calls it; empty where it does not say."""
-    working: bool
-    """Whether a process of it works for a run."""
+    hardware: str = ""  # as it calls it; empty where it does not say
+    working: bool  # whether a process of it works for a run
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A connection between two devices at work, and what it costs."""
 
-    devices: tuple[str, str]
-    """Who dialled is the first."""
+    devices: tuple[str, str]  # who dialled is the first
     relayed: bool
-    latency_s: float | None
-    """One way, as the kernel saw it when the plan began: of both halves, where it is relayed."""
+    latency_s: float | None  # one way, as the kernel saw it when the plan began: of both halves, where it is relayed
     streams: int = 1
-    bbr: bool = False
-    """Whether who dialled sends by it."""
-    carried_bytes: int = 0
-    """Both ways, of a relayed one: so much came to the coordinator, and left it again."""
+    bbr: bool = False  # whether who dialled sends by it
+    carried_bytes: int = 0  # both ways, of a relayed one: so much came to the coordinator, and left it again
 
 
 class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +42,9 @@ class CoordinatorStatus(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     port: int
     devices: tuple[DeviceStatus, ...] = ()
-    links: tuple[LinkStatus, ...] = ()
-    """Between devices that work for a run now."""
-    relayed: tuple[RelayedLink, ...] = ()
-    """Connections that the coordinator copies now, also those of probes."""
-    awaited: tuple[str, ...] = ()
-    """Devices that must join before the run begins, as is shown of them."""
+    links: tuple[LinkStatus, ...] = ()  # between devices that work for a run now
+    relayed: tuple[RelayedLink, ...] = ()  # connections that the coordinator copies now, also those of probes
+    awaited: tuple[str, ...] = ()  # devices that must join before the run begins, as is shown of them
 
     @property
     def fresh(self) -> bool:

@@ -19,19 +19,15 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of an emulated accelerator: operations, copies and synchronisations so far."""
 
     kernels: int
-    copies: int
-    """Between the device and a host buffer, without waiting."""
+    copies: int  # between the device and a host buffer, without waiting
     copied_bytes: int
-    implicit_copies: int
-    """Between the device and other memory of the host, or such that the host waits for them."""
+    implicit_copies: int  # between the device and other memory of the host, or such that the host waits for them
     implicit_bytes: int
     host_synchronizations: int
     """The host waited for all work of a stream or of the device: an implicit copy, `item()`, an operator whose result's
     shape depends on values, `synchronize`."""
-    event_waits: int
-    """The host waited for one event."""
-    places: dict[str, int]
-    """Implicit copies and waits: the number of times by operation and place."""
+    event_waits: int  # the host waited for one event
+    places: dict[str, int]  # implicit copies and waits: the number of times by operation and place
 
 
 class Counters:

@@ -22,8 +22,7 @@ ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _EXTENSION_DEVICE, _UNSIGNED = 12, 1
 _FLASH = 1
 _COMPOSED = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
-_registered: list[object] = []
-"""Libraries of kernels, and the memory of the first tensor of each device: for good."""
+_registered: list[object] = []  # libraries of kernels, and the memory of the first tensor of each device: for good
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):

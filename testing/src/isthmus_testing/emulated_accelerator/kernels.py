@@ -53,14 +53,11 @@ def _index(where: torch.device | None) -> int:
 class _Facts(NamedTuple):
     """Facts of an operator, from its schema."""
 
-    writes: tuple[bool, ...]
-    """Whether the operator writes each argument, in turn."""
-    tensors: tuple[bool, ...]
-    """Where a number must be made a tensor."""
+    writes: tuple[bool, ...]  # whether the operator writes each argument, in turn
+    tensors: tuple[bool, ...]  # where a number must be made a tensor
     names: dict[str, int]
     view: bool
-    waits: bool
-    """Whether the host must know values to go on."""
+    waits: bool  # whether the host must know values to go on
     random: bool
     indexed: bool
 

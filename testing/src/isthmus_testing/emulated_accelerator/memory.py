@@ -37,8 +37,7 @@ class Block:
     segment: int
     start: int
     size: int
-    pool: tuple[int, bool]
-    """(stream, whether small)."""
+    pool: tuple[int, bool]  # (stream, whether small)
     used: bool = False
     before: Block | None = field(default=None, repr=False)
     after: Block | None = field(default=None, repr=False)

@@ -19,8 +19,7 @@ from isthmus_testing.emulated_accelerator.misuse import DataRace, FreedTooEarly,
 
 Clock = dict[int, int]
 
-LOCK = threading.RLock()
-"""Over all that this package keeps. Not held while an operator computes."""
+LOCK = threading.RLock()  # over all that this package keeps. Not held while an operator computes.
 
 _numbers = itertools.count(1)
 
@@ -105,8 +104,7 @@ class PendingWork(Protocol):
     def land(self) -> None: ...
 
 
-Span = tuple[int, int]
-"""From a byte of an allocation to the one after the last."""
+Span = tuple[int, int]  # from a byte of an allocation to the one after the last
 
 
 def span_of(tensor: Tensor) -> Span:

@@ -15,10 +15,8 @@ from isthmus_testing.emulated_accelerator.internals import ON_CPU, first_tensor,
 from isthmus_testing.emulated_accelerator.order import LOCK, DeviceAllocation, Point
 
 _aten = torch.ops.aten
-UNWRITTEN = 0xFF
-"""A byte of memory that holds nothing yet: floating-point numbers of such bytes are NaN."""
-_allocations: dict[int, DeviceAllocation] = {}
-"""Allocations of tensors, by address."""
+UNWRITTEN = 0xFF  # a byte of memory that holds nothing yet: floating-point numbers of such bytes are NaN
+_allocations: dict[int, DeviceAllocation] = {}  # allocations of tensors, by address
 _host_buffers: dict[int, DeviceAllocation] = {}
 _seeds: dict[tuple[int, torch.dtype], Tensor] = {}
 

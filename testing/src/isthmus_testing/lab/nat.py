@@ -36,8 +36,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Result = TypeVar("Result")
 _INSIDE = "192.168"
 _PRIVATE = "192.168.0.0/16"
-_SIX = "fd99"
-"""The prefix of the IPv6 addresses: the wide-area network is `fd99::/64`, home N `fd99:N::/64`."""
+_SIX = "fd99"  # the prefix of the IPv6 addresses: the wide-area network is `fd99::/64`, home N `fd99:N::/64`
 
 
 class Home:
