@@ -75,8 +75,8 @@ class Host:
         self.steps[name] += 1
         return self.heard(name, StepsMade(steps=self.steps[name], samples=samples))
 
-    def give(self, name: str, merge: int, samples: int = 32) -> list[Asked]:
-        body = Contributed(merge=merge, fragments=(0,), steps=self.steps[name], samples=(samples,))
+    def give(self, name: str, merge: int, samples: int = 32, *, last: bool = False) -> list[Asked]:
+        body = Contributed(merge=merge, fragments=(0,), steps=self.steps[name], samples=(samples,), last=last)
         return self.heard(name, body)
 
     def ready(self, name: str) -> list[Asked]:
@@ -172,7 +172,7 @@ def test_one_that_is_to_leave_gives_all_and_is_not_asked_again() -> None:
     host.give("a", 1)
     asked = CollectChanges(merge=1, fragments=(0,), last=True)
     assert host.release("b") == [("ask", "b", asked)]
-    found = host.give("b", 1, 16)
+    found = host.give("b", 1, 16, last=True)
     assert merged(found) == [("a", 1, 32), ("b", 1, 16)]
     assert found[-1] == ("let_go", "b")
     host.at(2.0)
@@ -193,8 +193,38 @@ def test_one_that_is_to_leave_ends_after_what_it_gives_of_all_and_not_after_what
     host.release("b")
     assert ("let_go", "b") not in host.give("b", 1)
     host.step("b")
-    last = Contributed(merge=1, fragments=(0, 1), steps=host.steps["b"], samples=(64, 64))
+    last = Contributed(merge=1, fragments=(0, 1), steps=host.steps["b"], samples=(64, 64), last=True)
     assert host.heard("b", last)[-1] == ("let_go", "b")
+
+
+def leaves_with_a_contribution() -> Host:
+    """Replica b has given, and is asked to leave before a and c have."""
+    host = Host(quorum=3)
+    announced(host)
+    host.step("c")
+    assert host.give("b", 1) == []
+    host.release("b")
+    host.give("a", 1)
+    assert host.give("c", 1) == []  # all have given, but b is about to give the same again
+    return host
+
+
+def test_what_one_gave_before_it_was_asked_to_leave_counts_once() -> None:
+    host = leaves_with_a_contribution()
+    host.step("b")
+    found = host.give("b", 1, 64, last=True)
+    assert merged(found) == [("a", 1, 32), ("b", 1, 64), ("c", 1, 32)] and found[-1] == ("let_go", "b")
+
+
+def test_what_one_gave_counts_if_it_is_lost_before_it_has_left() -> None:
+    assert merged(leaves_with_a_contribution().lose("b")) == [("a", 1, 32), ("b", 1, 32), ("c", 1, 32)]
+
+
+def test_one_that_has_given_to_the_last_merge_is_not_asked_again_to_leave() -> None:
+    host = Host(samples=64)
+    announced(host)
+    assert host.machine.phase == "closing" and host.give("a", 1, last=True) == []
+    assert host.release("a") == [("let_go", "a")]
 
 
 def test_one_that_is_to_leave_is_asked_once_on_each_connection() -> None:
@@ -676,10 +706,14 @@ def test_versions_that_a_replica_names_are_of_the_run() -> None:
     assert "took 4 versions, expected at most 3" in refused(host, "a", given(VersionTaken(0, 0, 0), before=3))
 
 
-def test_one_that_began_anew_gives_what_it_makes_since() -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_one_that_began_anew_gives_what_it_makes_since(steps: int) -> None:
+    """One that had made as many steps as it reports first has begun anew, too."""
     host = Host()
+    host.machine.rules = msgspec.structs.replace(host.machine.rules, step_samples=32)
     announced(host)
-    host.step("a")
+    if steps == 2:
+        host.step("a")
     host.give("a", 1)
     host.give("b", 1)
     host.lose("a")
@@ -687,6 +721,8 @@ def test_one_that_began_anew_gives_what_it_makes_since() -> None:
     host.steps["a"] = 0
     host.step("a")
     host.machine.check("a", Contributed(merge=1, fragments=(0,), steps=1, samples=(32,)))
+    host.step("a")
+    host.machine.check("a", Contributed(merge=1, fragments=(0,), steps=2, samples=(64,)))
 
 
 def test_one_that_was_away_may_have_trained_on_at_no_more_than_eight_times_the_fastest_pace() -> None:

@@ -8,7 +8,8 @@ Fragments take turns. Nobody waits for a merge: replicas contribute after the st
 waits for those that have made a step since it was announced or since the merge before, so not for one that is away; it
 ends when all of them have contributed, or when the quorum has and the grace is over. A contribution counts by the
 samples that it was trained on. One that comes too late is part of the fragment's next merge: a slow replica gives less
-often, and nothing that it has learned is lost.
+often, and nothing that it has learned is lost. One that leaves is asked for all that is not merged: until it has given
+that, what it gave before is in no merge, which would count twice.
 
 A replica whose connection closes is out of every merge from then on. Its loss is noted once it is known how its process
 ended, where that process is known to run. In the phase `ending` replicas receive the merged model, and hang up.
@@ -63,7 +64,8 @@ class _Member:
         self.connections = before.connections + 1 if before is not None else 1
         self.merged_steps = before.merged_steps if before is not None else dict.fromkeys(range(fragments), steps)
         """Steps that it had made when it gave the newest contribution that is merged, by fragment."""
-        self.leaves = False
+        self.leaves = False  # whether it was asked for all that it has, to end
+        self.gave_all = False
         self.steps = steps
         self.shows_life = False  # whether it has made a step since the newest merge was announced
         self.is_ready = False  # whether it has made its last step
@@ -199,7 +201,7 @@ class Merger(Policy[MergerPort], Session):
             raise PeerError(f"contributed to fragments {list(body.fragments)}, expected some of {self.rules.fragments}")
         self._check_taken(member, body)
         for fragment, samples in zip(body.fragments, body.samples, strict=True):
-            merged = 0 if member.leaves else member.merged_steps.get(fragment, 0)
+            merged = member.merged_steps.get(fragment, 0)
             if body.steps <= merged:
                 raise PeerError(f"contributed fragment {fragment} after {body.steps} steps again: it is merged already")
             if each is not None and samples > each * (body.steps - merged):
@@ -368,9 +370,13 @@ class Merger(Policy[MergerPort], Session):
 
     def _release(self, replica: str) -> None:
         """Have it contribute all that it has, and end; once on each connection."""
-        if replica not in self.present or self._members[replica].leaves:
+        member = self._members.get(replica)
+        if member is None or not member.present or member.leaves:
             return
-        self._members[replica].leaves = True
+        member.leaves = True
+        if member.gave_all:
+            self.port.let_go(replica)
+            return
         fragments = tuple(range(self.rules.fragments))
         self.port.ask(replica, CollectChanges(merge=self.merge, fragments=fragments, last=True))
 
@@ -385,8 +391,8 @@ class Merger(Policy[MergerPort], Session):
         self.check(replica, made)
         member = self._members[replica]
         self.samples += made.samples * max(1, made.steps - member.steps)  # also those made without a connection
-        if made.steps < member.steps:
-            member.merged_steps = {}  # it has begun anew
+        if made.steps <= member.steps:
+            member.merged_steps = {}  # it has begun anew: one that goes on has made another step
         member.steps, member.shows_life = made.steps, True
         member.heard_s, member.reports = self.now_s, member.reports + 1
         if member.reports > 1 and self.now_s > member.joined_s:
@@ -416,14 +422,14 @@ class Merger(Policy[MergerPort], Session):
                 taken=body.taken,
                 taken_before=body.taken_before,
             )
-        leaves = self._members[replica].leaves
+        member = self._members[replica]
+        member.gave_all |= body.last
         if self._open is not None and body.merge == self._open.asked.merge:
             self._open.answered.add(replica)
-        elif not leaves:
+        elif not member.leaves:
             self.late += 1
         self._look()
-        # One that leaves gives of every fragment. What was on its way when it was asked to is not that yet.
-        if leaves and len(body.fragments) == self.rules.fragments:
+        if member.leaves and body.last:  # what was on its way when it was asked to leave is not that
             self.port.let_go(replica)
 
     # Merges
@@ -480,8 +486,8 @@ class Merger(Policy[MergerPort], Session):
     def _count(self, opened: _FragmentMerge) -> None:
         """Count the replicas of which there is what it asked for, and its quorum: as many as are at work if those are
         fewer."""
-        held = (self._held[fragment].keys() for fragment in opened.asked.fragments)
-        opened.given = opened.answered if opened.asked.last else set.intersection(*map(set, held))
+        held = [self._ready(fragment) for fragment in opened.asked.fragments]
+        opened.given = opened.answered if opened.asked.last else set.intersection(*held)
         there = {name for name in self.present if self._members[name].shows_life} | opened.given
         if self.now_s - opened.opened_s < _QUORUM_TIMEOUT * self._interval_s:
             there |= opened.expected
@@ -509,7 +515,8 @@ class Merger(Policy[MergerPort], Session):
                 self._due_s = self.now_s + max(self._grace_s, _SHORTEST_S)
             return
         self._open, self._due_s = None, None
-        fragments = tuple(self._taken_out(fragment) for fragment in asked.fragments if self._held[fragment])
+        found = [self._taken_out(fragment, last=asked.last) for fragment in asked.fragments]
+        fragments = tuple(fragment for fragment in found if fragment.contributions)
         refused = self.port.merge(MergeChanges(merge=asked.merge, fragments=fragments, samples=self.samples))
         self._admissible -= refused.keys()
         if asked.last:
@@ -531,8 +538,15 @@ class Merger(Policy[MergerPort], Session):
         else:
             self._next()
 
-    def _taken_out(self, fragment: int) -> MergedFragment:
-        held, self._held[fragment] = self._held[fragment], {}
+    def _ready(self, fragment: int) -> set[str]:
+        """Replicas whose contributions to a fragment can be merged: not one that is about to give more of the same."""
+        leaving = (name for name, m in self._members.items() if m.present and m.leaves and not m.gave_all)
+        return self._held[fragment].keys() - leaving
+
+    def _taken_out(self, fragment: int, *, last: bool) -> MergedFragment:
+        """The contributions to a fragment of this merge; all to the last one."""
+        all_held = self._held[fragment]
+        held = {name: all_held.pop(name) for name in (set(all_held) if last else self._ready(fragment))}
         for name, contribution in held.items():
             self._members[name].merged_steps[fragment] = contribution.steps
         contributions = tuple(held[name] for name in sorted(self._admissible.intersection(held)))

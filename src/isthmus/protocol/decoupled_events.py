@@ -63,6 +63,7 @@ class Contributed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
     fragments: Many[Count]
     steps: Count
     samples: Many[Count]  # samples of each fragment that were trained on since the last contribution that was merged
+    last: bool = False  # whether no step comes after it
     taken: Many[VersionTaken] = ()  # versions since the newest contribution that it knows to be merged
     taken_before: Count = 0  # how many it took before those
 

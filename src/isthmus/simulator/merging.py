@@ -135,10 +135,11 @@ def check_replica_faults(faults: Sequence[Fault]) -> None:
 class _Replica:
     """A replica's process. It is the port of the policy."""
 
-    def __init__(self, model: ReplicaModel, device: Party[_Replica], world: MergingSimulation) -> None:
+    def __init__(self, model: ReplicaModel, device: Party[_Replica], world: MergingSimulation, steps: int) -> None:
+        """`steps`: as the merger says, those of an earlier process."""
         self.model, self.name, self.device, self._world = model, model.name, device, world
         self.pipeline = world.pipelines[model.name]
-        self.policy = DecoupledReplica(world.rules.fragments, world.batch)
+        self.policy = DecoupledReplica(world.rules.fragments, world.batch, steps)
         self.policy.port = self
         self.received: deque[ReplicaOrder | None] = deque()
         """Since the last step ended."""
@@ -148,7 +149,7 @@ class _Replica:
         """Merge and samples of each fragment's contribution whose fate is not known."""
         self._taken: list[VersionTaken] = []
         self.has_connected = False
-        self.steps = 0
+        self.steps = steps
         """The policy counts a step later, after the events during it."""
         self.step_ends_s = math.nan
         self._busy_s: dict[str, float] = {}
@@ -225,6 +226,7 @@ class _Replica:
                     fragments=fragments,
                     steps=self.steps,
                     samples=samples,
+                    last=collect.last,
                     taken=tuple(self._taken),
                 )
             )
@@ -304,9 +306,10 @@ class MergingSimulation(Parties[_Replica]):
         if self._models[worker_id].alone:
             pipeline.present.add(worker_id)
             self._since_s.setdefault(worker_id, self.clock.now_s)
-        pipeline.begin()
+        steps = self.host.session.steps(worker_id)
+        pipeline.begin(steps)
         self.computing.start(worker_id)
-        return _Replica(self._models[worker_id], device, self)
+        return _Replica(self._models[worker_id], device, self, steps)
 
     def arrived(self, worker: _Replica) -> None:
         if worker.has_connected:

@@ -32,9 +32,9 @@ class ReplicaDevices:
         self.again = 0
         """Steps that are to be made again."""
 
-    def begin(self) -> bool:
-        """Whether the devices that are there can begin anew."""
-        self.plan, self._kept, self.again = self._planned(frozenset(self.present)), 0, 0
+    def begin(self, steps: int = 0) -> bool:
+        """Whether the devices that are there can begin anew, after so many steps."""
+        self.plan, self._kept, self.again = self._planned(frozenset(self.present)), steps, 0
         return self.plan is not None
 
     def lost(self, device: str, steps: int, *, leaves: bool = False) -> bool:

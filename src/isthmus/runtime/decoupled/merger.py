@@ -321,5 +321,5 @@ class MergerHost(SessionHost[Merger]):
                 f"{than}: the merged weights would be too large"
             )
         kept = tuple(c for c in given if c.replica not in unlike)
-        self._deltas[fragment] = {c.replica: own[c.replica] for c in kept}
+        self._deltas[fragment] = {name: delta for name, delta in own.items() if name not in refused}
         return msgspec.structs.replace(merged, contributions=kept)

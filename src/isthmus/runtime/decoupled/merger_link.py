@@ -191,6 +191,7 @@ class TakenVersions:
             fragments=tuple(fragments),
             steps=steps,
             samples=tuple(samples),
+            last=collect.last,
             taken=tuple(self._taken),
             taken_before=self._before,
         )
