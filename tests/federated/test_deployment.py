@@ -210,6 +210,7 @@ def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_pat
         sites.begin("")
         soon(lambda: len(lines(run)) >= 2, 60)
         os.kill(first.pids()["first"], signal.SIGKILL)
+        soon(lambda: "first" in first.ended(), 60)  # until then it holds the state folder
         committed = newest_round(run)
         second.begin("")
         soon(lambda: (tmp_path / "serve.err").exists(), 60)
