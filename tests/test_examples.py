@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 HYPOTHESIS, ALONE = "_hypothesis_pytestplugin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 """The only plugin of these runs: importing all that are installed takes longer than what they do."""
@@ -56,6 +58,7 @@ def drew(run: subprocess.CompletedProcess[str]) -> list[str]:
     return [line.removeprefix(".") for line in run.stdout.splitlines() if "drew" in line]
 
 
+@pytest.mark.long
 def test_every_run_draws_the_same_examples_whatever_else_is_imported(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_draws.py").write_text(DRAWS)

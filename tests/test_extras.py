@@ -143,6 +143,7 @@ def test_commands_on_a_system_without_posix(tmp_path: Path) -> None:
     refuse_system(["train"], "linux")
 
 
+@pytest.mark.long
 def test_a_job_on_the_emulated_accelerator_without_it(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     ((code, told),) = said([TESTING], [["train", str(tmp_path / "job.toml"), "--set", "runtime.device=checked"]])

@@ -114,6 +114,7 @@ def test_a_shell_that_completes_words_is_given_all_options(monkeypatch: pytest.M
     assert app_for([]) is app
 
 
+@pytest.mark.long
 def test_a_coordinator_listens_before_it_can_plan_capture_and_draw() -> None:
     """It may be started again while devices wait for it. And a picture is drawn only when it is asked for."""
     listening, planning = map(json.loads, lines_of(IMPORTED))

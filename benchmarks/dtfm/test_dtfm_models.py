@@ -26,6 +26,7 @@ def training(devices: int, link: Link = LINK) -> Training:
     return Training(shape=SMALL, parts=parts, batch=8, fleet=fleet_of(devices, link))
 
 
+@pytest.mark.long
 def test_a_repeated_layer_is_what_a_deeper_capture_has() -> None:
     captured = captured_parts(SMALL.width, SMALL.heads, SMALL.layers)
     assert parts_of(SMALL, checkpointed=False) == list(captured)

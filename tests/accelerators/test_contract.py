@@ -157,7 +157,7 @@ def emulated() -> list[Checked]:
     return [open_checked(index, fresh=True) for index in range(max(case.stages for case in CASES.values()))]
 
 
-@pytest.mark.parametrize("name", represented_by(CASES, "gpt-bf16", "bert-dropout"))
+@pytest.mark.parametrize("name", represented_by(CASES, "gpt-bf16"))
 def test_the_emulated_accelerator_trains_to_the_cpus_bits(
     name: str,
     ready: Callable[[str], Ready],

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from isthmus.job import load_job, prepare
 from tests.runtime.commands import edited, isthmus, write_job
@@ -11,6 +12,7 @@ from tests.runtime.jobs import plain_run
 STEPS = 3
 
 
+@pytest.mark.long
 def test_processes_train_there_as_the_plain_loop_does(tmp_path: Path) -> None:
     path = edited(
         write_job(tmp_path, steps=STEPS),

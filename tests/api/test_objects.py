@@ -32,6 +32,7 @@ from isthmus.job import fleet_of, prepare
 from isthmus.models.registry import own_names
 from isthmus.plans import load_plan
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_weights
+from tests.tiers import represented_by
 
 LOSS = nn.functional.mse_loss
 
@@ -104,6 +105,7 @@ class Rotary(nn.Module):
         return self.head(torch.view_as_real(turned).flatten(-2))
 
 
+@pytest.mark.long
 def test_what_is_saved_is_the_models_state(tmp_path: Path) -> None:
     """No tensors that its state_dict has not, nor those of the loss. Checkpoints of earlier versions have them."""
     model, weight = Rotary(), torch.full((3,), 2.0)
@@ -134,6 +136,7 @@ def test_what_is_saved_is_the_models_state(tmp_path: Path) -> None:
         load_checkpoint(model, checkpoint, lambda _: weights | {"freqs": model.freqs_cis})
 
 
+@pytest.mark.long
 def test_every_sample_trains_and_held_out_ones_are_asked_for(tmp_path: Path) -> None:
     """In float64, as the model is."""
     x, y = (column.double() for column in data(40)[:])
@@ -182,7 +185,7 @@ class Masked(nn.Module):
         return (each * kept).sum() / kept.sum() + 0.1 * logits.square().mean()
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", represented_by([False, True], False))
 def test_a_step_is_the_plain_loops_whatever_the_loss(own: bool, tmp_path: Path) -> None:
     """A token mean over two replicas, of which one has no label; a mean of the model's own in one micro-batch."""
     x = torch.arange(20).reshape(4, 5) % 8

@@ -32,6 +32,7 @@ def test_every_snippet_runs(
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["linear", "sequential", "sequential-2"]
 
 
+@pytest.mark.long
 def test_a_plain_loop_over_a_runs_batches_has_its_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def ends(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.long
 def test_killed_stopped_and_resumed_it_trains_each_run_once(tmp_path: Path) -> None:
     job = f'{JOB}store = {{ url = "file://{tmp_path}/bucket" }}\n'
     sweep, folder = write(tmp_path, job=job), tmp_path / "runs" / "rates"

@@ -44,6 +44,7 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job.toml"
 
 
+@pytest.mark.long
 def test_figures_are_those_by_hand(job: Path) -> None:
     """A micro-batch takes a time u on the desk and 2 u on the rack; links take none, and devices are replicas.
 

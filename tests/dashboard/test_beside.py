@@ -36,6 +36,7 @@ def _runs(address: str) -> list[dict[str, object]]:
         return found
 
 
+@pytest.mark.long
 def test_a_page_shows_the_run_and_ends_with_it(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with listening_socket("127.0.0.1", 0) as taken:
         monkeypatch.setattr(page, "PORT", taken.getsockname()[1])

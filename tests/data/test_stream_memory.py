@@ -48,6 +48,7 @@ print(*grown(lambda: pyarrow.parquet.read_table(folder + "/part-0.parquet").num_
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the largest resident size anew"
 )
+@pytest.mark.long
 def test_a_reader_of_100_mib_grows_by_less_than_5(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     vectors = np.random.default_rng(0).random(ROWS * WIDTH, dtype=np.float32)

@@ -138,6 +138,7 @@ def test_a_replica_has_one_micro_batch_where_a_mean_is_the_models_own(job: Job, 
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.long
 def test_a_replica_trains_in_half_on_an_accelerator(job: Job) -> None:
     job = msgspec.structs.replace(
         job,

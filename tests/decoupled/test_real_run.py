@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 
 from isthmus.api.decoupled import replica_plans
@@ -29,6 +30,7 @@ FLEET = Fleet(
 )
 
 
+@pytest.mark.long
 def test_the_others_go_on_where_one_is_stopped_and_one_is_killed(tmp_path: Path) -> None:
     job = job_of()
     job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=60))

@@ -88,6 +88,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return shell
 
 
+@pytest.mark.long
 def test_a_page_works_as_it_is_written(machine: dict[str, str], tmp_path: Path) -> None:
     type_in(script_of_page(PAGE), tmp_path, machine)
 

@@ -45,6 +45,7 @@ def test_a_plan_is_made_and_drawn(
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_isthmus_and_the_naive_loop_end_at_the_same_weights(tmp_path: Path) -> None:
     found = re.search(r"after 5 rounds: (\S+)", told("federated_twin.py", tmp_path))
     assert found is not None and float(found[1]) < 1e-6

@@ -72,6 +72,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptation, "CHANGE_S", 0.05)
 
 
+@pytest.mark.long
 def test_a_device_that_slows_down_gets_less_to_do(tmp_path: Path) -> None:
     outcome, told = _run(tmp_path, FleetChange(step=AT, factor=0.2, device="d0"))
     assert outcome.recoveries, told.notes

@@ -97,6 +97,7 @@ def test_processes_that_all_die_at_once_are_started_again(tmp_path: Path, undist
     _same_weights(found, undisturbed)
 
 
+@pytest.mark.long
 def test_one_process_that_dies_alone_is_not_started_again(tmp_path: Path) -> None:
     found = run(tmp_path, job(), spares=0, backend=LocalBackend(starts_again=True), act=(3, _killed("d0")))
     assert "d0" not in found.outcome.periods[-1].plan.devices

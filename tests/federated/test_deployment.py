@@ -128,6 +128,7 @@ class Listed:
         return {name: self._samples[name] for name in columns}
 
 
+@pytest.mark.long
 def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, run = 10, tmp_path / "run"
     monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)

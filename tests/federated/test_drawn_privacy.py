@@ -186,6 +186,7 @@ def test_sums_of_sites_that_are_drawn_each_by_themselves_have_room_for_all() -> 
     assert told > site_noise.distributed_guarantee(privacy, 3, 1, site_noise.concentrated(privacy, 1, 1, 100)).epsilon
 
 
+@pytest.mark.long
 def test_epsilon_of_drawn_settings_is_never_below_the_true_one() -> None:
     pytest.importorskip("dp_accounting")
     assert len(epsilons()) == len(KINDS) * EACH == 20

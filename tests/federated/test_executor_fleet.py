@@ -21,6 +21,7 @@ from isthmus.runtime.federated.run import FederatedRun
 from tests.federated.test_pacing import Host
 from tests.federated.test_run_folders import JOB
 from tests.runtime.commands import isthmus, refused
+from tests.tiers import represented_by
 
 FLEET = """
 name = "three"
@@ -130,7 +131,7 @@ def test_the_same_job_is_simulated_the_same_again(job_file: Path) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"runtime.unstable": True}, {"federated.algorithm": "mime", "coordinator": "middle"}],
+    represented_by([{}, {"runtime.unstable": True}, {"federated.algorithm": "mime", "coordinator": "middle"}], {}),
     ids=["fedavg", "unstable", "two passes"],
 )
 def test_a_run_of_emulated_devices_decides_as_it_is_simulated(

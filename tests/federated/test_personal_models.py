@@ -84,6 +84,7 @@ def accuracies(job: Path, algorithm: str, *more: str) -> tuple[list[float], str]
     return [e.clients["accuracy"].mean for e in found], done.out
 
 
+@pytest.mark.long
 def test_each_is_evaluated_with_its_own_head(job: Path) -> None:
     own, said = accuracies(job, "Heads")
     servers, _ = accuracies(job, "Silent")

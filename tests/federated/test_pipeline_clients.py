@@ -184,6 +184,7 @@ def test_a_pipeline_that_cannot_be_is_refused_before_the_site_joins(key: str, sa
         load_site(tmp_path / "south.toml")
 
 
+@pytest.mark.long
 def test_a_device_that_is_lost_in_the_middle_costs_time_alone(tmp_path: Path) -> None:
     local, data, said = LocalConfig(batch_size=18, epochs=3), noise(tmp_path), list[str]()
     made, resident = pipeline(tmp_path, MLP, data, local, said)

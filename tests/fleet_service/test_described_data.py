@@ -35,6 +35,7 @@ def test_equal_data_are_found_equal_and_others_named(joined: Joined, tmp_path: P
     assert apart.described.keys() == {"a", "c"}
 
 
+@pytest.mark.long
 def test_what_a_device_may_not_or_cannot_say_names_device_and_field(joined: Joined, tmp_path: Path) -> None:
     joined.add("a", write_samples(tmp_path / "a-data"), kinds=("text",))
     joined.add("c", write_samples(tmp_path / "c-data"))

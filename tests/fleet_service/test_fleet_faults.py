@@ -206,6 +206,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     found.end()
 
 
+@pytest.mark.long
 def test_the_coordinator_is_killed_and_comes_back(machines: Machines) -> None:
     serve = machines.serve("--tickets", "2")
     assert serve.stdout is not None

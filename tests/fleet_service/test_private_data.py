@@ -106,6 +106,7 @@ def reached(run: Path, step: int) -> None:
     soon(lambda: run.is_dir() and any(p.step >= step for p in RunFolder(run).losses()), 60)
 
 
+@pytest.mark.long
 def test_a_coordinator_without_data_trains_resumes_and_recovers(
     joined: Joined, tmp_path: Path, coordinator: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ class _Counting(Agent):
         super()._follow(message, *others)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_patient_device_beats_as_an_impatient_coordinator_needs_it(fleet: Fleet, tmp_path: Path) -> None:
     join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)
     membership = membership_in(tmp_path / "desk")

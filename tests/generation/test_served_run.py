@@ -84,6 +84,7 @@ def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tm
     assert any(note.startswith("lost d1: its process was killed by SIGKILL") for note in notes), notes
 
 
+@pytest.mark.long
 def test_devices_that_joined_generate_leave_and_are_replaced(tmp_path: Path) -> None:
     """d3 is in the fleet file and never joins."""
     folder, module = finished_run(tmp_path / "run", "hf-gpt2", GPT2, stages=2)

@@ -456,6 +456,7 @@ class Ready(WarnsOnce):
         return F.cross_entropy(self.fc(x), y)
 
 
+@pytest.mark.long
 def test_the_states_of_a_transformer_can_be_asked_for() -> None:
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16

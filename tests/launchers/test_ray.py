@@ -177,6 +177,7 @@ def test_more_agents_than_nodes_are_refused(cluster: RayCluster, tmp_path: Path)
     check_nothing_is_left(cluster, agent.name)
 
 
+@pytest.mark.long
 def test_a_killed_actor_costs_nothing_but_time(cluster: RayCluster, tmp_path: Path) -> None:
     def kill_one(run: Trained) -> None:
         os.kill(cluster.pids()[0], signal.SIGKILL)

@@ -114,6 +114,7 @@ def test_ctrl_c_while_agents_join_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists(), "nothing was run"
 
 
+@pytest.mark.long
 def test_agents_end_with_a_command_that_is_killed_and_it_can_be_given_again(tmp_path: Path) -> None:
     up = _Up(tmp_path, 1, "--run", "run")
     soon(lambda: up.has("is here"), WITHIN_S)

@@ -98,6 +98,7 @@ def test_a_function_says_itself_whether_low_values_are_good(tmp_path: Path) -> N
     assert runs["said"].outcome == "done" and runs["otherwise"].outcome == "stopped"
 
 
+@pytest.mark.long
 def test_a_pipeline_stops_with_a_checkpoint(tmp_path: Path) -> None:
     run = isthmus.train(
         model=Classifier(),

@@ -30,6 +30,7 @@ from isthmus.protocol import StateLayout
 from isthmus.protocol.leases import Leases
 from isthmus.runtime.coordinator.run import run_spec
 from tests.metrics.plain import Classifier, confidence, measured, samples, top_two
+from tests.tiers import represented_by
 
 METRICS = ["accuracy", "perplexity", top_two, confidence]
 HELD = 53
@@ -92,6 +93,7 @@ def fleet(tmp_path: Path) -> str:
     return str(tmp_path / "fleet.toml")
 
 
+@pytest.mark.long
 def test_of_three_stages(fleet: str, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, [PlanLayout(("d-0", "d-1", "d-2"), (2, 4), 4)], fleet=fleet)
     run = train(tmp_path, plan=plan, fleet=fleet)
@@ -109,6 +111,7 @@ def test_of_two_replicas(fleet: str, tmp_path: Path) -> None:
     check(train(tmp_path, plan=plan, fleet=fleet), Classifier())
 
 
+@pytest.mark.long
 def test_of_a_last_stage_that_jax_computes(fleet: str, tmp_path: Path) -> None:
     pytest.importorskip("jax")
     overrides = {"runtime.engine": {"d-2": "jax"}}
@@ -155,6 +158,7 @@ def tokens(split: str) -> dict[str, torch.Tensor]:
     return {"x": x, "labels": labels}
 
 
+@pytest.mark.long
 def test_each_label_counts_once_where_micro_batches_have_different_numbers(tmp_path: Path) -> None:
     run = train(tmp_path, model=Tagger(), loss=None, data=tokens, metrics=["accuracy", "perplexity"])
     trained, held = Tagger(), tokens("heldout")
@@ -277,6 +281,7 @@ def regression(split: str) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(32, 6), "target": torch.randn(32, 5)}
 
 
+@pytest.mark.long
 def test_a_test_set_is_evaluated_ten_times_and_all_of_the_data_train(tmp_path: Path) -> None:
     torch.manual_seed(1)
     given = {"model": Classifier(), "loss": F.cross_entropy, "data": samples(64), "test": samples(HELD, 7)}
@@ -311,7 +316,7 @@ def test_held_out_data_of_a_kind_without_a_path_are_refused() -> None:
         load_dataset(both, "train")
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", represented_by([2, 4], 4))
 def test_an_evaluation_that_a_stop_interrupts_is_made_when_the_run_goes_on(step: int, tmp_path: Path) -> None:
     """Whether the stop comes before its end or after it, it is made once, and last of all."""
 

@@ -98,6 +98,7 @@ def test_builds_trains_and_exports(name, options, example, class_name):
     assert all(isinstance(shape[0], torch.SymInt) for shape in symbols)
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts_is_captured_and_computes_what_each_expert_would():
     columns = {name: Column("int64", (12,)) for name in ("input_ids", "labels")}
     found = capture(lambda: build("hf:MixtralForCausalLM", **MIXTRAL), columns)

@@ -136,6 +136,7 @@ def soon_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prune_fleet, "MOST_DEVICES", 16)
 
 
+@pytest.mark.long
 def test_a_large_fleet_whose_memory_is_on_its_slow_devices(soon_large: None) -> None:
     fleet = flat_fleet([40 << 10] * 15 + [64 << 20] * 5, [1e9] * 15 + [2e8] * 5)
     problem = problem_of(gpt_graph(2), fleet, micro_batches=4)

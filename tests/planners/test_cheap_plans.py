@@ -68,6 +68,7 @@ def test_chain_is_the_cheapest_pipeline_and_proves_it(
     pinned=st.booleans(),
 )
 @settings(max_examples=12, deadline=None)
+@pytest.mark.long
 def test_auto_is_within_two_percent_of_the_cheapest_of_all_plans(
     seed: int, operators: int, devices: int, micro_batches: int, pinned: bool
 ) -> None:

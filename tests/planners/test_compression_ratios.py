@@ -276,7 +276,7 @@ def test_replicas_share_one_loss_budget(seed: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("devices", represented_by([2, 3], 2))
-@pytest.mark.parametrize("seed", SEEDS[::2])
+@pytest.mark.parametrize("seed", represented_by(SEEDS[::2], SEEDS[0]))
 def test_no_plan_within_a_budget_takes_longer_to_a_loss_than_one_that_packs_all_alike(seed: int, devices: int) -> None:
     """Nor than that one's layout, packed within the budget."""
     rng, budget = random.Random(seed), (0.02, 0.2, 0.0)[seed % 3]

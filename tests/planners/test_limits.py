@@ -43,7 +43,7 @@ def every_pair(seed: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("seed", represented_by(range(2), 1))
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("share", represented_by([0.0, 0.3, 0.8], 0.3))
 @pytest.mark.parametrize("limited", ["max_step_s", "max_price"])
 def test_the_best_within_the_limit(seed: int, share: float, limited: str) -> None:
     problem = priced(seed)

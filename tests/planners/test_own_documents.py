@@ -173,6 +173,7 @@ def every_document_holds(seed: int, devices: int, operators: int, name: str) -> 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 5), st.sampled_from(planner_names()))
 @example(129, 3, 4, "auto")  # adatopk: optimal, which the check proves and the planner does not
 @example(20, 4, 7, "auto")
+@pytest.mark.long
 def test_what_is_planned_holds_and_what_is_forged_does_not(seed: int, devices: int, operators: int, name: str) -> None:
     every_document_holds(seed, devices, operators, name)
 

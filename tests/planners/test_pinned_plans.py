@@ -79,6 +79,7 @@ def test_a_device_at_both_ends_of_one_replica_is_in_no_other() -> None:
     check(plan("auto", problem), problem)
 
 
+@pytest.mark.long
 def test_a_slow_holder_keeps_its_ends_and_gives_away_the_middle() -> None:
     devices = tuple(
         Device(name=f"d{i}", region="here", flops_per_s=s, memory_bytes=1 << 40) for i, s in enumerate([1e8, 1e9, 1e9])
@@ -188,6 +189,7 @@ def test_planners_that_put_anything_anywhere_say_so() -> None:
         asked(1, 3, fleet_of([1.0]), holders=["d9"])
 
 
+@pytest.mark.long
 def test_a_larger_fleet_begins_where_the_data_are() -> None:
     fleet = resolve_fleet("random:12:5")
     holder = fleet.names[7]

@@ -71,7 +71,7 @@ def test_the_exact_planner_finds_the_best_of_all_packed_pipelines(method: str, s
     check(made, problem)
 
 
-@pytest.mark.parametrize("method", represented_by(METHODS, "adatopk", "just-enough"))
+@pytest.mark.parametrize("method", represented_by(METHODS, "just-enough"))
 @settings(deadline=None, max_examples=2)
 @given(seed=st.integers(0, 100_000))
 def test_auto_is_no_slower_than_any_planner(method: str, seed: int) -> None:

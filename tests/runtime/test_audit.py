@@ -207,6 +207,7 @@ def test_one_wrong_bit_is_found_and_its_device_named(fault: str, gpt: Prepared, 
     assert found.lines() == [f"step {step}: {WRONG} computed wrong: {', '.join(finding.nodes)}"]
 
 
+@pytest.mark.long
 def test_the_bits_of_a_hundred_steps_are_those_without_fingerprints_and_of_another_cut(
     alone: str, tmp_path: Path
 ) -> None:

@@ -358,6 +358,7 @@ def test_a_run_tells_how_fast_its_fleet_is(trained: Trained, tmp_path: Path) -> 
     assert json.loads(isthmus("plan", trained.job, "--fleet", target, "--json").out)["predicted"]["step_s"] > 0
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_planned_for_the_fleet_as_it_was_measured(tmp_path: Path) -> None:
     job = edited(write_job(tmp_path, steps=1), ("eval_every = 5", "eval_every = 0"))
     run = RunFolder(tmp_path / "run")

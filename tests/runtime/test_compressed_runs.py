@@ -120,6 +120,7 @@ def test_a_run_equals_its_twin_and_sends_what_plan_and_simulator_say(model: str,
     assert sent(measured) == sent(simulate(plan, fleet, run_spec(prepared), simulation_options(prepared, plan)))
 
 
+@pytest.mark.long
 def test_what_a_samples_gradients_left_out_follows_in_the_next_pass(tmp_path: Path) -> None:
     """Three passes over 23 samples; the same run without feedback goes elsewhere."""
     text = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 384, "holdout": 0.05})

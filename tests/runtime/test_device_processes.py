@@ -126,6 +126,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("fork_server_is", represented_by(["early", "its own interpreter"], "early"))
+@pytest.mark.long
 def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path, fork_server_is: str) -> None:
     arguments = [address, str(tmp_path), fork_server_is]
     with subprocess.Popen([*script(LAUNCHED, tmp_path), *arguments]) as parent:

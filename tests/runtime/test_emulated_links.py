@@ -34,6 +34,7 @@ def one_way_s(connect: Callable[[], Pair], shape: Link, size_bytes: int) -> tupl
 
 
 @when_quiet
+@pytest.mark.long
 def test_20_mb_over_100_mbit_and_50_ms_take_1650_ms(connect: Callable[[], Pair]) -> None:
     took_s = [one_way_s(connect, Link(0.05, 100 * MBIT), 20_000_000)[0] for _ in range(3)]
     assert statistics.median(took_s) == pytest.approx(1.65, rel=0.03)

@@ -36,6 +36,7 @@ def digit_folder(root: Path) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_a_resnet_on_a_folder_of_images_is_the_resnet_on_their_arrays(tmp_path: Path) -> None:
     levels, labels = digit_levels()
     pixels = np.repeat(levels[:, None].astype(np.float32) / np.float32(255), 3, axis=1)

@@ -111,6 +111,7 @@ def test_gpt2_over_three_devices_equals_peft_alone(tmp_path: Path) -> None:
     assert sum(stage.memory.optimizer for stage in plan.stages) == 8 * count, "AdamW keeps two numbers"
 
 
+@pytest.mark.long
 def test_llama_over_three_devices_and_exported_equals_peft_alone(tmp_path: Path) -> None:
     job, folder = lora_job(tmp_path, "llama"), tmp_path / "run"
     tuned = isthmus.train(job, run=folder)

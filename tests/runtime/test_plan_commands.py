@@ -237,6 +237,7 @@ def test_bad_compression_is_refused(tmp_path: Path, table: str, words: list[str]
     refused(isthmus("plan", job), 2, *words)
 
 
+@pytest.mark.long
 def test_a_job_lets_the_plan_choose_how_many_micro_batches(tmp_path: Path) -> None:
     job = edited(
         write_job(tmp_path, steps=6, planner="auto"), ("[training]", "[plan]\nmicro_batches = [1, 2, 4]\n\n[training]")

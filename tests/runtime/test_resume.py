@@ -248,6 +248,7 @@ def test_what_a_checkpoint_was_not_made_with_is_refused(
     refused(isthmus("train", edited(job, *changes), "--run", tmp_path / "run", "--resume", "--steps", "20"), 2, *words)
 
 
+@pytest.mark.long
 def test_another_fleet_takes_over(whole: Done, tmp_path: Path) -> None:
     shutil.copytree("whole", tmp_path / "run")
     done = isthmus(
@@ -302,6 +303,7 @@ def test_nobody_else_runs_in_a_folder_and_a_second_ctrl_c_ends_at_once() -> None
     assert not any(map(is_running, devices.values()))
 
 
+@pytest.mark.long
 def test_a_run_that_loses_a_device_goes_on_and_ctrl_c_saves_and_exits_130() -> None:
     process = _endless("lost")
     devices, folder = devices_of(process.pid), RunFolder(Path("lost"))

@@ -59,6 +59,7 @@ def test_a_pipeline_equals_the_plain_loop_bit_for_bit(form: str, tmp_path: Path)
         assert torch.equal(saved[name], own), name
 
 
+@pytest.mark.long
 def test_resumed_in_the_middle_of_an_epoch_it_sees_the_same_batches(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "data")
     job = edited(

@@ -13,7 +13,7 @@ from isthmus.planners.generation import Chain, Objective, plan_chain
 from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.serving import ServedRequest, ServingSimulation, SimulatedServing
 
-BLOCKS, EACH = 10, 220
+BLOCKS, EACH = 50, 44
 QUICK = RecoveryTimes(process_s=0.4, timeout_s=3.0, start_s=5.0)
 
 
@@ -120,5 +120,6 @@ def test_under_drawn_faults_each_request_gets_its_tokens_once_and_in_order_or_a_
         assert reason.startswith(("no device is left", "a second device", "fleet ")), reason
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_service_again() -> None:
     assert [drawn(seed) for seed in range(20)] == [drawn(seed) for seed in range(20)]

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.sync.torchrun import ROOT
 
 SCRIPT = ROOT / "tests" / "sync" / "exits.py"
@@ -28,6 +30,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.long
 def test_no_way_to_end_aborts_or_hangs() -> None:
     chosen = ["--runs", str(RUNS)] if RUNS else ["--modes", "streaming", "--endings", "late", "left", "raised", "gone"]
     done = subprocess.run(

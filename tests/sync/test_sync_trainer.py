@@ -14,6 +14,7 @@ from tests.sync.torchrun import environment
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.long
 def test_the_trainer_with_the_callback_is_the_loop_with_sync_bit_for_bit(tmp_path: Path) -> None:
     cases = Path(__file__).parent / "trainer_cases.py"
     done = subprocess.run(

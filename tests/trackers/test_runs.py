@@ -78,6 +78,7 @@ class Notes(isthmus.Observer):
         self.lines.append(text)
 
 
+@pytest.mark.long
 def test_a_run_of_objects_has_callbacks_and_trackers_and_a_tracker_that_fails_does_not_stop_it(tmp_path: Path) -> None:
     x = torch.randn(16, 4)
     recording, notes = Recording(), Notes()

@@ -70,7 +70,7 @@ def captured(name: str, method: str) -> Captured:
     return capture_of(functools.partial(build, name, method), TEXT)
 
 
-@pytest.mark.parametrize(("name", "method"), represented_by(EVERY, ("hf-llama", "subspace"), ("gpt", "residual")))
+@pytest.mark.parametrize(("name", "method"), represented_by(EVERY, ("gpt", "residual")))
 def test_any_cut_equals_the_plain_module_bit_for_bit(name: str, method: str) -> None:
     graph, make = captured(name, method), functools.partial(build, name, method)
     for seed in range(3):
@@ -87,7 +87,7 @@ def test_any_cut_equals_the_plain_module_bit_for_bit(name: str, method: str) -> 
         assert pipeline.evaluate(copies(data)) == reference_loss(module, copies(data))
 
 
-@pytest.mark.parametrize(("name", "method"), EVERY)
+@pytest.mark.parametrize(("name", "method"), represented_by(EVERY, ("gpt", "subspace"), ("hf-llama", "residual")))
 def test_a_cut_behind_a_block_sends_the_narrow_stream(name: str, method: str) -> None:
     flow = Flow(captured(name, method).train)
     tokens = TEXT["input_ids"].shape[0]

@@ -135,6 +135,7 @@ def test_an_index_out_of_range_is_an_error_that_names_its_operator() -> None:
         pipeline.step(1, [{"x": torch.tensor([[0, 4], [1, 1]])}])
 
 
+@pytest.mark.long
 def test_operators_without_an_entry_are_refused() -> None:
     engine, batch = engine_of("Recurrent")
     with pytest.raises(UserError, match=r"JAX has no entry for aten\.gru\.input, aten\.lstm\.input"):

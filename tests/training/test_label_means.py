@@ -134,6 +134,7 @@ def test_the_number_of_micro_batches_changes_no_objective(name: str, jax: bool) 
         assert pipeline.evaluate(micro_batches) == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.long
 def test_labels_that_all_count_keep_the_mean_and_its_bits() -> None:
     """Text has a limit and Hugging Face's models only move labels: there is nothing to count."""
     for build, (columns, _) in ((llama, whole()), (tagger, whole())):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Pipeline, batches, capture_of, copies, module_of, random_cut, weights_of
+from tests.tiers import represented_by
 from tests.training.reference import reference_step
 from torch import nn
 from zoo import MODELS, TEXT
@@ -63,7 +64,7 @@ def theirs(**options: Any) -> nn.Module:
     return peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", represented_by(OPTIONS, "many"))
 def test_a_cut_model_has_pefts_loss_and_gradients(name: str) -> None:
     options, spec = OPTIONS[name], lora("hf-llama", **OPTIONS[name])
     captured = capture_of(lambda: build_model(spec), TEXT)
@@ -79,6 +80,7 @@ def test_a_cut_model_has_pefts_loss_and_gradients(name: str) -> None:
         assert (gradients[parameter] - value).norm() <= 1e-6 * value.norm() + 1e-12, parameter
 
 
+@pytest.mark.long
 def test_dropout_and_bf16_have_the_same_bits_on_one_device_and_on_several() -> None:
     """Dropout draws by step, micro-batch and operator: other numbers than peft's, and the same wherever it runs."""
     spec = lora("hf-llama", target_modules=["q_proj", "v_proj"], lora_dropout=0.3, init_lora_weights=False)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import Pipeline, batches, capture_of, copies, module_of, random_cut, weights_of
+from tests.tiers import THOROUGH
 from tests.training.reference import reference_loss, reference_step
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -183,7 +184,7 @@ def test_a_tensor_that_is_handed_back_crosses_once(steps: list[Step]) -> None:
             assert not unequal, cut.position
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15 if THOROUGH else 5, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, seed=st.integers(0, 1000))
 def test_a_random_module_equals_itself_however_it_is_cut(steps: list[Step], seed: int):
     def build() -> nn.Module:

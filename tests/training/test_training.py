@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from in_process import Pipeline, batches, capture_of, copies, module_of, optimizers_of, random_cut, weights_of
+from tests.tiers import represented_by
 from tests.training.reference import reference_loss, reference_step, reference_update
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -158,7 +159,7 @@ def test_the_count_may_be_a_number():
     assert all(torch.equal(gradients[n], g) for n, g in expected_gradients.items())
 
 
-@pytest.mark.parametrize("name", ["gpt", "cnn"])
+@pytest.mark.parametrize("name", represented_by(["gpt", "cnn"], "cnn"))
 def test_half_precision(name: str):
     build, columns = model(name)
     found = capture_of(build, columns, torch.bfloat16)

@@ -177,6 +177,7 @@ def test_who_leaves_the_population() -> None:
     assert worse_parent(costs, 2, 2, 5.0) == 2, "a child that costs as much as its parents takes a place"
 
 
+@pytest.mark.long
 def test_the_codes_rules_leave_a_plateau_that_the_texts_do_not() -> None:
     """Case 2 in small: four machines of three devices and twelve single ones, where most groupings cost the same."""
     site = np.concatenate((np.repeat(np.arange(4), 3), np.arange(4, 16)))
