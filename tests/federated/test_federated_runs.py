@@ -166,15 +166,17 @@ def test_interrupted_and_resumed(reference: bytes, tmp_path: Path) -> None:
 
 
 def children(pid: int) -> list[int]:
-    found: list[int] = []
+    """The first that was started comes first: numbers of processes begin again."""
+    found: list[tuple[int, int]] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := entry / "stat").exists():
             try:
-                if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(entry.name))
+                fields = stat.read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-    return sorted(found)
+            if int(fields[1]) == pid:
+                found.append((int(fields[19]), int(entry.name)))
+    return [child for _, child in sorted(found)]
 
 
 BAD = """
