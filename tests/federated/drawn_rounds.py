@@ -24,7 +24,7 @@ from isthmus.federated import AlgorithmSpec, Server, StateForm, TrainingTask, lo
 from isthmus.federated.admission import AdmissionRules, first_state
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation
-from isthmus.federated.site import Site, SiteStates
+from isthmus.federated.site import Site, SiteStates, UpdateRules
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.models import ModelSpec
 from isthmus.programs.masked import MaskedRoundPort, MaskedRounds
@@ -249,8 +249,7 @@ class DrawnRounds:
             module(),
             self.data[client],
             states,
-            stated_samples=MOST if self.secure else None,
-            masked=self.secure,
+            rules=UpdateRules(stated_samples=MOST if self.secure else None, masked=self.secure),
         )
 
     def _executor(self, name: str, line: Line, site: Site) -> SiteExecutor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from isthmus.accelerators import HOST
 from isthmus.errors import UserError
 from isthmus.federated import AlgorithmSpec, ClientTrainer, LocalConfig, Server, TrainingTask, load_algorithm
-from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.buffers import buffers_of
 from isthmus.federated.local import PlainLocal, Workspace
@@ -22,7 +21,7 @@ from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.privacy import Privacy, private
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
-from isthmus.federated.site import Site
+from isthmus.federated.site import Site, UpdateRules
 from isthmus.federated.stacked import best_clients_per_vmap
 from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
 from tests.federated.populations import LOCAL, ListedData, Run, members, population
@@ -224,8 +223,8 @@ def test_sites_give_what_a_simulation_gives(masked: bool, tmp_path: Path) -> Non
     algorithm, data = load_algorithm(AlgorithmSpec(name="fedavg")), population()
     resident = Resident(stateful())
     server = Server(algorithm, resident.vector(), resident.buffers(), 9)
-    work, rules = TrainingTask(algorithm=algorithm, local=LOCAL, seed=SEED), AdmissionRules()
-    sites = [Site(work, stateful(), ListedData([d] * 9), None, masked=rules if masked else None) for d in data.clients]
+    work, rules = TrainingTask(algorithm=algorithm, local=LOCAL, seed=SEED), UpdateRules(masked=masked)
+    sites = [Site(work, stateful(), ListedData([d] * 9), None, rules=rules) for d in data.clients]
     for round_ in range(3):
         asked = [ClientTask(i, int(data.sizes[i])) for i in members(round_, data.sizes).tolist()]
         opening = PhaseSetup(phase=PhaseId(round_), clients=len(asked), samples=sum(t.samples for t in asked))

@@ -29,7 +29,7 @@ from isthmus.federated import (
 from isthmus.federated.admission import AdmissionRules, bounded
 from isthmus.federated.algorithms.scaffold import Scaffold
 from isthmus.federated.resident import Resident
-from isthmus.federated.site import Site, SiteStates
+from isthmus.federated.site import Site, SiteStates, UpdateRules
 from isthmus.federated.states import LARGE_BYTES, StateLost
 from isthmus.protocol.federated_messages import (
     NONE,
@@ -242,7 +242,7 @@ def test_a_sites_state_follows_the_clipped_update_that_it_sends(masked: bool, tm
     model = Resident(module()).vector()
     clip = partial(bounded, rules=rules, change_of=algorithm.change)
     states = SiteStates(tmp_path, StateForm({"control": torch.zeros_like(model)}))
-    site = Site(work(algorithm), module(), population(), states, clip=clip, masked=masked)
+    site = Site(work(algorithm), module(), population(), states, rules=UpdateRules(clip=clip, masked=masked))
     site.open(opening(0), {"model": model, "control": torch.zeros_like(model)})
     ((timed,), refused) = site.train([ClientTask(0, SAMPLES[0], NONE)])
     assert not refused and site.update is not None

@@ -15,7 +15,7 @@ import pytest
 
 import isthmus
 from isthmus.api.up_choices import UpChoices, agent_names, agent_specs, check_not_public, numbered_names
-from isthmus.cli.cluster_commands import up
+from isthmus.cli.cluster_commands import UpOptions
 from isthmus.errors import UserError
 from isthmus.fleet import load_fleet
 from isthmus.runtime.launchers import ray_connection, registry
@@ -190,7 +190,7 @@ def test_no_public_address_is_taken_by_default(address: str, refused: bool) -> N
 
 
 def test_the_help_names_every_engine() -> None:
-    said = inspect.signature(up, eval_str=True).parameters["on"].annotation.__metadata__[0].help
+    said = inspect.signature(UpOptions, eval_str=True).parameters["engine"].annotation.__metadata__[0].help
     for name in registry._OURS:
         assert name in said, name
 

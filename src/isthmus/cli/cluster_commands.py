@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,9 +24,55 @@ from isthmus.cli.options import (
 from isthmus.engines import CLUSTER_ENGINES
 from isthmus.overrides import read_overrides
 
+if TYPE_CHECKING:
+    from isthmus.api.up_choices import UpChoices
+
 app = typer.Typer()
 
 _ENGINES = f"{', '.join(CLUSTER_ENGINES)}, or one of another package"
+
+
+@dataclass(frozen=True)
+class UpOptions:
+    """Which agents an engine starts, and how they reach the coordinator."""
+
+    engine: Annotated[str, typer.Option("--on", metavar="ENGINE", help=f"What starts agents: {_ENGINES}.")]
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Default: those of the fleet file, or all that the engine has.")
+    ] = None
+    devices_per_node: Annotated[
+        str,
+        typer.Option(
+            "--devices-per-node",
+            metavar="auto|N|island",
+            help="auto: each accelerator is a device; island: all of a node are one, under torchrun.",
+        ),
+    ] = "auto"
+    options: Annotated[
+        list[str] | None, typer.Option("--on-option", metavar="KEY=VALUE", help="An option of the backend; repeatable.")
+    ] = None
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; default: towards the engine; local: loopback.")
+    ] = ""
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 0
+    addresses: Annotated[
+        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which nodes reach it; may be repeated.")
+    ] = None
+    timeout: TimeoutOption = "60 s"
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with the data, on every node.")] = None
+    memory: Annotated[str, typer.Option("--memory", help="What jobs may take of each device's: 4GiB.")] = ""
+    measure: Annotated[
+        bool | None,
+        typer.Option("--measure/--no-measure", help="Measure devices; default: unless the job has a fleet file."),
+    ] = None
+    resume: ResumeOption = False
+    run: RunOption = None
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what agents print.")] = False
+
+    def choices(self) -> UpChoices:
+        options = read_overrides(self.options or (), "--on-option", "hosts=nodes.txt")
+        given: dict[str, Any] = vars(self) | {"options": options, "addresses": tuple(self.addresses or ())}
+        return api.up.UpChoices(**given, again=command_to_go_on())
 
 
 @app.command()
@@ -33,65 +80,18 @@ _ENGINES = f"{', '.join(CLUSTER_ENGINES)}, or one of another package"
 def up(
     job_file: JobFile,
     asked: JobOptions,
-    on: Annotated[str, typer.Option("--on", metavar="ENGINE", help=f"What starts agents: {_ENGINES}.")],
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="Default: those of the fleet file, or all that the engine has.")
-    ] = None,
-    per_node: Annotated[
-        str,
-        typer.Option(
-            "--devices-per-node",
-            metavar="auto|N|island",
-            help="auto: each accelerator is a device; island: all of a node are one, under torchrun.",
-        ),
-    ] = "auto",
-    options: Annotated[
-        list[str] | None, typer.Option("--on-option", metavar="KEY=VALUE", help="An option of the backend; repeatable.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; default: towards the engine; local: loopback.")
-    ] = "",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 0,
-    address: Annotated[
-        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which nodes reach it; may be repeated.")
-    ] = None,
-    timeout: TimeoutOption = "60 s",
-    data: Annotated[Path | None, typer.Option("--data", help="Folder with the data, on every node.")] = None,
-    memory: Annotated[str, typer.Option("--memory", help="What jobs may take of each device's: 4GiB.")] = "",
-    measure: Annotated[
-        bool | None,
-        typer.Option("--measure/--no-measure", help="Measure devices; default: unless the job has a fleet file."),
-    ] = None,
+    on: UpOptions,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what the engine would be handed, without tickets; start nothing.")
     ] = False,
-    resume: ResumeOption = False,
-    run: RunOption = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show what agents print.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Train a job on a cluster: start a coordinator here and an agent on each node, and end them with the run."""
-    how = api.up.UpChoices(
-        engine=on,
-        options=read_overrides(options or (), "--on-option", "hosts=nodes.txt"),
-        nodes=nodes,
-        devices_per_node=per_node,
-        host=host,
-        port=port,
-        addresses=tuple(address or ()),
-        timeout=timeout,
-        data=data,
-        memory=memory,
-        measure=measure,
-        resume=resume,
-        run=run,
-        again=command_to_go_on(),
-        verbose=verbose,
-    )
+    how = on.choices()
     if dry_run:
-        typer.echo(api.up.rendered(asked.any_job(job_file, measure=measure), how), nl=False)
+        typer.echo(api.up.rendered(asked.any_job(job_file, measure=how.measure), how), nl=False)
         return
-    if on == "local":
+    if how.engine == "local":
         api.up.fork_agents_early()
-    job, stop = asked.any_job(job_file, measure=measure), isthmus.Stop()
+    job, stop = asked.any_job(job_file, measure=how.measure), isthmus.Stop()
     raise typer.Exit(show_run(lambda terminal: api.up.run_on_engine(job, how, terminal, stop), json=json))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,22 +11,41 @@ import typer
 
 from isthmus import api
 from isthmus.cli.console import log
-from isthmus.cli.options import DeviceStateOption, TimeoutOption
+from isthmus.cli.options import DeviceStateOption, TimeoutOption, with_groups
 from isthmus.engines import ENGINES
 from isthmus.errors import UserError
 
 app = typer.Typer()
 
 
-@app.command()
-def join(
-    name: Annotated[str | None, typer.Option("--name", help="As the fleet calls it; default: the host's name.")] = None,
+@dataclass(frozen=True)
+class MemberOptions:
+    """Who joins, and what it may do."""
+
+    name: Annotated[str | None, typer.Option("--name", help="As the fleet calls it; default: the host's name.")] = None
     ticket_file: Annotated[
         Path | None, typer.Option("--ticket-file", help="A 0600 file; else it is asked for, or read from stdin.")
-    ] = None,
+    ] = None
+    site: Annotated[
+        Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
+    ] = None
+    one_owner: Annotated[
+        bool, typer.Option("--one-owner", help="The whole fleet is yours: do not blind digests of data with a key.")
+    ] = False
+    attached: Annotated[
+        bool, typer.Option("--attached", help="Read the ticket from stdin, and end when stdin closes: for launchers.")
+    ] = False
+    timeout: TimeoutOption = "60 s"
+    state: DeviceStateOption = None
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Which devices this machine is, and what computes on them."""
+
     device: Annotated[
         list[str] | None, typer.Option("--device", help="cpu, cuda:0, mps, ...; default: auto, a GPU if there is one.")
-    ] = None,
+    ] = None
     devices: Annotated[
         str,
         typer.Option(
@@ -33,75 +53,68 @@ def join(
             metavar="all|auto|0,2",
             help="A device for each of these accelerators, NAME/0, NAME/2, ..., with one ticket; auto: all if any.",
         ),
-    ] = "",
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on for other devices; default: towards the coordinator.")
-    ] = "",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port for it, of several devices the first; 0: any.")
-    ] = 0,
-    address: Annotated[str, typer.Option("--address", help="How others reach it, where that is not --host.")] = "",
-    relayed: Annotated[
-        bool, typer.Option("--relayed", help="Do not listen: the coordinator relays all connections of other devices.")
-    ] = False,
+    ] = ""
     shard: Annotated[
         bool, typer.Option("--shard", help="Under torchrun: each rank holds a part of a stage's weights, not all.")
-    ] = False,
+    ] = False
     per_rank: Annotated[
         bool,
         typer.Option(
             "--per-rank", help="Under torchrun: each rank is a device, NAME/RANK; a ticket per line and rank."
         ),
-    ] = False,
-    engine: Annotated[str, typer.Option("--engine", help=f"What computes: {' or '.join(ENGINES)}.")] = "torch",
+    ] = False
+    engine: Annotated[str, typer.Option("--engine", help=f"What computes: {' or '.join(ENGINES)}.")] = "torch"
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
-    ] = None,
+    ] = None
     data_kinds: Annotated[
         str, typer.Option("--data-kinds", help="Kinds of data that jobs may name: text,npz; default: all installed.")
-    ] = "",
+    ] = ""
     memory: Annotated[
         str, typer.Option("--memory", help="What jobs may take of each device's: 4GiB; default: all.")
-    ] = "",
-    site: Annotated[
-        Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
-    ] = None,
-    one_owner: Annotated[
-        bool, typer.Option("--one-owner", help="The whole fleet is yours: do not blind digests of data with a key.")
-    ] = False,
-    attached: Annotated[
-        bool, typer.Option("--attached", help="Read the ticket from stdin, and end when stdin closes: for launchers.")
-    ] = False,
-    timeout: TimeoutOption = "60 s",
-    state: DeviceStateOption = None,
-) -> None:
+    ] = ""
+
+
+@dataclass(frozen=True)
+class ListenOptions:
+    """Where other devices reach it."""
+
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on for other devices; default: towards the coordinator.")
+    ] = ""
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port for it, of several devices the first; 0: any.")
+    ] = 0
+    address: Annotated[str, typer.Option("--address", help="How others reach it, where that is not --host.")] = ""
+    relayed: Annotated[
+        bool, typer.Option("--relayed", help="Do not listen: the coordinator relays all connections of other devices.")
+    ] = False
+
+
+@app.command()
+@with_groups
+def join(member: MemberOptions, here: DeviceOptions, listen: ListenOptions) -> None:
     """Join a fleet and stay, ready to work. The first time it needs a ticket."""
-    if data is not None and not data.is_dir():
-        raise UserError(f"--data {data}: not a folder")
+    if here.data is not None and not here.data.is_dir():
+        raise UserError(f"--data {here.data}: not a folder")
     place = api.join.ProcessPlace(
-        host="127.0.0.1" if relayed else host,
-        port=port,
-        address=address,
-        relayed=relayed,
-        engine=api.join.check_engine("--engine", engine),
-        data=data,
-        data_kinds=api.join.kinds_of(data_kinds),
-        memory_bytes=api.join.memory_of(memory),
-        sharded=shard,
+        host="127.0.0.1" if listen.relayed else listen.host,
+        port=listen.port,
+        address=listen.address,
+        relayed=listen.relayed,
+        engine=api.join.check_engine("--engine", here.engine),
+        data=here.data,
+        data_kinds=api.join.kinds_of(here.data_kinds),
+        memory_bytes=api.join.memory_of(here.memory),
+        sharded=here.shard,
     )
     asked = api.join.JoinOptions(
-        state=state,
-        ticket_file=ticket_file,
-        name=name,
-        timeout=timeout,
+        **vars(member),
         place=place,
-        site=site,
-        device=api.join.single_device(device, api.join.AUTO),
-        devices=devices,
-        memory=memory,
-        per_rank=per_rank,
-        one_owner=one_owner,
-        attached=attached,
+        device=api.join.single_device(here.device, api.join.AUTO),
+        devices=here.devices,
+        memory=here.memory,
+        per_rank=here.per_rank,
     )
     raise typer.Exit(api.join.join_as(asked, log, _asked_ticket))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,16 +14,13 @@ import isthmus
 from isthmus import api
 from isthmus.cli.console import log, notes, out, print_json, show, show_run
 from isthmus.cli.options import (
-    DashboardOption,
     FaultOptions,
     JobFile,
     JobOptions,
     JsonOption,
     PictureOption,
     PlanFileOption,
-    ResumeOption,
-    RunOption,
-    command_to_go_on,
+    RunOptions,
     local_path,
     with_groups,
 )
@@ -33,14 +32,11 @@ app = typer.Typer()
 STEPS = 4  # steps of a simulation by default
 
 
-@app.command()
-@with_groups
-def plan(
-    job_file: JobFile,
-    asked: JobOptions,
-    compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
-    prove: Annotated[str | None, typer.Option("--prove", help="Raise the proven bound for so long, as '60 s'.")] = None,
+@dataclass(frozen=True)
+class PlanQuestions:
+    """Questions in place of a plan; one at a time."""
+
+    compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None
     what_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -48,15 +44,36 @@ def plan(
             metavar="CHANGE",
             help="Plan again under a change: all, device=NAME, batch=*2, ...; repeatable.",
         ),
-    ] = None,
+    ] = None
     loss_budget: Annotated[
         float | None, typer.Option("--loss-budget", help="Compare boundaries that cost no more loss: 0.02 is 2 %.")
-    ] = None,
-    picture: PictureOption = None,
-    verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
+    ] = None
+    verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None
     bound_unchecked: Annotated[
         bool, typer.Option("--bound-unchecked", help="With --verify: pass a bound that takes too much work to check.")
-    ] = False,
+    ] = False
+
+    def check(self, job: isthmus.Job, extra: Sequence[str]) -> None:
+        """UserError for a question beside another or beside an `extra` option of a plan, and for what the job lacks."""
+        names = {"compare": "--compare", "what_if": "--what-if", "loss_budget": "--loss-budget", "verify": "--verify"}
+        alone = [option for name, option in names.items() if getattr(self, name) is not None]
+        if alone and len(given := [*alone, *extra]) > 1:
+            raise UserError(f"plan: got {' and '.join(given)}, expected {alone[0]} without the others")
+        if job.sync.mode == "decoupled" and (given := [*alone, *extra]):
+            raise refused("one plan", "decoupled", given[0])
+        if self.bound_unchecked and self.verify is None:
+            raise UserError("plan: --bound-unchecked is for --verify")
+
+
+@app.command()
+@with_groups
+def plan(
+    job_file: JobFile,
+    asked: JobOptions,
+    question: PlanQuestions,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
+    prove: Annotated[str | None, typer.Option("--prove", help="Raise the proven bound for so long, as '60 s'.")] = None,
+    picture: PictureOption = None,
     json: JsonOption = False,
 ) -> None:
     """Plan where each part of the model runs; or compare planners or boundaries, ask what changes do, or check it.
@@ -64,36 +81,21 @@ def plan(
     With --json: the plan document.
     """
     job = asked.pipeline_job(job_file)
-    alone = [
-        name
-        for name, given in (
-            ("--compare", compare),
-            ("--what-if", what_if),
-            ("--loss-budget", loss_budget),
-            ("--verify", verify),
-        )
-        if given is not None
-    ]
     extra = [name for name, on in (("--explain", explain), ("--prove", prove), ("--picture", picture)) if on]
-    if alone and len(alone) + len(extra) > 1:
-        raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
-    if job.sync.mode == "decoupled" and (given := [*alone, *extra]):
-        raise refused("one plan", "decoupled", given[0])
-    if bound_unchecked and verify is None:
-        raise UserError("plan: --bound-unchecked is for --verify")
-    if compare is not None:
-        raise typer.Exit(_compare(job, compare, json=json))
-    if what_if is not None:
-        found = api.what_if.plan_changes(job, what_if, _terminal(), isthmus.Stop())
-        show(found, lambda: api.output.what_if_table(found), json=json)
-        return
-    if loss_budget is not None:
-        choice = api.boundaries.plan_boundaries(job, loss_budget, _terminal(), isthmus.Stop())
-        show(choice, lambda: api.output.boundary_table(choice), json=json)
-        return
-    if verify is not None:
-        raise typer.Exit(_verify(job, verify, bound_unchecked=bound_unchecked, json=json))
-    _plan(job, explain=explain, picture=picture, json=json, prove=prove)
+    question.check(job, extra)
+    match question:
+        case PlanQuestions(compare=str(planners)):
+            raise typer.Exit(_compare(job, planners, json=json))
+        case PlanQuestions(what_if=list(changes)):
+            found = api.what_if.plan_changes(job, changes, _terminal(), isthmus.Stop())
+            show(found, lambda: api.output.what_if_table(found), json=json)
+        case PlanQuestions(loss_budget=float(budget)):
+            choice = api.boundaries.plan_boundaries(job, budget, _terminal(), isthmus.Stop())
+            show(choice, lambda: api.output.boundary_table(choice), json=json)
+        case PlanQuestions(verify=Path() as document):
+            raise typer.Exit(_verify(job, document, bound_unchecked=question.bound_unchecked, json=json))
+        case _:
+            _plan(job, explain=explain, picture=picture, json=json, prove=prove)
 
 
 @app.command()
@@ -176,26 +178,31 @@ def describe_data(
     log(f'wrote {target}: [data] description = "{target}" plans with it')
 
 
+@dataclass(frozen=True)
+class FederatedOptions:
+    """Options in place of what a federated job says."""
+
+    scheme: Annotated[str | None, typer.Option("--scheme", help="Federated: ours, parrot, fa, sd, rw or sp.")] = None
+    executors: Annotated[int | None, typer.Option("--executors", min=1, help="Federated: where clients train.")] = None
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None
+
+
 @app.command()
 @with_groups
 def train(
     job_file: JobFile,
     asked: JobOptions,
-    resume: ResumeOption = False,
-    run: RunOption = None,
+    how: RunOptions,
+    federated: FederatedOptions,
     plan_file: PlanFileOption = None,
-    scheme: Annotated[str | None, typer.Option("--scheme", help="Federated: ours, parrot, fa, sd, rw or sp.")] = None,
-    executors: Annotated[int | None, typer.Option("--executors", min=1, help="Federated: where clients train.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and plan; train nothing.")] = False,
-    dashboard: DashboardOption = False,
     json: JsonOption = False,
 ) -> None:
     """Plan, train over one process per device, compare what was predicted with what was measured.
 
     A federated job (docs/federated.md) trains clients of a population on executors instead.
     """
-    changes = api.job_overrides.FederatedChanges(scheme=scheme, executors=executors, rounds=rounds)
+    changes = api.job_overrides.FederatedChanges(**vars(federated))
     job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
     if isinstance(job, isthmus.FederatedJob):
         if dry_run:
@@ -208,9 +215,7 @@ def train(
         return _plan(job, explain=False, picture=None, json=json, prove=None)
     else:
         api.pipeline.fork_before_threads()
-    choices = api.run_session.Choices(
-        resume=resume, run=run, plan=plan_file, dashboard=dashboard, again=command_to_go_on()
-    )
+    choices = how.choices(plan_file)
     raise typer.Exit(show_run(lambda terminal: api.run_job.run_job(job, choices, terminal, stop), json=json))
 
 

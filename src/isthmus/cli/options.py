@@ -21,6 +21,7 @@ from isthmus.overrides import read_overrides
 if TYPE_CHECKING:
     from isthmus import FederatedJob, Job
     from isthmus.api.job_overrides import Changes, FederatedChanges
+    from isthmus.api.run_session import Choices
     from isthmus.api.serve import Serving
 
 
@@ -162,6 +163,18 @@ class ServeOptions:
             state=self.state,
             ticket=typer.echo,
         )
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is begun and shown."""
+
+    resume: ResumeOption = False
+    run: RunOption = None
+    dashboard: DashboardOption = False
+
+    def choices(self, plan: Path | None = None) -> Choices:
+        return api.run_session.Choices(**vars(self), plan=plan, again=command_to_go_on())
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,19 +12,19 @@ import isthmus
 from isthmus import api
 from isthmus.cli.console import log, notes, out, show_run
 from isthmus.cli.options import (
-    DashboardOption,
     FleetFileOption,
     JobFile,
     JobOptions,
     JsonOption,
-    ResumeOption,
-    RunOption,
+    RunOptions,
     ServeOptions,
     StateOption,
-    command_to_go_on,
     with_groups,
 )
 from isthmus.engines import ENGINES
+
+if TYPE_CHECKING:
+    from isthmus.api.probe import Probing
 
 app = typer.Typer()
 
@@ -37,11 +38,9 @@ TicketsOption = Annotated[int, typer.Option("--tickets", min=0, help="Print so m
 def serve(
     where: ServeOptions,
     asked: JobOptions,
+    how: RunOptions,
     job_file: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="Run this, then end.")] = None,
     tickets: TicketsOption = 1,
-    resume: ResumeOption = False,
-    run: RunOption = None,
-    dashboard: DashboardOption = False,
     json: JsonOption = False,
 ) -> None:
     """Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.
@@ -52,12 +51,12 @@ def serve(
     """
     serving, stop = where.serving(tickets), isthmus.Stop()
     if job_file is None:
-        asked.refuse_without_job({"--resume": resume, "--run": run, "--json": json})
+        asked.refuse_without_job({"--resume": how.resume, "--run": how.run, "--json": json})
         terminal = api.terminal.Terminal(out(), notes())
-        api.serve.serve_submitted(serving, terminal, api.terminal.logged, dashboard=dashboard)
+        api.serve.serve_submitted(serving, terminal, api.terminal.logged, dashboard=how.dashboard)
         raise typer.Exit(130)  # after Ctrl-C
     job = asked.any_job(job_file)
-    choices = api.run_session.Choices(resume=resume, run=run, dashboard=dashboard, again=command_to_go_on())
+    choices = how.choices()
     raise typer.Exit(show_run(lambda terminal: api.serve.serve_job(job, choices, serving, terminal, stop), json=json))
 
 
@@ -80,38 +79,43 @@ def submit(job_file: JobFile, asked: JobOptions, state: StateOption = None) -> N
         log("no coordinator runs: `isthmus serve` without a job does what is queued")
 
 
-@app.command()
-@with_groups
-def probe(
-    where: ServeOptions,
+@dataclass(frozen=True)
+class ProbeOptions:
+    """The devices to measure."""
+
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[DEVICE...]", help="Names of devices that joined or will; none: this machine's."),
-    ] = None,
-    target: FleetFileOption = None,
+    ] = None
     job: Annotated[
         Path | None,
         typer.Option("--job", metavar="JOB.toml", help="Measure speeds in the first layers of this job's model."),
-    ] = None,
-    device: Annotated[list[str] | None, typer.Option("--device", help="A device here: cuda:0; default: all.")] = None,
+    ] = None
+    device: Annotated[list[str] | None, typer.Option("--device", help="A device here: cuda:0; default: all.")] = None
     devices: Annotated[
         str,
         typer.Option("--devices", metavar="all|0,cpu", help="These devices here, as `isthmus join` has them."),
-    ] = "",
+    ] = ""
     memory: Annotated[
         str, typer.Option("--memory", help="What may be taken of each of this machine's devices: 4GiB; default: all.")
-    ] = "",
-    engine: Annotated[str, typer.Option("--engine", help=f"What computes on this machine's: {_ENGINES}.")] = "torch",
-    tickets: TicketsOption = 0,
-) -> None:
+    ] = ""
+    engine: Annotated[str, typer.Option("--engine", help=f"What computes on this machine's: {_ENGINES}.")] = "torch"
+
+    def probing(self) -> Probing:
+        given: dict[str, Any] = vars(self) | {
+            "names": tuple(self.names or ()),
+            "device": api.join.single_device(self.device, ""),
+        }
+        return api.probe.Probing(**given)
+
+
+@app.command()
+@with_groups
+def probe(where: ServeOptions, asked: ProbeOptions, target: FleetFileOption = None, tickets: TicketsOption = 0) -> None:
     """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""
     api.output.check_file("--out", target)
-    chosen = api.join.single_device(device, "")
-    asked = api.probe.Probing(
-        names=tuple(names or ()), job=job, device=chosen, devices=devices, memory=memory, engine=engine
-    )
     terminal = api.terminal.Terminal(out(), notes())
-    fleet = api.probe.probe_devices(asked, where.serving(tickets), terminal.note)
+    fleet = api.probe.probe_devices(asked.probing(), where.serving(tickets), terminal.note)
     for one in fleet.devices:
         terminal.note(f"{one.name}: {api.output.device_text(one)}")
     if target is None:

@@ -150,6 +150,18 @@ class SiteStates:
                 path.unlink()
 
 
+class UpdateRules(msgspec.Struct, frozen=True, kw_only=True):
+    """A site changes an update by these before it is sent."""
+
+    stated_samples: int | None = None  # the number that the coordinator gets in place of the true one
+    clip: Callable[[ClientUpdate], ClientUpdate] = lambda update: update
+    """It scales an update down as the coordinator does: the client's state follows what is counted."""
+    masked: bool = False  # an update is made a sum of its own, and not checked by the coordinator
+
+
+AS_TRAINED = UpdateRules()
+
+
 class Site(ClientTrainer):
     """Nothing is folded here."""
 
@@ -158,6 +170,7 @@ class Site(ClientTrainer):
     _durable_round = -1
     _same_model = False  # as the coordinator's: from then on another one is the coordinator's fault
     evaluator: Evaluator | None = None  # on this site's own data
+    pipeline: Descend | None = None  # with it nothing is computed here but what the algorithm makes of its descents
     figures: Mapping[str, float] = {}
     """The loss and metrics of the model that the round began with, on this site's own data; before its first pass
     alone."""
@@ -172,24 +185,15 @@ class Site(ClientTrainer):
         pacer: Pacer | None = None,
         log: Callable[[str], None] = lambda _: None,
         accelerator: Accelerator = HOST,
-        stated_samples: int | None = None,
-        clip: Callable[[ClientUpdate], ClientUpdate] = lambda update: update,
-        masked: bool = False,
-        pipeline: Descend | None = None,
+        rules: UpdateRules = AS_TRAINED,
     ) -> None:
-        """As a client trainer's. `stated_samples` is the number that the coordinator gets in place of the true one.
-        `clip` scales an update down as the coordinator does: the client's state follows what is counted. With `masked`,
-        an update is made a sum of its own, and not checked by the coordinator.
-        With a `pipeline`, nothing is computed here but what the algorithm makes of its descents."""
+        """The other arguments are a client trainer's."""
         super().__init__(work, module, data, states, pacer=pacer, log=log, accelerator=accelerator)
         own = {"model": self.resident.vector(), **as_values(self.resident.buffers())}
         self._forms = {name: Form.of(value) for name, value in own.items()}
         self._own_states = states
         self._samples = int(data.sizes[0])
-        self._stated_samples = stated_samples
-        self._clip = clip
-        self._masked = masked
-        self._pipeline = pipeline
+        self._rules = rules
 
     def check_broadcast(self, broadcast: Mapping[str, Tensor]) -> None:
         """UserError for a first model of another form than here: no connection mends it. PeerError for a later one."""
@@ -207,12 +211,12 @@ class Site(ClientTrainer):
         return len(self._passes)
 
     def _local(self, task: ClientTask, round_: int) -> LocalTrainer:
-        if self._pipeline is None:
+        if self.pipeline is None:
             return super()._local(task, round_)
         if task.samples != self._samples:
             raise UserError(f"client {task.client}: the data has {self._samples} samples, expected {task.samples}")
         key = (self._work.seed, round_, task.client)
-        return PipelineLocal(self._pipeline, self._work.local, self._steps.at(round_), task.samples, key)
+        return PipelineLocal(self.pipeline, self._work.local, self._steps.at(round_), task.samples, key)
 
     def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:
         super().open(opening, broadcast)
@@ -226,30 +230,30 @@ class Site(ClientTrainer):
             self._log(f"round {opening.phase.round + 1} begins with a model of {said} on this site's data")
 
     def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
-        if self._stated_samples is not None:
+        if self._rules.stated_samples is not None:
             tasks = [msgspec.structs.replace(task, samples=self._samples) for task in tasks]
         for task in tasks:
             # A state that is on the coordinator's disk makes those before it useless, and those after it never came.
             if self._own_states is not None and task.state <= self._durable_round:
                 self._own_states.keep_only(task.state)
         timed, refused = super().train(tasks)
-        if self._stated_samples is None:
+        if self._rules.stated_samples is None:
             return timed, refused
-        return tuple(msgspec.structs.replace(t, samples=self._stated_samples) for t in timed), refused
+        return tuple(msgspec.structs.replace(t, samples=self._rules.stated_samples) for t in timed), refused
 
     def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
         self.trained = values = to_host(self.resident.accelerator, update.values)
-        weight = self._samples if update.weight is None and self._stated_samples is not None else update.weight
+        weight = self._samples if update.weight is None and self._rules.stated_samples is not None else update.weight
         if isinstance(self._work.algorithm, Private):
             weight = 1.0  # of sums no weights are needed, and noise does not cover them
         sent = ClientUpdate(values=values, state=update.state, weight=weight)
-        if self._masked:
+        if self._rules.masked:
             check_finite(sent)
-            self.update = self._clip(sent)
+            self.update = self._rules.clip(sent)
             self.partial.fold(task.client, self.update, self._samples)
         else:
             with contextlib.suppress(PeerError):  # the coordinator refuses it, by name
-                sent = self._clip(sent)
+                sent = self._rules.clip(sent)
             self.update = sent
         counted = (
             update.values

@@ -52,7 +52,8 @@ class FleetReplicas(MergedRun):
     def run(self, backend: Backend, watch: MergerWatch, stop: Stop, logs: Path) -> DecoupledOutcome:
         """To the end."""
         job = self._job
-        host = self._host(dict.fromkeys(self.groups), watch, self.first, self._has_data)
+        host = self._host(dict.fromkeys(self.groups), watch)
+        host.begin, host.has_data = self.first, self._has_data
         call = RunRequest(
             run=self._run,
             devices=(),

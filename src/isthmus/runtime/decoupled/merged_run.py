@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
 from isthmus.runtime.messages.decoupled import ReplicaShare, TrainReplica
 from isthmus.runtime.processes.signals import Stop
-from isthmus.runtime.transport.lanes import Outgoing
 from isthmus.training.checkpoint import (
     OPTIMIZER,
     CheckpointWriter,
@@ -140,25 +139,10 @@ class MergedRun:
         """The step of the job after the samples of all replicas so far."""
         return min(self.machine.samples // self._job.training.batch_size, self._job.training.steps)
 
-    def _host(
-        self,
-        links: Mapping[str, Link | None],
-        watch: MergerWatch,
-        begin: Callable[[str], Outgoing | None] = lambda _: None,
-        has_data: Callable[[str], bool] = lambda _: True,
-    ) -> MergerHost:
+    def _host(self, links: Mapping[str, Link | None], watch: MergerWatch) -> MergerHost:
         """As `MergerHost`."""
-        return MergerHost(
-            self.machine,
-            self.merged,
-            delta_codec(self._job.sync.decoupled),
-            links,
-            self._run,
-            self._job.timeout_s,
-            watch,
-            begin=begin,
-            has_data=has_data,
-        )
+        codec = delta_codec(self._job.sync.decoupled)
+        return MergerHost(self.machine, self.merged, codec, links, self._run, self._job.timeout_s, watch)
 
     def _coordinate(self, host: MergerHost, devices: DevicesAtWork, stop: Stop) -> DecoupledOutcome:
         """Run to the end, and fill `model` with the merged weights."""

@@ -155,16 +155,14 @@ class MergerHost(SessionHost[Merger]):
         run: str,
         timeout_s: float,
         watch: MergerWatch,
-        *,
-        begin: Callable[[str], Outgoing | None] = lambda _: None,
-        has_data: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads. `begin` is what a
-        replica is sent first, where it does not know the job; `has_data` says whether a device can train."""
+        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads."""
         super().__init__(machine, run, list(links), timeout_s=timeout_s)
         machine.port = self
         self._merged, self._codec, self._watch = merged, codec, watch
-        self._begin, self._has_data = begin, has_data
+        self.begin: Callable[[str], Outgoing | None] = lambda _: None
+        """The message that a replica is sent first, where it does not know the job."""
+        self.has_data: Callable[[str], bool] = lambda _: True  # whether a device can train
         self._lock = threading.Lock()
         self.traffic = MergeTraffic()
         self._links = {
@@ -209,7 +207,7 @@ class MergerHost(SessionHost[Merger]):
             link.halt(newest_first=self.session.final_s is not None)
 
     def takes_offer(self, device: str) -> bool:
-        return self._has_data(device)
+        return self.has_data(device)
 
     # What replicas say
 
@@ -218,7 +216,7 @@ class MergerHost(SessionHost[Merger]):
 
     def connect(self, device: str, join: JoinRun, channel: MessageChannel) -> None:
         assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
-        self._links[device].connect(channel, self._begin(device))
+        self._links[device].connect(channel, self.begin(device))
         self.session.joined(device)
 
     def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:

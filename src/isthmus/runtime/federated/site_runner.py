@@ -29,7 +29,7 @@ from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.site_noise import SiteNoise
-from isthmus.federated.site import OwnData, Site, SiteStates
+from isthmus.federated.site import OwnData, Site, SiteStates, UpdateRules
 from isthmus.federated.site_log import SiteLog, SiteLogLine
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
@@ -244,11 +244,13 @@ class SiteRunner:
             pacer=Pacer(SpeedEmulation(eta=self._config.slow_down).clock()),
             log=self._log,
             accelerator=self._accelerator,
-            stated_samples=task_spec.aggregation.most_samples,
-            clip=task_spec.clip(algorithm),
-            masked=task_spec.aggregation.secure,
-            pipeline=None if pipeline is None else pipeline.descend,
+            rules=UpdateRules(
+                stated_samples=task_spec.aggregation.most_samples,
+                clip=task_spec.clip(algorithm),
+                masked=task_spec.aggregation.secure,
+            ),
         )
+        site.pipeline = None if pipeline is None else pipeline.descend
         if self._config.metrics:
             site.evaluator = self._evaluator(module, data)
         site.averages_buffers = task_spec.privacy is None and task_spec.aggregation.rule == "declared"
