@@ -21,7 +21,7 @@ name = "{name}"
 algorithm = "{algorithm}"
 rounds = {rounds}
 
-[deployment]
+[federated.deployment]
 sites = {sites}
 """
 SITE = """

@@ -68,7 +68,7 @@ OTHERS = {
     "cli/first_files.py: '--data: got it for a federated job": "the files of a task",
     "cost/problem.py: f\"period: got 'auto'": "a value of one mode",
     'data/images/pipeline.py: f"{where} (Normalize)': "numbers that do not fit",
-    "data/partition.py: f'partition.clients: missing": "an option needs another",
+    "data/partition.py: f'federated.partition.clients: missing": "an option needs another",
     'federated/job.py: f"runtime.ray: got options': "an option needs another",
     "federated/task_spec.py: f'device: got": "one thing said twice",
     "federated/task_spec.py: f'slow_down: got": "one thing said twice",
@@ -117,7 +117,11 @@ def rounds(check: Callable[[FederatedJob], object] = check_simulation, **overrid
 
 
 def secure(**overrides: Any) -> Callable[[], object]:
-    hidden: dict[str, Any] = {"aggregation__secure": True, "aggregation__most_samples": 64, "participation__minimum": 2}
+    hidden: dict[str, Any] = {
+        "federated__aggregation__secure": True,
+        "federated__aggregation__most_samples": 64,
+        "federated__participation__minimum": 2,
+    }
     return rounds(**hidden, **overrides)
 
 
@@ -139,7 +143,7 @@ NOISE: dict[str, Any] = {"activations": {"clip": 1.0, "noise_multiplier": 1.0}}
 OWN: dict[str, Any] = {"plan__data_holder": ["laptop-0"], "plan__holders_data": "own"}
 ONE: dict[str, Any] = {"sync__mode": "local", "sync__period": 2}
 PRIVATE: dict[str, Any] = {"privacy": {"clip": 1.0, "noise_multiplier": 1.0}}
-SITES: dict[str, Any] = {"deployment": {"sites": ["a", "b"]}}
+SITES: dict[str, Any] = {"federated__deployment": {"sites": ["a", "b"]}}
 
 DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
     ("compression", "decoupled"): decoupled(compression={"method": "int8"}),
@@ -174,17 +178,23 @@ DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
     ("several ranks, JAX", "joined executors"): lambda: check_device(Endpoint(device="a", engine="jax")),
     ("slow executors", "a scheme of its own"): rounds(execution__scheme="rw", execution__slow_down=[1.0]),
     ("an emulated fleet", "sites"): rounds(fleet="parrot-a", **SITES),
-    ("an availability trace", "sites"): rounds(check_deployment, participation__availability="x.csv", **SITES),
-    ("robust aggregation", "secure sums"): secure(aggregation__rule="median"),
-    ("late updates", "secure sums"): secure(participation__staleness=1),
-    ("weighted clients", "secure sums"): secure(participation__weighted=True),
-    ("a least number of samples", "secure sums"): secure(participation__min_samples=2),
-    ("a largest norm", "secure sums"): secure(admission__max_norm=1.0),
+    ("an availability trace", "sites"): rounds(
+        check_deployment, federated__participation__availability="x.csv", **SITES
+    ),
+    ("robust aggregation", "secure sums"): secure(federated__aggregation__rule="median"),
+    ("late updates", "secure sums"): secure(federated__participation__staleness=1),
+    ("weighted clients", "secure sums"): secure(federated__participation__weighted=True),
+    ("a least number of samples", "secure sums"): secure(federated__participation__min_samples=2),
+    ("a largest norm", "secure sums"): secure(federated__admission__max_norm=1.0),
     ("noise of sites", "sums in the open"): rounds(privacy={**PRIVATE["privacy"], "noise": "sites"}),
-    ("robust aggregation", "client privacy"): rounds(aggregation__rule="median", **PRIVATE),
-    ("a largest norm", "client privacy"): rounds(admission__max_norm=1.0, **PRIVATE),
-    ("weighted clients", "Poisson sampling"): rounds(participation__poisson=True, participation__weighted=True),
-    ("late updates", "Poisson sampling"): rounds(participation__poisson=True, participation__staleness=1),
+    ("robust aggregation", "client privacy"): rounds(federated__aggregation__rule="median", **PRIVATE),
+    ("a largest norm", "client privacy"): rounds(federated__admission__max_norm=1.0, **PRIVATE),
+    ("weighted clients", "Poisson sampling"): rounds(
+        federated__participation__poisson=True, federated__participation__weighted=True
+    ),
+    ("late updates", "Poisson sampling"): rounds(
+        federated__participation__poisson=True, federated__participation__staleness=1
+    ),
     ("optimizers", "an algorithm of SGD"): rounds(federated__algorithm="scaffold", local__clip_norm=1.0),
     ("micro-batches", "clients together"): rounds(local__micro_batches=2, execution__clients_per_vmap=2),
     ("a scheme without executors", "Ray"): rounds(execution__engine="ray", execution__scheme="sp"),

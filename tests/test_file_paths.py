@@ -40,10 +40,10 @@ options = {inputs = 2, classes = 2}
 [data]
 kind = "npz"
 options = {path = "numbers.npz"}
-[partition]
+[federated.partition]
 scheme = "iid"
 clients = 2
-[participation]
+[federated.participation]
 availability = "here.json"
 round_length = "1 h"
 [federated]
@@ -129,7 +129,7 @@ def test_a_federated_job_elsewhere(elsewhere: Path) -> None:
     (elsewhere / "federated.toml").write_text(FEDERATED)
     job = load_federated_job(elsewhere / "federated.toml")
     assert sum(client_data(job).sizes) == 7, "and one of eight is held out"
-    assert job.participation.availability == str(elsewhere / "here.json")
+    assert job.federated.participation.availability == str(elsewhere / "here.json")
 
 
 def test_a_site_elsewhere(elsewhere: Path) -> None:

@@ -33,14 +33,14 @@ options = { features = 64, width = 4, layers = 1, classes = 10 }
 kind = "digits"
 options = { flat = true, holdout = 0.2 }
 
-[partition]
+[federated.partition]
 clients = 10
 
 [federated]
 algorithm = "fedavg"
 rounds = 2
 
-[participation]
+[federated.participation]
 clients = 3
 
 [runtime]
@@ -142,11 +142,11 @@ train fed.toml --fleet laptop                         | --fleet: got laptop in a
 train fed.toml --scheme our                           | unknown scheme 'our': did you mean 'ours'?
 train fed.toml --set federated.rounds=0               | federated.rounds: expected 'integer' >= 1, got 0
 train fed.toml --set federated.algorithm=fedavgg      | unknown algorithm 'fedavgg': did you mean 'fedavg'?
-train fed.toml --set participation.clients=30         | participation.clients: got 30, expected at most the 10 clients
-train fed.toml --set participation.fraction=0.5        | participation: got both of clients and fraction, expected one
+train fed.toml --set federated.participation.clients=30 | federated.participation.clients: got 30, expected at most
+train fed.toml --set federated.participation.fraction=0.5 | federated.participation: got both of clients and fraction
 train fed.toml --set training.epochs=null              | training.epochs: expected 'integer', got 'null'
-train fed.toml --set partition.scheme=dirichlt        | unknown partition.scheme 'dirichlt'
-train fed.toml --set partition.clients=100000         | partition.clients: got 100000, expected at most the 1438 samples
+train fed.toml --set federated.partition.scheme=dirichlt | unknown federated.partition.scheme 'dirichlt'
+train fed.toml --set federated.partition.clients=100000 | federated.partition.clients: got 100000, expected at most
 train fed.toml --set runtime.planner=certifid       | unknown runtime.planner 'certifid'
 train net.toml --set 'metrics=["accuracy"]'            | model (it takes x, labels), given evaluation columns pixel
 train net.toml --set data.options.holdout=0 --set training.eval_clients=2| given client 0's columns pixel
@@ -223,7 +223,7 @@ probe --memory lots                                   | --memory: got 'lots', ex
 up job.toml                                           | isthmus up: Missing option '--on'
 up job.toml --on slrum                                | unknown --on 'slrum': did you mean 'slurm'?
 up fed.toml --on local                                | --nodes: got none, and --on local starts as many as it is
-up deploy.toml --on local --nodes 2                   | deployment: got sites with `isthmus up`, expected
+up deploy.toml --on local --nodes 2                   | federated.deployment: got sites with `isthmus up`, expected
 up fed.toml --on local --nodes 2 --measure            | --measure: got True in a federated job
 up job.toml --on local                                | --nodes: got none, and --on local starts as many as it is
 up job.toml --on slurm --on-option partitionn=x       | option 'partitionn': did you mean 'partition'?

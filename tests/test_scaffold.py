@@ -112,7 +112,7 @@ def test_a_question_is_asked_again_and_the_line_to_go_on_with_is_one_that_a_shel
     assert "name: got 'my run', expected letters" in said
     assert "cd 'b c' && isthmus train job.toml" in said
     job = load_federated_job(tmp_path / "b c" / "job.toml")
-    assert (job.name, job.partition.clients, job.federated.rounds, job.runtime.executors) == ("b-c", 12, 3, 2)
+    assert (job.name, job.federated.partition.clients, job.federated.rounds, job.runtime.executors) == ("b-c", 12, 3, 2)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_every_example_works_where_it_was_copied(name: str, tmp_path: Path, monk
         subprocess.run([sys.executable, script.name], cwd="python", check=True, capture_output=True, timeout=300)
     if name == "pipeline-client":
         job = load_federated_job(Path(name, "fed.toml"))
-        assert job.deployment is not None
-        assert [load_site(Path(name, f"{site}.toml")).job for site in job.deployment.sites] == [job.name] * 2
+        assert job.federated.deployment is not None
+        assert [load_site(Path(name, f"{site}.toml")).job for site in job.federated.deployment.sites] == [job.name] * 2
 
 
 def test_every_example_is_copied_once(tmp_path: Path) -> None:

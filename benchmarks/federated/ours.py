@@ -23,8 +23,11 @@ def job_of(folder: Path, executors: int, clients_per_vmap: int, backend: str = "
         "name": "compared",
         "model": {"name": f"networks:{settings['network']}"},
         "data": {"kind": "npz", "options": {"path": samples, "heldout_path": samples}},
-        "partition": {"scheme": "natural", "column": "client"},
-        "federated": {"rounds": settings["rounds"]},
+        "federated": {
+            "rounds": settings["rounds"],
+            "partition": {"scheme": "natural", "column": "client"},
+            "participation": {"clients": settings["clients_a_round"]},
+        },
         "training": {
             "epochs": settings["epochs"],
             "batch_size": settings["batch_size"],
@@ -33,7 +36,6 @@ def job_of(folder: Path, executors: int, clients_per_vmap: int, backend: str = "
             "save_every": settings["rounds"],
         },
         "learning_rate": settings["learning_rate"],
-        "participation": {"clients": settings["clients_a_round"]},
         "runtime": {
             "backend": backend,
             "executors": executors,

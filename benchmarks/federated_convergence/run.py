@@ -81,11 +81,15 @@ def job(algorithm: str, learning_rate: float, seed: int, rounds: int) -> Federat
         "metrics": ["accuracy"],
         "model": {"name": "mlp", "options": {"features": 64, "width": 64, "layers": 1, "classes": 10}},
         "data": {"kind": "digits", "options": {"flat": True, "holdout": 0.2}},
-        "partition": {"scheme": "dirichlet", "clients": 100, "alpha": 0.1},
-        "federated": {"algorithm": algorithm, "options": ALGORITHMS[algorithm], "rounds": rounds},
+        "federated": {
+            "algorithm": algorithm,
+            "options": ALGORITHMS[algorithm],
+            "rounds": rounds,
+            "partition": {"scheme": "dirichlet", "clients": 100, "alpha": 0.1},
+            "participation": {"clients": 10},
+        },
         "training": {"epochs": 5, "batch_size": 20, "seed": seed, "eval_every": EVERY, "save_every": rounds},
         "learning_rate": learning_rate,
-        "participation": {"clients": 10},
         "runtime": {"scheme": "sp"},
     }
     return msgspec.convert(document, FederatedJob)

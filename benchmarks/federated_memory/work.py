@@ -64,18 +64,22 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 def job_of(case: Case) -> FederatedJob:
     algorithm = "work:Forgetful" if case.algorithm == "forgetful" else case.algorithm
+    federated: dict[str, object] = {
+        "algorithm": algorithm,
+        "rounds": case.rounds,
+        "participation": {"clients": case.clients},
+    }
+    if case.partition is not None:
+        federated["partition"] = case.partition
     document: dict[str, object] = {
         "name": "memory",
         "model": {"name": f"networks:{case.network}"},
         "data": case.data,
-        "federated": {"algorithm": algorithm, "rounds": case.rounds},
+        "federated": federated,
         "training": {"epochs": case.epochs, "batch_size": case.batch_size, "eval_every": 0, "save_every": 2},
         "learning_rate": 0.02,
-        "participation": {"clients": case.clients},
         "runtime": {"scheme": case.scheme, "executors": case.executors},
     }
-    if case.partition is not None:
-        document["partition"] = case.partition
     return msgspec.convert(document, FederatedJob)
 
 

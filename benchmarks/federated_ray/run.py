@@ -69,10 +69,13 @@ def job_of(execution: dict[str, object], rounds: int, width: int) -> FederatedJo
         "name": "states",
         "model": {"name": "mlp", "options": {"features": 64, "width": width, "layers": 2, "classes": 10}},
         "data": {"kind": "digits", "options": {"flat": True, "holdout": 0.9}},
-        "partition": {"scheme": "iid", "clients": CLIENTS},
-        "federated": {"algorithm": "scaffold", "rounds": rounds},
+        "federated": {
+            "algorithm": "scaffold",
+            "rounds": rounds,
+            "partition": {"scheme": "iid", "clients": CLIENTS},
+            "participation": {"clients": CLIENTS},
+        },
         "training": {"epochs": 1, "batch_size": 32, "eval_every": 0, "save_every": 5},
-        "participation": {"clients": CLIENTS},
         "runtime": {"backend": "ray", "executors": 2, "ray": {"states": f"${DISK}/states"}, **execution},
     }
     return msgspec.convert(document, FederatedJob)

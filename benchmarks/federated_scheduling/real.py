@@ -104,10 +104,12 @@ def job_of(samples: Path, per_round: int, rounds: int, execution: Mapping[str, o
         "name": "scheduled",
         "model": {"name": "mlp", "options": {"features": 64, "width": 64, "layers": 1, "classes": 10}},
         "data": {"kind": "npz", "options": {"path": str(samples), "heldout_path": str(samples)}},
-        "partition": {"scheme": "natural"},
-        "federated": {"rounds": rounds},
+        "federated": {
+            "rounds": rounds,
+            "partition": {"scheme": "natural"},
+            "participation": {"clients": per_round},
+        },
         "training": {"eval_every": 0, "save_every": rounds},
-        "participation": {"clients": per_round},
         "runtime": execution,
     }
     return msgspec.convert(document, FederatedJob)

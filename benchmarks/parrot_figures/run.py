@@ -75,9 +75,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             name="parrot-figures",
             model=ModelSpec(name=f"resnets:{self.network}"),
             data=DataSpec(kind="femnist", options=sizes),
-            federated=FederatedConfig(algorithm=algorithm, rounds=ROUNDS),
+            federated=FederatedConfig(
+                algorithm=algorithm, rounds=ROUNDS, participation=Participation(clients=per_round)
+            ),
             training=FederatedTraining(epochs=self.epochs[per_round], eval_every=0),
-            participation=Participation(clients=per_round),
             runtime=msgspec.convert(execution, FederatedRuntime),
             fleet=fleet,
         )
@@ -193,7 +194,7 @@ class Bench:
             workload=workload.name,
             algorithm=job.federated.algorithm,
             scheme=scheme,
-            per_round=job.participation.needed(workload.clients),
+            per_round=job.federated.participation.needed(workload.clients),
             executors=found.executors,
             round_s=statistics.fmean(r.seconds for r in steady),
             messages=0 if scheme == "sp" else statistics.fmean(messages),
@@ -263,9 +264,11 @@ def clocks(folder: Path, rounds: int) -> Clocks:
         name="three-devices",
         model=ModelSpec(name="mlp", options={"features": 64, "width": 64, "layers": 1, "classes": 10}),
         data=DataSpec(kind="digits", options={"flat": True}),
-        partition=PartitionSpec(scheme="dirichlet", clients=40, alpha=1.0),
-        federated=FederatedConfig(rounds=rounds),
-        participation=Participation(clients=20),
+        federated=FederatedConfig(
+            rounds=rounds,
+            partition=PartitionSpec(scheme="dirichlet", clients=40, alpha=1.0),
+            participation=Participation(clients=20),
+        ),
         training=FederatedTraining(epochs=4, eval_every=0),
         runtime=FederatedRuntime(scheme="parrot", executors=3),
         fleet=str(fleet),

@@ -20,6 +20,11 @@ MOVED = {
     "federated.evaluate_samples": "training.eval_samples",
     "federated.evaluate_clients": "training.eval_clients",
     "federated.save_every": "training.save_every",
+    "partition": "federated.partition",
+    "participation": "federated.participation",
+    "admission": "federated.admission",
+    "aggregation": "federated.aggregation",
+    "deployment": "federated.deployment",
 }
 """Old key or table: the new one. Keys of a table that are not listed themselves keep their names in the new table."""
 _said: set[str] = set()

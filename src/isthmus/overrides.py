@@ -90,7 +90,7 @@ def _entries(at: object, part: str, key: str) -> list[object]:
 
 
 PATHS = re.compile(  # keys of jobs whose values are paths, or lists of paths
-    r"fleet|participation\.availability|data\.description|data\.heldout|(model|data)\.(.+\.)?(path|heldout_path|files|tokenizer)"
+    r"fleet|federated\.participation\.availability|data\.description|data\.heldout|(model|data)\.(.+\.)?(path|heldout_path|files|tokenizer)"
 )
 
 

@@ -52,7 +52,7 @@ options = {{ features = 64, width = 8, layers = 1, classes = 10 }}
 kind = "digits"
 options = {{ flat = true, holdout = 0.2 }}
 
-[partition]
+[federated.partition]
 scheme = "iid"
 clients = 6
 
@@ -62,7 +62,7 @@ rounds = 2
 [training]
 eval_clients = 2
 
-[participation]
+[federated.participation]
 clients = 4
 
 [runtime]

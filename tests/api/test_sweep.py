@@ -27,10 +27,11 @@ name = "small"
 metrics = ["accuracy"]
 model = { name = "mlp", options = { features = 64, width = 8, layers = 1, classes = 10 } }
 data = { kind = "digits", options = { flat = true, holdout = 0.5 } }
-partition = { scheme = "dirichlet", clients = 6, alpha = 0.3 }
-federated = { algorithm = "fedavg", rounds = 2 }
+federated.partition = { scheme = "dirichlet", clients = 6, alpha = 0.3 }
+federated.algorithm = "fedavg"
+federated.rounds = 2
 training = { epochs = 1, batch_size = 16, eval_every = 1 }
-participation = { clients = 3 }
+federated.participation = { clients = 3 }
 runtime = { executors = 1 }
 track = { to = "prometheus" }
 """

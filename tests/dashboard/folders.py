@@ -62,7 +62,7 @@ def federated_run(folder: Path, rounds: int = 5, clients: int = 0) -> Path:
     """Of two executors; in round 3 an update is refused, a client is stolen and another one is missing. Figures are of
     three sites, or of so many clients."""
     folder.mkdir(parents=True)
-    document = {"name": folder.name, "federated": {"rounds": rounds}, "deployment": {"sites": ["north", "south"]}}
+    document = {"name": folder.name, "federated": {"rounds": rounds, "deployment": {"sites": ["north", "south"]}}}
     (folder / JOB).write_text(json.dumps(document))
     privacy = {"epsilon": 2.5, "delta": 1e-5, "rounds": rounds, "sampling_probability": 0.1}
     (folder / "privacy.json").write_text(json.dumps(privacy))

@@ -152,8 +152,7 @@ def test_held_out_samples_need_not_say_whose_they_are(tmp_path: Path) -> None:
             options={"path": str(tmp_path / "all.csv"), "columns": columns},
             heldout=str(tmp_path / "test.csv"),
         ),
-        partition=PartitionSpec(scheme="natural", column="who"),
-        federated=FederatedConfig(),
+        federated=FederatedConfig(partition=PartitionSpec(scheme="natural", column="who")),
     )
     data = client_data(job)
     assert data.sizes.tolist() == [2, 1]
@@ -167,7 +166,9 @@ def test_several_clients_are_one_where_a_site_holds_them(tmp_path: Path) -> None
     assert data.sizes.tolist() == [5, 15]
     assert data.load(0)["x"].tolist() == [0, 1, 10, 11, 12]
     assert data.load_many([1, 0])["x"].tolist()[-5:] == data.load(0)["x"].tolist()
-    with pytest.raises(UserError, match=r"partition\.clients: got 5, expected at most the 4 clients of the data"):
+    with pytest.raises(
+        UserError, match=r"federated\.partition\.clients: got 5, expected at most the 4 clients of the data"
+    ):
         divided(population_again(tmp_path), PartitionSpec(scheme="files", clients=5), 0)
 
 
@@ -179,7 +180,9 @@ def test_a_column_of_numbers_or_texts_says_whose_a_row_is(file: Path) -> None:
         assert column not in data.columns
         assert [data.load(client)["age"].tolist() for client in range(2)] == expected
         assert isinstance(data, PartitionedData) and data.names == names
-    with pytest.raises(UserError, match=r"^partition\.column: unknown column of csv .*: did you mean 'ward'"):
+    with pytest.raises(
+        UserError, match=r"^federated\.partition\.column: unknown column of csv .*: did you mean 'ward'"
+    ):
         divided(table(file), PartitionSpec(scheme="natural", column="wards"), 0)
 
 

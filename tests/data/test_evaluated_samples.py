@@ -55,8 +55,7 @@ def federated(data: DataSpec, most: int) -> FederatedJob:
         name="sorted",
         model=ModelSpec(name="mlp"),
         data=data,
-        partition=PartitionSpec(scheme="iid", clients=4),
-        federated=FederatedConfig(),
+        federated=FederatedConfig(partition=PartitionSpec(scheme="iid", clients=4)),
         training=FederatedTraining(eval_samples=most),
     )
 

@@ -26,7 +26,7 @@ options = {{ features = 6, width = 5, layers = 1, classes = 3 }}
 kind = "npz"
 options = {{ path = "{folder}/all.npz", holdout = 0 }}
 
-[partition]
+[federated.partition]
 scheme = "natural"
 column = "client"
 
@@ -43,7 +43,7 @@ batch_size = 4
 [runtime]
 timeout = "20 s"
 
-[deployment]
+[federated.deployment]
 sites = [{sites}]
 wait = "0.5 s"
 """

@@ -68,7 +68,7 @@ def test_the_job_of_a_text_folder(tmp_path: Path) -> None:
     options = f'{{ files = "{tmp_path}/*.txt", sequence_length = 4, holdout = 0.3 }}'
     job = tmp_path / "text.toml"
     job.write_text(
-        f'{head}[data]\nkind = "text"\noptions = {options}\n[partition]\nscheme = "files"\n'
+        f'{head}[data]\nkind = "text"\noptions = {options}\n[federated.partition]\nscheme = "files"\n'
         f"[federated]{tail.partition('[federated]')[2]}"
     )
     assert len(client_data(load_federated_job(job)).sizes) == 2
@@ -160,7 +160,7 @@ def test_a_federated_job_is_simulated(tmp_path: Path) -> None:
         write_job(tmp_path, ("a", "b", "c", "d"), "scaffold"),
         ("[runtime]", "[runtime]\nexecutors = 2\nslow_down = [0.0, 3.0]"),
     )
-    job.write_text(job.read_text().partition("[deployment]")[0])  # whose sites would be simulated
+    job.write_text(job.read_text().partition("[federated.deployment]")[0])  # whose sites would be simulated
     done = isthmus("simulate", job, "--json")
     assert done.code == 0, done.err
     broadcast = msgspec.json.decode(done.out)
@@ -180,7 +180,7 @@ kind = "femnist"
 options = { writers = 6 }
 [federated]
 rounds = 1
-[participation]
+[federated.participation]
 clients = 3
 """
 
@@ -194,42 +194,47 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([("[runtime]", '[participation]\nfraction = 1.0\navailability = "no.csv"\n[runtime]')], ["no.csv"]),
+        ([("[runtime]", '[federated.participation]\nfraction = 1.0\navailability = "no.csv"\n[runtime]')], ["no.csv"]),
         (
-            [("[runtime]", '[aggregation]\nrule = "krum"\n[runtime]')],
-            ["participation.minimum: got 1", "5 for krum"],
+            [("[runtime]", '[federated.aggregation]\nrule = "krum"\n[runtime]')],
+            ["federated.participation.minimum: got 1", "5 for krum"],
         ),
         (
             [
                 (
                     "[runtime]",
-                    '[participation]\nfraction = 1.0\nminimum = 3\n[aggregation]\nrule = "trimmed_mean"\n[runtime]',
+                    "[federated.participation]\nfraction = 1.0\nminimum = 3\n"
+                    '[federated.aggregation]\nrule = "trimmed_mean"\n[runtime]',
                 )
             ],
-            ["participation.minimum: got 3", "at least 10 for trimmed_mean with trim = 0.1"],
+            ["federated.participation.minimum: got 3", "at least 10 for trimmed_mean with trim = 0.1"],
         ),
         (
-            [("[runtime]", '[aggregation]\nrule = "median"\n[runtime]'), ('"fedavg"', '"scaffold"')],
-            ["aggregation.rule: got 'median' with an algorithm whose server adds up what clients keep"],
+            [("[runtime]", '[federated.aggregation]\nrule = "median"\n[runtime]'), ('"fedavg"', '"scaffold"')],
+            ["federated.aggregation.rule: got 'median' with an algorithm whose server adds up what clients keep"],
         ),
         (
             [("[runtime]", "[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[runtime]"), ('"fedavg"', '"fednova"')],
             ["federated.algorithm: got fednova, which returns 'steps', beside [privacy]"],
         ),
-        ([("[runtime]", '[aggregation]\nrule = "mean"\n[runtime]')], ["aggregation.rule", "'mean'"]),
+        (
+            [("[runtime]", '[federated.aggregation]\nrule = "mean"\n[runtime]')],
+            ["federated.aggregation.rule", "'mean'"],
+        ),
         (
             [
                 (
                     "[runtime]",
-                    '[aggregation]\nrule = "median"\n[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[runtime]',
+                    '[federated.aggregation]\nrule = "median"\n'
+                    "[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[runtime]",
                 )
             ],
-            ["aggregation.rule: got 'median' beside [privacy]"],
+            ["federated.aggregation.rule: got 'median' beside [privacy]"],
         ),
         ([("[runtime]", "[privacy]\nclip = 0.0\nnoise_multiplier = 1.0\n[runtime]")], ["privacy.clip"]),
         (
-            [("[runtime]", "[participation]\nfraction = 0.5\npoisson = true\nweighted = true\n[runtime]")],
-            ["participation: got weighted beside participation.poisson"],
+            [("[runtime]", "[federated.participation]\nfraction = 0.5\npoisson = true\nweighted = true\n[runtime]")],
+            ["federated.participation: got weighted beside federated.participation.poisson"],
         ),
         ([("all.npz", "none.npz")], ["no file"]),
         (
@@ -237,16 +242,19 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
             ["no column 'owner'", "it has: client, labels, pixel_values"],
         ),
         (
-            [("[runtime]", "[participation]\nclients = 2\nminimum = 3\n[runtime]")],
-            ["participation.minimum: got 3, expected at most the 2 clients of a round"],
+            [("[runtime]", "[federated.participation]\nclients = 2\nminimum = 3\n[runtime]")],
+            ["federated.participation.minimum: got 3, expected at most the 2 clients of a round"],
         ),
         (
-            [("[runtime]", "[participation]\nclients = 2\npoisson = true\nstaleness = 1\n[runtime]")],
-            ["participation.staleness: got 1 beside participation.poisson"],
+            [("[runtime]", "[federated.participation]\nclients = 2\npoisson = true\nstaleness = 1\n[runtime]")],
+            ["federated.participation.staleness: got 1 beside federated.participation.poisson"],
         ),
         (
-            [("[runtime]", "[participation]\nclients = 2\nstaleness = 1\n[runtime]"), ('"fedavg"', '"scaffold"')],
-            ["participation.staleness: got 1 with an algorithm whose clients keep something"],
+            [
+                ("[runtime]", "[federated.participation]\nclients = 2\nstaleness = 1\n[runtime]"),
+                ('"fedavg"', '"scaffold"'),
+            ],
+            ["federated.participation.staleness: got 1 with an algorithm whose clients keep something"],
         ),
     ],
 )
@@ -257,7 +265,7 @@ def test_bad_options_are_refused_in_one_line(changes: list[tuple[str, str]], wor
 
 def test_rounds_without_enough_available_clients_are_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "when.csv").write_text("client, from, to\n0, 0, 150\n2, 0, 1000\n1, 130, 1000\n")
-    when = f'[participation]\nfraction = 1.0\nminimum = 2\navailability = "{tmp_path}/when.csv"\n[runtime]'
+    when = f'[federated.participation]\nfraction = 1.0\nminimum = 2\navailability = "{tmp_path}/when.csv"\n[runtime]'
     job = edited(write_job(tmp_path, ("a", "b", "c")), ("[runtime]", when))
     done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run")
     assert done.code == 0, done.err
@@ -283,7 +291,7 @@ def test_rounds_without_enough_available_clients_are_said_at_the_start(tmp_path:
 def test_a_number_that_is_none_names_its_file_line_and_field(tmp_path: Path, row: str, said: str) -> None:
     path = tmp_path / "when.csv"
     path.write_text(f"client, from, to\n{row}\n")
-    with pytest.raises(UserError, match=rf"participation.availability: .*when.csv: {said}") as caught:
+    with pytest.raises(UserError, match=rf"federated.participation.availability: .*when.csv: {said}") as caught:
         read_availability(path, 3, 1.0)
     assert len(str(caught.value)) < 300 + len(str(path))
 
@@ -350,8 +358,8 @@ def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkey
         assert msgspec.json.decode((tmp_path / name / "privacy.json").read_bytes())["epsilon"] == 3.5
         models.append(model(tmp_path / name))
     assert not torch.equal(*models)
-    edited(job, ("[privacy]", "[participation]\nfraction = 0.5\npoisson = true\n[privacy]"))
-    job.write_text(job.read_text().partition("[deployment]")[0])  # of sites, who is here decides who is drawn
+    edited(job, ("[privacy]", "[federated.participation]\nfraction = 0.5\npoisson = true\n[privacy]"))
+    job.write_text(job.read_text().partition("[federated.deployment]")[0])  # of sites, who is here decides who is drawn
     assert isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "three").code == 0
     assert asked == [(4, 1, None), (4, 1, None), (4, 1, 2 / 3)]
 
@@ -398,7 +406,7 @@ def normed_job(folder: Path, monkeypatch: pytest.MonkeyPatch, counts: tuple[int,
         labels=np.arange(rows) % 3,
         client=np.repeat(range(len(counts)), counts),
     )
-    job.write_text(job.read_text().partition("[deployment]")[0])
+    job.write_text(job.read_text().partition("[federated.deployment]")[0])
     model_ = 'name = "mlp"\noptions = { features = 6, width = 5, layers = 1, classes = 3 }'
     tables = "\n".join(f"{key} = {str(value).lower()}" for key, value in local.items())
     return edited(job, (model_, 'name = "normed_model:Normed"'), ("batch_size = 4", f"batch_size = 4\n{tables}"))
@@ -407,7 +415,11 @@ def normed_job(folder: Path, monkeypatch: pytest.MonkeyPatch, counts: tuple[int,
 @pytest.mark.parametrize(
     ("counts", "local", "words"),
     [
-        ((8, 1), {"drop_last": True}, "it has one sample: participation.min_samples = 2 leaves such clients out"),
+        (
+            (8, 1),
+            {"drop_last": True},
+            "it has one sample: federated.participation.min_samples = 2 leaves such clients out",
+        ),
         ((8, 5), {}, "its last batch is one sample: training.drop_last = true leaves it out"),
     ],
 )
@@ -420,11 +432,11 @@ def test_a_client_that_batch_norm_cannot_train_on_is_told_what_helps(
 
 def test_clients_with_too_few_samples_take_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = normed_job(tmp_path, monkeypatch, (8, 1, 7), drop_last=True)
-    edited(job, ("[runtime]", "[participation]\nfraction = 1.0\nmin_samples = 2\n[runtime]"))
+    edited(job, ("[runtime]", "[federated.participation]\nfraction = 1.0\nmin_samples = 2\n[runtime]"))
     done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run")
     assert done.code == 0, done.err
     lines = RoundHistory.of(tmp_path / "run").lines()
     assert [sorted(t.client for timed in line.record.trained.values() for t in timed) for line in lines] == [[0, 2]] * 3
     edited(job, ("min_samples = 2", "min_samples = 9"))
-    words = "participation.min_samples: got 9, and 0 of 3 clients have as many, expected at least 1"
+    words = "federated.participation.min_samples: got 9, and 0 of 3 clients have as many, expected at least 1"
     refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "other"), 2, words)

@@ -192,9 +192,9 @@ def test_a_first_round_that_waits_without_an_end_says_what_begins_it(monkeypatch
     run = Watched()
     run.join("a", "b")
     notes = run.lines_at(1.0, 100.0)
-    assert any("2 of 3 sites are here; the round begins with 3; for fewer, set deployment.start" in n for n in notes), (
-        notes
-    )
+    assert any(
+        "2 of 3 sites are here; the round begins with 3; for fewer, set federated.deployment.start" in n for n in notes
+    ), notes
 
 
 def test_sites_that_all_left_are_said_in_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:

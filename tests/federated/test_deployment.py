@@ -89,10 +89,10 @@ def recomputed(job_file: Path, history: Sequence[RoundLine], population: int) ->
         late = dict(line.record.stale)
         asked = {c for clients in by_site(line).values() for c in clients}
         asked |= {r.client for r in line.record.refused} | set(line.record.missing)
-        if job.participation.staleness:
+        if job.federated.participation.staleness:
             asked = set(range(population))  # room is kept for those that are late
         total = sum(len(samples(c)["labels"]) for c in asked)
-        total = len(asked) * (job.aggregation.most_samples or 0) or total
+        total = len(asked) * (job.federated.aggregation.most_samples or 0) or total
         opening = PhaseSetup(phase=PhaseId(now), clients=len(asked), samples=total)
         broadcast.append(server.broadcast())
         server.open(opening)
@@ -191,7 +191,7 @@ def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_pat
         write_job(tmp_path, names, "scaffold", rounds=6),
         ("[training]\nepochs = 2", "[training]\nepochs = 60"),
         ('wait = "0.5 s"', 'wait = "30 s"'),  # else whoever comes back first would go on alone
-        ("[runtime]", "[admission]\nmax_norm = 0.5\nclip = true\n[runtime]"),
+        ("[runtime]", "[federated.admission]\nmax_norm = 0.5\nclip = true\n[runtime]"),
     )
     port = free_port()
     state = write_tickets(tmp_path, names, port)
@@ -232,7 +232,7 @@ def served(
     monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
     job_file = edited(
         write_job(folder, tuple(sleeps), "mine_algorithm:Mine", rounds),
-        ("[runtime]", f"[participation]\nfraction = 1.0\n{participation}\n\n[runtime]"),
+        ("[runtime]", f"[federated.participation]\nfraction = 1.0\n{participation}\n\n[runtime]"),
     )
     for name, sleep_s in sleeps.items():
         home = folder / f"at-{name}"
@@ -292,15 +292,18 @@ def newest_round(run: Path) -> int:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([("[deployment]", "[deploymnt]")], ["unknown key 'deploymnt'", "did you mean 'deployment'"]),
-        ([('"a", "b"', '"a", "a"')], ["deployment.sites: got a name twice"]),
-        ([('wait = "0.5 s"', "start = 3")], ["deployment.start: got 3, expected at most the 2 sites"]),
-        ([("[runtime]", "[participation]\nclients = 3\n[runtime]")], ["participation.clients: got 3"]),
+        ([("[federated.deployment]", "[deploymnt]")], ["unknown key 'deploymnt'", "did you mean 'deployment'"]),
+        ([('"a", "b"', '"a", "a"')], ["federated.deployment.sites: got a name twice"]),
+        ([('wait = "0.5 s"', "start = 3")], ["federated.deployment.start: got 3, expected at most the 2 sites"]),
         (
-            [("[runtime]", "[participation]\nfraction = 1.0\nminimum = 3\n[runtime]")],
-            ["participation.minimum: got 3, expected at most the 2 sites"],
+            [("[runtime]", "[federated.participation]\nclients = 3\n[runtime]")],
+            ["federated.participation.clients: got 3"],
         ),
-        ([("[runtime]", "[admission]\nclip = true\n[runtime]")], ["admission.max_norm: missing"]),
+        (
+            [("[runtime]", "[federated.participation]\nfraction = 1.0\nminimum = 3\n[runtime]")],
+            ["federated.participation.minimum: got 3, expected at most the 2 sites"],
+        ),
+        ([("[runtime]", "[federated.admission]\nclip = true\n[runtime]")], ["federated.admission.max_norm: missing"]),
     ],
 )
 def test_a_deployment_that_cannot_begin_is_refused(

@@ -116,7 +116,7 @@ def test_more_sites_than_the_fewest_add_more_noise(minimum: int, more: int) -> N
 
 def test_noise_of_sites_is_refused_where_single_updates_are_seen() -> None:
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, noise="sites")
-    with pytest.raises(UserError, match=r"privacy.noise: got 'sites' without aggregation.secure"):
+    with pytest.raises(UserError, match=r"privacy.noise: got 'sites' without federated.aggregation.secure"):
         check_site_noise(privacy, 2, secure=False)
     with pytest.raises(UserError, match=r"privacy.noise_multiplier: got 1e\+06 x clip 1"):
         check_site_noise(Privacy(clip=1.0, noise_multiplier=1e6, noise="sites"), 2, secure=True)

@@ -202,8 +202,9 @@ def test_epsilon_of_drawn_settings_is_never_below_the_true_one() -> None:
 
 def private_job(folder: Path) -> Path:
     job = write_job(folder, ("a", "b", "c"))
-    job.write_text(job.read_text().partition("[deployment]")[0])
-    tables = '[privacy]\nclip = 0.5\nnoise_multiplier = 4.0\n[participation]\nfraction = 1.0\n[runtime]\nscheme = "sp"'
+    job.write_text(job.read_text().partition("[federated.deployment]")[0])
+    tables = "[privacy]\nclip = 0.5\nnoise_multiplier = 4.0\n[federated.participation]\nfraction = 1.0\n"
+    tables += '[runtime]\nscheme = "sp"'
     return edited(job, ("[runtime]", tables))
 
 

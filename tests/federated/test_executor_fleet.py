@@ -173,7 +173,7 @@ def test_costs_are_counted_by_pass(
 
 
 def test_what_is_collected_counts_for_every_client(job_file: Path) -> None:
-    job = read(job_file, {"aggregation.rule": "median"})
+    job = read(job_file, {"federated.aggregation.rule": "median"})
     (costs,) = client_costs(job, client_data(job)).passes
     assert (costs.sums_bytes, costs.collected_bytes) == (0, costs.broadcast_bytes)
 
@@ -251,7 +251,7 @@ def test_states_move_only_to_another_executor(job_file: Path) -> None:
     found = simulate_rounds(
         read(
             job_file,
-            {"federated.algorithm": "scaffold", "participation.clients": 20, "runtime.executors": 2},
+            {"federated.algorithm": "scaffold", "federated.participation.clients": 20, "runtime.executors": 2},
         )
     )
     keeps: dict[int, str] = {}

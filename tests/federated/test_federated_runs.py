@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 from safetensors.torch import load_file
 
@@ -31,7 +30,7 @@ options = {{ features = 64, width = 8, layers = 1, classes = 10 }}
 kind = "digits"
 options = {{ flat = true, holdout = 0.5 }}
 
-[partition]
+[federated.partition]
 scheme = "dirichlet"
 clients = 12
 alpha = 0.3
@@ -46,7 +45,7 @@ batch_size = 16
 eval_every = 2
 eval_clients = 3
 
-[participation]
+[federated.participation]
 clients = 6
 
 [runtime]
@@ -260,8 +259,11 @@ def test_bytes_and_trips_are_those_of_the_complexity_table(
     ("changes", "words"),
     [
         ([('"scaffold"', '"scafold"')], ["unknown algorithm 'scafold'", "did you mean 'scaffold'"]),
-        ([("clients = 6", "clients = 13")], ["participation.clients: got 13, expected at most the 12 clients"]),
-        ([("clients = 12", "clients = 5000")], ["partition.clients: got 5000"]),
+        (
+            [("clients = 6", "clients = 13")],
+            ["federated.participation.clients: got 13, expected at most the 12 clients"],
+        ),
+        ([("clients = 12", "clients = 5000")], ["federated.partition.clients: got 5000"]),
         ([('"scaffold"', '"bad_algorithms:Undeclared"')], ["returned value 'extra' has no declared operation"]),
         ([('"scaffold"', '"bad_algorithms:BadState"')], ["state 'steps'", "got int, expected a tensor"]),
         ([('"scaffold"', '"bad_algorithms:Unknown"')], ["combines 'delta' by 'median'"]),
@@ -284,13 +286,13 @@ def test_bad_input_is_refused_in_one_line(
 
 
 def test_clients_or_their_share_take_the_place_of_the_other(tmp_path: Path) -> None:
-    unset = read_overrides(["participation.clients=null", "participation.fraction=0.5"])
+    unset = read_overrides(["federated.participation.clients=null", "federated.participation.fraction=0.5"])
     job = federated_job_of(write(tmp_path), unset)
-    assert (job.participation.clients, job.participation.fraction) == (None, 0.5)
-    bare = msgspec.structs.replace(job, participation=ALL)
-    counted = federated_job_of(bare, {"participation.clients": 4}).participation
+    assert (job.federated.participation.clients, job.federated.participation.fraction) == (None, 0.5)
+    bare = job.altered(participation=ALL)
+    counted = federated_job_of(bare, {"federated.participation.clients": 4}).federated.participation
     assert (counted.clients, counted.fraction) == (4, None), "nobody gave the default's share"
-    shared = federated_job_of(bare, {"participation.minimum": 2}).participation
+    shared = federated_job_of(bare, {"federated.participation.minimum": 2}).federated.participation
     assert (shared.clients, shared.fraction, shared.minimum) == (None, 1.0, 2)
 
 

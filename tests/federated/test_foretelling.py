@@ -48,7 +48,7 @@ def test_clients_are_measured_with_the_runs_threads_and_scheme(scheme: str, tmp_
 
 def deployed(folder: Path) -> Path:
     job = write_job(folder, ("north", "south", "east"), rounds=6)
-    job.write_text(job.read_text() + '\n[participation]\nclients = 3\ndeadline = "1000 s"\n')
+    job.write_text(job.read_text() + '\n[federated.participation]\nclients = 3\ndeadline = "1000 s"\n')
     return job
 
 
@@ -57,7 +57,7 @@ def deployed(folder: Path) -> Path:
     [
         ((), {"all": 6}, 0, 0),
         (("--slow", "east@0s:1e9"), {"deadline": 1, "behind": 5}, 6, 0),
-        (("--slow", "east@0s:1e9", "--set", "participation.quorum=0.6"), {"quorum": 6}, 6, 0),
+        (("--slow", "east@0s:1e9", "--set", "federated.participation.quorum=0.6"), {"quorum": 6}, 6, 0),
         (("--fault", "south@0s"), {"all": 6}, 1, 0),
     ],
 )
@@ -83,11 +83,11 @@ def test_a_deployments_faults_are_told(tmp_path: Path) -> None:
 
 
 def test_rounds_closed_early_and_tried_again_are_told(tmp_path: Path) -> None:
-    few = ("--set", "participation.minimum=3", "--slow", "east@0s:1e9")
+    few = ("--set", "federated.participation.minimum=3", "--slow", "east@0s:1e9")
     found = json.loads(isthmus("simulate", deployed(tmp_path), "--json", *few).out)
     told = [event["text"] for event in found["events"]]
     assert "round 1 is tried again: attempt 2" in told and found["outcome"] == "lost"
-    slow = ("--set", "participation.quorum=0.6", "--slow", "east@0s:1e9")
+    slow = ("--set", "federated.participation.quorum=0.6", "--slow", "east@0s:1e9")
     found = json.loads(isthmus("simulate", deployed(tmp_path), "--json", *slow).out)
     assert sum("closed by its quorum" in event["text"] for event in found["events"]) == found["closed_by"]["quorum"]
 
@@ -110,7 +110,10 @@ def test_a_simulation_without_sites_left_says_why_it_ended(when: str, tmp_path: 
         (("--fault", "west@2s"), ["unknown executor in --fault 'west'"]),
         (("--slow", "west@2s:2"), ["unknown executor in --slow 'west'"]),
         (("--fault", "link:north:east@2s"), ["--fault: got north:east in a federated job", "clients exchange nothing"]),
-        (("--set", 'deployment.sites=["north", "south"]'), ["deployment.sites: got 2 sites for data of 3 clients"]),
+        (
+            ("--set", 'federated.deployment.sites=["north", "south"]'),
+            ["federated.deployment.sites: got 2 sites for data of 3 clients"],
+        ),
     ],
 )
 def test_faults_that_no_site_can_have(options: tuple[str, ...], words: list[str], tmp_path: Path) -> None:
@@ -119,16 +122,20 @@ def test_faults_that_no_site_can_have(options: tuple[str, ...], words: list[str]
 
 def test_an_executor_that_is_lost_stays_lost(tmp_path: Path) -> None:
     job = deployed(tmp_path)
-    job.write_text(job.read_text().partition("[deployment]")[0].replace("[runtime]", "[runtime]\nexecutors = 2"))
+    job.write_text(
+        job.read_text().partition("[federated.deployment]")[0].replace("[runtime]", "[runtime]\nexecutors = 2")
+    )
     refused(
-        isthmus("simulate", job, "--set", "participation.clients=3", "--fault", "executor-1@2s+3s"), 2, "stays lost"
+        isthmus("simulate", job, "--set", "federated.participation.clients=3", "--fault", "executor-1@2s+3s"),
+        2,
+        "stays lost",
     )
 
 
 def test_a_site_that_is_a_fleet_takes_what_its_plan_predicts(tmp_path: Path) -> None:
     (tmp_path / "three.toml").write_text(THREE)
     job = deployed(tmp_path)
-    table = f'\n[deployment.fleets.south]\nfleet = "{tmp_path}/three.toml"\nplanner = "even"\n'
+    table = f'\n[federated.deployment.fleets.south]\nfleet = "{tmp_path}/three.toml"\nplanner = "even"\n'
     job.write_text(job.read_text() + table)
     found = json.loads(isthmus("simulate", job, "--json").out)
     (pipeline,) = found["pipelines"]
@@ -138,7 +145,7 @@ def test_a_site_that_is_a_fleet_takes_what_its_plan_predicts(tmp_path: Path) -> 
     assert found["round_s"] == pytest.approx(pipeline["round_s"], rel=0.2)
     assert "south: a pipeline over 3 devices" in isthmus("simulate", job).out
     job.write_text(job.read_text().replace("fleets.south", "fleets.nowhere"))
-    refused(isthmus("simulate", job), 2, "deployment.fleets", "nowhere")
+    refused(isthmus("simulate", job), 2, "federated.deployment.fleets", "nowhere")
 
 
 THREE = """

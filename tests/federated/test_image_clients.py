@@ -28,8 +28,7 @@ def job(kind: str, options: dict[str, object], **tables: object) -> FederatedJob
         "name": "images",
         "model": {"name": "cnn", "options": {"width": 4, "stages": 2, "classes": 62}},
         "data": {"kind": kind, "options": options},
-        "federated": {"rounds": 2},
-        **tables,
+        "federated": {"rounds": 2, **tables},
     }
     return msgspec.convert(given, FederatedJob)
 
@@ -83,7 +82,7 @@ kind = "{kind}"
 {partition}
 [federated]
 rounds = 2
-[participation]
+[federated.participation]
 clients = 3
 [training]
 eval_every = 1
@@ -110,7 +109,7 @@ def test_writers_train_as_clients(tmp_path: Path) -> None:
 def test_executors_draw_the_samples_of_a_round_as_one_process_does(tmp_path: Path) -> None:
     picture_folder(tmp_path / "png", classes=2, each=10)
     options = f'path = "{tmp_path}/png"\nmode = "L"\ntransforms = [{{ name = "RandomCrop", size = 6 }}]'
-    shared = JOB.format(kind="image-folder", options=options, partition="[partition]\nclients = 4")
+    shared = JOB.format(kind="image-folder", options=options, partition="[federated.partition]\nclients = 4")
     (tmp_path / "job.toml").write_text(shared)
     alone, clients_per_vmap = (weights(tmp_path / "job.toml", tmp_path / scheme, scheme) for scheme in ("sp", "ours"))
     assert alone.keys() == clients_per_vmap.keys() and all(
@@ -122,7 +121,7 @@ def test_an_executor_says_which_image_is_damaged(tmp_path: Path) -> None:
     picture_folder(tmp_path / "png", classes=2, each=10)
     (tmp_path / "png" / "class-1" / "3.png").write_bytes(b"damaged")
     options = f'path = "{tmp_path}/png"\nmode = "L"\nholdout = 0'
-    shared = JOB.format(kind="image-folder", options=options, partition="[partition]\nclients = 3")
+    shared = JOB.format(kind="image-folder", options=options, partition="[federated.partition]\nclients = 3")
     (tmp_path / "job.toml").write_text(shared)
     done = isthmus("train", tmp_path / "job.toml", "--scheme", "ours", "--run", tmp_path / "run")
     refused(done, 2, "class-1/3.png (sample 13): cannot be decoded")

@@ -62,4 +62,4 @@ def test_sites_that_hold_several_clients_are_those_of_the_simulation(tmp_path: P
 def test_more_clients_than_sites_are_refused_with_what_helps(tmp_path: Path) -> None:
     job = edited(write_wards(tmp_path), ("\nclients = 2", ""))
     said = "got 2 sites for data of 4 clients, expected as many"
-    refused(isthmus("simulate", job), 2, said, "partition.clients = 2 gives each site several of them")
+    refused(isthmus("simulate", job), 2, said, "federated.partition.clients = 2 gives each site several of them")

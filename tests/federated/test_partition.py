@@ -63,7 +63,7 @@ def test_a_column_says_whose_a_sample_is() -> None:
     ("options", "message"),
     [
         ({"scheme": "iid", "clients": 601}, "got 601, expected at most the 600 samples"),
-        ({"scheme": "iid", "clients": None}, "partition.clients: missing"),
+        ({"scheme": "iid", "clients": None}, "federated.partition.clients: missing"),
         ({"scheme": "dirichlet", "clients": 3, "label": "kind"}, "no column 'kind'"),
         ({"scheme": "natural", "clients": None, "column": "writer"}, "no column 'writer'"),
         ({"scheme": "shards", "clients": 400, "shards": 2}, "got 800 shards"),

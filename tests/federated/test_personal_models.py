@@ -120,7 +120,7 @@ def test_a_lost_state_of_a_client_that_does_not_train_is_no_end_where_the_algori
     (kept,) = (run / "states").rglob("*.states")
     kept.write_bytes(bytes(kept.stat().st_size))
     text = job.read_text().replace("rounds = 4", "rounds = 6")
-    job.write_text(text.replace("[participation]\nclients = 5", "[participation]\nclients = 1"))
+    job.write_text(text.replace("[federated.participation]\nclients = 5", "[federated.participation]\nclients = 1"))
     done = isthmus("train", job, "--resume", "--run", run)
     if algorithm == "Heads":
         assert done.code == 2 and "the algorithm cannot go on without it" in done.err

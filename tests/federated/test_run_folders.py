@@ -35,7 +35,7 @@ options = {{ features = 64, width = 4, layers = 1, classes = 10 }}
 kind = "digits"
 options = {{ flat = true }}
 
-[partition]
+[federated.partition]
 scheme = "iid"
 clients = 5
 
@@ -46,7 +46,7 @@ rounds = 3
 [training]
 eval_every = 0
 
-[participation]
+[federated.participation]
 clients = 3
 
 [runtime]

@@ -18,11 +18,11 @@ from isthmus.models import ModelSpec
 from tests.federated.sites import write_job
 from tests.runtime.commands import edited
 
-AGGREGATION = """[aggregation]
+AGGREGATION = """[federated.aggregation]
 secure = true
 most_samples = 64
 
-[participation]
+[federated.participation]
 fraction = 1.0
 minimum = 2
 
@@ -32,15 +32,27 @@ minimum = 2
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("secure = true", 'secure = true\nrule = "median"', "aggregation.rule: got 'median' .* every update by itself"),
-        ("most_samples = 64", "", "aggregation.most_samples: missing, expected the most samples of a site"),
-        ("minimum = 2", "minimum = 1", "participation.minimum: got 1 .* the sum of one update is that update"),
-        ("minimum = 2", "minimum = 2\nstaleness = 2", "participation.staleness: got 2 .* of one round only"),
-        ("minimum = 2", "minimum = 2\nmin_samples = 2", "participation.min_samples: got 2 .* nobody knows"),
-        ("minimum = 2", "minimum = 2\nweighted = true", "participation.weighted: got true .* nobody knows"),
-        ("[runtime]", "[admission]\nmax_norm = 3.0\n\n[runtime]", "admission.max_norm: got 3 .* without a proof"),
-        ("most_samples = 64", 'most_samples = 64\nwait = "0 s"', "aggregation.wait: got '0 s'"),
-        ("most_samples = 64", "most_samples = 64\nthreshold = 0.3", "aggregation.threshold: .* got 0.3"),
+        (
+            "secure = true",
+            'secure = true\nrule = "median"',
+            "federated.aggregation.rule: got 'median' .* every update by itself",
+        ),
+        ("most_samples = 64", "", "federated.aggregation.most_samples: missing, expected the most samples of a site"),
+        (
+            "minimum = 2",
+            "minimum = 1",
+            "federated.participation.minimum: got 1 .* the sum of one update is that update",
+        ),
+        ("minimum = 2", "minimum = 2\nstaleness = 2", "federated.participation.staleness: got 2 .* of one round only"),
+        ("minimum = 2", "minimum = 2\nmin_samples = 2", "federated.participation.min_samples: got 2 .* nobody knows"),
+        ("minimum = 2", "minimum = 2\nweighted = true", "federated.participation.weighted: got true .* nobody knows"),
+        (
+            "[runtime]",
+            "[federated.admission]\nmax_norm = 3.0\n\n[runtime]",
+            "federated.admission.max_norm: got 3 .* without a proof",
+        ),
+        ("most_samples = 64", 'most_samples = 64\nwait = "0 s"', "federated.aggregation.wait: got '0 s'"),
+        ("most_samples = 64", "most_samples = 64\nthreshold = 0.3", "federated.aggregation.threshold: .* got 0.3"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(old: str, new: str, words: str, tmp_path: Path) -> None:
@@ -52,7 +64,7 @@ def test_what_does_not_go_together_is_refused_with_the_reason(old: str, new: str
 
 
 def test_clipping_goes_with_masks_for_sites_clip_themselves(tmp_path: Path) -> None:
-    clipped = "[admission]\nmax_norm = 3.0\nclip = true\n\n[runtime]"
+    clipped = "[federated.admission]\nmax_norm = 3.0\nclip = true\n\n[runtime]"
     load_federated_job(edited(write_job(tmp_path, ("a", "b")), ("[runtime]", AGGREGATION), ("[runtime]", clipped)))
 
 

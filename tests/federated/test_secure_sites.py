@@ -30,11 +30,11 @@ from tests.runtime.commands import edited, isthmus
 
 NAMES = ("a", "b", "c")
 SECURE = """
-[participation]
+[federated.participation]
 fraction = 1.0
 minimum = 2
 
-[aggregation]
+[federated.aggregation]
 secure = true
 most_samples = 64
 
@@ -114,7 +114,7 @@ def test_masked_updates_give_the_bits_of_a_simulation_without_masks(
     buffers."""
     monkeypatch.setattr(sites, "JOB", sites.JOB.replace(MLP.format("{{", "}}"), STATEFUL))
     monkeypatch.setattr(sites, "SITE", sites.SITE.replace(MLP.format("{{", "}}"), STATEFUL))
-    tables = "[admission]\nmax_norm = 0.5\nclip = true\n"
+    tables = "[federated.admission]\nmax_norm = 0.5\nclip = true\n"
     job_file, said = served(tmp_path, "scaffold", monkeypatch, rounds=3, tables=tables)
     history = lines(tmp_path / "run")
     assert [sorted(by_site(line)) for line in history] == [list(NAMES)] * 3, said
@@ -175,7 +175,11 @@ def test_a_round_that_is_repeated_after_a_restart_has_the_same_sites(
     assert [sorted(by_site(line)) for line in lines(tmp_path / "run")] == [list(NAMES)]
     (tmp_path / "again").mkdir()
     (tmp_path / "again" / "run").write_bytes((tmp_path / "run" / "run").read_bytes())
-    edited(job_file, ("wait =", "start = 2\nwait ="), ("[participation]", "[participation]\nattempts = 1"))
+    edited(
+        job_file,
+        ("wait =", "start = 2\nwait ="),
+        ("[federated.participation]", "[federated.participation]\nattempts = 1"),
+    )
     said = run_over_sites(tmp_path, job_file, NAMES[:2], run="again", port=port, joined=True)
     assert any("its shares of a sum of this round, with other sites, are revealed" in line for line in said), said
     assert not lines(tmp_path / "again")
@@ -200,7 +204,11 @@ def test_a_site_that_sends_masked_updates_only_leaves_a_coordinator_that_wants_p
     write_job(tmp_path, NAMES)
     job_file = tmp_path / "fed.toml"
     edited(tmp_path / "c.toml", ("[data]", "[approval]\nsecure = true\n\n[data]"))
-    edited(job_file, ("[runtime]", "[participation]\nfraction = 1.0\n\n[runtime]"), ("wait =", "start = 2\nwait ="))
+    edited(
+        job_file,
+        ("[runtime]", "[federated.participation]\nfraction = 1.0\n\n[runtime]"),
+        ("wait =", "start = 2\nwait ="),
+    )
     said = run_over_sites(tmp_path, job_file)
     history = lines(tmp_path / "run")
     assert all("c" not in by_site(line) for line in history), said

@@ -144,7 +144,7 @@ def test_names_of_clients_are_in_the_run_s_folder(tmp_path: Path) -> None:
     assert list(named.evaluation.clients["loss"].each) == ["0", "1"]
     spec = write_clients(tmp_path / "clients", given)
     assert isinstance(named.job, isthmus.FederatedJob)
-    job = msgspec.structs.replace(named.job, data=spec, partition=None, model=named.job.model)
+    job = msgspec.structs.replace(named.job, data=spec, model=named.job.model).altered(partition=None)
     assert isthmus.federate(job, run=tmp_path / "b", overrides=overrides).client_names == list(given)
     without = isthmus.federate(
         model=Classifier(),

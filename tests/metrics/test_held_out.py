@@ -53,7 +53,7 @@ def test_of_jobs(every: int, count: int) -> None:
     )
     training, parts = FederatedTraining(eval_every=every), PartitionSpec(clients=3)
     federated = FederatedJob(
-        name="f", model=model, data=data, partition=parts, federated=FederatedConfig(), training=training
+        name="f", model=model, data=data, federated=FederatedConfig(partition=parts), training=training
     )
     assert client_data(federated).sizes.sum() == count
 

@@ -27,11 +27,11 @@ from tests.runtime.commands import edited
 
 NAMES = ("a", "b", "c")
 SECURE = """
-[aggregation]
+[federated.aggregation]
 secure = true
 most_samples = 20
 
-[participation]
+[federated.participation]
 fraction = 1.0
 minimum = 3
 
@@ -87,5 +87,5 @@ def test_figures_that_no_noise_would_cover_are_refused_before_the_run(tmp_path: 
     for without in (msgspec.structs.replace(job, data=None), job):
         with pytest.raises(UserError, match=r"expected \[data\] with held-out samples at the coordinator: sites keep"):
             site_evaluator(without)
-    plain = msgspec.structs.replace(job, aggregation=Aggregation())
+    plain = job.altered(aggregation=Aggregation())
     assert site_evaluator(plain) is None, "sites report"

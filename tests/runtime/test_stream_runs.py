@@ -27,7 +27,7 @@ name = "mlp"
 [data]
 kind = "stream"
 options = {{path = "{path}", columns = {{input = "x", target = "y"}}}}
-[partition]
+[federated.partition]
 clients = 4
 [federated]
 rounds = 1

@@ -79,7 +79,7 @@ options = { features = 64, width = 4, layers = 1, classes = 10 }
 kind = "digits"
 options = { flat = true }
 
-[partition]
+[federated.partition]
 scheme = "iid"
 clients = 5
 
@@ -90,7 +90,7 @@ rounds = 3
 [training]
 eval_every = 1
 
-[participation]
+[federated.participation]
 clients = 3
 
 [runtime]

@@ -69,7 +69,7 @@ def federate(
     each may be). Clients' data are read once and written as arrays into the run's folder, so that it can be resumed.
     Executors are forked from the caller, or with overrides={"runtime.executors": 1} are the caller itself.
     `callbacks`, `track` and `quiet` are as of `isthmus.train`: without the last, progress goes to standard error.
-    `overrides` stand in place of what the job says: {"training.batch_size": 32, "participation.fraction": 0.1}.
+    `overrides` stand in place of what the job says: {"training.batch_size": 32, "federated.rounds": 5}.
     With `dashboard` a page in a browser shows the rounds, and its address is noted.
 
     Raises UserError for what is wrong with the job, the model or the data, Diverged where no client's numbers are
@@ -144,8 +144,11 @@ def _job(
         name="federated",
         model=ModelSpec(name=give_model(source)),
         data=DataSpec(kind="npz", options=options, heldout=heldout),
-        partition=PartitionSpec(scheme="natural", column=CLIENT),
-        federated=FederatedConfig(algorithm=name, rounds=given.get("rounds", 10)),
+        federated=FederatedConfig(
+            algorithm=name,
+            rounds=given.get("rounds", 10),
+            partition=PartitionSpec(scheme="natural", column=CLIENT),
+        ),
     )
 
 

@@ -141,9 +141,9 @@ def simulate_rounds(
 def _simulated(
     job: FederatedJob, data: ClientData, faults: Sequence[Fault], counted: ClientCosts | None
 ) -> SimulatedRounds:
-    if job.deployment is not None:
-        _check_sites(job.deployment, len(data.sizes))
-        deployment = job.deployment
+    if job.federated.deployment is not None:
+        _check_sites(job.federated.deployment, len(data.sizes))
+        deployment = job.federated.deployment
         make = _after_saved(job, lambda first: site_coordinator(job, deployment, data.sizes.copy(), first, None))
         sites = tuple(data.sizes.tolist())
         pipelines = tuple(_pipeline(job, deployment, name, data) for name in deployment.fleets)
@@ -262,9 +262,9 @@ def message_costs(fleet: ExecutorFleet, executor: int, counted: ClientCosts) -> 
 def _check_sites(deployment: Deployment, clients: int) -> None:
     if len(deployment.sites) != clients:
         raise UserError(
-            f"deployment.sites: got {len(deployment.sites)} sites for data of {clients} clients, expected as many: "
-            "each site is simulated with one client's samples; where the data say who has which, partition.clients = "
-            f"{len(deployment.sites)} gives each site several of them"
+            f"federated.deployment.sites: got {len(deployment.sites)} sites for data of {clients} clients, expected "
+            "as many: each site is simulated with one client's samples; where the data say who has which, "
+            f"federated.partition.clients = {len(deployment.sites)} gives each site several of them"
         )
 
 
@@ -313,17 +313,15 @@ def measured(job: FederatedJob) -> MeasuredRun:
 
 def _short(job: FederatedJob) -> FederatedJob:
     """Some rounds of it, of a few clients for each executor, on this machine as it is."""
-    rules = job.participation
+    rules = job.federated.participation
     population = len(client_data(job).sizes)
     count = executors(job, population)
     clients = max(CLIENTS_EACH, 2 * job.runtime.clients_per_vmap) * count if job.scheme.per == "given" else count
     clients = min(max(clients, rules.minimum), rules.needed(population))
-    return msgspec.structs.replace(
-        job,
-        federated=msgspec.structs.replace(job.federated, rounds=min(MOST_ROUNDS, job.federated.rounds)),
-        participation=Participation(clients=clients, minimum=rules.minimum, weighted=rules.weighted),
-        runtime=msgspec.structs.replace(job.runtime, slow_down=(), unstable=False, noise=0.0),
-    )
+    runtime = msgspec.structs.replace(job.runtime, slow_down=(), unstable=False, noise=0.0)
+    few = Participation(clients=clients, minimum=rules.minimum, weighted=rules.weighted)
+    rounds = min(MOST_ROUNDS, job.federated.rounds)
+    return msgspec.structs.replace(job, runtime=runtime).altered(rounds=rounds, participation=few)
 
 
 def _fitted(points: Sequence[tuple[int, float]]) -> LinearFit:

@@ -27,8 +27,12 @@ def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
     """As `job_of`."""
-    if isinstance(job, FederatedJob) and job.participation == ALL and "participation.clients" in overrides:
-        overrides = {"participation.fraction": None, **overrides}  # nobody gave the default's
+    if (
+        isinstance(job, FederatedJob)
+        and job.federated.participation == ALL
+        and "federated.participation.clients" in overrides
+    ):
+        overrides = {"federated.participation.fraction": None, **overrides}  # nobody gave the default's
     return _job(job, overrides, FEDERATED)
 
 
@@ -99,8 +103,7 @@ class FederatedChanges(msgspec.Struct, frozen=True, kw_only=True):
         """UserError for a job that cannot be run with them."""
         runtime = _replaced(job.runtime, {"scheme": self.scheme, "executors": self.executors})
         federated = _replaced(job.federated, {"rounds": self.rounds})
-        job = msgspec.structs.replace(job, runtime=runtime, federated=federated)
-        return FEDERATED.checked(job)
+        return FEDERATED.checked(msgspec.structs.replace(job, runtime=runtime, federated=federated))
 
 
 AS_IT_SAYS = FederatedChanges()

@@ -21,7 +21,7 @@ from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 
 def check_rounds(job: FederatedJob, *, on_fleet: bool) -> None:
     """UserError for a job that cannot be run like this."""
-    if on_fleet and job.deployment is not None:
+    if on_fleet and job.federated.deployment is not None:
         check_deployment(job)
         return
     check_simulation(job)
@@ -38,7 +38,7 @@ def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) ->
         seen.began(run.first_round)
 
     service = choices.backend
-    if job.deployment is not None and isinstance(service, FleetCoordinator):
+    if job.federated.deployment is not None and isinstance(service, FleetCoordinator):
         run = SiteRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done)
         where = f"sites {', '.join(run.deployment.sites)}"
     else:

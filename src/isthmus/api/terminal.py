@@ -98,7 +98,7 @@ class Terminal(Observer):
 
 def _of_sites(run: Run) -> bool:
     job = run.job
-    return isinstance(job, FederatedJob) and job.deployment is not None
+    return isinstance(job, FederatedJob) and job.federated.deployment is not None
 
 
 def run_document(run: Run, *, finished: bool) -> dict[str, object]:

@@ -59,7 +59,7 @@ def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer,
     timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)
     fleet = _fleet_of(job, asked)
-    if isinstance(job, FederatedJob) and job.deployment is not None:
+    if isinstance(job, FederatedJob) and job.federated.deployment is not None:
         raise refused("sites", "isthmus up", "sites")
     if fleet is not None or isinstance(job, FederatedJob):
         check_on_fleet(job)

@@ -206,7 +206,7 @@ def train(
     job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
     if isinstance(job, isthmus.FederatedJob):
         if dry_run:
-            job = msgspec.structs.replace(job, deployment=None)  # it would train here
+            job = job.altered(deployment=None)  # it would train here
             raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job), json=json))
     elif dry_run:
         if job.sync.mode == "decoupled":

@@ -15,6 +15,7 @@ from isthmus.dashboard.rounds import RoundShown
 from isthmus.dashboard.spans import LightSpan, SpanTable
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
+from isthmus.old_spelling import respelled
 from isthmus.plans import Plan
 from isthmus.reading import open_file, parse_json, read_json
 from isthmus.report.summary import ComparisonSummary
@@ -153,7 +154,7 @@ class WatchedRun:
 
     @property
     def job(self) -> dict[str, object]:
-        return self.document(JOB, dict[str, object]) or {}
+        return respelled(self.document(JOB, dict[str, object]) or {})
 
     @property
     def summary(self) -> ComparisonSummary | None:

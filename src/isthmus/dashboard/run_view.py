@@ -57,7 +57,8 @@ def head(run: WatchedRun) -> Shown:
 def _head(run: WatchedRun) -> Shown:
     state = run.state
     remote = "on remote devices of a fleet" if (run.path / "captured.safetensors").is_file() else ""
-    remote = remote or ("at remote sites of a fleet" if run.job.get("deployment") else "")
+    rounds = run.job.get("federated")
+    remote = remote or ("at remote sites of a fleet" if isinstance(rounds, dict) and "deployment" in rounds else "")
     return {
         "name": printable(run.path.name),
         "state": state_of(run),

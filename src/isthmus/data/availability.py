@@ -41,7 +41,7 @@ class Availability:
 
 def read_availability(path: Path, population: int, round_length_s: float) -> Availability:
     """UserError names the file, the line, what was got and what was expected."""
-    where = f"participation.availability: {path}"
+    where = f"federated.participation.availability: {path}"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:

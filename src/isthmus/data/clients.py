@@ -129,7 +129,9 @@ class GroupedClients:
     def __init__(self, data: ClientData, groups: int) -> None:
         """Each of `groups` has as many, or one more. UserError for fewer clients than groups."""
         if groups > (clients := len(data.sizes)):
-            raise UserError(f"partition.clients: got {groups}, expected at most the {clients} clients of the data")
+            raise UserError(
+                f"federated.partition.clients: got {groups}, expected at most the {clients} clients of the data"
+            )
         self._data = data
         self._first = np.arange(groups + 1) * clients // groups
         self.sizes = np.add.reduceat(data.sizes, self._first[:-1])
@@ -177,7 +179,7 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
         try:
             owners = dataset.owners(spec.column)
         except UserError as e:
-            raise UserError(f"partition.column: {e}") from None
+            raise UserError(f"federated.partition.column: {e}") from None
         values, owner = np.unique(owners, return_inverse=True)
         if values.tolist() != list(range(len(values))):
             names = [str(value) for value in values.tolist()]

@@ -77,11 +77,13 @@ def partition(spec: PartitionSpec, samples: int, columns: Mapping[str, NDArray[n
         owner = np.unique(_whole(columns, spec.column), return_inverse=True)[1]
         return _grouped(owner.astype(np.int64), int(owner.max()) + 1)
     if spec.scheme == "files":
-        raise UserError("partition.scheme: got 'files' for data that are no text, expected another one")
+        raise UserError("federated.partition.scheme: got 'files' for data that are no text, expected another one")
     if spec.clients is None:
-        raise UserError(f"partition.clients: missing, expected the number of clients for scheme {spec.scheme!r}")
+        raise UserError(
+            f"federated.partition.clients: missing, expected the number of clients for scheme {spec.scheme!r}"
+        )
     if spec.clients > samples:
-        raise UserError(f"partition.clients: got {spec.clients}, expected at most the {samples} samples")
+        raise UserError(f"federated.partition.clients: got {spec.clients}, expected at most the {samples} samples")
     owner = _SCHEMES[spec.scheme](spec, spec.clients, samples, columns, stream(seed, "partition"))
     return _grouped(_fed(owner, spec.clients), spec.clients)
 
@@ -132,7 +134,9 @@ def _shards(
 ) -> Integers:
     pieces = clients * spec.shards
     if pieces > samples:
-        raise UserError(f"partition.shards: got {pieces} shards in all, expected at most the {samples} samples")
+        raise UserError(
+            f"federated.partition.shards: got {pieces} shards in all, expected at most the {samples} samples"
+        )
     piece_of = np.arange(samples) * pieces // samples
     owner_of = draws.permutation(np.arange(pieces) % clients)
     owner = np.empty(samples, dtype=np.int64)

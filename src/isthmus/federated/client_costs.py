@@ -62,7 +62,7 @@ class ClientCosts(msgspec.Struct, frozen=True, kw_only=True):
 def client_costs(job: FederatedJob, data: ClientData) -> ClientCosts:
     """Train a round of the job's algorithm on a few samples in this process, and count. UserError where that fails, or
     where nothing can be counted."""
-    few = _FewSamples(data, max(1, job.aggregation.fewest), job.training.seed)
+    few = _FewSamples(data, max(1, job.federated.aggregation.fewest), job.training.seed)
     population = len(data.sizes)
     algorithm = job.algorithm(population)
     module = build(job)
@@ -90,7 +90,7 @@ def client_costs(job: FederatedJob, data: ClientData) -> ClientCosts:
         finish = InProcess(machine, server, {EXECUTOR: trainer}).run()
     if finish.outcome != "done":
         raise UserError(f"fleet: the costs of a client cannot be counted: {finish.reason or finish.outcome}")
-    late = 1 + job.participation.staleness  # models of rounds before are broadcast too
+    late = 1 + job.federated.participation.staleness  # models of rounds before are broadcast too
     passes = [
         msgspec.structs.replace(one, broadcast_bytes=late * one.broadcast_bytes)
         for _, one in sorted(trainer.counted.items())

@@ -20,8 +20,8 @@ def check_enough(rules: Participation, sizes: Integers) -> None:
     """UserError where fewer clients than a round's least number have enough samples."""
     if (found := len(rules.candidates(sizes, None))) < rules.minimum:
         raise UserError(
-            f"participation.min_samples: got {rules.min_samples}, and {found} of {len(sizes)} clients have as many, "
-            f"expected at least {rules.minimum} (participation.minimum)"
+            f"federated.participation.min_samples: got {rules.min_samples}, and {found} of {len(sizes)} clients "
+            f"have as many, expected at least {rules.minimum} (federated.participation.minimum)"
         )
 
 
@@ -32,9 +32,9 @@ class Cohorts:
         """`sizes` (population,) in samples. UserError for a file of availability that cannot be used, and where too few
         clients have enough samples."""
         self._job, self._sizes = job, sizes
-        check_enough(job.participation, sizes)
+        check_enough(job.federated.participation, sizes)
         self._available = availability(job, len(sizes))
-        rules = job.participation
+        rules = job.federated.participation
         self._buffer = Buffer(rules, sizes, job.training.seed, self._here) if rules.staleness else None
 
     def _here(self, round_: int) -> Integers | None:

@@ -19,10 +19,10 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     start: Annotated[int, Meta(ge=1)] | None = None
     """The first round waits for so many of them; for all, where it is not given."""
     wait: str = "5 s"
-    """Later, and after a restart: as soon as `participation.minimum` are here, so long for the others."""
+    """Later, and after a restart: as soon as `federated.participation.minimum` are here, so long for the others."""
     fleets: dict[str, PipelineConfig] = {}
     """For `isthmus simulate`: of sites that are fleets, what their own files say in table [pipeline]."""
 
     @property
     def wait_s(self) -> float:
-        return parse_duration(self.wait, "deployment.wait")
+        return parse_duration(self.wait, "federated.deployment.wait")

@@ -68,12 +68,12 @@ def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) ->
 def site_evaluator(job: FederatedJob) -> Evaluator | None:
     """On the coordinator's own data, where it has some: the clients' are not here. UserError where metrics are asked
     for that nobody would have: sites report their own unless masks or noise cover their updates."""
-    reported = job.privacy is None and not job.aggregation.secure
+    reported = job.privacy is None and not job.federated.aggregation.secure
     if reported and not (job.data is not None and job.training.eval_every):
         return None
     if not job.training.eval_every or job.data is None:
         return _none(job, _SITES)
-    data = client_data(msgspec.structs.replace(job, partition=None)) if job.data.kind == FEMNIST else None
+    data = client_data(job.altered(partition=None)) if job.data.kind == FEMNIST else None
     test = test_data(job, data)
     if test is None:
         return None if reported else _none(job, _SITES)

@@ -44,10 +44,11 @@ from isthmus.federated.runtime import FederatedRuntime, RayRuntime
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
 from isthmus.federated.secure.site_noise import check_site_noise
-from isthmus.federated.server import COMBINING, RunIdentity
+from isthmus.federated.server import RunIdentity
 from isthmus.federated.step_rules import check_steps
 from isthmus.job.document import JobDocument, JobReader
 from isthmus.models import build_model
+from isthmus.old_spelling import respelled
 from isthmus.planners.cohort import COHORT_ALGORITHMS
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
@@ -56,17 +57,20 @@ from isthmus.units import parse_duration
 Positive = Annotated[int, Meta(ge=1)]
 FEMNIST = "femnist"
 ALL = Participation(fraction=1.0)  # every client takes part in each round
-OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "deployment"}
-"""Tables that a pipeline's job has not: a file with one of them and no [federated] is refused with this reason."""
 
 
 class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The algorithm, and how long."""
+    """The algorithm, how long, whose data, and who takes part."""
 
     HINTS: ClassVar[Mapping[str, str]] = Privacy.HINTS
     algorithm: str = "fedavg"  # One of `isthmus algorithms`, or `package.module:Class` of your own.
     options: dict[str, object] = {}  # Settings of the algorithm: `isthmus describe NAME` lists them.
     rounds: Positive = 10  # Rounds of the whole run.
+    partition: PartitionSpec | None = None  # How the data are shared out among simulated clients.
+    participation: Participation = ALL  # Which clients take part in a round, and when a round closes.
+    admission: AdmissionRules = AdmissionRules()  # Conditions under which an update is accepted.
+    aggregation: Aggregation = Aggregation()  # How updates are combined.
+    deployment: Deployment | None = None  # Real sites in place of simulated clients.
 
 
 class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,9 +89,8 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
 
     BESIDE: ClassVar[str] = "federated"
     data: DataSpec | None = None
-    """The population's, shared out by `partition`; of a deployment, the coordinator's own to evaluate on, if any."""
-    federated: FederatedConfig  # The algorithm, and for how many rounds.
-    partition: PartitionSpec | None = None  # How the data are shared out among simulated clients.
+    """The population's, shared out by `federated.partition`; of sites, the coordinator's own to evaluate on, if any."""
+    federated: FederatedConfig  # The algorithm, its clients and its rounds.
     training: FederatedTraining = FederatedTraining()  # How clients train in a round, when to evaluate and to save.
     optimizer: Optimizers = ()
     """In place of SGD: one table [[optimizer]] per group of parameters. A client begins every round without what it
@@ -95,14 +98,10 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
     learning_rate: Rate = None
     """A number: of a client's SGD, by default 0.05. A table: the learning rate by round, which stays for all steps of
     one."""
-    participation: Participation = ALL  # Which clients take part in a round, and when a round closes.
-    admission: AdmissionRules = AdmissionRules()  # Conditions under which an update is accepted.
-    aggregation: Aggregation = Aggregation()  # How updates are combined.
     privacy: Privacy | None = None  # Differential privacy of clients; without this table updates are not noised.
     runtime: FederatedRuntime = FederatedRuntime()  # Where simulated clients train.
     fleet: str = ""  # Emulation: a built-in fleet or a path to a fleet TOML, whose devices are the executors.
     coordinator: str = ""  # A device of that fleet, on whose machine the coordinator is; the first one, if not given.
-    deployment: Deployment | None = None  # Real sites in place of simulated clients.
 
     @property
     def kind(self) -> Literal["federated"]:
@@ -129,6 +128,10 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
         """How executors get clients."""
         return scheme(self.runtime.scheme)
 
+    def altered(self, **federated: object) -> FederatedJob:
+        """The job with other values of its table [federated]."""
+        return msgspec.structs.replace(self, federated=msgspec.structs.replace(self.federated, **federated))
+
     def executor_fleet(self, executors: int) -> ExecutorFleet | None:
         """The emulated fleet with so many executors, 0 for one on each device; None without a fleet. UserError."""
         return executor_fleet(self.fleet, self.coordinator, executors) if self.fleet else None
@@ -136,7 +139,8 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def owner_column(self) -> str:
         """The column that says whose a sample is, which no model is given; empty where none does."""
-        return self.partition.column if self.partition is not None and self.partition.scheme == "natural" else ""
+        partition = self.federated.partition
+        return partition.column if partition is not None and partition.scheme == "natural" else ""
 
     @property
     def timeout_s(self) -> float:
@@ -146,20 +150,21 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def deadline_s(self) -> float:
         """Seconds after which a round closes with the updates received so far."""
-        return parse_duration(self.participation.deadline, "participation.deadline")
+        return parse_duration(self.federated.participation.deadline, "federated.participation.deadline")
 
     def algorithm(self, population: int, *, deployed: bool = False) -> Algorithm:
         """With what the job puts around it; where it is not `deployed`, in a simulation."""
         inner = load_algorithm(_spec(self))
         if self.privacy is not None:
-            expected, minimum = self.participation.expected(population), self.participation.minimum
+            expected, minimum = self.federated.participation.expected(population), self.federated.participation.minimum
             return private(inner, self.privacy, expected, minimum, simulated=not deployed)
-        return inner if self.aggregation.rule == "declared" else Robust(inner=inner, rule=self.aggregation)
+        rule = self.federated.aggregation
+        return inner if rule.rule == "declared" else Robust(inner=inner, rule=rule)
 
     @property
     def bounds(self) -> AdmissionRules:
         """The bounds of every update."""
-        return self.admission if self.privacy is None else self.privacy.bounds
+        return self.federated.admission if self.privacy is None else self.privacy.bounds
 
     def accounting(self, population: int) -> Accounting | None:
         """The conditions of epsilon; None without privacy."""
@@ -167,16 +172,16 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
             return None
         return Accounting(
             privacy=self.privacy,
-            participation=self.participation,
+            participation=self.federated.participation,
             population=population,
-            deployed=self.deployment is not None,
+            deployed=self.federated.deployment is not None,
             passes=len(self.algorithm(population).passes),
         )
 
 
 def is_federated(path: Path) -> bool:
     """Whether a job file is one of these."""
-    return not OF_THIS_KIND.isdisjoint(read_toml(path, "job file"))
+    return "federated" in respelled(read_toml(path, "job file"))
 
 
 def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:
@@ -184,15 +189,16 @@ def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:
     replace = msgspec.structs.replace
     if job.fleet:
         job = replace(job, fleet=beside(job.fleet, folder))
-    if job.participation.availability:
-        availability = beside(job.participation.availability, folder)
-        job = replace(job, participation=replace(job.participation, availability=availability))
     if job.data is not None:
         job = replace(job, data=job.data.counted_from(folder))
-    if job.deployment is not None:
-        fleets = {name: config.counted_from(folder) for name, config in job.deployment.fleets.items()}
-        job = replace(job, deployment=replace(job.deployment, fleets=fleets))
-    return job
+    rounds = job.federated
+    if rounds.participation.availability:
+        availability = beside(rounds.participation.availability, folder)
+        rounds = replace(rounds, participation=replace(rounds.participation, availability=availability))
+    if rounds.deployment is not None:
+        fleets = {name: config.counted_from(folder) for name, config in rounds.deployment.fleets.items()}
+        rounds = replace(rounds, deployment=replace(rounds.deployment, fleets=fleets))
+    return replace(job, federated=rounds)
 
 
 def checked(job: FederatedJob) -> FederatedJob:
@@ -208,15 +214,15 @@ def checked(job: FederatedJob) -> FederatedJob:
     except ValueError as e:
         raise UserError(str(e)) from None
     check_steps(job.federated.algorithm, load_algorithm(_spec(job)), local, job.federated.rounds)
-    for field, seconds in (("runtime.timeout", job.timeout_s), ("participation.deadline", job.deadline_s)):
+    for field, seconds in (("runtime.timeout", job.timeout_s), ("federated.participation.deadline", job.deadline_s)):
         if not 1 <= seconds < math.inf:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
     if job.runtime.planner and job.runtime.planner not in COHORT_ALGORITHMS:
         raise unknown_name("runtime.planner", job.runtime.planner, COHORT_ALGORITHMS)
-    if (deployment := job.deployment) is not None:
+    if (deployment := job.federated.deployment) is not None:
         for name in deployment.fleets:
             if name not in deployment.sites:
-                raise unknown_name("site in deployment.fleets", name, deployment.sites)
+                raise unknown_name("site in federated.deployment.fleets", name, deployment.sites)
     check_engine(job)
     check_emulation(job)
     if job.training.micro_batches > 1 and job.runtime.clients_per_vmap != 1:
@@ -258,7 +264,7 @@ def check_emulation(job: FederatedJob) -> None:
         raise UserError(f"coordinator: got {job.coordinator!r} without a fleet, expected none")
     if job.fleet and (eta := job.runtime.slow_down):
         raise UserError(f"runtime.slow_down: got {len(eta)} numbers beside fleet {job.fleet!r}, expected one of them")
-    if job.fleet and job.deployment is not None:
+    if job.fleet and job.federated.deployment is not None:
         raise refused("an emulated fleet", "sites", repr(job.fleet))
     job.executor_fleet(job.runtime.executors if job.scheme.per == "given" and job.scheme.processes else 1)
     if job.scheme.per != "given" and job.runtime.slow_down:
@@ -269,66 +275,67 @@ def check_emulation(job: FederatedJob) -> None:
 
 def check_combining(job: FederatedJob) -> None:
     """Check settings of the combination of updates against each other."""
-    rules = job.participation
-    if job.admission.clip and job.admission.max_norm is None:
-        raise UserError("admission.max_norm: missing, expected the norm to clip to")
-    if job.privacy is not None and job.aggregation.rule != "declared":
-        raise refused("robust aggregation", "client privacy", repr(job.aggregation.rule))
-    if job.privacy is not None and job.admission.max_norm is not None:
-        raise refused("a largest norm", "client privacy", f"{job.admission.max_norm:g}")
-    if job.aggregation.fewest > rules.minimum:
+    federated, rules = job.federated, job.federated.participation
+    if federated.admission.clip and federated.admission.max_norm is None:
+        raise UserError("federated.admission.max_norm: missing, expected the norm to clip to")
+    if job.privacy is not None and federated.aggregation.rule != "declared":
+        raise refused("robust aggregation", "client privacy", repr(federated.aggregation.rule))
+    if job.privacy is not None and federated.admission.max_norm is not None:
+        raise refused("a largest norm", "client privacy", f"{federated.admission.max_norm:g}")
+    if federated.aggregation.fewest > rules.minimum:
         raise UserError(
-            f"participation.minimum: got {rules.minimum}, expected at least {job.aggregation.fewest} for "
-            f"{job.aggregation.described}"
+            f"federated.participation.minimum: got {rules.minimum}, expected at least "
+            f"{federated.aggregation.fewest} for {federated.aggregation.described}"
         )
-    check_site_noise(job.privacy, rules.minimum, secure=job.aggregation.secure)
-    check_secure(job.aggregation, rules, job.admission, load_algorithm(_spec(job)))
+    check_site_noise(job.privacy, rules.minimum, secure=federated.aggregation.secure)
+    check_secure(federated.aggregation, rules, federated.admission, load_algorithm(_spec(job)))
     if rules.availability is not None and not 0 < rules.round_length_s < math.inf:
-        raise UserError(f"participation.round_length: got {rules.round_length!r}, expected more than 0 s")
+        raise UserError(f"federated.participation.round_length: got {rules.round_length!r}, expected more than 0 s")
     if rules.poisson and (rules.weighted or rules.over_select > 1):
         raise refused("weighted clients", "Poisson sampling", "weighted" if rules.weighted else "over_select")
 
 
 def check_deployment(job: FederatedJob) -> None:
     """UserError for one that cannot begin."""
-    deployment = job.deployment
+    deployment, rules = job.federated.deployment, job.federated.participation
     if deployment is None:
-        raise UserError("deployment: missing, expected the table with the sites that may take part")
+        raise UserError("federated.deployment: missing, expected the table with the sites that may take part")
     sites = len(deployment.sites)
     if len(set(deployment.sites)) < sites:
-        raise UserError("deployment.sites: got a name twice, expected each once")
-    if job.participation.availability is not None:
+        raise UserError("federated.deployment.sites: got a name twice, expected each once")
+    if rules.availability is not None:
         raise refused("an availability trace", "sites", "one")
     if (deployment.start or 1) > sites:
-        raise UserError(f"deployment.start: got {deployment.start}, expected at most the {sites} sites")
+        raise UserError(f"federated.deployment.start: got {deployment.start}, expected at most the {sites} sites")
     if not 0 <= deployment.wait_s < math.inf:
-        raise UserError(f"deployment.wait: got {deployment.wait_s:g} s, expected a finite time")
-    if job.participation.minimum > sites:
-        raise UserError(f"participation.minimum: got {job.participation.minimum}, expected at most the {sites} sites")
-    job.participation.needed(sites)
+        raise UserError(f"federated.deployment.wait: got {deployment.wait_s:g} s, expected a finite time")
+    if rules.minimum > sites:
+        raise UserError(f"federated.participation.minimum: got {rules.minimum}, expected at most the {sites} sites")
+    rules.needed(sites)
 
 
 def check_simulation(job: FederatedJob) -> None:
     """UserError for what sites can do only."""
-    if job.participation.staleness and job.participation.poisson:
-        raise refused("late updates", "Poisson sampling", job.participation.staleness)
+    if job.federated.participation.staleness and job.federated.participation.poisson:
+        raise refused("late updates", "Poisson sampling", job.federated.participation.staleness)
 
 
 def client_data(job: FederatedJob) -> ClientData:
     """The population. UserError for data that cannot be read or shared out."""
-    sites = "" if job.deployment is None else ": this job has sites: `isthmus serve JOB` trains there"
+    partition = job.federated.partition
+    sites = "" if job.federated.deployment is None else ": this job has sites: `isthmus serve JOB` trains there"
     if job.data is None:
         raise UserError(f"data: missing, expected the data to share out among clients{sites}")
     data = job.data if job.training.eval_every else job.data.training_alone()
     if data.kind == FEMNIST:
-        if job.partition is not None:
-            raise UserError(f"partition: got scheme {job.partition.scheme!r} for data that come by writers")
+        if partition is not None:
+            raise UserError(f"federated.partition: got scheme {partition.scheme!r} for data that come by writers")
         return FemnistShaped(read_options(FEMNIST, data.located, FemnistOptions))
-    if data.kind == LEAF and job.partition is None:
+    if data.kind == LEAF and partition is None:
         return LeafClients(read_options(LEAF, data.located, LeafOptions))
-    if job.partition is None and data.kind != CLIENTS:
-        raise UserError(f"partition: missing, expected how the data is shared out among clients{sites}")
-    return divided(data, job.partition, job.training.seed)
+    if partition is None and data.kind != CLIENTS:
+        raise UserError(f"federated.partition: missing, expected how the data is shared out among clients{sites}")
+    return divided(data, partition, job.training.seed)
 
 
 def build(job: FederatedJob) -> nn.Module:
@@ -342,12 +349,12 @@ def members(
     job: FederatedJob, sizes: NDArray[np.int64], round_: int, here: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
     """The cohort of a round; with `here`, of those clients only."""
-    return cohort(job.participation, sizes, job.training.seed, round_, here)
+    return cohort(job.federated.participation, sizes, job.training.seed, round_, here)
 
 
 def availability(job: FederatedJob, population: int) -> Availability | None:
     """When clients can take part; None for always. UserError for a round in which too few can."""
-    rules = job.participation
+    rules = job.federated.participation
     if rules.availability is None:
         return None
     found = read_availability(Path(rules.availability), population, rules.round_length_s)
@@ -356,17 +363,19 @@ def availability(job: FederatedJob, population: int) -> Availability | None:
         if here < rules.minimum:
             raise UserError(
                 f"{rules.availability}: in round {round_ + 1} {here} clients are available, expected at least "
-                f"{rules.minimum} (participation.minimum)"
+                f"{rules.minimum} (federated.participation.minimum)"
             )
     return found
 
 
 def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRules:
     """How the job's rounds go, in a simulation and deployed. UserError for rounds that could never be committed."""
-    rules = job.participation
+    rules = job.federated.participation
     needed = population if rules.poisson else rules.needed(population)  # a round waits for all that were drawn
     if rules.minimum > (asked := population if rules.poisson else rules.asked(population)):
-        raise UserError(f"participation.minimum: got {rules.minimum}, expected at most the {asked} clients of a round")
+        raise UserError(
+            f"federated.participation.minimum: got {rules.minimum}, expected at most the {asked} clients of a round"
+        )
     return RoundRules(
         rounds=job.federated.rounds,
         first_round=first_round,
@@ -378,7 +387,7 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
         deadline_s=job.deadline_s,
         timeout_s=job.timeout_s,
         attempts=rules.attempts,
-        most_samples=job.aggregation.most_samples or 0,
+        most_samples=job.federated.aggregation.most_samples or 0,
     )
 
 
@@ -390,7 +399,7 @@ def accelerator_of(job: FederatedJob, executor: int) -> Accelerator:
 
 def executors(job: FederatedJob, population: int) -> int:
     """How many executors the scheme takes."""
-    counts = {"cohort": job.participation.asked(population), "population": population}
+    counts = {"cohort": job.federated.participation.asked(population), "population": population}
     return counts.get(job.scheme.per, job.runtime.executors if job.scheme.processes else 1)
 
 
@@ -414,11 +423,13 @@ def identity(job: FederatedJob, data: ClientData, numbers: int) -> RunIdentity:
 
 def site_identity(job: FederatedJob, numbers: int) -> RunIdentity:
     """As `identity`; the data are the sites'."""
-    assert job.deployment is not None, "a job with sites"
-    return _identity(job, numbers, f"of the sites {', '.join(job.deployment.sites)}", len(job.deployment.sites))
+    assert job.federated.deployment is not None, "a job with sites"
+    sites = job.federated.deployment.sites
+    return _identity(job, numbers, f"of the sites {', '.join(sites)}", len(sites))
 
 
 def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> RunIdentity:
+    combining = [job.federated.aggregation, job.privacy, job.federated.admission]
     return RunIdentity(
         algorithm=job.federated.algorithm,
         options=job.federated.options,
@@ -428,6 +439,6 @@ def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> RunId
         data=data,
         seed=job.training.seed,
         clients=clients,
-        combining=msgspec.json.encode([getattr(job, table) for table in COMBINING]).decode(),
+        combining=msgspec.json.encode(combining).decode(),
         participation=str(job.accounting(clients) or ""),
     )

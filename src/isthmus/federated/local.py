@@ -40,7 +40,7 @@ class FederatedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     clip_norm: NotNegative = 0.0  # Largest norm of all gradients of a step together; 0: they are not clipped.
     drop_last: bool = False
     """An epoch leaves out a last batch that is smaller than the others: batch norm cannot train on one sample. A client
-    with less than one batch has that one: `participation.min_samples` leaves clients out."""
+    with less than one batch has that one: `federated.participation.min_samples` leaves clients out."""
     eval_every: Annotated[int, Meta(ge=0)] = 1  # Rounds between evaluations on held-out samples; 0: none.
     eval_samples: Positive = 2000
     """Held-out samples of an evaluation, at most: of more, so many drawn at random, the same in every evaluation."""
@@ -106,7 +106,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.batch_size == 1:
             return "a batch is one sample: expected a training.batch_size of 2 or more"
         if samples == 1:
-            return "it has one sample: participation.min_samples = 2 leaves such clients out"
+            return "it has one sample: federated.participation.min_samples = 2 leaves such clients out"
         if self.used(samples) % self.batch_size == 1:
             return "its last batch is one sample: training.drop_last = true leaves it out"
         return ""

@@ -43,7 +43,7 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def wait_s(self) -> float:
-        return parse_duration(self.wait, "aggregation.wait")
+        return parse_duration(self.wait, "federated.aggregation.wait")
 
     @property
     def described(self) -> str:

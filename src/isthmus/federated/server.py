@@ -54,7 +54,7 @@ _SERVER = "server/"
 _RUN, _SHA256 = "run", "sha256"
 _RUNNING_MEAN = "running_mean"  # the name that torch's layers give theirs
 KEPT = 2
-COMBINING = ("aggregation", "privacy", "admission")
+COMBINING = ("federated.aggregation", "privacy", "federated.admission")
 """The tables of a job that change how updates are combined; `RunIdentity.combining` is their JSON, in this order."""
 
 
@@ -145,7 +145,7 @@ class Server:
             raise UserError(f"model: the run began with a buffer {min(unknown)!r}, expected the same buffers")
         self.values = {**self._first_buffers, **values}
         if len(past) < min(self._most_past, rounds):
-            what = f"participation.staleness: got {self._most_past}"
+            what = f"federated.participation.staleness: got {self._most_past}"
             raise UserError(f"{what}, expected at most {len(past)}, with which the run began")
         self._past = past[: self._most_past]
 

@@ -14,12 +14,12 @@ from isthmus.federated.server import Server
 def check_updates(job: FederatedJob, server: Server) -> None:
     """UserError for an algorithm whose updates cannot be late, clipped as one, or combined by the job's rule."""
     name = job.federated.algorithm
-    if job.participation.staleness and (server.keeps or server.passes > 1):
-        raise refused("late updates", "states or passes", job.participation.staleness)
+    if job.federated.participation.staleness and (server.keeps or server.passes > 1):
+        raise refused("late updates", "states or passes", job.federated.participation.staleness)
     if job.privacy is not None and (single := _single_number(server)):
         raise refused("a single number", "client privacy", f"{name}, which returns {single!r},")
-    if job.aggregation.rule != "declared" and server.keeps and not _is_free(job):
-        raise refused("robust aggregation", "summed states", repr(job.aggregation.rule))
+    if job.federated.aggregation.rule != "declared" and server.keeps and not _is_free(job):
+        raise refused("robust aggregation", "summed states", repr(job.federated.aggregation.rule))
 
 
 def _is_free(job: FederatedJob) -> bool:

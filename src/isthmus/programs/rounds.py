@@ -695,7 +695,7 @@ class Rounds(Policy[RoundPort], Session):
         here = f"{count - len(missing)} of {count} sites are here"
         end = f"the round begins with {waiting.needed}"
         if waiting.until_s is None and waiting.needed > 1:
-            end = f"{end}; for fewer, set deployment.start"
+            end = f"{end}; for fewer, set federated.deployment.start"
         elif waiting.until_s is not None:
             left = f"in {max(0.0, waiting.until_s - self.now_s):.0f} s"
             end = f"{left} the round begins without the others" if waiting.goes_on else f"{end}, {left} the run ends"

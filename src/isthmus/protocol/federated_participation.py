@@ -51,18 +51,22 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def round_length_s(self) -> float:
-        return parse_duration(self.round_length, "participation.round_length")
+        return parse_duration(self.round_length, "federated.participation.round_length")
 
     def needed(self, population: int) -> int:
         """Clients per round. UserError for more than there are, and for none or both of the ways to say it."""
         if (self.clients is None) == (self.fraction is None):
             got = "none" if self.clients is None else "both"
             instead = "" if self.clients is None else ": leave one out, or set one to null (in Python None)"
-            raise UserError(f"participation: got {got} of clients and fraction, expected one of them{instead}")
+            raise UserError(
+                f"federated.participation: got {got} of clients and fraction, expected one of them{instead}"
+            )
         if self.clients is None:
             return max(1, round(exact(self.fraction or 0) * population))
         if self.clients > population:
-            raise UserError(f"participation.clients: got {self.clients}, expected at most the {population} clients")
+            raise UserError(
+                f"federated.participation.clients: got {self.clients}, expected at most the {population} clients"
+            )
         return self.clients
 
     def asked(self, population: int, here: int | None = None) -> int:

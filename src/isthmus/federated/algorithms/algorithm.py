@@ -81,8 +81,8 @@ class ClientUpdate:
 
     values: Values
     state: Values | Callable[[Values], Values] | None = None
-    """A function of the values as they are counted, where the server's values add up what clients keep: `[admission]`
-    and `[privacy]` may have scaled them down."""
+    """A function of the values as they are counted, where the server's values add up what clients keep:
+    `[federated.admission]` and `[privacy]` may have scaled them down."""
     weight: float | None = None  # the weight in weighted means; None is the number of samples
 
     def kept(self, counted: Values) -> Values | None:

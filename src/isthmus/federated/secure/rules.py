@@ -1,4 +1,4 @@
-"""Constraints on a job with `[aggregation] secure = true`."""
+"""Constraints on a job with `[federated.aggregation] secure = true`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,24 @@ def check_secure(
     for what, got in _refusals(aggregation, participation, admission, algorithm):
         raise refused(what, "secure sums", got)
     if aggregation.most_samples is None:
-        what = "missing, expected the most samples of a site: with aggregation.secure no site says how many it has"
-        raise UserError(f"aggregation.most_samples: {what}")
+        raise UserError(
+            "federated.aggregation.most_samples: missing, expected the most samples of a site: with "
+            "federated.aggregation.secure no site says how many it has"
+        )
     if participation.minimum < LEAST_SUMMED:
-        what = f"got {participation.minimum} beside aggregation.secure, expected at least {LEAST_SUMMED}"
-        raise UserError(f"participation.minimum: {what}: the sum of one update is that update")
+        what = f"got {participation.minimum} beside federated.aggregation.secure, expected at least {LEAST_SUMMED}"
+        raise UserError(f"federated.participation.minimum: {what}: the sum of one update is that update")
     if not 0 < aggregation.wait_s < math.inf:
-        raise UserError(f"aggregation.wait: got {aggregation.wait!r}, expected more than 0 s")
+        raise UserError(f"federated.aggregation.wait: got {aggregation.wait!r}, expected more than 0 s")
 
 
 def check_sizes(aggregation: Aggregation, sizes: NDArray[np.int64]) -> None:
     """UserError for a simulated client with more samples than the job says."""
     most = aggregation.most_samples
     if most is not None and (largest := int(sizes.max())) > most:
-        raise UserError(f"aggregation.most_samples: got {most}, expected at least {largest}, the samples of a client")
+        raise UserError(
+            f"federated.aggregation.most_samples: got {most}, expected at least {largest}, the samples of a client"
+        )
 
 
 def _refusals(

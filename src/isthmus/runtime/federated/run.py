@@ -100,11 +100,11 @@ def coordinator_of(
     if cohorts.buffer is not None:
         needed, at_work = cohorts.buffer
         rules = msgspec.structs.replace(
-            rules, needed=needed, at_work=at_work, quorum=1.0, staleness=job.participation.staleness
+            rules, needed=needed, at_work=at_work, quorum=1.0, staleness=job.federated.participation.staleness
         )
     if joined:
         rules = msgspec.structs.replace(rules, gathering=ExecutorChurn(start=job.runtime.executors))
-    check_sizes(job.aggregation, sizes)
+    check_sizes(job.federated.aggregation, sizes)
     fleet = None if joined else job.executor_fleet(count)
     names = [f"executor-{number}" for number in range(count)] if fleet is None else fleet.names
     throughput = ThroughputModel(count, window_rounds=job.runtime.window_rounds)
@@ -149,7 +149,7 @@ class FederatedRun:
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
         self._resident = resident = Resident(build(job))
-        late = job.participation.staleness
+        late = job.federated.participation.staleness
         self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population, past=late)
         check_updates(job, self.server)
         resident.bind(self.server.values["model"])  # not held twice
@@ -254,7 +254,9 @@ class FederatedRun:
         run, names = secrets.token_hex(16), self.machine.executors
         timeout_s, clients_per_vmap = self.job.timeout_s, self.job.runtime.clients_per_vmap
 
-        broadcast_memory = SharedBroadcast(self.server.largest_broadcast, 1 + self.job.participation.staleness)
+        broadcast_memory = SharedBroadcast(
+            self.server.largest_broadcast, 1 + self.job.federated.participation.staleness
+        )
         forms = self.server.sums
         accumulators = {name: SharedAccumulator(forms) for name in names}
 

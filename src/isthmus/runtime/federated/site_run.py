@@ -63,8 +63,8 @@ def site_coordinator(
     population = len(deployment.sites)
     rules = msgspec.structs.replace(
         round_rules(job, population, first_round),
-        staleness=job.participation.staleness,
-        secure=secure_rules(job.aggregation, job.participation.minimum),
+        staleness=job.federated.participation.staleness,
+        secure=secure_rules(job.federated.aggregation, job.federated.participation.minimum),
         gathering=ExecutorChurn(start=deployment.start or population, wait_s=deployment.wait_s),
     )
     kind = Rounds if rules.secure is None else MaskedRounds
@@ -94,12 +94,12 @@ class SiteRun:
     ) -> None:
         """`began` is called when the folder is the run's, `watch` when a round is committed. UserError for a job
         without sites, a folder of another job."""
-        if job.deployment is None:
-            raise UserError("deployment: missing, expected the table with the sites that may take part")
+        if job.federated.deployment is None:
+            raise UserError("federated.deployment: missing, expected the table with the sites that may take part")
         torch.set_num_threads(job.runtime.threads)
         self.job = job
         self.folder = folder
-        self.deployment: Deployment = job.deployment
+        self.deployment: Deployment = job.federated.deployment
         self._began, self._watch = began, watch
         self._receiver: SiteUpdateReceiver | None = None
         resident = Resident(build(job))
@@ -129,7 +129,9 @@ class SiteRun:
         self._began()
         run = secrets.token_hex(16)
         clients = {name: number for number, name in enumerate(self.deployment.sites)}
-        self._receiver = receiver = (SecureUpdateReceiver if self.job.aggregation.secure else SiteUpdateReceiver)(
+        self._receiver = receiver = (
+            SecureUpdateReceiver if self.job.federated.aggregation.secure else SiteUpdateReceiver
+        )(
             self.server,
             clients,
             self._task_spec_from(self._kept_run()),
@@ -180,12 +182,12 @@ class SiteRun:
                 client=client,
                 owner_column=job.owner_column,
                 algorithm=AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options),
-                aggregation=job.aggregation,
-                admission=job.admission,
+                aggregation=job.federated.aggregation,
+                admission=job.federated.admission,
                 privacy=job.privacy,
-                minimum=job.participation.minimum,
+                minimum=job.federated.participation.minimum,
                 rounds=job.federated.rounds,
-                attempts=job.participation.attempts,
+                attempts=job.federated.participation.attempts,
                 sites=self.deployment.sites,
                 epsilon=None if whole is None else whole.epsilon,
                 epsilon_so_far=None if so_far is None else so_far.epsilon,

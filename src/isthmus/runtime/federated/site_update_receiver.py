@@ -79,7 +79,9 @@ class SiteUpdateReceiver:
                 raise PeerError(f"joined again, with {report.samples} samples, on one connection")
             most = self._offer(self._clients[executor]).aggregation.most_samples
             if most is not None and report.samples != most:
-                raise PeerError(f"joined with {report.samples} samples, expected {most}: aggregation.most_samples")
+                raise PeerError(
+                    f"joined with {report.samples} samples, expected {most}: federated.aggregation.most_samples"
+                )
             self._samples[executor] = report.samples
             self._note(f"site {executor} takes part with {'' if most is None else 'at most '}{report.samples} samples")
         elif executor not in self._samples:

@@ -37,7 +37,7 @@ KEPT_FREE = 0.1
 
 def clients_each(job: FederatedJob, population: int) -> int:
     """How many clients an executor has in a round, where all have as many."""
-    return math.ceil(job.participation.needed(population) / executors(job, population))
+    return math.ceil(job.federated.participation.needed(population) / executors(job, population))
 
 
 def sized(job: FederatedJob, data: ClientData, before: Path | None = None, *, forks: bool = True) -> FederatedJob:
@@ -92,7 +92,7 @@ def _measured_executors(job: FederatedJob, data: ClientData) -> int:
     def rate(count: int) -> float:
         return sum(asked_at_once([lambda k=k: _steps_per_1000_s(job, data, k) for k in range(count)]))
 
-    return fastest_count(rate, max(1, min(accumulator, cores, job.participation.needed(len(data.sizes)))))
+    return fastest_count(rate, max(1, min(accumulator, cores, job.federated.participation.needed(len(data.sizes)))))
 
 
 def fastest_count(rate: Callable[[int], float], most: int) -> int:
