@@ -133,7 +133,7 @@ simulate job.toml --plan runs/small/plan.json --fleet three-sites | plan file ru
 simulate job.toml --trace nodir/t.json                | --trace nodir/t.json: nodir is not a folder
 simulate fed.toml --trace t.json                      | --trace: got t.json in a federated job
 simulate fed.toml --fault executor-7@1s               | unknown executor in --fault 'executor-7'
-simulate decoupled.toml --trace t.json                | got --trace with sync.mode 'decoupled', expected none
+simulate decoupled.toml --picture t.png              | got --picture with sync.mode 'decoupled', expected --trace
 graph fed.toml                                        | fed.toml: got a federated job
 describe-data job.toml --out nodir/x                  | --out nodir/x: nodir is not a folder
 train job.toml --scheme ours                          | --scheme: got ours in a job without a table [federated]

@@ -22,6 +22,7 @@ from isthmus.fleet import Device, Fleet, Links
 from isthmus.job import Job, load_job, prepare
 from isthmus.plans import CompressionConfig
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
+from isthmus.protocol.decoupled_replica import RETURN_S
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
@@ -179,6 +180,21 @@ def test_a_simulated_pipeline_makes_lost_steps_again_and_the_others_do_not_notic
     assert gone["x"] < lost["x"]
 
 
+def test_a_simulated_pipeline_without_snapshots_begins_anew_from_what_is_merged() -> None:
+    """After the time that a real one waits: what it had not contributed is lost."""
+    alone, *_ = replicas()
+    step = PlannedStep(0.4, {"x-0": 0.4, "x-1": 0.4})
+    model = replace(alone, name="x", devices=("x-0", "x-1", "spare"), planned=lambda present: step)
+    models = [replace(alone, name="d"), model]
+    found = MergingSimulation(rules(2400), models, SIZES, [Fault(kind="lost", device="x-1", time_s=10.0)]).run()
+    assert [text for _, text in found.notes] == [
+        "x is lost: its other devices cannot go on; the others go on",
+        "x is back after 24 steps: it takes the current fragments and goes on",
+    ]
+    assert found.notes[1][0] == pytest.approx(10.0 + RETURN_S)
+    assert [made.steps for _, name, made in found.steps if name == "x"][23:26] == [24, 25, 26]
+
+
 def test_a_slow_or_silent_device_of_a_simulated_pipeline_keeps_the_others_waiting_and_a_spare_one_nobody() -> None:
     alone, *_ = replicas()
     planned = PlannedStep(0.4, {"x-0": 0.4, "x-1": 0.4})
@@ -206,7 +222,7 @@ def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
     links = '[links]\ndefault = { latency = "20 ms", bandwidth = "20 Mbit/s" }\n'
     fleet.write_text("\n".join(['name = "four"\n', *devices, links]))
     found = simulate_decoupled(msgspec.structs.replace(pipeline_job(), fleet=str(fleet)))
-    assert set(found.steps) == {"x", "d"}
+    assert set(found.steps) == {"x", "d"} and {span.device for span in found.trace.spans} == {"x", "d", "merger"}
     assert set(found.run.busy_s) == {"a", "b", "c", "d"}
     assert found.lines()[0].startswith("x: 8 samples in ")
     assert found.lines()[0].endswith(" over a, b, c, nothing packed")

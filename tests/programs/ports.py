@@ -106,10 +106,11 @@ class MergerRecorder(Recorder):
     def stepped(self, replica: str, made: StepsMade) -> None:
         self.counted.append((replica, made))
 
-    def admit(self, replica: str, body: Contributed) -> None:
+    def admit(self, replica: str, body: Contributed) -> int:
         if self.inadmissible:
             raise PeerError(self.inadmissible)
         self.counted.append((replica, body))
+        return 0
 
     def merge(self, merge: MergeChanges) -> Mapping[str, str]:
         self.asked.append(("merge", merge))

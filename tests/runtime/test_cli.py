@@ -351,7 +351,7 @@ def test_a_run_tells_how_fast_its_fleet_is(trained: Trained, tmp_path: Path) -> 
     done = isthmus("calibrate", trained.run, "--out", target)
     assert done.code == 0 and str(target) in done.err, done.err
     written, stated = load_fleet(target), folder.fleet()
-    assert written == fit_fleet(stated, folder.periods(), folder.traces()[1].spans)
+    assert written == fit_fleet(stated, folder.periods(), folder.measured().spans)
     assert [d.flops_per_s for d in written.devices] == [d.flops_per_s for d in stated.devices]
     assert {d.name for d in written.devices if d.scale != 1} <= set(folder.plan().devices)
     assert isthmus("calibrate", trained.run).out.strip() == target.read_text().strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +41,7 @@ from isthmus.runtime.decoupled.record import MergeLine, merges_file
 from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
 from isthmus.runtime.decoupled.trainer import evaluated
 from isthmus.runtime.processes.signals import Stop
+from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter, read_manifest
 from isthmus.units import format_duration, format_size
 
@@ -202,6 +203,9 @@ class _Watch:
         self._ended_s: defaultdict[str, list[float]] = defaultdict(list)
         """Seconds at which each replica's steps ended."""
         self.merger = MergerWatch(stepped=self._stepped, merged=self._merged, note=self._watch.noted)
+        self._spans: deque[Span] = deque()
+        """Spans that are not written yet, which threads of links add to."""
+        run.machine.trace.add = self._spans.append
 
     def start(self, fleet: Fleet, stop: Stop) -> None:
         """The folder is the run's from now on."""
@@ -226,7 +230,10 @@ class _Watch:
             merges=machine.merge,
             late=machine.late,
         )
-        self._watch.stepped(done)
+        self._watch.stepped(done, self._new_spans())
+
+    def _new_spans(self) -> list[Span]:
+        return [self._spans.popleft() for _ in range(len(self._spans))]
 
     def _merged(self, merge: MergeChanges, seconds: float) -> None:
         self._merges.add(MergeLine(seconds=seconds, merge=merge))
@@ -274,6 +281,8 @@ class _Watch:
         )
         for text in overruns(self._ended_s, emulated_s):
             self._watch.noted(text)
+        self._watch.log.measured(self._new_spans())
+        self._folder.keep_spans()
         if not finite:
             return Ran("diverged", NOT_FINITE, Diverged(NOT_FINITE))
         return Ran(outcome.finish.outcome, outcome.finish.reason, explain=lambda: draw_metrics(self._folder))

@@ -32,6 +32,7 @@ from isthmus.simulator.merging import (
     check_replica_faults,
 )
 from isthmus.simulator.simulate import check_faults
+from isthmus.trace import Trace
 from isthmus.units import format_duration
 
 
@@ -55,6 +56,10 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
     def goodput(self) -> float:
         """Samples per second whose steps are in the result, over the full speed."""
         return self.run.useful_samples / (self.run.seconds * self.full_speed) if self.run.seconds else 0.0
+
+    @property
+    def trace(self) -> Trace:
+        return Trace(source="simulator", run="decoupled", spans=tuple(self.run.spans))
 
     @property
     def steps(self) -> dict[str, int]:

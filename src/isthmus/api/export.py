@@ -38,13 +38,15 @@ from isthmus.models import (
 from isthmus.models.registry import own_names
 from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary, run_summary
+from isthmus.report.replicas_table import ReplicasTraced, replicas_traced
 from isthmus.trace import write_perfetto
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_manifest, read_weights
 
 
 class Traced(NamedTuple):
     perfetto: Path  # for ui.perfetto.dev
-    found: ComparisonSummary | list[RoundLine]  # how well the run was predicted; of a federated one its rounds
+    found: ComparisonSummary | list[RoundLine] | ReplicasTraced
+    """How well the run was predicted; of a federated one its rounds, of decoupled replicas what each did."""
     notes: list[str]  # damage that was found while reading
 
 
@@ -60,7 +62,11 @@ def write_trace(run: Path) -> Traced:
     if folder.is_federated:
         lines, notes = round_files.write_federated_trace(folder)
         return Traced(folder.perfetto, lines, notes)
-    predicted, measured = folder.traces()
+    measured = folder.measured()
+    if folder.job().sync.mode == "decoupled":
+        write_perfetto([measured], folder.perfetto)
+        return Traced(folder.perfetto, replicas_traced(measured), [])
+    predicted = folder.predicted()
     write_perfetto([predicted, measured], folder.perfetto)
     summary = run_summary(predicted, measured, folder.periods())
     if summary is None:

@@ -40,6 +40,7 @@ from isthmus.api.losses import LossPoint, losses_file
 from isthmus.api.run_entries import ENTRIES, SPANS, run_entries, run_state
 from isthmus.combinations import refused
 from isthmus.data.description import DataDescription
+from isthmus.documents import read_lines
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.fleet import Fleet
@@ -49,7 +50,7 @@ from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
 from isthmus.reading import read_json
 from isthmus.run_files import CHECKPOINTS, CLIENT_NAMES, JOB, LOSSES, keep_job, keep_stop, read_job, write_json
-from isthmus.trace import Trace, read_jsonl, write_jsonl
+from isthmus.trace import Span, Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
 
@@ -281,10 +282,20 @@ class RunFolder:
         write_jsonl(measured, self.path / MEASURED)
         (self.path / SPANS).unlink(missing_ok=True)
 
-    def traces(self) -> tuple[Trace, Trace]:
-        """(predicted, measured). UserError of a run that has none."""
-        self.refuse_decoupled("trace")
-        return read_jsonl(self.path / PREDICTED), read_jsonl(self.path / MEASURED)
+    def keep_spans(self) -> None:
+        """The spans that were written while the run worked become its trace, without a predicted one."""
+        if (self.path / SPANS).is_file():
+            spans = tuple(read_lines(self.path / SPANS, Span))
+            write_jsonl(Trace(source="runtime", run=self.path.name, spans=spans), self.path / MEASURED)
+            (self.path / SPANS).unlink()
+
+    def measured(self) -> Trace:
+        """UserError of a run that has none."""
+        return read_jsonl(self.path / MEASURED)
+
+    def predicted(self) -> Trace:
+        """UserError of a run that has none, as decoupled replicas."""
+        return read_jsonl(self.path / PREDICTED)
 
     def refuse_decoupled(self, lacks: str) -> None:
         """UserError where the run is one of replicas that never wait, and so `lacks` something."""

@@ -22,6 +22,7 @@ from isthmus.report import (
 from isthmus.report.boundary_table import boundary_table
 from isthmus.report.fleet_tables import device_text, fitted_text, matrix_table
 from isthmus.report.graph_table import graph_table
+from isthmus.report.replicas_table import replicas_table
 from isthmus.report.rounds_table import rounds_table, simulated_table
 from isthmus.report.sweep_table import sweep_table
 from isthmus.trace import busy_share, steady_step_s, write_perfetto
@@ -41,6 +42,7 @@ __all__ = [
     "matrix_table",
     "plan_overview",
     "plan_table",
+    "replicas_table",
     "rounds_table",
     "simulated_table",
     "steady_step_s",

@@ -124,12 +124,12 @@ class Run:
     def trace(self) -> Trace:
         """The trace of the newest session, in seconds since its first step began; of a federated run, of all rounds.
         UserError where it was killed."""
-        return trace_of(self.path.name, self.rounds) if self._folder.is_federated else self._folder.traces()[1]
+        return trace_of(self.path.name, self.rounds) if self._folder.is_federated else self._folder.measured()
 
     @property
     def predicted(self) -> Trace:
-        """The simulator's trace of the same plans."""
-        return self._folder.traces()[0]
+        """The simulator's trace of the same plans. UserError of decoupled replicas, which share no plan."""
+        return self._folder.predicted()
 
     @property
     def comparison(self) -> ComparisonSummary | None:

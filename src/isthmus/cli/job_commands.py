@@ -126,9 +126,9 @@ def simulate(
     if isinstance(job, isthmus.FederatedJob):
         raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job, faults), json=json))
     if job.sync.mode == "decoupled":
-        if given := [n for n, on in (("plan", plan_file), ("trace", trace_file), ("picture", picture)) if on]:
+        if given := [n for n, on in (("plan", plan_file), ("picture", picture)) if on]:
             raise refused("options of a simulation", "decoupled", f"--{given[0]}")
-        raise typer.Exit(_simulate_replicas(job, faults, json=json))
+        raise typer.Exit(_simulate_replicas(job, faults, trace_file, json=json))
     if faults:
         found = api.fault_simulation.simulate_faults(job, faults, _terminal(), isthmus.Stop(), plan_file)
         code = found.exit_code
@@ -291,9 +291,12 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     return 0 if holds else 1
 
 
-def _simulate_replicas(job: isthmus.Job, faults: tuple[api.fault_simulation.Fault, ...], *, json: bool) -> int:
+def _simulate_replicas(
+    job: isthmus.Job, faults: tuple[api.fault_simulation.Fault, ...], trace: Path | None = None, *, json: bool
+) -> int:
     """The exit code: that of a real run."""
     found = api.decoupled_simulation.simulate_decoupled(job, faults)
+    api.output.write_file("--trace", trace, lambda path: api.output.write_perfetto([found.trace], path))
     show(found.summary(), lambda: "\n".join(found.lines()), json=json)
     return found.exit_code
 

@@ -23,11 +23,14 @@ def trace(run: RunFolder, json: JsonOption = False) -> None:
     """Write a run's Perfetto trace (predicted and measured); print how well it was predicted."""
     perfetto, found, notes = api.export.write_trace(run)
     _warn(notes)
-    if isinstance(found, list):
-        document = {"rounds": len(found), "seconds": sum(line.seconds for line in found)}
-        table = api.output.rounds_table(found)
-    else:
-        document, table = {"comparison": msgspec.to_builtins(found)}, api.output.comparison_table(found)
+    match found:
+        case list():
+            document = {"rounds": len(found), "seconds": sum(line.seconds for line in found)}
+            table = api.output.rounds_table(found)
+        case api.export.ReplicasTraced():
+            document, table = msgspec.to_builtins(found), api.output.replicas_table(found)
+        case _:
+            document, table = {"comparison": msgspec.to_builtins(found)}, api.output.comparison_table(found)
     if json:
         print_json({"perfetto": str(perfetto), **document})
         return

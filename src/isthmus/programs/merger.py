@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from isthmus.errors import PeerError
+from isthmus.programs.merge_trace import MergeTrace
 from isthmus.programs.merging import Finish, OpenMerge
 from isthmus.protocol.decoupled_events import (
     NOTHING_MERGED,
@@ -108,8 +109,10 @@ class MergerPort(Port, Protocol):
     def stepped(self, replica: str, made: StepsMade) -> None:
         """A replica has made a step, which counts."""
 
-    def admit(self, replica: str, body: Contributed) -> None:
-        """Keep the changes of the contribution at hand. PeerError for those that no replica can have made."""
+    def admit(self, replica: str, body: Contributed) -> int:
+        """Keep the changes of the contribution at hand, and return their bytes. PeerError for those that no replica can
+        have made."""
+        ...
 
     def merge(self, merge: MergeChanges) -> Mapping[str, str]:
         """Make an outer step; then every replica is to have the result. Return the replicas whose changes are not
@@ -154,6 +157,7 @@ class Merger(Policy[MergerPort], Session):
         self._open: _FragmentMerge | None = None
         self._held: list[dict[str, Contribution]] = [{} for _ in range(rules.fragments)]
         """Contributions that are not merged yet, by fragment and replica."""
+        self.trace = MergeTrace()
         self.late = 0  # contributions that came after their merge had ended
         self._outcome: Literal["done", "interrupted"] = "done"
 
@@ -258,6 +262,7 @@ class Merger(Policy[MergerPort], Session):
         self._members[replica] = _Member(self.now_s, before, self.steps(replica), self.rules.fragments)
         self.connected.add(replica)
         self._processes.add(replica)
+        self.trace.joined(replica, self.now_s)
         if self._open is not None:
             self._open.forget(replica)
         for held in self._held:
@@ -395,6 +400,7 @@ class Merger(Policy[MergerPort], Session):
             member.merged_steps = {}  # it has begun anew: one that goes on has made another step
         member.steps, member.shows_life = made.steps, True
         member.heard_s, member.reports = self.now_s, member.reports + 1
+        self.trace.stepped(replica, made.steps, self.now_s)
         if member.reports > 1 and self.now_s > member.joined_s:
             self._step_s = min(self._step_s, (self.now_s - member.joined_s) / member.reports)
         if self._open is not None and replica in self._open.invited:
@@ -412,7 +418,7 @@ class Merger(Policy[MergerPort], Session):
     @report(Contributed, "training", "collecting", "closing")
     def contributed(self, replica: str, body: Contributed) -> None:
         self.check(replica, body)
-        self.port.admit(replica, body)
+        self.trace.contributed(replica, body, self.port.admit(replica, body), self.now_s)
         for fragment, samples in zip(body.fragments, body.samples, strict=True):
             self._held[fragment][replica] = Contribution(
                 replica=replica,
@@ -519,6 +525,7 @@ class Merger(Policy[MergerPort], Session):
         fragments = tuple(fragment for fragment in found if fragment.contributions)
         refused = self.port.merge(MergeChanges(merge=asked.merge, fragments=fragments, samples=self.samples))
         self._admissible -= refused.keys()
+        self.trace.merged(asked.merge, opened.opened_s, self.now_s)
         if asked.last:
             self._finish()
         else:

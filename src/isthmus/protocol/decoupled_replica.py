@@ -16,6 +16,8 @@ from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, Last
 from isthmus.protocol.run_messages import Halt
 from isthmus.session.program import OVER, Policy
 
+RETURN_S = 30.0  # after so long a pipeline begins anew that has lost its state, or the process of a lost device
+
 
 class SamplesKnown:
     """Samples of all replicas so far, as one of them knows; the learning rate follows them. The versions that it takes

@@ -30,7 +30,7 @@ from isthmus.protocol.decoupled_events import (
     StepsMade,
     VersionTaken,
 )
-from isthmus.protocol.decoupled_replica import DecoupledReplica
+from isthmus.protocol.decoupled_replica import RETURN_S, DecoupledReplica
 from isthmus.protocol.run_messages import Halt
 from isthmus.session.failures import CLOSED
 from isthmus.simulator.connections import Connections
@@ -39,6 +39,7 @@ from isthmus.simulator.parties import Parties, Party
 from isthmus.simulator.replica_devices import Planned, PlannedStep, ReplicaDevices
 from isthmus.simulator.session_host import SimulatedHost
 from isthmus.simulator.strikes import Strikes
+from isthmus.trace import Span
 
 SMALL_BYTES = 128  # bytes of a message without tensors
 
@@ -104,6 +105,7 @@ class SimulatedReplicas:
     steps: list[tuple[float, str, StepsMade]] = field(default_factory=list[tuple[float, str, StepsMade]])
     """When the merger heard of each."""
     notes: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    spans: list[Span] = field(default_factory=list[Span])
     finish: Finish = field(default_factory=lambda: Finish("lost", "nobody has anything to do"))
     seconds: float = 0.0
     late: int = 0
@@ -269,7 +271,7 @@ class MergingSimulation(Parties[_Replica]):
         self.connections = Connections(self, self._options, self)
         self.strikes = Strikes(self, self.connections, self._options, lambda: None)
         merger = Merger(rules, self._models, calls=True)
-        merger.port = self
+        merger.port, merger.trace.add = self, self._result.spans.append
         self.host = SimulatedHost(merger, self.clock, self.strikes, regular=bool(faults))
 
     @property
@@ -383,7 +385,8 @@ class MergingSimulation(Parties[_Replica]):
         if pipeline.plan is None:
             party = self.kill(name)
             assert party is not None, "its worker is there"
-            self.connections.closed(party, "too few devices are left")
+            self.connections.closed(party, "its other devices cannot go on")
+            self.later(RETURN_S, name, partial(self._start, name))
             return
         self.note(f"{name}: {device} {'has left' if leaves else 'is lost'}; {pipeline.again} steps are made again")
         if replica.policy.phase == "training":
@@ -439,8 +442,9 @@ class MergingSimulation(Parties[_Replica]):
     def stepped(self, replica: str, made: StepsMade) -> None:
         self._result.steps.append((self.clock.now_s, replica, made))
 
-    def admit(self, replica: str, body: Contributed) -> None:
+    def admit(self, replica: str, body: Contributed) -> int:
         """Simulated replicas are believed."""
+        return sum(self._sizes.delta[fragment] for fragment in body.fragments)
 
     def merge(self, merge: MergeChanges) -> Mapping[str, str]:
         self._result.merges.append((self.clock.now_s, merge))
@@ -462,10 +466,12 @@ class MergingSimulation(Parties[_Replica]):
             return
         if (order := self._deliveries[name].next()) is None:
             return
-        size_bytes = SMALL_BYTES
+        size_bytes, now_s = 0, self.clock.now_s
         if isinstance(order, FragmentSent):
-            size_bytes += (self._sizes.whole if order.whole else self._sizes.change)[order.fragment]
-        left_s, latency_s = _times(self._models[name].down, size_bytes)
+            size_bytes = (self._sizes.whole if order.whole else self._sizes.change)[order.fragment]
+        left_s, latency_s = _times(self._models[name].down, SMALL_BYTES + size_bytes)
+        if isinstance(order, FragmentSent):
+            self.host.session.trace.sent(name, order, now_s, now_s + left_s, size_bytes)
         self._sending[name] = session
 
         def left() -> None:
@@ -473,7 +479,7 @@ class MergingSimulation(Parties[_Replica]):
                 del self._sending[name]
                 self._send(name)
 
-        self.clock.at(self.clock.now_s + left_s, ("control", name), left)
+        self.clock.at(now_s + left_s, ("control", name), left)
         self.connections.down(name, lambda replica: replica.receive(order), left_s, latency_s)
 
     def report(self, replica: _Replica, body: ReplicaReport) -> None:

@@ -13,7 +13,7 @@ class PlannedStep(NamedTuple):
     busy_s: Mapping[str, float]  # seconds that each device of the plan computes
     begin_s: float = 0.0
     """From a loss, or from the end of the last step before, until this plan is at work: to plan, and to move state."""
-    keep_every: int = 0  # steps between snapshots; 0: a device is alone
+    keep_every: int = 0  # steps between snapshots; 0: none are kept, and what is lost with a device is lost
 
 
 Planned = Callable[[frozenset[str]], PlannedStep | None]
@@ -44,7 +44,8 @@ class ReplicaDevices:
         if self.plan is None or device not in self.plan.busy_s:
             return False
         self.again = self.again if leaves else steps - self._kept
-        self.plan = self._planned(frozenset(self.present))
+        goes_on = leaves or self.plan.keep_every > 0
+        self.plan = self._planned(frozenset(self.present)) if goes_on else None
         return True
 
     def stepped(self, steps: int) -> bool:

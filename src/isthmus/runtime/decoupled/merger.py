@@ -36,7 +36,7 @@ from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
-from isthmus.runtime.transport.lanes import Outgoing, SendLane
+from isthmus.runtime.transport.lanes import Outgoing, QueuedSend, SendLane
 from isthmus.sanitize import sanitize
 from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments, size_of
@@ -76,14 +76,17 @@ class _ReplicaLink:
         traffic: MergeTraffic,
         lock: threading.Lock,
         shape: Link | None,
+        left: Callable[[QueuedSend], None],
     ) -> None:
-        """The `lock` is held while versions and `traffic` change, and while it is decided what is sent."""
+        """The `lock` is held while versions and `traffic` change, and while it is decided what is sent. `left` gets
+        each message that has left, in the link's thread."""
         self.delivery = delivery
         self.outgoing: SendLane | None = None
         self._connections = 0
         self.changes: dict[int, Tensor] = {}
         """The payload of each fragment's newest change."""
         self._run, self._merged, self._traffic, self._lock, self._shape = run, merged, traffic, lock, shape
+        self._left = left
         self._heartbeats = 0
         self._first: Outgoing | None = None
 
@@ -96,7 +99,13 @@ class _ReplicaLink:
         if self.outgoing is not None:
             self.outgoing.close(0.0)
         following = partial(self._following, self._connections)
-        self.outgoing = SendLane(channel, shape=self._shape, following=following, on_error=lambda _: channel.close())
+        self.outgoing = SendLane(
+            channel,
+            shape=self._shape,
+            following=following,
+            on_departure=self._left,
+            on_error=lambda _: channel.close(),
+        )
 
     def wake(self) -> None:
         if self.outgoing is not None:
@@ -166,7 +175,15 @@ class MergerHost(SessionHost[Merger]):
         self._lock = threading.Lock()
         self.traffic = MergeTraffic()
         self._links = {
-            name: _ReplicaLink(run, merged, Delivery(len(merged.known), machine.begun), self.traffic, self._lock, shape)
+            name: _ReplicaLink(
+                run,
+                merged,
+                Delivery(len(merged.known), machine.begun),
+                self.traffic,
+                self._lock,
+                shape,
+                partial(self._left, name),
+            )
             for name, shape in links.items()
         }
         self._at_hand: Sequence[Tensor] = ()
@@ -205,6 +222,11 @@ class MergerHost(SessionHost[Merger]):
     def _halt(self) -> None:
         for link in self._links.values():
             link.halt(newest_first=self.session.final_s is not None)
+
+    def _left(self, replica: str, queued: QueuedSend) -> None:
+        """In the link's thread."""
+        if isinstance(queued.message, ToReplica) and isinstance(body := queued.message.body, FragmentSent):
+            self.session.trace.sent(replica, body, queued.start_s, queued.end_s, queued.size_bytes)
 
     def takes_offer(self, device: str) -> bool:
         return self.has_data(device)
@@ -275,7 +297,7 @@ class MergerHost(SessionHost[Merger]):
     def ended(self, reason: str) -> None:
         self._halt()
 
-    def admit(self, replica: str, body: Contributed) -> None:
+    def admit(self, replica: str, body: Contributed) -> int:
         deltas: list[Tensor] = []
         for fragment, payload in zip(body.fragments, self._at_hand, strict=True):
             if (delta := self._merged.unpacked(fragment, payload, self._codec)) is None:
@@ -286,6 +308,7 @@ class MergerHost(SessionHost[Merger]):
                 self.traffic.plain_bytes += delta.nbytes
         for fragment, delta in zip(body.fragments, deltas, strict=True):
             self._deltas[fragment][replica] = delta
+        return sum(payload.nbytes for payload in self._at_hand)
 
     def merge(self, merge: MergeChanges) -> Mapping[str, str]:
         refused: dict[str, str] = {}

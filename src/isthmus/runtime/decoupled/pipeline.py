@@ -27,7 +27,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, LastStepMade, StepsMade
-from isthmus.protocol.decoupled_replica import DecoupledReplica
+from isthmus.protocol.decoupled_replica import RETURN_S, DecoupledReplica
 from isthmus.protocol.run_messages import WeightExchange
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import LocalBackend
@@ -41,8 +41,6 @@ from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.trace import Span
 from isthmus.training.decoupled import ReplicaAccount, delta_codec, flat, fragments_of, spread
 from isthmus.training.weights import parameter_names, weights_of
-
-RETURN_S = 30.0  # after so long the process of a lost device is started again: as a machine that starts anew
 
 
 @dataclass(frozen=True, kw_only=True)

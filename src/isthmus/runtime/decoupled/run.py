@@ -65,6 +65,7 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         "JAX": (", ".join(sorted(fleet.engines)), "torch"),
         "compile": (runtime.compile, False),
         "changes": (bool(runtime.changes), False),
+        "snapshots": (0 if pipelines else runtime.snapshot_every, 0),
         "fingerprints": (runtime.fingerprints or runtime.audit > 0, False),
     }
     for what, (got, expected) in asked.items():
