@@ -195,7 +195,7 @@ def _check_names(value: object, expected: object, source: str, path: str, top: C
 
 
 def _is_quantity(default: object) -> bool:
-    """Whether it is a text such as "60 s"."""
+    """Return whether it is a text such as "60 s"."""
     return isinstance(default, str) and re.fullmatch(r"[0-9.]+ [A-Za-z/]+", default) is not None
 
 

@@ -152,7 +152,8 @@ def _place(error: BaseException) -> str:
 
 
 def _is_theirs(file: str) -> bool:
-    """Whether a file is the user's own. The emulated accelerator runs under a model, wherever it is installed."""
+    """Return whether a file is the user's own. The emulated accelerator runs under a model, wherever it is
+    installed."""
     return not file.startswith(_NOT_THEIRS) and f"{os.sep}isthmus_testing{os.sep}" not in file
 
 

@@ -146,8 +146,8 @@ def modules_of(folders: Sequence[str]) -> Generator[None]:
 
 
 def _lies_in(folders: Sequence[str], name: str) -> bool:
-    """Whether a module is the user's own of one of these folders: neither ours nor installed, as an environment in such
-    a folder has them."""
+    """Return whether a module is the user's own of one of these folders: neither ours nor installed, as an environment
+    in such a folder has them."""
     file = getattr(sys.modules[name], "__file__", None) or ""
     installed = file.startswith((sys.prefix, sys.base_prefix)) or "site-packages" in file
     return name.partition(".")[0] not in ("isthmus", TESTING) and not installed and file.startswith(tuple(folders))
@@ -169,7 +169,7 @@ def read_options(owner: str, options: Mapping[str, object], struct: type[Options
 
 
 def takes(call: Callable[..., object], name: str) -> bool:
-    """Whether a callable can be given an argument of this name; true where that cannot be known."""
+    """Return whether a callable can be given an argument of this name; true where that cannot be known."""
     try:
         parameters = inspect.signature(call).parameters
     except ValueError:

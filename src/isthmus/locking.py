@@ -35,7 +35,7 @@ def hold(path: Path, taken: str) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process, this one too, has the file by `hold`."""
+    """Return whether a process, this one too, has the file by `hold`."""
     if not path.exists():
         return False
     if any(Path(claim.name).absolute() == path.absolute() for claim in _HELD):

@@ -63,7 +63,7 @@ def respelled(job: Mapping[str, object], told: list[str] | None = None) -> dict[
 
 
 def respelled_overrides(overrides: Mapping[str, object], told: list[str]) -> dict[str, object]:
-    """As `respelled`, of values by key with its tables."""
+    """Return the same as `respelled`, of values by key with its tables."""
     told += [key for key in overrides if new_key(key) != key]
     return {new_key(key): value for key, value in overrides.items()}
 

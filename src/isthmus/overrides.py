@@ -58,7 +58,7 @@ def overridden(tables: Mapping[str, object], overrides: Mapping[str, object]) ->
 
 
 def overridden_struct(config: Config, overrides: Mapping[str, object], source: str) -> Config:
-    """As `overridden`, of a struct, whose own values are checked too: it may come from Python."""
+    """Return the same as `overridden`, of a struct, whose own values are checked too: it may come from Python."""
     tables = cast("dict[str, object]", msgspec.to_builtins(config))
     return convert(overridden(tables, overrides), type(config), source)
 

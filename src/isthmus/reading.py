@@ -70,7 +70,7 @@ def parse_json(text: bytes | str, kind: type[Decoded], source: str) -> Decoded:
 
 
 def parse_msgpack(data: bytes, kind: type[Decoded], source: str) -> Decoded:
-    """As `parse_json`."""
+    """Return the same as `parse_json`."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (ValueError, RecursionError) as e:

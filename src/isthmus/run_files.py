@@ -81,7 +81,7 @@ def read_job(run: Path, kind: type[Found], source: str = "") -> Found:
 
 
 def parse_job(text: bytes, kind: type[Found], source: str) -> Found:
-    """As `read_job`, of the document itself."""
+    """Return the same as `read_job`, of the document itself."""
     return _job(reading.parse_json(text, dict[str, object], source), kind, source)
 
 

@@ -33,7 +33,7 @@ class DeviceEvent(Protocol):
     """A point in the work of a stream."""
 
     def done(self) -> bool:
-        """Whether all work before it has been done; never waits."""
+        """Return whether all work before it has been done; never waits."""
         ...
 
     def synchronize(self) -> None:
@@ -62,7 +62,7 @@ class Accelerator(Protocol):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether calls return before their work is done, and tensors lie outside of the host's memory."""
+        """Return whether calls return before their work is done, and tensors lie outside of the host's memory."""
         ...
 
     def new_stream(self) -> Stream: ...
@@ -97,7 +97,7 @@ class Accelerator(Protocol):
         ...
 
     def set_random_state(self, state: Tensor) -> None:
-        """As it was when `random_state` gave this."""
+        """Set the state that `random_state` gave."""
         ...
 
     def memory(self) -> MemoryUse: ...

@@ -246,7 +246,7 @@ class _Watch:
             self._save()
 
     def _save(self) -> bool:
-        """Whether the weights are finite."""
+        """Return whether the weights are finite."""
         directory, finite = self._run.save(self._writer)
         self._saved = self._run.step
         self._watch.saved(self._saved, directory)

@@ -49,7 +49,7 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """That a real run would end with."""
+        """Return the exit code that a real run would end with."""
         return PeerError.exit_code if self.run.finish.outcome == "lost" else 0
 
     @property
@@ -91,7 +91,7 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def summary(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return the summary as JSON has it."""
         run = self.run
         return {
             "outcome": run.finish.outcome,
@@ -123,7 +123,7 @@ class PlannedReplicas(NamedTuple):
     note: str  # why the period is as it is, where that was planned; else empty
 
     def summary(self) -> dict[str, object]:
-        """As JSON has it: the plan documents by replica."""
+        """Return the summary as JSON has it: the plan documents by replica."""
         found: dict[str, object] = {"period": self.job.sync.every, "samples_per_s": self.samples_per_s}
         priced = {"price_per_1000_batches": 1000 * self.price.total} if is_priced(self.fleet) else {}
         return {**found, **priced, "replicas": self.plans}
@@ -150,7 +150,7 @@ class PlannedReplicas(NamedTuple):
         return Price(devices=batch_s / SECONDS_PER_HOUR * per_hour, egress=egress)
 
     def lines(self) -> list[str]:
-        """How fast they are together, when they merge, and what that costs, in words."""
+        """Return how fast they are together, when they merge, and what that costs, in words."""
         fragments, every = self.job.sync.decoupled.fragments, self.job.sync.every
         what = "The weights are" if fragments == 1 else f"Each of {fragments} fragments of the weights is"
         batch_s, link = batch_seconds(self.job, self.models), busiest_link(self.job, self.models, self.sizes)

@@ -8,7 +8,7 @@ __all__ = ["KINDS", "Described", "described", "described_table", "plain", "summa
 
 
 def plain(one: Described) -> dict[str, object]:
-    """As JSON has it."""
+    """Return the description as JSON has it."""
     keys = ("key", "type", "default", "meaning")
     options = [{key: getattr(option, key) for key in keys} for option in one.options]
     return {"kind": one.kind, "name": one.name, "where": one.where, "summary": one.summary, "options": options}

@@ -90,7 +90,7 @@ def export_model(run: str | Path, directory: Path, *, merge: bool = False) -> tu
 def push_model(
     run: str | Path, name: str, *, merge: bool = False, public: bool = False
 ) -> tuple[Exported, list[str], str]:
-    """As `export_model`, into a repository of the Hugging Face hub; with its address."""
+    """Export a model as `export_model` does, into a repository of the Hugging Face hub; return its address."""
     hub = HubRepository(name, public=public)
     with tempfile.TemporaryDirectory() as temporary:
         found, notes = export_model(run, Path(temporary), merge=merge)

@@ -56,12 +56,12 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """That a real run would end with."""
+        """Return the exit code that a real run would end with."""
         return PeerError.exit_code if self.run.finish.outcome == "lost" else 0
 
     @property
     def steps(self) -> int:
-        """That the result has behind it: also those that were done while the coordinator was away."""
+        """Return the steps that the result has behind it: also those that were done while the coordinator was away."""
         return self.run.done_s[-1][1] + 1 if self.run.done_s else 0
 
     @property
@@ -101,7 +101,7 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text}. {run.finish.reason}".rstrip(" .") + "."
 
     def summary(self) -> dict[str, object]:
-        """As JSON has it. Times are seconds since the first item."""
+        """Return the summary as JSON has it. Times are seconds since the first item."""
         run = self.run
         return {
             "outcome": run.finish.outcome,

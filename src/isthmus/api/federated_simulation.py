@@ -86,7 +86,7 @@ class SimulatedRounds(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """That a real run would end with."""
+        """Return the exit code that a real run would end with."""
         return PeerError.exit_code if self.timeline is not None and self.timeline.run.finish.outcome == "lost" else 0
 
     def lines(self) -> list[str]:
@@ -100,7 +100,7 @@ class SimulatedRounds(NamedTuple):
         return found + (self.timeline.lines() if self.timeline is not None else [])
 
     def summary(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return the summary as JSON has it."""
         found: dict[str, object] = {
             "rounds": len(self.rounds),
             "executors": self.executors,
@@ -199,7 +199,7 @@ def _line(measured: LinearFit, name: str, pipelines: Sequence[SimulatedPipeline]
 
 
 def _factor(job: FederatedJob, count: int) -> Callable[[int, PhaseId], float]:
-    """How much slower each of the executors is than its line says; sites are not emulated."""
+    """Return how much slower each of the executors is than its line says; sites are not emulated."""
     emulated = [emulation(job, k) for k in range(count)]
     return lambda k, phase: emulated[k].factor(phase.round) if emulated else 1.0
 

@@ -47,7 +47,7 @@ class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text}. {run.finish.reason}".rstrip(" .") + "."
 
     def summary(self) -> dict[str, object]:
-        """As JSON has it. Times are seconds since the run's beginning."""
+        """Return the summary as JSON has it. Times are seconds since the run's beginning."""
         return {
             "outcome": self.run.finish.outcome,
             "reason": self.run.finish.reason,

@@ -184,7 +184,7 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether a session of a run has begun here."""
+        """Return whether a session of a run has begun here."""
         return (self.path / JOB).is_file()
 
     def _archive(self, start_step: int) -> None:
@@ -215,7 +215,7 @@ class RunFolder:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run came to its end. Of one that cannot be read: no."""
+        """Return whether the run came to its end. Of one that cannot be read: no."""
         try:
             return run_state(run_entries(self.path)).outcome == "done"
         except UserError:

@@ -191,7 +191,7 @@ class ModelService:
                 yield answer.piece(found.get())
 
     async def pieces(self, tokens: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece]:
-        """As `stream`, without a thread that waits."""
+        """Return the same as `stream`, without a thread that waits."""
         found: asyncio.Queue[HostAnswer] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -376,7 +376,7 @@ class Generation(NamedTuple):
     statistics: ServingStatistics
 
     def document(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return the document as JSON has it."""
         answers = [
             {"prompt": a.prompt, "text": a.text, "tokens": a.tokens, "failure": a.failure and str(a.failure)}
             for a in self.answers
@@ -463,8 +463,8 @@ def simulate_generation(
     faults: tuple[Fault, ...] = (),
     note: Callable[[str], None] = lambda _: None,
 ) -> SimulatedServing:
-    """When the tokens of answers would come, of `most_tokens` each, on the run's fleet; faults strike meanwhile. Errors
-    as `served_run`, and UserError for a fault of what is not there or that ends a service."""
+    """Simulate when the tokens of answers would come, of `most_tokens` each, on the run's fleet; faults strike
+    meanwhile. Errors as `served_run`, and UserError for a fault of what is not there or that ends a service."""
     if choices.joined is not None:
         raise refused("devices that join", "simulation", "them")
     check_serving_faults(faults)

@@ -148,7 +148,7 @@ def batch_size(batch: int) -> int:
 
 
 def fleet_name(fleet: Fleet | str | Path, folder: Path) -> str:
-    """As a job names it; a struct is written to the folder."""
+    """Return the fleet as a job names it; a struct is written to the folder."""
     if isinstance(fleet, str | Path):
         return str(fleet)
     if not isinstance(fleet, Fleet):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -160,7 +160,7 @@ def fleet_name(fleet: Fleet | str | Path, folder: Path) -> str:
 
 
 def is_given(job: Job) -> bool:
-    """Whether the job's model is a Python object of its caller."""
+    """Return whether the job's model is a Python object of its caller."""
     return job.model.name.startswith(GIVEN_MODEL)
 
 

@@ -26,7 +26,7 @@ def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
 
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
-    """As `job_of`."""
+    """Return the same as `job_of`."""
     if (
         isinstance(job, FederatedJob)
         and job.federated.participation == ALL
@@ -37,7 +37,7 @@ def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, obj
 
 
 def any_job_of(job: Job | FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> Job | FederatedJob:
-    """As `job_of`, of either program."""
+    """Return the same as `job_of`, of either program."""
     if isinstance(job, FederatedJob) or (isinstance(job, str | Path) and is_federated(Path(job))):
         return federated_job_of(job, overrides)
     return job_of(job, overrides)

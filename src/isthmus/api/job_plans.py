@@ -81,7 +81,7 @@ class Simulated(NamedTuple):
     graph: OpGraph | None  # None of a plan that was given: the model is not captured for it
 
     def summary(self) -> dict[str, object]:
-        """As JSON has it: seconds of a step by the simulator and by formulas, shares of devices, bytes of links."""
+        """Return the summary for JSON: seconds of a step by simulator and formulas, devices' shares, links' bytes."""
         predicted = self.plan.predicted
         return {
             "step_s": steady_step_s(self.trace),

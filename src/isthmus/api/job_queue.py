@@ -170,7 +170,7 @@ def _folder(job: Submitted, parent: str, queue: JobQueue) -> RunFolder:
 
 @contextlib.contextmanager
 def _watched(stop: Stop, unwanted: Callable[[], bool], stopped: threading.Event) -> Generator[None]:
-    """Who does not want the job any more asks it to stop. `stopped` tells that from Ctrl-C."""
+    """Ask the job to stop where its owner does not want it any more. `stopped` tells that from Ctrl-C."""
     over = threading.Event()
 
     def watch() -> None:

@@ -176,7 +176,7 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
 
 
 def _of_this_rank(joining: JoinOptions, folder: Path, island: Island | None) -> tuple[JoinOptions, Path]:
-    """As a device of its own, with its folder. UserError."""
+    """Return the options as a device of its own, with its folder. UserError."""
     others = {"--devices": bool(joining.devices), "--shard": joining.place.sharded, "--site": joining.site is not None}
     others["--attached"] = joining.attached
     for option in (name for name, given in others.items() if given):
@@ -217,7 +217,7 @@ def _of_rank(device: str, island: Island) -> str:
 
 
 def _several(joining: JoinOptions, folder: Path, timeout_s: float, log: Callable[[str], None], ask: Ask) -> int:
-    """As `join`, with a device for each accelerator."""
+    """Join with a device for each accelerator."""
     others = {"--site": joining.site is not None, "--device": joining.device != AUTO}
     others["torchrun"] = "WORLD_SIZE" in os.environ
     for option in (name for name, given in others.items() if given):
@@ -250,7 +250,7 @@ def _log_of(log: Callable[[str], None], name: str, text: str) -> None:
 def _attend(
     config: SiteConfig, joining: JoinOptions, folder: Path, timeout_s: float, log: Callable[[str], None], ask: Ask
 ) -> int:
-    """As `join`, as a site: this process trains, and ends when it cannot do what the coordinator asks for."""
+    """Join as a site: this process trains, and ends when it cannot do what the coordinator asks for."""
     membership = _memberships(joining, {_name(joining): folder}, timeout_s, ask)[0]
     failures: list[IsthmusError] = []
 

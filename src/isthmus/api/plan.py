@@ -57,7 +57,7 @@ def plan(
     stop: Stop | None = None,
     **how: Unpack[HowToPlan],
 ) -> Plan:
-    """Which device gets which part of a model, how messages travel, and how long a step will take.
+    """Plan which device gets which part of a model, how messages travel, and how long a step will take.
 
     `what` is a job (a file or a `Job`), or a module (or a call that returns one) with example `inputs`. A module whose
     forward returns no scalar

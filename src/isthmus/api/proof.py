@@ -33,13 +33,13 @@ PLANNING_WORK = 4.5e8  # entries of arrays that the relaxation may fill while pl
 
 
 class Proving(NamedTuple):
-    """How long a bound is raised, and who gets a line for each gain."""
+    """The time for which a bound is raised, and who gets a line for each gain."""
 
     seconds: float | None = None  # None: a little work, the same on every machine
     observer: Observer = Silent()
 
     def ended(self) -> Callable[[int], bool]:
-        """Whether to end after so much work, from now on."""
+        """Return whether to end after so much work, from now on."""
         start_s = time.monotonic()
 
         def ended(work: int) -> bool:

@@ -72,7 +72,7 @@ ENDED: Mapping[Why, str] = {  # why a round ended, where not all have answered
 
 
 def _text(line: RoundLine) -> str:
-    """Why it ended, and why the first update was refused."""
+    """Return why it ended, and why the first update was refused."""
     ended = ENDED.get(line.record.closed_by)
     refused = [f"{text:.100}" for text in refusal_texts(line.record.refused)[:1]]
     return ", ".join([*([f"{ended} ({line.rules})"] if ended else []), *refused])

@@ -69,12 +69,12 @@ class Run:
 
     @property
     def job(self) -> Job | FederatedJob:
-        """As it was run: with what was overridden."""
+        """Return the job as it was run: with what was overridden."""
         return self._folder.any_job()
 
     @property
     def fleet(self) -> Fleet:
-        """As the job states it."""
+        """Return the fleet as the job states it."""
         return self._folder.fleet()
 
     @property
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def merges(self) -> list[MergeLine]:
-        """Who contributed to each merge, and when. Of decoupled replicas."""
+        """Return who contributed to each merge, and when. Of decoupled replicas."""
         return merges_file(self.path).lines()
 
     @property

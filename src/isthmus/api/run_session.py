@@ -39,11 +39,11 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     devices_stay: bool = True  # whether devices of a run that was left in its middle may be at work still
 
     def going_on(self, folder: Path) -> str:
-        """How the run in this folder goes on, for a person."""
+        """Return how the run in this folder goes on, for a person."""
         return f"run folder {folder}; to go on: {self.again.replace('{run}', shlex.quote(str(folder)))}"
 
     def last_line(self, folder: RunFolder, outcome: str) -> str:
-        """How the run ended, for a person; empty where it is done."""
+        """Return how the run ended, for a person; empty where it is done."""
         lines = {
             "stopped": f"stopped by {stop_reason(folder.path)}",
             "interrupted": f"interrupted: {self.going_on(folder.path)}",

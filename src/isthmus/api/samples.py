@@ -19,7 +19,8 @@ from isthmus.models import base_of
 
 
 class MapDataset(Protocol):
-    """As `torch.utils.data.Dataset`: sample i is a mapping by column, or a tuple in the order of the model's inputs."""
+    """A map-style `torch.utils.data.Dataset`: sample i is a mapping by column, or a tuple in the order of the model's
+    inputs."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, sample: int, /) -> object: ...

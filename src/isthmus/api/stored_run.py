@@ -59,7 +59,7 @@ class Uploads:
 
     @property
     def busy(self) -> bool:
-        """Whether a commit is being uploaded, or waits."""
+        """Return whether a commit is being uploaded, or waits."""
         return self._uploader is not None and self._uploader.busy
 
     def committed(self, path: Path, run: Path, add: Callable[[Path], object] = lambda _: None) -> None:
@@ -122,7 +122,8 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
 def chosen_folder(
     parent: Path, name: str, *, resume: bool, run: Path | None, store: StoreConfig | None, note: Note
 ) -> RunFolder:
-    """As `RunFolder.chosen`. Where the run to resume is not on this machine, its folder is made from the store."""
+    """Return the same as `RunFolder.chosen`. Where the run to resume is not on this machine, its folder is made from
+    the store."""
     if store is None or not resume or _is_here(parent, name, run):
         return RunFolder.chosen(parent, name, resume=resume, run=run)
     if run is not None:
@@ -134,7 +135,7 @@ def chosen_folder(
 
 
 def _is_here(parent: Path, name: str, run: Path | None) -> bool:
-    """Whether the run to resume is on this machine."""
+    """Return whether the run to resume is on this machine."""
     if run is not None:
         return RunFolder(run).begun
     try:
@@ -243,7 +244,7 @@ def _fetched(store: Store, beside: Path, note: Note, *, states: bool = True) -> 
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a run could go on from a commit here."""
+    """Return whether a run could go on from a commit here."""
     try:
         if (folder / ROUNDS).is_dir():
             return Commits(folder / ROUNDS).newest(needs_states=False) is not None

@@ -73,7 +73,7 @@ class Sweep:
 
     @property
     def name(self) -> str:
-        """As its file says."""
+        """Return the name as its file says."""
         return self._record.name
 
     @property
@@ -167,8 +167,9 @@ def sweep(
 
 
 def may_start(running: Sequence[int], need: int | None, available: int | None, limit: int) -> bool:
-    """Whether another run may begin beside those that use `running` bytes each. `need` is the most that one took; None
-    while nobody knows: then the first goes on alone. `available` is what is free; None where memory is no matter."""
+    """Return whether another run may begin beside those that use `running` bytes each. `need` is the most that one
+    took; None while nobody knows: then the first goes on alone. `available` is what is free; None where memory is no
+    matter."""
     if len(running) >= limit:
         return False
     if not running or available is None:
@@ -224,7 +225,7 @@ class _Runner:
         return may_start(used, self._need, available_bytes() if self._automatic else None, self._limit)
 
     def _learn(self, process: SweepProcess) -> None:
-        """How much a run needs, from one that trains or did."""
+        """Learn how much a run needs, from one that trains or did."""
         if process.trains:
             self._need = max(self._need or 0, process.peak_bytes)
 

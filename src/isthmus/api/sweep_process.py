@@ -60,7 +60,7 @@ class SweepProcess:
 
     @property
     def trains(self) -> bool:
-        """Whether its first step or round is done: by then it has taken most of its memory."""
+        """Return whether its first step or round is done: by then it has taken most of its memory."""
         folder = Path(self.task.folder)
         return any(path.is_file() and path.stat().st_size for path in (folder / LOSSES, folder / ROUND_LINES))
 
@@ -80,7 +80,7 @@ class SweepProcess:
             self._process.wait()
 
     def reason(self, code: int) -> str:
-        """Why it failed: its last line that says so, or how it ended."""
+        """Return why it failed: its last line that says so, or how it ended."""
         with self._log.open("rb") as log:
             log.seek(self._start)
             lines = log.read().decode(errors="replace").splitlines()

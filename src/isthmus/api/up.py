@@ -54,7 +54,8 @@ ANY_PORT = 9  # a port of the engine's head, where only the route to it is asked
 
 
 def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
-    """As `run_job` or `run_simulated`, on the engine's nodes. Whatever ends the run ends the agents too."""
+    """Run a job as `run_job` or `run_simulated` do, on the engine's nodes. Whatever ends the run ends the agents
+    too."""
     stop.check()
     timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)

@@ -40,7 +40,8 @@ class UpChoices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_known(fleet: str, measure: bool | None) -> bool:
-    """Whether the job's fleet describes the engine's devices. A built-in fleet describes devices that nobody has."""
+    """Return whether the job's fleet describes the engine's devices. A built-in fleet describes devices that nobody
+    has."""
     return fleet.endswith(".toml") if measure is None else not measure
 
 

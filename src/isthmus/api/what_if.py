@@ -56,7 +56,7 @@ def what_if(
 
 
 def plan_changes(job: Job, texts: Sequence[str], observer: Observer, stop: Stop) -> WhatIf:
-    """As `what_if`. Where planning is interrupted: the rows till then."""
+    """Plan changes as `what_if` does. Where planning is interrupted: the rows till then."""
     given = [_asked(read_change(text, job), job) for text in texts if text != EVERYTHING]  # capturing takes longer
     fleet, prepared = fleet_for(job), prepare(job)
 

@@ -116,7 +116,7 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
 
     run: Path  # The run's folder.
     outcome: Ended
-    """As the exit code: done and stopped 0, interrupted 130, lost 4, diverged and failed 1 or 2. `stopped`: a callback
-    asked for it."""
+    """Ends as in exit codes: done and stopped 0, interrupted 130, lost 4, diverged and failed 1 or 2. `stopped`: a
+    callback asked for it."""
     reason: str = ""  # Empty where it went well; of `stopped`, the callback and its reason.
     pictures: Mapping[str, Path] = {}  # PNG files that are there, by name, as `timeline`, `loss`, `metrics`.

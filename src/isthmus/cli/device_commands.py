@@ -20,7 +20,7 @@ app = typer.Typer()
 
 @dataclass(frozen=True)
 class MemberOptions:
-    """Who joins, and what it may do."""
+    """The name, the ticket and the rights of a member of the fleet."""
 
     name: Annotated[str | None, typer.Option("--name", help="As the fleet calls it; default: the host's name.")] = None
     ticket_file: Annotated[

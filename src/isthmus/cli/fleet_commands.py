@@ -35,7 +35,7 @@ def status(
     once: Annotated[bool, typer.Option("--once", help="Do not stay and follow.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Who is here, what runs and how far it is. On a terminal it stays and follows, until Ctrl-C."""
+    """Show who is here, what runs and how far it is. On a terminal it stays and follows, until Ctrl-C."""
     shown = out()
     with api.jobs.opened(state) as (queue, folder):
         if json:

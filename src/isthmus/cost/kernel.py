@@ -115,7 +115,7 @@ def busiest_s(
 
 
 def repeats(order: Ints) -> bool:
-    """Whether a device has two stages in any candidate."""
+    """Return whether a device has two stages in any candidate."""
     ordered = np.sort(order, axis=1)
     return bool((ordered[:, 1:] == ordered[:, :-1]).any())
 

@@ -56,7 +56,7 @@ class FleetNetwork:
         return float(self.latency[source, target] + size_bytes * self.byte_s[source, target]) if size_bytes else 0.0
 
     def interchangeable(self, a: int, b: int) -> bool:
-        """Whether swapping two devices changes nothing."""
+        """Return whether swapping two devices changes nothing."""
         if self.speed[a] != self.speed[b] or self.memory[a] != self.memory[b]:
             return False
         swap = np.arange(len(self.names))

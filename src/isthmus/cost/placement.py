@@ -134,7 +134,7 @@ def rooms(placed: Placement) -> list[MemoryRoom]:
 
 
 def room_of_each(placed: Placement) -> list[MemoryRoom]:
-    """As `rooms`, also where they do not fit."""
+    """Return the same as `rooms`, also where they do not fit."""
     return [
         MemoryRoom(
             placed.problem.offered_bytes(placed.problem.tightest(name)), size.memory(0, again).total, size.kept(again)

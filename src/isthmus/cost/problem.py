@@ -176,7 +176,7 @@ class Problem:
 
     @property
     def splits(self) -> bool:
-        """Whether stages compute weight gradients apart."""
+        """Return whether stages compute weight gradients apart."""
         return self.schedule == "zero-bubble"
 
     def offered_bytes(self, device: str) -> int:

@@ -137,7 +137,8 @@ class StageBytes:
         )
 
     def most_in_flight(self, capacity_bytes: int, wanted: int) -> int:
-        """How many micro-batches fit, `wanted` at most; below 1 where not even one does. Nothing is recomputed."""
+        """Return how many micro-batches fit, `wanted` at most; below 1 where not even one does. Nothing is
+        recomputed."""
         free, each = capacity_bytes - self.memory(0).total, self.kept(recompute=False)
         if not each:
             return wanted if free >= 0 else 0
@@ -218,7 +219,7 @@ def wire_s(problem: Problem, source: str, target: str, size_bytes: int) -> float
 
 
 def uplinks_s(fleet: Fleet, sent: Iterable[tuple[str, str, int]]) -> dict[str, float]:
-    """How long messages, (source, target, bytes), occupy each shared uplink, by region."""
+    """Return how long messages, (source, target, bytes), occupy each shared uplink, by region."""
     found: dict[str, float] = {}
     for source, target, size_bytes in sent:
         site = fleet.uplink(source, target)

@@ -97,13 +97,13 @@ class PipelineTime:
 
     @cached_property
     def device_s(self) -> dict[str, float]:
-        """How long each device computes per micro-batch, all its stages together."""
+        """Return how long each device computes per micro-batch, all its stages together."""
         loads = kernel.device_loads(self._order, np.array([self.compute_s]))[0].tolist()
         return dict(zip(self.devices, loads, strict=True))
 
     @cached_property
     def link_s(self) -> dict[tuple[str, str], float]:
-        """How long one micro-batch's bytes occupy each directed link, of all edges that take it."""
+        """Return how long one micro-batch's bytes occupy each directed link, of all edges that take it."""
         found: dict[tuple[str, str], float] = {}
         for e, (there, back) in zip(self.edges, kernel.link_loads(self._order, self._row[2]), strict=True):
             source, target = self.devices[e.source], self.devices[e.target]

@@ -29,7 +29,7 @@ Holders = Sequence[tuple[Sequence[str], Sequence[StageGraph]]]  # each replica's
 
 
 class GroupMembers(NamedTuple):
-    """Who sums a parameter: as a `SyncGroup` has it."""
+    """The devices that sum a parameter: as a `SyncGroup` has it."""
 
     devices: tuple[str, ...]
     stages: tuple[int, ...] = ()

@@ -64,7 +64,7 @@ def round_row(line: RoundShown, names: Sequence[str] = ()) -> dict[str, object]:
 
 
 def round_timeline(line: RoundShown) -> dict[str, object]:
-    """Which executor trained which client when, beside the time that was planned."""
+    """Return which executor trained which client when, beside the time that was planned."""
     rows: list[dict[str, object]] = []
     for name in sorted(line.record.trained, key=lambda name: (len(name), name)):
         at_s, bars = 0.0, list[Bar]()

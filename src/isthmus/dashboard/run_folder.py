@@ -113,7 +113,7 @@ class WatchedRun:
 
     @property
     def state(self) -> RunState:
-        """How far it is."""
+        """Return how far it is."""
         entries = self.entries
         if self._known is None or self._known[0] is not entries:
             self._known = entries, run_state(entries)
@@ -166,7 +166,7 @@ class WatchedRun:
 
     @property
     def problem(self) -> str:
-        """Why nothing can be shown; empty where something can."""
+        """Return why nothing can be shown; empty where something can."""
         try:
             there = self.path.is_dir() and os.listdir(self.path)
         except OSError as e:
@@ -189,7 +189,7 @@ class WatchedRun:
 
     @property
     def works(self) -> bool | None:
-        """Whether a process claims the folder now (`RunFolder.claimed`); None where the system does not say.
+        """Return whether a process claims the folder now (`RunFolder.claimed`); None where the system does not say.
         Rejected: to try the lock, which for a moment would keep a run from beginning."""
         try:
             locks = Path("/proc/locks").read_text().splitlines()
@@ -213,7 +213,7 @@ class WatchedRun:
         return self._table(MEASURED if (self.path / MEASURED).is_file() else SPANS)
 
     def predicted(self) -> SpanTable | None:
-        """As the run's end wrote it; None before."""
+        """Return the prediction as the run's end wrote it; None before."""
         return self._table(PREDICTED) if (self.path / PREDICTED).is_file() else None
 
     def _table(self, name: str) -> SpanTable:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MapStyle(Protocol):
-    """As `torch.utils.data.Dataset`: sample i is a dict of numbers, arrays or tensors, by column."""
+    """A map-style `torch.utils.data.Dataset`: sample i is a dict of numbers, arrays or tensors, by column."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, sample: int, /) -> Mapping[str, object]: ...
@@ -126,7 +126,7 @@ class MappedDataset:
     def drawn(
         self, indices: Indices, columns: Sequence[str], seed: int, epochs: NDArray[np.int64]
     ) -> dict[str, torch.Tensor]:
-        """As `batch`, of these epochs."""
+        """Return the same as `batch`, of these epochs."""
         check_columns(columns, self.columns)
         samples = checked(indices, len(self))
         arrays: dict[str, Array] = {

@@ -21,7 +21,8 @@ class ClientsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kind: Literal["csv", "npz", "image-folder", "image-parquet", "text", "disk"] = "csv"
     """The kind of each client's data."""
     options: dict[str, object] = {}
-    """That kind's, but where its samples are. Classes of images are to be named: a client may have only some."""
+    """Options of that kind, but where its samples are. Classes of images are to be named: a client may have only
+    some."""
     heldout_path: str | None = None
     """Held-out samples of all clients together, of that kind; then all samples of the clients train."""
 

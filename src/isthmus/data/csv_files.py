@@ -89,7 +89,7 @@ class CsvDataset:
         return found
 
     def _texts(self, name: str) -> bool:
-        """Whether the column's first value is no number."""
+        """Return whether the column's first value is no number."""
         if name not in self._table:
             raise unknown_name(f"column of {self._source}", name, self._table)
         try:
@@ -182,7 +182,7 @@ def _read(path: str, options: CsvOptions, source: str) -> tuple[dict[str, list[s
 
 
 def _are_whole(values: Sequence[str]) -> bool:
-    """Whether all are whole numbers of 64 bits, as they are written."""
+    """Return whether all are whole numbers of 64 bits, as they are written."""
     return all(re.fullmatch(r"\s*[+-]?\d+\s*", text) and len(text) < 19 for text in values)
 
 

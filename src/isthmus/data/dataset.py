@@ -43,18 +43,18 @@ class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return f"{self.dtype} {list(self.shape)}{below}"
 
     def fits(self, other: ColumnSpec) -> bool:
-        """Whether one column can hold the values of both: ids and classes may have other limits."""
+        """Return whether one column can hold the values of both: ids and classes may have other limits."""
         alike = (self.dtype, self.shape) == (other.dtype, other.shape)
         return alike and (self.limit is None) == (other.limit is None)
 
 
 def may_be_left_out(column: ColumnSpec) -> bool:
-    """Whether it may hold labels that a loss leaves out (-100): whole numbers below no limit."""
+    """Return whether it may hold labels that a loss leaves out (-100): whole numbers below no limit."""
     return column.dtype in ("int8", "int16", "int32", "int64") and column.limit is None
 
 
 def any_left_out(columns: Mapping[str, ColumnSpec]) -> bool:
-    """Whether a loss may leave out labels of one of the columns."""
+    """Return whether a loss may leave out labels of one of the columns."""
     return any(map(may_be_left_out, columns.values()))
 
 
@@ -136,7 +136,7 @@ def fingerprint_of(settings: Mapping[str, object], arrays: Iterable[Array]) -> s
 
 
 def held_out_count(size: int, holdout: float, what: str) -> int:
-    """How many of `size` things are held out: at least one, and at least one is left; none if `holdout` is 0.
+    """Return how many of `size` things are held out: at least one, and at least one is left; none if `holdout` is 0.
 
     Raises `UserError` where `size` is too small to share.
     """
@@ -172,7 +172,8 @@ class Augmented(Protocol):
     def drawn(
         self, indices: Indices, columns: Sequence[str], seed: int, epochs: NDArray[np.int64]
     ) -> dict[str, torch.Tensor]:
-        """As `Dataset.batch` of the samples' `epochs` [len(indices)]. Equal arguments give equal batches."""
+        """Return the same as `Dataset.batch` of the samples' `epochs` [len(indices)]. Equal arguments give equal
+        batches."""
         ...
 
 

@@ -98,7 +98,8 @@ class LeafWriters:
         self.samples_of = lru_cache(maxsize=None)(self.read)  # as `read`, kept in memory: a byte a pixel
 
     def _entries(self, number: int) -> tuple[Counter[str], list[tuple[str, _Part]]]:
-        """How many samples a file says each writer has, and where they are; of a writer there may be several places."""
+        """Return how many samples a file says each writer has, and where they are; of a writer there may be several
+        places."""
         path = self._files[number]
         try:
             with self._open(path) as file:

@@ -48,16 +48,16 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     a device of a fleet it is the folder that `isthmus join --data` names."""
 
     def at(self, holder: str) -> DataSpec:
-        """As one holder reads them."""
+        """Return the spec as one holder reads its data."""
         return msgspec.structs.replace(self, options={**self.options, **self.of.get(holder, {})}, of={})
 
     def counted_from(self, folder: str) -> DataSpec:
-        """As a file in this folder says it: with its paths."""
+        """Return the spec as a file in this folder says it: with its paths."""
         description = self.description and beside(self.description, folder)
         return msgspec.structs.replace(self, description=description, folder=beside(self.folder or folder, folder))
 
     def training_alone(self) -> DataSpec:
-        """As it is used where nothing is evaluated: all samples train, unless options say which do not."""
+        """Return the spec for where nothing is evaluated: all samples train, unless options say which do not."""
         options, said = self.options, self.options.keys() & {"holdout", "heldout_path"}
         if self.kind == CLIENTS:
             inner: Any = options.get("options") or {}

@@ -31,7 +31,7 @@ def confined_to(folder: Path) -> Generator[None]:
 
 
 def is_confined() -> bool:
-    """Whether this thread reads for somebody else."""
+    """Return whether this thread reads for somebody else."""
     return _FOLDER.get() is not None
 
 
@@ -73,7 +73,7 @@ def check_within(path: str | Path) -> None:
 
 
 def check_pattern_within(pattern: str) -> None:
-    """As `check_within`, of all that a path or a glob names."""
+    """Do the same as `check_within`, of all that a path or a glob names."""
     if _FOLDER.get() is not None:
         for match in {pattern, *glob.iglob(pattern, recursive=True)}:
             check_within(match)

@@ -67,7 +67,7 @@ class AnyRequest(msgspec.Struct, kw_only=True):
 
     @property
     def counts_usage(self) -> bool:
-        """Whether a stream ends with the number of its tokens."""
+        """Return whether a stream ends with the number of its tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling(self, max_tokens: int) -> Sampling:
@@ -137,7 +137,7 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
     def for_template(self, at: int) -> dict[str, object]:
-        """As chat templates read the message `at`. UserError for what is no text."""
+        """Return the message as chat templates read the message `at`. UserError for what is no text."""
         found: dict[str, object] = {"role": self.role, "content": self._text(f"messages[{at}].content")}
         found |= {k: given for k in ("name", "tool_call_id") if (given := getattr(self, k)) is not None}
         if self.tool_calls:
@@ -233,5 +233,5 @@ def model_card(name: str) -> dict[str, object]:
 
 
 def refusal(text: str, kind: str) -> dict[str, object]:
-    """As OpenAI's clients read errors."""
+    """Return the refusal as OpenAI's clients read errors."""
     return {"error": {"message": text, "type": kind, "param": None, "code": None}}

@@ -21,7 +21,7 @@ PREFIX = "buffers/"  # prefix of a buffer's name among the server's values, in b
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a value is a buffer of the model, or its change."""
+    """Return whether a value is a buffer of the model, or its change."""
     return name.startswith(PREFIX)
 
 

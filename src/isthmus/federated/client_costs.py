@@ -54,7 +54,8 @@ class ClientCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_bytes(self) -> int:
-        """That an executor holds at least: model, gradient, broadcast and sums. What a batch takes is not in it."""
+        """Return the bytes that an executor holds at least: model, gradient, broadcast and sums. What a batch takes is
+        not in it."""
         values = max(one.broadcast_bytes + one.sums_bytes for one in self.passes)
         return 2 * self.model_bytes + values + self.state_bytes
 

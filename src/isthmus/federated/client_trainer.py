@@ -232,7 +232,7 @@ class ClientTrainer:
         return f"client {task.client}" + (f" ({alone})" if alone else "")
 
     def _train_vmapped(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
-        """As one by one, but for the bits. Each gets an equal part of the time.
+        """Train the same as one by one, but for the bits. Each gets an equal part of the time.
 
         The first one is repeated until they are as many as `rows_for` says, and its copies thrown away.
         """
@@ -408,8 +408,8 @@ class ClientTrainer:
         return {name: value.index_copy(0, rows, found[name]) for name, value in states.items()}
 
     def _kept(self, tasks: Sequence[ClientTask]) -> tuple[list[bool], Values]:
-        """Which of the tasks' clients have a state, and those states, stacked. UserError for one that is lost and that
-        the algorithm cannot do without."""
+        """Return which of the tasks' clients have a state, and those states, stacked. UserError for one that is lost
+        and that the algorithm cannot do without."""
         assert self._states is not None, "clients keep something"
         while True:
             kept = [task.state != NONE and task.client not in self._renewed for task in tasks]
@@ -471,7 +471,7 @@ def _clients(numbers: Collection[int]) -> str:
 
 
 def _row(value: Tensor) -> Tensor:
-    """As the only one of several. What is no tensor is left as it is, to be refused by name."""
+    """Return the value as the only one of several. What is no tensor is left as it is, to be refused by name."""
     return value.unsqueeze(0) if isinstance(value, Tensor) else value  # pyright: ignore[reportUnnecessaryIsInstance]
 
 

@@ -83,7 +83,7 @@ class FixedSum:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added."""
+        """Return whether nothing was added."""
         return self._empty and not self._merged
 
     @property
@@ -247,7 +247,7 @@ _SUM_BLOCK = 1 << 24  # numbers that are rounded at once: what that takes beside
 
 
 def sums_on(device: torch.device) -> bool:
-    """Whether it has double precision and 64-bit integers (Apple's GPUs have not)."""
+    """Return whether it has double precision and 64-bit integers (Apple's GPUs have not)."""
     return device.type != "mps"
 
 
@@ -257,7 +257,7 @@ class DeviceSum(FixedSum):
     def __init__(
         self, size: int, exponent: int, device: torch.device, down: Down, accumulator: Tensor | None = None
     ) -> None:
-        """As a `FixedSum`, in which `total` comes to lie when it is asked for."""
+        """Make a `FixedSum`, in which `total` comes to lie when it is asked for."""
         super().__init__(size, exponent, accumulator)
         self._sum = torch.zeros(size, dtype=torch.int64, device=device)
         self._down = down

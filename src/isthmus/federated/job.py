@@ -115,7 +115,7 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def local(self) -> LocalConfig:
-        """How a client trains."""
+        """Return how a client trains."""
         return self.training.local(self.learning_rate, self.optimizer)
 
     @property
@@ -125,7 +125,7 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def scheme(self) -> Scheme:
-        """How executors get clients."""
+        """Return how executors get clients."""
         return scheme(self.runtime.scheme)
 
     def altered(self, **federated: object) -> FederatedJob:
@@ -180,12 +180,12 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def is_federated(path: Path) -> bool:
-    """Whether a job file is one of these."""
+    """Return whether a job file is one of these."""
     return "federated" in respelled(read_toml(path, "job file"))
 
 
 def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:
-    """As a file in this folder says it: with its paths."""
+    """Return the job as a file in this folder says it: with its paths."""
     replace = msgspec.structs.replace
     if job.fleet:
         job = replace(job, fleet=beside(job.fleet, folder))
@@ -234,7 +234,7 @@ FEDERATED = JobReader(FederatedJob, _counted_from, checked)
 
 
 def load_federated_job(path: Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
-    """As `JobReader.load`."""
+    """Return the same as `JobReader.load`."""
     return FEDERATED.load(path, overrides)
 
 
@@ -353,7 +353,7 @@ def members(
 
 
 def availability(job: FederatedJob, population: int) -> Availability | None:
-    """When clients can take part; None for always. UserError for a round in which too few can."""
+    """Return when clients can take part; None for always. UserError for a round in which too few can."""
     rules = job.federated.participation
     if rules.availability is None:
         return None
@@ -369,7 +369,8 @@ def availability(job: FederatedJob, population: int) -> Availability | None:
 
 
 def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRules:
-    """How the job's rounds go, in a simulation and deployed. UserError for rounds that could never be committed."""
+    """Return how the job's rounds go, in a simulation and deployed. UserError for rounds that could never be
+    committed."""
     rules = job.federated.participation
     needed = population if rules.poisson else rules.needed(population)  # a round waits for all that were drawn
     if rules.minimum > (asked := population if rules.poisson else rules.asked(population)):
@@ -398,13 +399,13 @@ def accelerator_of(job: FederatedJob, executor: int) -> Accelerator:
 
 
 def executors(job: FederatedJob, population: int) -> int:
-    """How many executors the scheme takes."""
+    """Return how many executors the scheme takes."""
     counts = {"cohort": job.federated.participation.asked(population), "population": population}
     return counts.get(job.scheme.per, job.runtime.executors if job.scheme.processes else 1)
 
 
 def emulation(job: FederatedJob, executor: int) -> SpeedEmulation:
-    """How executor number `executor` is to differ from this machine."""
+    """Return how executor number `executor` is to differ from this machine."""
     eta = job.runtime.slow_down[executor] if job.runtime.slow_down else 0.0
     return SpeedEmulation(
         executor=executor,
@@ -422,7 +423,7 @@ def identity(job: FederatedJob, data: ClientData, numbers: int) -> RunIdentity:
 
 
 def site_identity(job: FederatedJob, numbers: int) -> RunIdentity:
-    """As `identity`; the data are the sites'."""
+    """Return the same as `identity`; the data are the sites'."""
     assert job.federated.deployment is not None, "a job with sites"
     sites = job.federated.deployment.sites
     return _identity(job, numbers, f"of the sites {', '.join(sites)}", len(sites))

@@ -74,7 +74,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_plain(self) -> bool:
-        """Whether steps are those of SGD with a learning rate alone."""
+        """Return whether steps are those of SGD with a learning rate alone."""
         return is_plain(self.optimizer, self.clip_norm)
 
     def tabled(self, rounds: int) -> LocalConfig:
@@ -101,8 +101,8 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def why_alone(self, samples: int) -> str:
-        """Why a client of so many samples has a batch of one, on which batch norm cannot train, and what to do; empty
-        where it has none."""
+        """Return why a client of so many samples has a batch of one, on which batch norm cannot train, and what to do;
+        empty where it has none."""
         if self.batch_size == 1:
             return "a batch is one sample: expected a training.batch_size of 2 or more"
         if samples == 1:

@@ -142,7 +142,7 @@ def _named() -> Generator[None]:
 
 
 def is_plain(optimizers: Sequence[AnyOptimizerConfig], clip_norm: float) -> bool:
-    """Whether steps are those of SGD with a learning rate alone, of all parameters alike."""
+    """Return whether steps are those of SGD with a learning rate alone, of all parameters alike."""
     if not optimizers:
         return clip_norm == 0
     one = optimizers[0]

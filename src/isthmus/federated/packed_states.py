@@ -61,7 +61,7 @@ def unpack_states(round_file: Path, folder: Path, size_bytes: int, states: NDArr
 
 
 def needs_states(round_file: Path) -> bool:
-    """Whether a committed round is one of clients that keep something; False for a damaged one."""
+    """Return whether a committed round is one of clients that keep something; False for a damaged one."""
     try:
         with safe_open(round_file, framework="np") as file:
             return STATES in file.keys()  # noqa: SIM118  not a dict

@@ -16,7 +16,7 @@ from isthmus.protocol.federated_messages import NONE
 
 
 def is_personal(algorithm: Algorithm, model: Tensor) -> bool:
-    """Whether clients use models of their own. UserError for one that is no model."""
+    """Return whether clients use models of their own. UserError for one that is no model."""
     first = first_state(algorithm, model)
     return first is not None and _own(algorithm, model, first) is not None
 

@@ -41,7 +41,7 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     timeout: str = "60 s"  # Silence after which a device counts as lost.
 
     def counted_from(self, folder: str) -> PipelineConfig:
-        """As a file in this folder says it: with its paths."""
+        """Return the spec as a file in this folder says it: with its paths."""
         plan = self.plan and beside(self.plan, folder)
         return msgspec.structs.replace(self, fleet=beside(self.fleet, folder), plan=plan)
 

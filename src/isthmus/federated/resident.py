@@ -120,7 +120,7 @@ class Resident:
         self._bound = vector.data_ptr()
 
     def _views(self, vector: Tensor) -> list[Tensor]:
-        """As `views`, made once for the two that a client goes back and forth between."""
+        """Return the same as `views`, made once for the two that a client goes back and forth between."""
         address = vector.data_ptr()
         if address not in self._known:
             for other in [a for a in self._known if a != self._bound][: len(self._known) - 1]:
@@ -201,7 +201,7 @@ class Resident:
         return sums if counted is None else [part if part is None else part.div_(counted or 1.0) for part in sums]
 
     def draws(self, batch: Batch) -> bool:
-        """Whether the module draws random numbers while it trains. Its buffers are the first ones then."""
+        """Return whether the module draws random numbers while it trains. Its buffers are the first ones then."""
         before = self.accelerator.random_state()
         with torch.no_grad():
             self.module(**batch)

@@ -162,7 +162,7 @@ class Server:
 
     @property
     def largest_broadcast(self) -> Values:
-        """As `broadcast` when every buffer has changed."""
+        """Return the same as `broadcast` when every buffer has changed."""
         return {**self.broadcast(), **self._buffers}
 
     @property
@@ -204,7 +204,7 @@ class Server:
 
     @property
     def numbers(self) -> int:
-        """That are added up of an update, without buffers, in the pass that has most."""
+        """Return how many numbers of an update are added up, without buffers, in the pass that has most."""
         return max(sum(math.prod(f.shape) for name, f in forms.items() if not is_buffer(name)) for forms in self.sums)
 
     @property
@@ -281,7 +281,7 @@ def _tensors(values: Values, by: str) -> Values:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether their bits are equal."""
+    """Return whether their bits are equal."""
     return a is b or torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
@@ -346,7 +346,7 @@ class Commits:
         return max(self._files(), default=None)
 
     def rounds(self) -> int:
-        """How many were made by the time of the last file there is, whole or not."""
+        """Return how many were made by the time of the last file there is, whole or not."""
         numbers = [path.stem.removeprefix("round-") for path in self._files()]
         return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
 

@@ -63,7 +63,7 @@ class OwnData(SamplesOf):
         return {name: spec for name, spec in self._dataset.columns.items() if name != self._without}
 
     def of_round(self, seed: int, round_: int) -> OwnData:
-        """As `Redrawn`."""
+        """Return the samples as `Redrawn` does."""
         drawn = copy.copy(self)
         drawn._drawn = (seed, round_)
         return drawn
@@ -107,7 +107,7 @@ class SiteStates:
         """Nothing waits."""
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
-        """As `States.read`, of the one client."""
+        """Return the same as `States.read`, of the one client."""
         (round_,) = places
         path, memory = self._path(round_), self._memory()
         try:
@@ -128,7 +128,7 @@ class SiteStates:
         return np.empty((1, -(-self._form.size_bytes // 8) * 8), dtype=np.uint8)
 
     def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
-        """As `States.write`, of the one client."""
+        """Return the same as `States.write`, of the one client."""
         memory = self._memory()
         self._form.fill(self._form.views(torch.from_numpy(memory)), slice(None), clients, states)
         self._form.sign(memory, clients, round_)

@@ -99,7 +99,7 @@ class Stacked:
 
 
 def rows_for(count: int) -> int:
-    """How many rows so many clients are given: few different numbers, so that each soon comes often enough to be
+    """Return how many rows so many clients are given: few different numbers, so that each soon comes often enough to be
     traced, and at most three rows for nothing up to 32, a quarter above. Powers of two up to 8, then multiples of an
     eighth of the next power."""
     power = 1 << (count - 1).bit_length()
@@ -214,8 +214,8 @@ def check_alike(alone: ClientUpdate, several: ClientUpdate) -> None:
 
 
 def best_clients_per_vmap(resident: Resident, columns: Batch, most: int = TRIED[-1], *, repeats: int = 5) -> int:
-    """How many clients are trained together fastest, by measurement on one batch, of `most` that an executor has in a
-    round; 1 where the model does not allow it.
+    """Return how many clients are trained together fastest, by measurement on one batch, of `most` that an executor has
+    in a round; 1 where the model does not allow it.
 
     Models that draw random numbers or keep running means are trained one by one: each client must have its own.
     """

@@ -15,7 +15,7 @@ _BEFORE = "before-"
 
 
 def with_stale_models(now: Mapping[str, Tensor], past: Sequence[Mapping[str, Tensor]]) -> Values:
-    """As one: `past` are those of one round before, of two, and so on."""
+    """Return the broadcast and `past`, those of one round before, of two, and so on, as one."""
     found = dict(now)
     for late, values in enumerate(past, 1):
         found |= {f"{_BEFORE}{late}/{name}": value for name, value in values.items()}

@@ -99,7 +99,7 @@ class StateForm:
         return digest.hexdigest().encode()
 
     def is_of(self, client: int, state: NDArray[np.uint8], round_: int | None = None) -> bool:
-        """Whether a state, uint8 [bytes], is of this form and client, and of a round where one is given."""
+        """Return whether a state, uint8 [bytes], is of this form and client, and of a round where one is given."""
         header = state[: self._length].tobytes()
         begin = len(self._lead) + len(_CLIENT) + len(self._between)
         digits = header[begin : begin + len(_ROUND)]
@@ -109,7 +109,7 @@ class StateForm:
         return header.startswith(opening) and header.endswith(self._tail)
 
     def is_whole(self, state: NDArray[np.uint8]) -> bool:
-        """Whether every byte of a state, uint8 [bytes], is as it was signed."""
+        """Return whether every byte of a state, uint8 [bytes], is as it was signed."""
         opening, digest = state[: self._digest_at].tobytes(), self._digest_at + len(_SHA256)
         return state[self._digest_at : digest].tobytes() == self._digest(opening, state)
 

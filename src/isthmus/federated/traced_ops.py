@@ -68,7 +68,7 @@ def _direct(module: fx.GraphModule, given: Sequence[Tensor]) -> Operation:
 
 
 def _changes(node: fx.Node) -> bool:
-    """Whether it writes to one of its inputs."""
+    """Return whether it writes to one of its inputs."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 

@@ -23,7 +23,7 @@ def check_updates(job: FederatedJob, server: Server) -> None:
 
 
 def _is_free(job: FederatedJob) -> bool:
-    """Whether the server's values do not depend on what clients keep."""
+    """Return whether the server's values do not depend on what clients keep."""
     spec = AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options)
     return load_algorithm(spec).state_can_be_lost
 

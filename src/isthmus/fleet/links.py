@@ -67,7 +67,7 @@ class LinkTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.latency_s[self._sample(time_s)]
 
     def sent_s(self, start_s: float, size_bytes: float) -> float:
-        """When the last of `size_bytes` has left, if the first leaves at `start_s`."""
+        """Return when the last of `size_bytes` has left, if the first leaves at `start_s`."""
         sample, now_s, left_bytes = self._sample(start_s), start_s, size_bytes
         for end_s in self.times_s[sample + 1 :]:
             room_bytes = (end_s - now_s) * self.bandwidth_bytes_per_s[sample]

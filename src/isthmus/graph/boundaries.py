@@ -24,7 +24,7 @@ def watched_name(crossing: Crossing) -> str:
 
 
 def watched_node(name: str, parcel: str) -> str:
-    """How what is seen of a watched output is reported."""
+    """Return how what is seen of a watched output is reported."""
     return f"{parcel} {name}"
 
 

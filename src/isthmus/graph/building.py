@@ -175,7 +175,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Return whether two tensors of one storage have an element in common."""
     starts = [t.storage_offset() * t.element_size() for t in (a, b)]
     ends = [start + _extent(t) * t.element_size() for start, t in zip(starts, (a, b), strict=True)]
     if max(starts) >= min(ends) or a.dtype != b.dtype or max(ends) > LARGEST:

@@ -122,7 +122,7 @@ class LabelMeans(TorchFunctionMode):
 
 
 def _is_loss(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether it takes a mean or a sum of everything: of one argument alone, or as a loss of torch's."""
+    """Return whether it takes a mean or a sum of everything: of one argument alone, or as a loss of torch's."""
     name = getattr(func, "__name__", "")
     if name in ("mean", "sum"):
         return len(args) == 1 and not kwargs
@@ -167,10 +167,10 @@ def own_mean(count: int, field: str) -> str:
 
 
 def is_even(graph: OpGraph | StageGraph, *, uneven: bool = False) -> bool:
-    """Whether the loss of a step is the same with any number of micro-batches of a size: a sum with its count, a mean
-    over samples of one shape, or a sum of such means and of what depends on no sample. `uneven`: whether a column may
-    hold labels that a loss leaves out; a mean over those is even only as a sum with its count, which a larger loss has
-    not."""
+    """Return whether the loss of a step is the same with any number of micro-batches of a size: a sum with its count, a
+    mean over samples of one shape, or a sum of such means and of what depends on no sample. `uneven`: whether a column
+    may hold labels that a loss leaves out; a mean over those is even only as a sum with its count, which a larger loss
+    has not."""
     ops = {op.name: op for op in graph.ops}
     of_samples = _of_samples(graph)
 
@@ -208,7 +208,7 @@ def _of_samples(graph: OpGraph | StageGraph) -> dict[str, bool]:
 
 
 def _leaves_out(op: Op) -> bool:
-    """Whether classes have weights, or one of them is left out."""
+    """Return whether classes have weights, or one of them is left out."""
     ignored = _argument(op, "ignore_index", -100)
     return _argument(op, "weight", None) is not None or not isinstance(ignored, int) or ignored >= 0
 

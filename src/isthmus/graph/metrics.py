@@ -53,7 +53,7 @@ class Metric(NamedTuple):
 
 
 def accuracy(outputs: object, batch: Batch) -> tuple[Tensor, Tensor]:
-    """How many labels are the class of the largest logit, and how many labels there are.
+    """Return how many labels are the class of the largest logit, and how many labels there are.
 
     Logits and labels are those that the loss compares, moved or left out as they are there. Of a loss without one
     cross-entropy they are `logits` and a column of labels, where one dimension alone can be the classes'.
@@ -182,7 +182,7 @@ class Metrics:
 
     @property
     def counted(self) -> bool:
-        """Whether any is computed from outputs and labels."""
+        """Return whether any is computed from outputs and labels."""
         return bool(self._counted)
 
     def values(self, loss: float | None, sums: Sequence[float]) -> dict[str, float | None]:
@@ -216,7 +216,7 @@ def _exp(loss: float) -> float:
 
 
 def _is_size(value: object) -> bool:
-    """Whether it follows from sizes alone: torch knows no example of what is read of a tensor."""
+    """Return whether it follows from sizes alone: torch knows no example of what is read of a tensor."""
     return not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or value.node.has_hint()
 
 

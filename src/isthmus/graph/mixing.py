@@ -51,7 +51,7 @@ def _normalises_batches(op: Op) -> bool:
 
 
 def is_shared_out(spec: TensorSpec) -> bool:
-    """Whether one axis, and only one, is in proportion to the number of samples."""
+    """Return whether one axis, and only one, is in proportion to the number of samples."""
     few, many = (spec.shape_at(size) for size in SIZES)
     grown = [(a, b) for a, b in zip(few, many, strict=True) if a != b]
     return len(grown) == 1 and grown[0][0] * SIZES[1] == grown[0][1] * SIZES[0]

@@ -120,7 +120,7 @@ def _attention(given: Arguments) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements are shared otherwise than by an expanded dimension."""
+    """Return whether elements are shared otherwise than by an expanded dimension."""
     end = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride:
@@ -218,7 +218,7 @@ def _strided_view(given: Arguments) -> None:
 
 
 def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """How far the last element lies behind the first."""
+    """Return how far the last element lies behind the first."""
     return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 

@@ -35,7 +35,7 @@ ALLOWED = frozenset(resources.files("isthmus.graph").joinpath("allowlist.txt").r
 
 
 def is_allowed(target: str) -> bool:
-    """Whether an operator such as `aten.linear.default` is on the list."""
+    """Return whether an operator such as `aten.linear.default` is on the list."""
     namespace, _, overload = target.partition(".")
     return namespace == "aten" and (overload in ALLOWED or overload.partition(".")[0] in ALLOWED)
 
@@ -68,7 +68,7 @@ def overload_of(target: str) -> OpOverload:
 
 
 def is_callable(target: str) -> bool:
-    """Whether this torch has the operator and a graph may call it."""
+    """Return whether this torch has the operator and a graph may call it."""
     overload = _find(target)
     return overload is not None and is_allowed(target) and _is_tensor_function(overload)
 
@@ -201,7 +201,7 @@ def _check_constants(target: str, args: Sequence[Argument], kwargs: Mapping[str,
 
 
 def no_gradient(op: Op, inputs: Sequence[bool], mode: Literal["train", "eval"]) -> bool:
-    """Whether the op ran under no_grad when captured: an input needs a gradient and no output passes one on."""
+    """Return whether the op ran under no_grad when captured: an input needs a gradient and no output passes one on."""
     if mode == "eval":
         return True
     return bool(op.requires_grad) and any(inputs) and not any(op.requires_grad)

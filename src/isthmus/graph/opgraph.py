@@ -126,7 +126,7 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def learns(self) -> bool:
-        """Whether training changes this variable."""
+        """Return whether training changes this variable."""
         return self.written or (self.kind == "parameter" and any(self.requires_grad))
 
     def refs(self) -> list[Ref]:

@@ -279,7 +279,7 @@ class Places:
         return self._globals[id(variables)]
 
     def _holds(self, value: object) -> bool:
-        """Whether what is in a value is looked at."""
+        """Return whether what is in a value is looked at."""
         if isinstance(value, (*PLAIN, *GENERATORS, Tensor, Enum, ModuleType, *_BYTES)):
             return False
         if isinstance(value, type):
@@ -296,7 +296,7 @@ class Places:
         return self._slots[kind]
 
     def _is_own(self, name: str) -> bool:
-        """Whether a module of this name is the user's."""
+        """Return whether a module of this name is the user's."""
         if name not in self._known:
             top, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None) or ""
             library = top in (*_FOREIGN, *sys.stdlib_module_names) or file.startswith(_FILES)
@@ -338,7 +338,7 @@ def identity_of(step: Step) -> object:
 
 
 def is_iterator(value: object) -> bool:
-    """Whether it has a position that cannot be seen without moving it."""
+    """Return whether it has a position that cannot be seen without moving it."""
     return hasattr(type(value), "__next__") and not isinstance(value, IOBase) and not _is_own_object(value)
 
 

@@ -63,7 +63,7 @@ def aliased_position(overload: OpOverload) -> int | None:
 
 
 def returns_its_input(node: fx.Node, overload: OpOverload) -> bool:
-    """Whether a call hands back its first argument itself, as dropout of 0 does.
+    """Return whether a call hands back its first argument itself, as dropout of 0 does.
 
     Such a call is no operator of the graph: eager autograd has one tensor there, with one sum of gradients. Two values
     would cross a cut, and their gradients be summed apart.
@@ -86,7 +86,7 @@ def fake_result(overload: OpOverload, args: Sequence[object], kwargs: Mapping[st
 
 
 def _is_composite(overload: OpOverload) -> bool:
-    """Whether a call is made of calls of other operators; all others return tensors of their own."""
+    """Return whether a call is made of calls of other operators; all others return tensors of their own."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(  # pyright: ignore[reportPrivateUsage]  # no public way
         overload.name(), "CompositeImplicitAutograd"
     )
@@ -119,7 +119,7 @@ def hidden_writes(target: str, args: Sequence[Arg]) -> tuple[str, ...]:
 
 
 def is_random(overload: OpOverload, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> bool:
-    """Whether the operator draws random numbers under these arguments."""
+    """Return whether the operator draws random numbers under these arguments."""
     base = base_name(str(overload)).removesuffix("_")
     if base in DROPOUTS:
         return bool(args[1]) and bool(args[2])

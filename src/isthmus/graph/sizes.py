@@ -64,7 +64,7 @@ def _decide(expr: sympy.Expr) -> sympy.Expr:
 
 
 def _never_negative(expr: sympy.Expr) -> bool:
-    """Whether an affine function of the batch is at least 0 at every batch size from 1."""
+    """Return whether an affine function of the batch is at least 0 at every batch size from 1."""
     symbols = list(expr.free_symbols)
     if len(symbols) > 1:
         return False

@@ -86,7 +86,7 @@ class Writes:
         return self._chain(ref)[-1]
 
     def passes_detach(self, ref: Ref) -> bool:
-        """Whether `ref` sees its root through a `detach`, which autograd does not follow."""
+        """Return whether `ref` sees its root through a `detach`, which autograd does not follow."""
         return any(base_name(self._views[r].op.target) == "detach" for r in self._chain(ref)[:-1])
 
     def write(self, ref: Ref, op: Op) -> set[Ref]:
@@ -123,7 +123,7 @@ class Writes:
         return found
 
     def _is_shared(self, ref: Ref, view: View) -> bool:
-        """Whether the output really shares storage (`reshape` and `to` copy at times): tried on meta tensors."""
+        """Return whether the output really shares storage (`reshape` and `to` copy at times): tried on meta tensors."""
         if ref not in self._shares:
             made, outputs = self._run(view.op)
             parent = made[cast(Ref, view.op.args[view.position])]

@@ -23,7 +23,7 @@ from isthmus.units import parse_duration
 
 
 def _counted_from(job: Job, folder: str) -> Job:
-    """As a file in this folder says it: with its paths."""
+    """Return the job as a file in this folder says it: with its paths."""
     job = msgspec.structs.replace(job, fleet=beside(job.fleet, folder), data=job.data.counted_from(folder))
     pretrained = job.model.options.get("path")
     if isinstance(pretrained, str):
@@ -59,7 +59,7 @@ PIPELINE = JobReader(Job, _counted_from, checked)
 
 
 def load_job(path: Path, overrides: Mapping[str, object] = {}) -> Job:
-    """As `JobReader.load`."""
+    """Return the same as `JobReader.load`."""
     return PIPELINE.load(path, overrides)
 
 
@@ -136,7 +136,7 @@ def fleet_of(job: Job) -> Fleet:
 
 
 def _with_engines(fleet: Fleet, chosen: str | Mapping[str, str]) -> Fleet:
-    """As `[runtime] engine` chooses them. UserError for a device or an engine that does not exist."""
+    """Return the fleet with engines by `[runtime] engine`. UserError for a device or an engine that does not exist."""
     field = "runtime.engine" if isinstance(chosen, str) else "runtime.engine.{}"
     by_device = dict.fromkeys(fleet.names, chosen) if isinstance(chosen, str) else chosen
     for device in by_device:

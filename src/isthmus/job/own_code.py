@@ -41,7 +41,7 @@ def digest_of_module(name: str) -> str | None:
 
 
 def _is_closed(node: ast.AST) -> bool:
-    """Whether this part of a module reads nothing from outside it."""
+    """Return whether this part of a module reads nothing from outside it."""
     match node:
         case ast.Import(names=names):
             return all(_is_allowed(alias.name) for alias in names)

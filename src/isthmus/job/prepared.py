@@ -126,7 +126,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepared_again(before: Prepared, job: Job) -> Prepared:
-    """As `prepare`. The model is captured again only if something that a capture depends on has changed."""
+    """Return the same as `prepare`. The model is captured again only if something that a capture depends on has
+    changed."""
     if not _is_of(before.origin, job):
         return prepare(job)
     cut = _checked(job, before.captured, before.samples)
@@ -246,12 +247,12 @@ def _cut_for_own_mean(job: Job, least: int, field: str) -> Job:
 
 
 def _is_at(captured: Captured, job: Job) -> bool:
-    """Whether it is valid for the job's micro-batches."""
+    """Return whether it is valid for the job's micro-batches."""
     return only_batch(captured) in (None, job.micro_batch_size)
 
 
 def _is_of(origin: str, job: Job) -> bool:
-    """Whether it was captured for the job, with any number of micro-batches that this may get."""
+    """Return whether it was captured for the job, with any number of micro-batches that this may get."""
     found = (job.micro_batches,) if job.training.micro_batches else (job.micro_batches, 1)
     return origin in [_origin(job.cut_into(count)) for count in found]
 

@@ -69,7 +69,7 @@ def prepare_served(job: Job, checkpoints: Path, trained: int) -> Served:
 
 
 def ends_of(module: nn.Module) -> tuple[int, ...]:
-    """As transformers' configs say it; ours have none."""
+    """Return the ends as transformers' configs say them; ours have none."""
     found: object = getattr(getattr(module, "config", None), "eos_token_id", None)
     return (found,) if isinstance(found, int) else tuple(cast("Sequence[int]", found or ()))
 

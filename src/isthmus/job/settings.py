@@ -62,12 +62,12 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def exchanges_norms(self) -> bool:
-        """Whether stages wait for each other's gradient norms before they update."""
+        """Return whether stages wait for each other's gradient norms before they update."""
         return self.clip_norm > 0 or self.leaves_out
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the update of a step that is not finite is left out on every stage."""
+        """Return whether the update of a step that is not finite is left out on every stage."""
         return self.non_finite == "skip" or self.loss_scaling is not None
 
     @property
@@ -244,7 +244,7 @@ class Job(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def evaluates(self) -> bool:
-        """Whether held-out samples are needed."""
+        """Return whether held-out samples are needed."""
         return self.training.eval_every > 0
 
     @property

@@ -100,7 +100,7 @@ def _through_bottleneck(block: nn.Module, _given: object, found: object) -> obje
 
 
 def has_bottlenecks(module: nn.Module) -> bool:
-    """Whether the module's residual stream passes bottlenecks: no plain model computes the same."""
+    """Return whether the module's residual stream passes bottlenecks: no plain model computes the same."""
     return any(isinstance(part, Bottleneck) for part in module.modules())
 
 

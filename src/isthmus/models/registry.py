@@ -57,7 +57,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def base_is_kept(self) -> bool:
-        """Whether what is not trained can be read again where it came from: checkpoints leave it out."""
+        """Return whether what is not trained can be read again where it came from: checkpoints leave it out."""
         return self.lora is not None and self.name == "hf" and not self.options.get("random_weights")
 
 
@@ -77,12 +77,13 @@ def model_names() -> list[str]:
 
 
 def is_built_in(spec: ModelSpec) -> bool:
-    """Whether the module follows from the spec and installed packages alone: from no file and no code of the user's."""
+    """Return whether the module follows from the spec and installed packages alone: from no file and no code of the
+    user's."""
     return (spec.name in _OURS and spec.name != "hf") or spec.name in hugging_face.BY_NAME
 
 
 def is_own_code(spec: ModelSpec) -> bool:
-    """Whether the name is a `module:callable` that is imported from the user's own files."""
+    """Return whether the name is a `module:callable` that is imported from the user's own files."""
     return ":" in spec.name and not spec.name.startswith(("hf:", GIVEN))
 
 

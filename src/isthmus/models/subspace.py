@@ -174,7 +174,7 @@ def widened(module: nn.Module, plain: nn.Module) -> nn.Module:
 
 
 def has_subspace(module: nn.Module) -> bool:
-    """Whether `confine` rewrote the module."""
+    """Return whether `confine` rewrote the module."""
     return isinstance(getattr(module, "boundary", None), Subspace)
 
 

@@ -115,8 +115,8 @@ def _fewest_stages(network: FleetNetwork, blocks: Blocks) -> int:
 
 
 def settles(problem: Problem) -> bool:
-    """Whether every plan may be tried: time alone counts, nothing has a limit, the data are everywhere, and gradients
-    are summed in every step."""
+    """Return whether every plan may be tried: time alone counts, nothing has a limit, the data are everywhere, and
+    gradients are summed in every step."""
     constraints = problem.constraints
     free = not constraints.limited and not constraints.data_holders and problem.schedule != "delayed"
     return constraints.objective == "time" and free and problem.sync.mode == "every-step"

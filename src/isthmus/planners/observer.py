@@ -45,7 +45,7 @@ class SearchObserver(Protocol):
         """The best plan so far takes that."""
 
     def stopped(self) -> bool:
-        """Whether the search is to end."""
+        """Return whether the search is to end."""
         ...
 
 
@@ -138,7 +138,7 @@ def stopped(candidates: int = 1) -> bool:
 
 
 def looked_at(candidates: int = 1) -> None:
-    """As `stopped`, but raises SearchStopped if the search is to end."""
+    """Do the same as `stopped`, but raises SearchStopped if the search is to end."""
     if stopped(candidates):
         raise SearchStopped("planning was interrupted before it had found a plan")
 

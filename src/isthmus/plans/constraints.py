@@ -98,7 +98,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def copied(self) -> bool:
-        """Whether the first stage has copies, and where labels stay the last."""
+        """Return whether the first stage has copies, and where labels stay the last."""
         return len(self.feeders) > 1
 
     @property
@@ -112,7 +112,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def limited(self) -> bool:
-        """Whether what is not minimised has a limit."""
+        """Return whether what is not minimised has a limit."""
         return self.max_step_s is not None or self.max_price is not None
 
     @property
@@ -151,7 +151,7 @@ def is_of_any_plan(question: str) -> bool:
 def question_in_words(
     constraints: Constraints, counts: Sequence[int], *, priced: bool, period: int, recompute: bool
 ) -> str:
-    """Which plans a lower bound ranges over, and what it bounds.
+    """Return which plans a lower bound ranges over, and what it bounds.
 
     `counts` are the numbers of micro-batches that a plan may choose from; `priced` tells whether the bound is one on
     the price of a step; `period` is that of averaging, in steps.

@@ -60,7 +60,7 @@ class FragmentSchedule:
 
     @classmethod
     def streaming(cls, *, layers: int, period: int, fragments: int = 0, delay: int = 0) -> FragmentSchedule:
-        """As many fragments as asked for, 0 for one per step of the period; no more than layers or steps."""
+        """Return as many fragments as asked for, 0 for one per step of the period; no more than layers or steps."""
         return cls(period=period, count=min(fragments or period, layers, period), delay=delay)
 
     def fragment_of(self, layer: int) -> int:

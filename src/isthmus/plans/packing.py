@@ -56,7 +56,7 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 def kept(elements: int, ratio: float) -> int:
-    """How many elements are sent of so many."""
+    """Return how many elements are sent of so many."""
     return math.ceil(elements / ratio)
 
 
@@ -67,7 +67,8 @@ def kept_in_chunks(elements: int, ratio: float) -> int:
 
 
 def low_bits(elements: int, count: int) -> int:
-    """How many low bits of each position Elias and Fano write as they are: of `count` positions below `elements`."""
+    """Return how many low bits of each position Elias and Fano write as they are: of `count` positions below
+    `elements`."""
     return (elements // count).bit_length() - 1 if count else 0
 
 
@@ -77,7 +78,7 @@ def high_bits(elements: int, count: int) -> int:
 
 
 def uses_bitmap(elements: int, count: int) -> bool:
-    """Whether one bit for every element takes no more than Elias and Fano's code."""
+    """Return whether one bit for every element takes no more than Elias and Fano's code."""
     return -(-elements // 8) <= _coded_bytes(elements, count)
 
 

@@ -40,7 +40,7 @@ def device_of(name: str) -> str:
 
 
 def is_first(name: str) -> bool:
-    """Whether it is the one that every device has."""
+    """Return whether it is the one that every device has."""
     return device_of(name) == name
 
 

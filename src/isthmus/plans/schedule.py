@@ -62,7 +62,7 @@ def classic_in_flight(name: str, stages: int, micro_batches: int) -> tuple[int, 
 
 
 def schedule_of(asked: str, planned: str) -> str:
-    """Which schedule a plan must have whose job asks for `asked`: `auto` leaves two open."""
+    """Return which schedule a plan must have whose job asks for `asked`: `auto` leaves two open."""
     return planned if asked == "auto" and planned in ("1f1b", "zero-bubble") else asked
 
 
@@ -85,7 +85,7 @@ def whole(counts: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 def had_before(samples: Sequence[int], number: int) -> list[int]:
-    """How many of the first `number` turns each holder has."""
+    """Return how many of the first `number` turns each holder has."""
     total, holders = sum(samples), len(samples)
     if not total:
         raise InternalError("turns of holders none of whom has a sample")

@@ -122,7 +122,7 @@ class Masked(Policy[SecurePort]):
         return self._since_s + self._rules.wait_s if self.phase in _STEP else None
 
     def takes(self, site: str, phase: PhaseId) -> bool:
-        """Whether a masked update of this site may count."""
+        """Return whether a masked update of this site may count."""
         return self.phase == "training" and phase == self._phase_id and site in self._masking
 
     def is_late(self, device: str, body: SecureReport) -> bool:
@@ -414,7 +414,7 @@ class MaskedRounds(Rounds):
     port: MaskedRoundPort  # pyright: ignore[reportIncompatibleVariableOverride]  # its hosts do more
 
     def __init__(self, executors: Iterable[str], rules: RoundRules, *given: Any, **named: Any) -> None:
-        """As `Rounds`."""
+        """Do the same as `Rounds`."""
         super().__init__(executors, rules, *given, **named)
         self._masks = Masked(rules.secure or SecureRules())
         self._masks.port = self
@@ -498,7 +498,7 @@ class MaskedRounds(Rounds):
         self._close_phase(self._why)
 
     def leave_out(self, phase: PhaseId, sites: tuple[str, ...], reason: str) -> None:
-        """As if each had said that it has no update of the phase."""
+        """Go on as if each had said that it has no update of the phase."""
         self._left_out |= set(sites)
         for site in sites:
             if self.is_here(site) and self.rounds_late(site, phase) == 0:

@@ -72,7 +72,7 @@ class _Member:
         self.is_ready = False  # whether it has made its last step
 
     def answers(self, *, last: bool) -> bool:
-        """Whether a merge is to wait for it: one that is ready may have nothing to give before the last one."""
+        """Return whether a merge is to wait for it: one that is ready may have nothing to give before the last one."""
         return last if self.is_ready else self.shows_life
 
 
@@ -176,7 +176,7 @@ class Merger(Policy[MergerPort], Session):
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def steps(self, replica: str) -> int:
-        """That it has made, as far as is known."""
+        """Return the steps that it has made, as far as is known."""
         return self._members[replica].steps if replica in self._members else self.begun.steps.get(replica, 0)
 
     @property
@@ -226,8 +226,8 @@ class Merger(Policy[MergerPort], Session):
                 )
 
     def _most_steps(self, replica: str) -> int:
-        """That it can have made. On a connection each one is reported, nobody trains before the first one, and one that
-        was away may have trained on."""
+        """The most that it can have made. On a connection each one is reported, nobody trains before the first one, and
+        one that was away may have trained on."""
         member = self._members[replica]
         if member.reports or member.connections == 1:
             return member.steps + 1
@@ -457,12 +457,12 @@ class Merger(Policy[MergerPort], Session):
 
     @property
     def _is_over(self) -> bool:
-        """Whether nobody is to train on."""
+        """Return whether nobody is to train on."""
         return self._are_ready or (self.rules.samples is not None and self.samples >= self.rules.samples)
 
     @property
     def _are_ready(self) -> bool:
-        """Whether nobody trains on."""
+        """Return whether nobody trains on."""
         return all(self._members[name].is_ready for name in self.present)
 
     def _announce(self, fragments: tuple[int, ...], *, last: bool) -> None:

@@ -58,8 +58,8 @@ class OpenMerge:
         raise NotImplementedError
 
     def why_over(self, now_s: float, *, behind: int = 0, grace_is_over: bool = True) -> Why | None:
-        """Why it is over; None while it is not. `behind` of the outstanding answers are of those that still work for an
-        earlier merge. A quorum counts once its grace is over."""
+        """Return why it is over; None while it is not. `behind` of the outstanding answers are of those that still work
+        for an earlier merge. A quorum counts once its grace is over."""
         if not self.outstanding:
             return "all"
         if grace_is_over and self.done >= self.enough:

@@ -164,7 +164,7 @@ class OpenPhase(OpenMerge):
         return samples * line.seconds_per_sample + clients * line.fixed_s
 
     def _victim(self, thief: str) -> str | None:
-        """Who has most, of those that were not asked since they were last given clients; asked now."""
+        """Return who has most, of those that were not asked since they were last given clients; asked now."""
         if self._richest is None:
             self._richest = [(-self._load_s(name), name) for name in self._given]
             heapq.heapify(self._richest)

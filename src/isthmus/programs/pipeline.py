@@ -348,7 +348,7 @@ class Pipeline(Policy[PipelinePort], Session):
             self._end("lost", f"{self._reason}; no plan for what is left: {reason}" if self._reason else reason)
 
     def _is_answer(self, epoch: int) -> bool:
-        """Whether a plan is of use that was asked for in this epoch. OutOfPhase where nobody can have asked."""
+        """Return whether a plan is of use that was asked for in this epoch. OutOfPhase where nobody can have asked."""
         self.stale += epoch != self.epoch
         if epoch == self.epoch and self.phase == "holding":
             raise OutOfPhase("a plan came in phase 'holding'")
@@ -604,7 +604,7 @@ class Pipeline(Policy[PipelinePort], Session):
             self._stop_receiving_state()
 
     def _stop_receiving_state(self) -> None:
-        """Who follows will never be near: the state that it needs is brought while all wait."""
+        """End a state transfer whose joiner will never be near: the state that it needs is brought while all wait."""
         self._stop_sending_state()
         if self.phase in ("running", "settling"):
             self._settle()
@@ -744,7 +744,7 @@ class Pipeline(Policy[PipelinePort], Session):
             self._restore()
 
     def _call(self, layout: StateLayout) -> bool:
-        """Whether any of a plan's devices is missing: those are called."""
+        """Return whether any of a plan's devices is missing: those are called."""
         missing = self.members.missing(layout.parts)
         for device in missing:
             self.port.call_device(device)
@@ -760,7 +760,7 @@ class Pipeline(Policy[PipelinePort], Session):
     # Lines for people, and what is believed
 
     def _leaving_devices(self) -> frozenset[str]:
-        """Who is here and was asked to leave."""
+        """Return who is here and was asked to leave."""
         return frozenset(map(device_of, self.members.leaving(self.members.here)))
 
     def _asked_to_leave(self) -> str:

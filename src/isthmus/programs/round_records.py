@@ -58,7 +58,7 @@ def fault_of(event: SumsSent, held: Mapping[int, ClientTask]) -> str | None:
 
 
 def has_diverged(opened: OpenPhase, why: Why) -> bool:
-    """Whether every client of the phase was trained, and none to finite numbers."""
+    """Return whether every client of the phase was trained, and none to finite numbers."""
     everyone = why == "all" and not opened.done and not opened.reasons
     return everyone and bool(opened.refused) and all(refusal.diverged for refusal in opened.refused)
 

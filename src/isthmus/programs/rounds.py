@@ -385,7 +385,7 @@ class Rounds(Policy[RoundPort], Session):
         self.port.commit(RoundRecord(round=phase.round, attempt=phase.attempt, trained={}))
 
     def _is_empty(self, phase: PhaseId) -> bool:
-        """Whether every client was drawn by itself, and none was: nobody need be there."""
+        """Return whether every client was drawn by itself, and none was: nobody need be there."""
         begins = self.rules.poisson and not (phase.number or self._late) and phase.round < self.rules.rounds
         waits = self._returns and len(self._alive) < self._fewest
         return begins and not waits and not len(self._cohort_of(phase.round))
@@ -682,7 +682,7 @@ class Rounds(Policy[RoundPort], Session):
         self._lags.lag(*self.behind, self.now_s)
 
     def _all_left(self, missing: Collection[str]) -> bool:
-        """Whether several were here, and nobody is any more."""
+        """Return whether several were here, and nobody is any more."""
         return 1 < len(missing) == len(self.executors) and self._missing.isdisjoint(missing)
 
     def _until(self, missing: Collection[str]) -> str:

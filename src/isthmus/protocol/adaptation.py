@@ -126,12 +126,12 @@ class Adaptation:
         return self._reprobe.due(self._drift.doubtful(), now_s) if self._adapts else None
 
     def probed(self, link: Pair, bandwidth_bytes_per_s: float | None, now_s: float) -> list[str]:
-        """How fast it is, None where nobody could say; returns what is believed anew, in words."""
+        """Return how fast it is, None where nobody could say; returns what is believed anew, in words."""
         self._reprobe.tried(link, now_s)
         return self._believe([] if bandwidth_bytes_per_s is None else self._drift.tried(link, bandwidth_bytes_per_s))
 
     def asks(self, now_s: float) -> bool:
-        """Whether to ask for another plan; it is asked for then."""
+        """Return whether to ask for another plan; it is asked for then."""
         return self._policy.ask(now_s)
 
 
@@ -168,7 +168,7 @@ class ReplanPolicy:
         self._due = True
 
     def ask(self, now_s: float) -> bool:
-        """Whether to ask; if so, it is asked."""
+        """Return whether to ask; if so, it is asked."""
         if not self._due or self._asked or now_s < self._rests_until_s:
             return False
         self._due, self._asked = False, True
@@ -203,7 +203,7 @@ class LinkReprobe:
         self._trying: Pair | None = None
 
     def due(self, doubtful: Collection[Pair], now_s: float) -> Pair | None:
-        """Which of the links that are believed slow and carry nothing to try now; it is tried then."""
+        """Return which of the links that are believed slow and carry nothing to try now; it is tried then."""
         self._waits = {
             pair: self._waits.get(pair, _Wait(now_s + self._first_s, self._first_s)) for pair in sorted(doubtful)
         }

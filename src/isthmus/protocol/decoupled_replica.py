@@ -42,7 +42,7 @@ class SamplesKnown:
             self._first = self._newest
 
     def after(self, steps: int) -> int:
-        """When so many own steps were made."""
+        """Return when so many own steps were made."""
         samples, then = self._newest
         return samples + round((steps - then) * self._per_step)
 

@@ -114,7 +114,7 @@ class RateEstimator:
 
     @property
     def measured(self) -> bool:
-        """Whether the plan in force shows this rate."""
+        """Return whether the plan in force shows this rate."""
         return bool(self._window)
 
     def tried(self, rate: float) -> bool:
@@ -298,7 +298,7 @@ def fit_fleet(stated: Fleet, periods: Sequence[PlanPeriod], spans: Iterable[Span
 
 
 def differs(stated: Fleet, fitted: Fleet) -> bool:
-    """Whether plans for the two may differ: a device or a stated link beyond `APART`."""
+    """Return whether plans for the two may differ: a device or a stated link beyond `APART`."""
     pairs = [(stated.device(d.name).sustained_flops_per_s, d.sustained_flops_per_s) for d in fitted.devices]
     for route in fitted.links.devices:
         before = stated.link(route.source, route.target)

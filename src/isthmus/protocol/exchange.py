@@ -55,7 +55,7 @@ class Exchange:
         return bool(self._at)
 
     def summed(self, groups: Collection[int]) -> bool:
-        """Whether all that was started of these groups is complete."""
+        """Return whether all that was started of these groups is complete."""
         return self._at.keys().isdisjoint(groups)
 
     def start(self, item: int, groups: Collection[int]) -> None:

@@ -44,7 +44,8 @@ class Suspects:
         return available - self._failures.keys() or available
 
     def failed(self, device: str, failure: StepFailure) -> str:
-        """Who failed alike before; empty for nobody: the device is suspected then, unless its memory was short."""
+        """Return who failed alike before; empty for nobody: the device is suspected then, unless its memory was
+        short."""
         if failure.memory:
             return ""
         before = next((d for d, other in self._failures.items() if other.is_like(failure)), "")

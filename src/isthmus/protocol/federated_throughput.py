@@ -37,7 +37,7 @@ class ThroughputModel:
 
     @property
     def known(self) -> bool:
-        """Whether any executor's line is believed."""
+        """Return whether any executor's line is believed."""
         return any(self._believed(e) for e in range(self.executors))
 
     def _believed(self, executor: int) -> bool:

@@ -19,12 +19,12 @@ class Feeding(msgspec.Struct, frozen=True, kw_only=True):
     """Workers that run copies of one stage, in the order of the holders; for each stage that has copies."""
 
     def does(self, worker: int, item: Item, micro_batch: int) -> bool:
-        """Whether a worker has to do with a micro-batch of an item: who runs no copy has to do with all."""
+        """Return whether a worker has to do with a micro-batch of an item: who runs no copy has to do with all."""
         own = next((copies for copies in self.copies if worker in copies), None)
         return own is None or own[self.holder(item, micro_batch)] == worker
 
     def holder(self, item: Item, micro_batch: int) -> int:
-        """Whose micro-batch of an item it is: the number of the holder."""
+        """Return whose micro-batch of an item it is: the number of the holder."""
         number = item.first_sample // self.micro_batch_size + micro_batch
         return feeder_slot(self.train if item.kind == "train" else self.heldout, number).holder
 

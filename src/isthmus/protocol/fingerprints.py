@@ -77,8 +77,8 @@ Reports = Mapping[int, Mapping[str, str]]  # digests of the nodes of each stage
 
 
 def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple[StepFinding, ...]:
-    """Who computed wrong in a step; the state before it is as it should be. Nothing where all that can be compared is
-    equal.
+    """Return who computed wrong in a step; the state before it is as it should be. Nothing where all that can be
+    compared is equal.
 
     `reported` lacks workers that reported nothing. `expected` may lack nodes. Who sent what was received and cannot be
     compared is a suspect too. Who leaves out its gradients is named, and where nobody else is, who does not say what it

@@ -44,7 +44,7 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
         return micro_batch, _ORDER[self.where], self.stage if self.where == "output" else -self.stage
 
     def described(self, device: str) -> str:
-        """As the end of a sentence."""
+        """Return the finding as the end of a sentence."""
         what = f"{self.where} {self.name}".strip()
         at = f", micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
         cause = f"; {self.cause} was not finite before" if self.cause else ""

@@ -131,16 +131,16 @@ class FleetMembership:
 
     @property
     def links(self) -> dict[str, tuple[PeerPath, ...]]:
-        """How devices at work for a run that goes on have got to others."""
+        """Return how devices at work for a run that goes on have got to others."""
         members = [m for m in self._members.values() if m.run in self._runs and m.paths[0] == m.run]
         return {member.name: member.paths[1] for member in members}
 
     def works(self, device: str) -> bool:
-        """Whether a process of the device works for a run that goes on, or is called to it."""
+        """Return whether a process of the device works for a run that goes on, or is called to it."""
         return device in self._members and self._members[device].run in self._runs
 
     def at_work(self, device: str, run: str) -> bool:
-        """Whether the device is connected, and a process of it works for the run or is called to it."""
+        """Return whether the device is connected, and a process of it works for the run or is called to it."""
         member = self._members.get(device)
         return member is not None and member.at_work and member.run == run
 
@@ -157,15 +157,15 @@ class FleetMembership:
         return [device for device in free if all(kinds.get(device) == kinds.get(other) for other in like)]
 
     def returns(self, device: str, run: str) -> bool:
-        """Whether a device that the run has lost can work for it again."""
+        """Return whether a device that the run has lost can work for it again."""
         return (self._is_here(device) or device in self.brought_back) and not self.leaves(device, run)
 
     def leaves(self, device: str, run: str) -> bool:
-        """Whether the device was asked to leave the run: once its process has ended, the run gets it no more."""
+        """Return whether the device was asked to leave the run: once its process has ended, the run gets it no more."""
         return run in self._runs and device in self._runs[run].leaving
 
     def failed(self, run: str) -> dict[str, str]:
-        """How processes for the run have ended, by device."""
+        """Return how processes for the run have ended, by device."""
         found = self._runs.get(run)
         return dict(found.failed) if found is not None else {}
 
@@ -309,7 +309,7 @@ class FleetMembership:
                 member.close_run(run)
 
     def _is_free(self, device: str, run: str) -> bool:
-        """Whether the device works for no other run that goes on, or for one that yields to this run."""
+        """Return whether the device works for no other run that goes on, or for one that yields to this run."""
         member = self._members.get(device)
         if member is None or member.run in ("", run):
             return member is not None

@@ -65,17 +65,17 @@ class Leases:
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is nothing left to lease."""
+        """Return whether there is nothing left to lease."""
         return self._peek() is None
 
     @property
     def over(self) -> bool:
-        """Whether the run's last checkpoint is leased."""
+        """Return whether the run's last checkpoint is leased."""
         return self.closing and self.last_step == self._spec.steps
 
     @property
     def closing(self) -> bool:
-        """Whether the newest item is a checkpoint."""
+        """Return whether the newest item is a checkpoint."""
         return bool(self.open) and self.open[max(self.open)].kind == "save"
 
     def lease(self) -> list[Item]:
@@ -160,7 +160,7 @@ class ItemReports:
         return self._reports.pop(report.item) if found.keys() >= set(devices) else None
 
     def missing(self, item: int, devices: Collection[str]) -> frozenset[str]:
-        """Who has not reported the item while others have."""
+        """Return who has not reported the item while others have."""
         found = self._reports.get(item)
         return frozenset(devices) - found.keys() if found else frozenset()
 

@@ -79,7 +79,7 @@ mended by a person."""
 
 
 class Restarts:
-    """Who was lost while its machine stayed, and how often the run waited for such devices."""
+    """Devices that were lost while their machine stayed, and how often the run waited for such devices."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}
@@ -104,7 +104,7 @@ class Restarts:
 
     @property
     def reasons(self) -> str:
-        """Why devices were lost that are not back, or were called again just now."""
+        """Return why devices were lost that are not back, or were called again just now."""
         return "; ".join(f"{device}: {reason}" for device, reason in sorted(self._reasons.items()))
 
     def lost(self, device: str, reason: str, *, returns: bool) -> None:

@@ -46,8 +46,8 @@ class FleetMember(Policy[MemberPort]):
         self.id = id
         self.connection = NO_CONNECTION
         self.run = ""
-        """That a process of the device works for, or is called to. It is kept while the device is absent: the process
-        has a connection of its own."""
+        """The run that a process of the device works for, or is called to. It is kept while the device is absent: the
+        process has a connection of its own."""
         self.paths: tuple[str, tuple[PeerPath, ...]] = ("", ())
         """A run, and how a process of the device got to others for it."""
 
@@ -57,7 +57,7 @@ class FleetMember(Policy[MemberPort]):
 
     @property
     def at_work(self) -> bool:
-        """Whether the device is connected, and a process of it works for a run or is called to one."""
+        """Return whether the device is connected, and a process of it works for a run or is called to one."""
         return self.phase in ("called", "working", "draining")
 
     def connect(self, connection: int, working: str) -> None:

@@ -29,7 +29,7 @@ class StateHolding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds what under a plan."""
+    """The parts of the state that each device holds under a plan."""
 
     parts: Mapping[str, frozenset[str]]  # per device, what its stage changes in training. Replicas hold the same parts.
     snapshot_copies: Mapping[str, str] = {}  # per device, which other one keeps a copy of its snapshots
@@ -63,7 +63,7 @@ class Lineage:
         self._began[epoch] = step
 
     def counts(self, epoch: int, step: int) -> bool:
-        """Whether the state that the epoch had after so many steps is on the line."""
+        """Return whether the state that the epoch had after so many steps is on the line."""
         own = self._began.get(epoch)
         return own is not None and own <= step <= min((s for e, s in self._began.items() if e > epoch), default=step)
 

@@ -254,7 +254,7 @@ class SecureSite(Policy[SecureSitePort]):
         return frozenset(self._parties.get(site, site) for site in sites)
 
     def _tells_more(self, of: Collection[str], sites: Collection[str]) -> bool:
-        """Whether shares for a sum of these sites tell more than those that are revealed."""
+        """Return whether shares for a sum of these sites tell more than those that are revealed."""
         parties = self._known(sites)
         return any(self._revealed.get(key, parties) != parties for key in of)
 

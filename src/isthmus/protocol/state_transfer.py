@@ -70,12 +70,12 @@ class StateTransfer:
         return min((self._at[pair] for pair in pairs), default=None) if self._at.keys() >= set(pairs) else None
 
     def is_close(self, done: int) -> bool:
-        """Whether the joining devices are nearly there, with so many steps done."""
+        """Return whether the joining devices are nearly there, with so many steps done."""
         reached = self.reached()
         return reached is not None and reached >= done - CLOSE_STEPS
 
     def will_not_converge(self, done: int) -> bool:
-        """Whether steps are quicker than their gradients travel."""
+        """Return whether steps are quicker than their gradients travel."""
         reached = self.reached()
         if reached is None:
             return False

@@ -51,8 +51,8 @@ def plan_views(
 
 
 def feeding_of(plan: Plan) -> Feeding | None:
-    """Who does which micro-batches, where several holders feed a plan's chain. UserError where its copies are not
-    theirs."""
+    """Return who does which micro-batches, where several holders feed a plan's chain. UserError where its copies are
+    not theirs."""
     own_samples, devices = plan.constraints.own_samples, plan.devices
     copied = [copies for replica in plan.replicas for copies in replica.copied.values()]
     for copies in copied:

@@ -99,7 +99,7 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agrees(self) -> bool:
-        """Whether gradient norms are exchanged before the update."""
+        """Return whether gradient norms are exchanged before the update."""
         return self.clips or self.skips
 
     @property
@@ -300,11 +300,11 @@ class Worker(Policy[StagePort]):
 
     @property
     def settled(self) -> bool:
-        """Whether no item is in work here, and no sum on its way."""
+        """Return whether no item is in work here, and no sum on its way."""
         return self.phase == "idle" and not self._exchange.busy
 
     def is_recoverable(self, steps: int, *, buffers: bool = False) -> bool:
-        """Whether the stage's state, `steps` steps old, is one that another plan may go on from.
+        """Return whether the stage's state, `steps` steps old, is one that another plan may go on from.
 
         Within a period of averages a replica's state is nobody else's: who went on from it would lose what the others
         learned. Before they are averaged, parameters are not the replicas' own; `buffers` that forwards change are of

@@ -233,7 +233,7 @@ class PlanningProgress:
 
 
 def is_watched(console: Console) -> bool:
-    """Whether a view may stay in place; elsewhere plain lines are written."""
+    """Return whether a view may stay in place; elsewhere plain lines are written."""
     return console.is_terminal and console.is_interactive
 
 

@@ -58,7 +58,7 @@ class SessionHost(Generic[SessionT]):
         raise NotImplementedError
 
     def on_message(self, received: ReceivedMessage) -> Callable[[], None] | None:
-        """As the acceptor's: have the thread that drives take it."""
+        """Have the thread that drives take the acceptor's message."""
         self.inbox.put(received)
 
     def joined(self, device: str, join: JoinRun) -> None:
@@ -70,12 +70,12 @@ class SessionHost(Generic[SessionT]):
         raise NotImplementedError
 
     def takes_offer(self, device: str) -> bool:
-        """Whether the session may know of a device that could work."""
+        """Return whether the session may know of a device that could work."""
         return True
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is decided."""
+        """Return whether nothing more is decided."""
         return self.session.over
 
     def receivers(self) -> Iterable[HeartbeatReceiver]:

@@ -24,12 +24,12 @@ class Loss(NamedTuple):
 
     @property
     def permanent(self) -> bool:
-        """Whether it cannot work, however often it is asked."""
+        """Return whether it cannot work, however often it is asked."""
         return self.cause in ("job", "device")
 
     @property
     def failure(self) -> IsthmusError:
-        """As an error that names the device."""
+        """Return the failure as an error that names the device."""
         family = UserError if self.cause == "job" else PeerError
         return family(f"device {self.device!r}{' was lost' if self.cause == 'gone' else ''}: {self.reason}")
 
@@ -76,28 +76,28 @@ class FailureDetector:
 
     @property
     def certain(self) -> bool:
-        """Whether `decide` has a verdict already."""
+        """Return whether `decide` has a verdict already."""
         return bool(self._reported or self._failed)
 
     @property
     def pending(self) -> bool:
-        """Whether `decide` will have one."""
+        """Return whether `decide` will have one."""
         return self.certain or bool(self._disconnected or self._accusers)
 
     def due_s(self, now_s: float) -> float | None:
-        """When `decide` may have a verdict that it has not now, if nothing else is heard."""
+        """Return when `decide` may have a verdict that it has not now, if nothing else is heard."""
         if self.certain:
             return now_s
         times_s = (since_s + wait_s for since_s in self._since_s.values() for wait_s in (self._grace_s, EXIT_S))
         return min((time_s for time_s in times_s if time_s > now_s), default=None)
 
     def suspects(self, device: str) -> bool:
-        """Whether the device is lost, or about to be."""
+        """Return whether the device is lost, or about to be."""
         reported = any(device == loss.device for loss in self._reported)
         return reported or device in self._failed or device in self._disconnected
 
     def silent(self, device: str) -> bool:
-        """Whether nothing more can be heard of the device."""
+        """Return whether nothing more can be heard of the device."""
         return device in self._silent
 
     def decide(self, now_s: float, ended: Mapping[str, str], running: Set[str] = frozenset()) -> Loss | None:

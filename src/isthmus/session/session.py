@@ -80,17 +80,17 @@ class Session:
 
     @property
     def urgent(self) -> bool:
-        """Whether the host is to look at once."""
+        """Return whether the host is to look at once."""
         return self._failures.certain
 
     @property
     def suspects(self) -> bool:
-        """Whether a device is about to be lost: the host is to look soon."""
+        """Return whether a device is about to be lost: the host is to look soon."""
         return self._failures.pending
 
     @property
     def due_s(self) -> float | None:
-        """When the next look may decide something, if nothing else happens before."""
+        """Return when the next look may decide something, if nothing else happens before."""
         return self._failures.due_s(self.now_s)
 
     def clock(self, now_s: float) -> None:
@@ -98,7 +98,7 @@ class Session:
         self.now_s = now_s
 
     def is_here(self, device: str) -> bool:
-        """Whether messages to it make sense."""
+        """Return whether messages to it make sense."""
         return device in self.connected and not self._failures.suspects(device_of(device))
 
     def disconnected(self, device: str, reason: str = CLOSED) -> None:

@@ -121,7 +121,7 @@ class SimulatedReplicas:
 
     @property
     def useful_samples(self) -> float:
-        """Whose steps are in the result: the mean over fragments."""
+        """Return whose steps are in the result: the mean over fragments."""
         merged = [fragment for _, merge in self.merges for fragment in merge.fragments]
         fragments = len({fragment.fragment for fragment in merged}) or 1
         return sum(c.samples for fragment in merged for c in fragment.contributions) / fragments
@@ -491,5 +491,5 @@ class MergingSimulation(Parties[_Replica]):
 
 
 def _times(link: Link | None, size_bytes: int) -> tuple[float, float]:
-    """How long a message occupies its link, and how long it is then on its way."""
+    """Return how long a message occupies its link, and how long it is then on its way."""
     return (0.0, 0.0) if link is None else (size_bytes / link.bandwidth_bytes_per_s, link.latency_s)

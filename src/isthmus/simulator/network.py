@@ -43,7 +43,7 @@ class Uplink:
         """Start and end, by start, apart from each other."""
 
     def occupy(self, now_s: float, start_s: float, size_bytes: float) -> float:
-        """When the last byte has passed, if the first may pass at `start_s`. `now_s` never goes back."""
+        """Return when the last byte has passed, if the first may pass at `start_s`. `now_s` never goes back."""
         left_s = size_bytes / self._bandwidth_bytes_per_s
         before = [span for span in self._busy if now_s < span[1] <= start_s]
         later = [span for span in self._busy if span[1] > start_s]

@@ -33,7 +33,7 @@ class ReplicaDevices:
         """Steps that are to be made again."""
 
     def begin(self, steps: int = 0) -> bool:
-        """Whether the devices that are there can begin anew, after so many steps."""
+        """Return whether the devices that are there can begin anew, after so many steps."""
         self.plan, self._kept, self.again = self._planned(frozenset(self.present)), steps, 0
         return self.plan is not None
 

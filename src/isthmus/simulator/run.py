@@ -421,7 +421,7 @@ def _place(placed: State, order: PlaceWeights, worker: SimulatedWorker) -> None:
 
 
 def _is_there_at_first(fault: Fault) -> bool:
-    """Whether it is a device that comes before the run begins."""
+    """Return whether it is a device that comes before the run begins."""
     return fault.kind == "join" and not fault.time_s
 
 

@@ -81,7 +81,7 @@ class SimulatedServing(msgspec.Struct, frozen=True, kw_only=True):
         return len(times_s) / max(times_s) if times_s else 0.0
 
     def document(self) -> dict[str, object]:
-        """As JSON has it."""
+        """Return the document as JSON has it."""
         answers = [{"token_s": answer.token_s, "failure": answer.refused or None} for answer in self.answers]
         return {**msgspec.structs.asdict(self), "answers": answers, "tokens_per_s": self.tokens_per_s}
 
@@ -261,7 +261,7 @@ class ServingSimulation(LinkedParties[_Stage]):
             self._compute(stage.chain, step, stage)
 
     def _compute(self, chain: _Chain, step: _Step, stage: _Stage) -> None:
-        """When the device has computed the steps before it."""
+        """Compute a step when the device has computed the steps before it."""
         if not stage.is_of(chain) or step.request in self._forgotten:
             return
         lane, slow = stage.device.lane, self._slow.get(stage.name, 1.0)

@@ -38,7 +38,7 @@ class Strikes:
 
     @property
     def answered(self) -> bool:
-        """Whether the coordinator is there."""
+        """Return whether the coordinator is there."""
         return self._connections.answered
 
     def called(self, name: str) -> None:

@@ -206,7 +206,7 @@ class World(LinkedParties[SimulatedWorker]):
     # What goes wrong
 
     def noticed(self, device: Party[SimulatedWorker], after_s: Callable[[str], float], how: str) -> None:
-        """Who has links to a device's stages gives up."""
+        """Let those who have links to a device's stages give up."""
         own = {worker.name: worker for worker in device.workers.values() if worker.epoch is not None}
         for other in list(self.devices.values()):
             for worker in other.workers.values() if other is not device else ():

@@ -39,7 +39,7 @@ class _FileSystem(Protocol):
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is a URL rather than a path.
+    """Return whether a text is a URL rather than a path.
 
     >>> is_url("s3://bucket/runs/first"), is_url("runs/first")
     (True, False)

@@ -120,8 +120,8 @@ def newest_first(commits: Mapping[str, list[str]]) -> list[str]:
 
 
 def is_document(name: str) -> bool:
-    """Whether a name in a store is of a file that may be written into a run's folder: no part of a commit, and nothing
-    that leads out of the folder."""
+    """Return whether a name in a store is of a file that may be written into a run's folder: no part of a commit, and
+    nothing that leads out of the folder."""
     folder, _, _ = name.partition("/")
     return folder not in (CHECKPOINTS, ROUNDS) and all(_PART.fullmatch(part) for part in name.split("/"))
 
@@ -132,7 +132,7 @@ FIRST_WAIT_S, MOST_WAIT_S = 1.0, 60.0  # after a failure; doubled after each fur
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose run is in a store, and who uploads it."""
+    """The run that a store holds, and who uploads it."""
 
     run: str  # drawn when the run began
     session: str  # drawn by each session
@@ -184,7 +184,7 @@ class Uploader:
 
     @property
     def busy(self) -> bool:
-        """Whether a commit is being uploaded, or waits."""
+        """Return whether a commit is being uploaded, or waits."""
         return self._uploading or self._waiting is not None
 
     def committed(self, commit: str, add: Callable[[Path], object] = lambda _: None) -> None:

@@ -205,7 +205,7 @@ def _backend(group: dist.ProcessGroup | None, model: nn.Module) -> str:
 
 
 def _timeout(group: dist.ProcessGroup | None, model: nn.Module) -> timedelta | None:
-    """How long the caller's group waits for others; None for torch's own choice, half an hour on Gloo."""
+    """Return how long the caller's group waits for others; None for torch's own choice, half an hour on Gloo."""
     whole = dist.group.WORLD if group is None else group
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
     if whole is None or tensor is None:

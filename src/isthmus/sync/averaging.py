@@ -256,7 +256,7 @@ class Averager:
 
     @torch.no_grad()
     def sum(self, tensors: Sequence[Tensor], share: float = 1.0, lane: int = 0) -> PendingAverage:
-        """As `start`, but scaled by `share`, and not counted as sent."""
+        """Do the same as `start`, but scaled by `share`, and not counted as sent."""
         pending = PendingAverage(self)
         for tensor in tensors:
             if self._lanes and tensor.device.type == "cpu":
@@ -277,7 +277,7 @@ class Averager:
         self._others.append(work)
 
     def close(self) -> None:
-        """When nothing is on the way any more, and nothing will be."""
+        """Close it when nothing is on the way any more, and nothing will be."""
         self.leave(TIMEOUT_S)
 
     def leave(self, timeout_s: float) -> None:

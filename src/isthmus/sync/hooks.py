@@ -49,7 +49,7 @@ class GradientHooks:
 
     @property
     def begun(self) -> bool:
-        """Whether any gradient has come since the last reset."""
+        """Return whether any gradient has come since the last reset."""
         return self._begun
 
     def detach(self) -> None:

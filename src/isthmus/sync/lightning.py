@@ -32,8 +32,7 @@ __all__ = ["SyncStrategy"]
 
 
 class SyncStrategy(DDPStrategy):
-    """As Lightning's `ddp`, but `isthmus.sync` keeps the replicas together: nothing is wrapped in
-    DistributedDataParallel.
+    """Lightning's `ddp`, but `isthmus.sync` keeps the replicas together: nothing is wrapped in DistributedDataParallel.
 
     The arguments are those of `isthmus.sync.attach`; `strategy` are those of `DDPStrategy`. Gradients that are clipped
     are refused by the modes that update inside backward, and 16-bit floats that need a scaler by all. Raises UserError

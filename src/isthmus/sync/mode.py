@@ -61,7 +61,7 @@ class Mode:
 
     @property
     def finished(self) -> bool:
-        """Whether all workers together have made what was to be made."""
+        """Return whether all workers together have made what was to be made."""
         return False
 
     @property
@@ -122,7 +122,7 @@ class Mode:
 
     @property
     def ends_period(self) -> bool:
-        """Whether the step that is being made is the last of its period."""
+        """Return whether the step that is being made is the last of its period."""
         return self._in_period + 1 == self.own_period
 
     def average(self, layers: Sequence[Layer]) -> None:

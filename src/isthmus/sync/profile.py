@@ -98,7 +98,7 @@ class Profiler:
 
     @property
     def steps(self) -> int:
-        """How many are kept."""
+        """Return how many are kept."""
         return len(self._steps)
 
     def forget(self) -> None:

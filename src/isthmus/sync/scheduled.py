@@ -97,7 +97,7 @@ class Scheduled(Mode):
 
     @property
     def averages_whole(self) -> bool:
-        """Whether the step that is being made, without a plan, ends with an average of everything."""
+        """Return whether the step that is being made, without a plan, ends with an average of everything."""
         return self.ends_period
 
     def _scheduled_names(self) -> frozenset[str]:
@@ -148,7 +148,7 @@ class Scheduled(Mode):
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether averages may be on the way between steps."""
+        """Return whether averages may be on the way between steps."""
         options = self.setting.options
         return options.forward_overlap and not options.average_state and self.barriers.proven
 

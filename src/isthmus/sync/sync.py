@@ -105,7 +105,8 @@ class Sync:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the mode updates inside backward, where a change of gradients after it (clipping) is refused."""
+        """Return whether the mode updates inside backward, where a change of gradients after it (clipping) is
+        refused."""
         return self._mode.updates_in_backward
 
     def accept_gradients(self) -> None:
@@ -120,12 +121,12 @@ class Sync:
 
     @property
     def steps(self) -> int:
-        """How many steps were made, in earlier runs that were resumed too."""
+        """Return how many steps were made, in earlier runs that were resumed too."""
         return self._mode.steps
 
     @property
     def periods(self) -> int:
-        """How many periods are over; the same on every worker."""
+        """Return how many periods are over; the same on every worker."""
         return self._mode.periods
 
     @property

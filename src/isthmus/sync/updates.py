@@ -172,12 +172,12 @@ def _is_plain(p: nn.Parameter) -> bool:
 
 
 def attached(optimizer: Optimizer) -> bool:
-    """Whether somebody steps this optimizer in the user's place already."""
+    """Return whether somebody steps this optimizer in the user's place already."""
     return optimizer in _ATTACHED
 
 
 def per_parameter(optimizer: Optimizer) -> bool:
-    """Whether its parameters can be updated one at a time."""
+    """Return whether its parameters can be updated one at a time."""
     return isinstance(optimizer, PER_PARAMETER)
 
 

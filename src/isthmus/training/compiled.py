@@ -49,7 +49,7 @@ class _Segment(NamedTuple):
 
 
 class CompiledProgram:
-    """As `Program`, for the same values."""
+    """A `Program` for the same values."""
 
     def __init__(
         self, program: Program, compiler: Compiler | None = None, joins: Callable[[Step], bool] | None = None

@@ -123,7 +123,7 @@ class ReplicaAccount:
         return self._samples[fragment]
 
     def waits(self, fragment: int) -> bool:
-        """Whether a contribution of this replica is not merged yet, as far as it knows."""
+        """Return whether a contribution of this replica is not merged yet, as far as it knows."""
         return self._given[fragment] is not None
 
     def due(self, fragments: Iterable[int], *, last: bool) -> tuple[int, ...]:
@@ -175,12 +175,12 @@ class ReplicaFragments:
         self.account = ReplicaAccount(self.count, codec)
 
     def give(self, fragment: int, number: int) -> Tensor:
-        """As the account does, of the module's weights."""
+        """Give tensors as the account does, of the module's weights."""
         return self.account.give(fragment, flat(self._parameters[fragment]), number)
 
     @torch.no_grad()
     def take(self, fragment: int, values: Tensor, *, whole: bool, included: int, first: bool) -> None:
-        """As the account does, into the module's weights."""
+        """Take tensors as the account does, into the module's weights."""
         parameters = self._parameters[fragment]
         added = self.account.take(fragment, values, whole=whole, included=included, first=first)
         spread(values if added is None else flat(parameters) + added, parameters)

@@ -30,7 +30,7 @@ from isthmus.training.optim import PREVIOUS
 
 
 class DelayedEngine(TorchEngine):
-    """As `TorchEngine`, but each step computes at the weights before the last update, and two steps may be under way.
+    """A `TorchEngine`, but each step computes at the weights before the last update, and two steps may be under way.
 
     The first call that names a step names the one that is updated next. What knows no step is of that one: gradients
     that are collected, added and taken.

@@ -29,7 +29,7 @@ def leaf(key: bytes, value: Tensor | float) -> str:
 
 
 def quick_leaf(key: bytes, value: Tensor) -> str:
-    """As `leaf`, where nobody gains by two tensors with one digest."""
+    """Return the same as `leaf`, where nobody gains by two tensors with one digest."""
     made = xxh3_128(_form(value), seed=int.from_bytes(key[:8], "little"))
     made.update(_elements(value))
     return made.hexdigest()

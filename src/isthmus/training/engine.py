@@ -80,7 +80,7 @@ class Engine(Protocol):
 
     @property
     def last_loss(self) -> Tensor:
-        """That of the last forward, where it was computed."""
+        """Return the loss of the last forward, where it was computed."""
         ...
 
     def shared_values(self, names: Sequence[str], step: int | None = None) -> dict[str, Tensor]:
@@ -130,7 +130,8 @@ class Engine(Protocol):
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """How many times too large gradients are before `collect`, if at all; `update` and `skip_update` move it."""
+        """Return how many times too large gradients are before `collect`, if at all; `update` and `skip_update` move
+        it."""
         ...
 
     def take_loss(self) -> tuple[float, float] | None:

@@ -40,5 +40,6 @@ def engine_operators(engine: EngineName) -> EngineOperators:
 
 
 def _is_drawn(target: str) -> bool:
-    """Whether it draws random numbers, which torch does for every engine; a recurrent layer does much else too."""
+    """Return whether it draws random numbers, which torch does for every engine; a recurrent layer does much else
+    too."""
     return target not in RECURRENT and torch.Tag.nondeterministic_seeded in overload_of(target).tags

@@ -39,7 +39,7 @@ def is_short_of_memory(error: Exception) -> bool:
 
 
 def is_drivers(error: Exception) -> bool:
-    """Whether the accelerator itself failed: nothing can be computed with it in this process any more."""
+    """Return whether the accelerator itself failed: nothing can be computed with it in this process any more."""
     if is_short_of_memory(error):
         return False
     if isinstance(error, torch.AcceleratorError | dist.DistBackendError):

@@ -11,7 +11,7 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite; integers are finite.
+    """Return whether no element is NaN or infinite; integers are finite.
 
     A sum is finite only if all its terms are, and reads each element once without writing anything. Sums of finite
     elements may be too large for their type: then each element is looked at.

@@ -209,7 +209,7 @@ def _obey(ranks: Ranks) -> None:
 
 
 class IslandEngine:
-    """As `Engine`, on rank 0."""
+    """An `Engine` on rank 0."""
 
     def __init__(self, made: StageSetUp, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
         """UserError where the stage cannot be shared out. `weights` as those of `TorchEngine`."""
@@ -449,7 +449,7 @@ def _keep(kept: tuple[Tensor | None, Tensor | None], mean: Tensor, variance: Ten
 
 
 class ShardedIsland(IslandEngine):
-    """As `Engine`, on rank 0."""
+    """An `Engine` on rank 0."""
 
     @property
     def _parts(self) -> ShardedEngine:

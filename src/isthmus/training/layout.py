@@ -172,7 +172,7 @@ def _spreads_too_far(header: TensorHeader) -> bool:
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    """Return whether the elements fill their memory without gaps or overlaps, in whatever order."""
     expected = 1
     for step, size in sorted((t, s) for s, t in zip(shape, stride, strict=True) if s != 1):
         if step != expected:

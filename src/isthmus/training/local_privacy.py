@@ -168,7 +168,7 @@ class Privatizer:
         return found
 
     def covers(self, target: int) -> bool:
-        """Whether values for this stage are to be released ones."""
+        """Return whether values for this stage are to be released ones."""
         return target in {*self.released.train.targets, *self.released.evaluation.targets}
 
     def backward(self, micro_batch: int, arrived: Mapping[int, Mapping[Ref, Tensor]]) -> list[Mapping[Ref, Tensor]]:

@@ -282,7 +282,7 @@ class OuterStep:
         return [self._sgd.state.get(value, {}).get("momentum_buffer") for value in self._values]
 
     def deltas(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """How far a replica's tensors are from the outer ones."""
+        """Return how far a replica's tensors are from the outer ones."""
         return [outer - mine for outer, mine in zip(self.values, own, strict=True)]
 
     def step(self, deltas: Sequence[Tensor]) -> None:

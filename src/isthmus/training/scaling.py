@@ -59,7 +59,7 @@ class LossScale:
 
     @property
     def overflows(self) -> bool:
-        """Whether gradients that are not finite may be the scale's doing: a smaller one can help."""
+        """Return whether gradients that are not finite may be the scale's doing: a smaller one can help."""
         return self.value > 1.0
 
     def state(self) -> Tensor:
@@ -67,5 +67,5 @@ class LossScale:
 
 
 def _rounded(value: float) -> float:
-    """As float32, in which torch keeps it and a state holds it."""
+    """Return the scale as float32, in which torch keeps it and a state holds it."""
     return float(torch.tensor(value))

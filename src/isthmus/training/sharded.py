@@ -78,7 +78,7 @@ class _Values(dict[Ref, Tensor]):
 
 
 class ShardedEngine(TorchEngine):
-    """As `TorchEngine`, on each rank. Those parameters that another stage owns are whole on all of them."""
+    """A `TorchEngine` on each rank. Those parameters that another stage owns are whole on all of them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ShardedEngine(TorchEngine):
         self._uses = {mode: self._count(graph) for mode, graph in (("train", train), ("eval", evaluation))}
 
     def _is_shaped(self, name: str, value: Tensor) -> bool:
-        """Whether it is an optimizer's tensor, with the elements of a parameter that is shared out."""
+        """Return whether it is an optimizer's tensor, with the elements of a parameter that is shared out."""
         parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
         return name.startswith(OPTIMIZER) and value.shape == self._shapes.get(parameter) and key != STEP
 
@@ -213,7 +213,7 @@ class ShardedEngine(TorchEngine):
                 return self._gradients.pop(name, None)
 
     def is_shared_out(self, name: str) -> bool:
-        """Whether a parameter (op name) is."""
+        """Return whether a parameter (op name) is."""
         return name in self._parts
 
     def part_of(self, whole: Tensor, rank: int) -> Tensor:

@@ -32,7 +32,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is here; never waits."""
+        """Return whether all of it is here; never waits."""
         return self.copied is None or self.copied.done()
 
     def wait(self) -> None:
@@ -170,7 +170,7 @@ class IncomingSnapshot:
         return self._received_bytes == self.snapshot.flat.numel()
 
     def expects(self, offset: int, headers: Sequence[TensorHeader]) -> bool:
-        """Whether a message with this offset and these headers carries the next stretch."""
+        """Return whether a message with this offset and these headers carries the next stretch."""
         size = stretch_bytes(headers)
         within = size is not None and self._received_bytes + size <= self.snapshot.flat.numel()
         return within and offset == self._received_bytes

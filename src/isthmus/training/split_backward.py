@@ -95,7 +95,7 @@ def _gradients(
 
 
 class SplitProgram:
-    """As `Program`, for the same values: it keeps the calls of each micro-batch for its weight gradients."""
+    """A `Program` for the same values: it keeps the calls of each micro-batch for its weight gradients."""
 
     def __init__(self, program: Program, trainable: Iterable[str], received: Iterable[Ref]) -> None:
         """`trainable` names the variables with a gradient, `received` the values whose gradients go back."""

@@ -16,7 +16,7 @@ Observe = Callable[[int, str, str, Tensor], None]  # gets step, node, leaf and v
 
 
 class WatchedEngine(TorchEngine):
-    """As `TorchEngine`. `observe` gets the watched outputs of the train graph and their gradients."""
+    """A `TorchEngine`. `observe` gets the watched outputs of the train graph and their gradients."""
 
     observe: Observe  # set before the first forward
 

@@ -110,7 +110,7 @@ def _setup(replica: Replica) -> Setup:
 
 
 def _structure(ledger: DifferenceList, plan: Plan, reading: GraphReading) -> bool:
-    """Whether the document is a plan for this problem at all."""
+    """Return whether the document is a plan for this problem at all."""
     question = reading.question
     ledger.same("model", plan.model, question.graph.name)
     ledger.same("fleet", plan.fleet, question.fleet.name)

@@ -58,9 +58,9 @@ class ChosenReplicas:
         home: Hashable,
         ended: Callable[[], bool],
     ) -> bool:
-        """Whether no plan of these replicas, whose sums take so long, takes less than the limit; False where that was
-        not settled. `intervals`: of each replica, the periods that it may have. `home`: where their terms have the
-        largest block summed."""
+        """Return whether no plan of these replicas, whose sums take so long, takes less than the limit; False where
+        that was not settled. `intervals`: of each replica, the periods that it may have. `home`: where their terms have
+        the largest block summed."""
         low_s, high_s = sums_s
         asked = choice, home
         settled = self._settled.setdefault(asked, [])

@@ -50,7 +50,7 @@ class ClosedForm:
         self._summed: dict[Summed, Collective] = {}
 
     def is_exact(self, *, several: bool) -> bool:
-        """Whether this is what a plan takes, rather than something that it does not undercut or exceed."""
+        """Return whether this is what a plan takes, rather than something that it does not undercut or exceed."""
         question = self.question
         egress = any(site.egress_price_per_gb for site in question.fleet.region_info)
         money = self.priced or question.constraints.max_price is not None

@@ -36,7 +36,7 @@ class CutsNeeded(NamedTuple):
     pair: int = 0
 
     def allow(self, devices: Sequence[int]) -> bool:
-        """Whether replicas of so many devices may have so many cuts."""
+        """Return whether replicas of so many devices may have so many cuts."""
         fewest = sorted(devices)[:2]
         return sum(devices) - len(devices) >= self.all and sum(fewest) - 2 >= self.pair
 

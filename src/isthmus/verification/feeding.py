@@ -31,7 +31,7 @@ def copied_stages(question: Question, count: int) -> tuple[int, ...]:
 
 
 def check_copies(ledger: DifferenceList, where: str, replica: Replica, reading: GraphReading) -> Iterator[bool]:
-    """That every holder has its copies and no other stage, and that copies share no state."""
+    """Check that every holder has its copies and no other stage, and that copies share no state."""
     question, stages = reading.question, replica.stages
     feeders, copied = question.constraints.feeders, copied_stages(question, len(stages))
     expected = [(stages[k].first, stages[k].last, name) for k in copied for name in feeders[1:]]

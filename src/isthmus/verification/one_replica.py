@@ -229,7 +229,7 @@ class SuffixSearch:
         return before_s.min(axis=(1, 2))
 
     def _dominated(self, suffix: Suffix) -> bool:
-        """Whether the same devices run the same blocks in less time, with the same stage first."""
+        """Return whether the same devices run the same blocks in less time, with the same stage first."""
         stages, sent = suffix.stages, self._pipelines.sent
         if len(stages) < 2 or not self._pipelines.known:
             return False

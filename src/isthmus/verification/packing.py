@@ -56,7 +56,7 @@ def wire_bytes(question: Question, value: GraphValue) -> int:
 
 
 def is_exact(asked: CompressionConfig | None) -> bool:
-    """Whether `as_requested` knows the bytes, rather than an upper bound on them."""
+    """Return whether `as_requested` knows the bytes, rather than an upper bound on them."""
     return asked is None or (asked.method in (*DENSE, "uniform") and asked.backward in (None, asked.method))
 
 

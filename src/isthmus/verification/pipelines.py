@@ -113,8 +113,8 @@ class SearchedPipelines:
 
     @property
     def searchable(self) -> bool:
-        """Whether several can be searched at once: without a limit of the price, which other shares may keep to, and
-        where messages are known."""
+        """Return whether several can be searched at once: without a limit of the price, which other shares may keep to,
+        and where messages are known."""
         return self.question.constraints.max_price is None and self.messages is not None
 
     def into(self, stage: PipelineStage, end: int) -> SentInto:

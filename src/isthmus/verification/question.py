@@ -59,7 +59,7 @@ class Question:
     """The numbers of micro-batches that a plan may choose from; none: `micro_batches` alone."""
     gradients: bool = True  # whether replicas sum gradients, in each step
     fed: Question | None = None
-    """That of several holders, where this one has a device in place of all of them (`feeding.relaxed`)."""
+    """The data of several holders, where this one has a device in place of all of them (`feeding.relaxed`)."""
 
     def __post_init__(self) -> None:
         if self.graph.mode != "train":
@@ -122,7 +122,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     bound: BoundCheck
 
     def holds(self, *, bound_unchecked: bool = False) -> bool:
-        """Whether all figures hold, and the bound, if one is stated, was proven or need not be."""
+        """Return whether all figures hold, and the bound, if one is stated, was proven or need not be."""
         return not self.differences and (bound_unchecked or self.bound.status != "unchecked")
 
 

@@ -124,7 +124,7 @@ class GraphReading:
 
     @property
     def _columns_first(self) -> bool:
-        """Whether the first stage reads all columns, because its device alone has the data."""
+        """Return whether the first stage reads all columns, because its device alone has the data."""
         return bool(self.question.constraints.data_holders)
 
     @cached_property

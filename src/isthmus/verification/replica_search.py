@@ -200,7 +200,8 @@ class JointSearch:
         self._micro_batches = pipelines.question.micro_batches
 
     def none_below(self, limit_s: float, low_s: float, high_s: float, ended: Callable[[], bool]) -> bool:
-        """Whether no such plan takes less; False where that was not settled. Plans that are come upon are timed."""
+        """Return whether no such plan takes less; False where that was not settled. Plans that are come upon are
+        timed."""
         count, below = len(self._replicas), False
         open_ = [_Open(tuple(each.begun for each in self._replicas), low_s, np.zeros((count, count)))]
         while open_:

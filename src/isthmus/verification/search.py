@@ -126,7 +126,7 @@ class PlanSearch:
         return self._found(below)
 
     def several(self, below: float) -> SearchResult:
-        """As `single`, of two replicas and more."""
+        """Return the same as `single`, of two replicas and more."""
         self._below, self._known = below, math.inf
         for scope in self._scopes(2):
             limit_s = self._limit_s() - self._bounds.averaging_s(2)
@@ -183,7 +183,7 @@ class PlanSearch:
                 yield self._scope
 
     def _limit_s(self) -> float:
-        """How long a step in this scope lasts at most, to be below the limit."""
+        """Return how long a step in this scope lasts at most, to be below the limit."""
         scope = self._scope
         return min(self._below / scope.second if scope.second else math.inf, math.nextafter(scope.longest_s, math.inf))
 
@@ -193,7 +193,7 @@ class PlanSearch:
             raise OutOfWork
 
     def _ended(self, pipeline: PipelineCheck, below_s: float) -> int:
-        """How many micro-batches it ends below the limit, of all but one."""
+        """Return how many micro-batches it ends below the limit, of all but one."""
         low, high = 0, self._micro_batches
         while high - low > 1:
             self._spend()

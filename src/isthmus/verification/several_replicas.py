@@ -85,7 +85,7 @@ class Distinguished(NamedTuple):
 
     @property
     def counts_devices(self) -> bool:
-        """Whether a state says how many devices a set has."""
+        """Return whether a state says how many devices a set has."""
         return not len(self.free) or isinstance(self.tracked, Counted)
 
 
@@ -136,15 +136,15 @@ class SeveralReplicas:
 
     @property
     def tracks_all(self) -> bool:
-        """Whether it distinguishes every set of devices."""
+        """Return whether it distinguishes every set of devices."""
         return set_count(self._walks.kinds, range(len(self._walks.kinds.all))) <= ALL_STATES
 
     def least_sums_s(self, fewest: int, most: int) -> float:
         return self._least_sums[fewest, most]
 
     def proven(self, limit_s: float, replicas: tuple[int, int], fine: float, ended: Callable[[], bool]) -> bool:
-        """Whether no plan of so many replicas, one of the ranges, takes less; False where that was not settled by
-        intervals of so much of the limit."""
+        """Return whether no plan of so many replicas, one of the ranges, takes less; False where that was not settled
+        by intervals of so much of the limit."""
         # The same edges for every limit: walks are solved once for all of them.
         first, unit = self._least_sums[replicas], self._shortest_s / 4
         if first >= limit_s:
@@ -189,7 +189,7 @@ class SeveralReplicas:
         return self._among[home]
 
     def _too_few(self, asked: Asked, fine: float, ended: Callable[[], bool]) -> bool:
-        """Whether all replicas end fewer micro-batches than there are.
+        """Return whether all replicas end fewer micro-batches than there are.
 
         The intervals of periods by which the best sets do so well are divided, down to a relative width.
         """
@@ -217,7 +217,7 @@ class SeveralReplicas:
                 yield prices
 
     def _few_at(self, asked: Asked, fine: float, looked: Intervals, ended: Callable[[], bool]) -> bool:
-        """As `_too_few`, at these prices."""
+        """Return the same as `_too_few`, at these prices."""
         prices, among = looked.prices, looked.among
         left = float((prices * self._walks.kinds.counts).sum())
         if left >= self._micro_batches or not self._coarse(asked, looked, ended):
@@ -323,7 +323,7 @@ class SeveralReplicas:
         return self._needed[sums_s, replicas]
 
     def _enough_cuts(self, tracked: Tracked, best: Floats, asked: Asked, need: float) -> bool:
-        """Whether replicas with so many devices that they have enough cuts may end so many micro-batches."""
+        """Return whether replicas with so many devices that they have enough cuts may end so many micro-batches."""
         value = np.full(int(tracked.devices.max()) + 1, -INFINITE)
         np.maximum.at(value, tracked.devices, best)
         for replicas in range(asked.fewest, asked.most + 1):

@@ -54,7 +54,7 @@ def groups_soonest(
     summed: Iterable[tuple[tuple[str, ...], list[str]]],
     known: dict[Summed, Collective],
 ) -> ReplicaSync:
-    """As `summed_soonest`, of these members and parameters."""
+    """Return the same as `summed_soonest`, of these members and parameters."""
     groups: list[SyncGroup] = []
     for members, parameters in summed:
         size_bytes = buffer_bytes(graph, parameters, "gradients")
@@ -108,7 +108,7 @@ def _collectives(fleet: Fleet, members: Sequence[str]) -> Iterator[Collective]:
 
 
 def well_formed(group: SyncGroup) -> bool:
-    """Whether the collective's islands are the group's members, each once."""
+    """Return whether the collective's islands are the group's members, each once."""
     members = sorted(m for island in group.collective.islands for m in island)
     expected = [] if group.collective.kind == "sharded" else list(range(len(group.devices)))
     one_ring = group.collective.kind != "ring" or len(group.collective.islands) == 1

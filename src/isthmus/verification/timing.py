@@ -258,7 +258,8 @@ class PipelineCheck:
         return -1 if room < 0 else min(micro_batches, room // each) if each else micro_batches
 
     def _limits(self, micro_batches: int, recompute: tuple[bool, ...]) -> list[int] | None:
-        """As many as fit, the least for all stages first; where stages share a device, the first takes what is left."""
+        """Return as many as fit, the least for all stages first; where stages share a device, the first takes what is
+        left."""
         least = micro_batches if self._question.schedule == "gpipe" else 1
         free = {device: self._question.room_bytes(device) for device in self.devices}
         for device, part, again in zip(self.devices, self.graph.parts, recompute, strict=True):

@@ -425,7 +425,8 @@ def ample_bytes(arrays: StageArrays, micro_batches: int) -> float:
 
 
 def walkable(reading: GraphReading) -> bool:
-    """Whether the relaxation knows the problem: time is minimised, no device has two stages, and tables are small."""
+    """Return whether the relaxation knows the problem: time is minimised, no device has two stages, and tables are
+    small."""
     question = reading.question
     constraints, blocks, devices = question.constraints, len(reading.places) + 1, len(question.fleet.names)
     if constraints.objective != "time" or constraints.labels_stay or constraints.copied:

@@ -195,7 +195,8 @@ def replay(
 def replay_together(
     together: ReplicasTogether, names: Sequence[str], per_step: int, merges: Sequence[MergeChanges]
 ) -> MergedFragments:
-    """As `replay`, of any replicas, which have not started. `per_step`: samples of all in a step of each."""
+    """Return the same as `replay`, of any replicas, which have not started. `per_step`: samples of all in a step of
+    each."""
     strange = {c.replica for merge in merges for f in merge.fragments for c in f.contributions} - set(names)
     if strange:
         raise UserError(f"{MERGES}: got contributions of {', '.join(sorted(strange))}, expected those of {names}")

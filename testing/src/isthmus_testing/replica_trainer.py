@@ -33,7 +33,7 @@ class ReplicaTrainer:
         self._accelerator, self._losses = accelerator, LossAccumulator(accelerator)
         self._seed = torch.tensor(self._micro_batch / self.samples, device=accelerator.device)
         self.steps = steps
-        """That were made."""
+        """Steps that were made."""
         self._job, self._number = job, number
         self._data, self._columns = data, list(data.columns)
         self._uneven = any_left_out(data.columns)

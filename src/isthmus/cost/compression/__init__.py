@@ -89,8 +89,8 @@ def with_asked_feedback(asked: CompressionConfig, edges: tuple[Edge, ...]) -> tu
 
 
 def packs_alike(problem: Problem) -> bool:
-    """Whether a tensor takes the same bytes in every plan: then planners price messages exactly before they have a
-    plan, else from below (`least_bytes`)."""
+    """Return whether a tensor takes the same bytes in every plan: then planners price messages exactly before they have
+    a plan, else from below (`least_bytes`)."""
     asked = problem.constraints.compression
     return asked is None or (ratio_planner(asked.method).alike and asked.backward in (None, asked.method))
 

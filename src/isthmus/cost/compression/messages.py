@@ -55,7 +55,7 @@ class StageMessage(NamedTuple):
         return transfer_s(problem, self.source, self.target, self.size_bytes)
 
     def wire_s(self, problem: Problem, packing: Packing | None) -> float:
-        """How long it occupies its link."""
+        """Return how long it occupies its link."""
         return wire_s(problem, self.source, self.target, self.wire_bytes(packing))
 
 

@@ -112,7 +112,7 @@ class ImageDataset:
     def drawn(
         self, indices: Indices, columns: Sequence[str], seed: int, epochs: NDArray[np.int64]
     ) -> dict[str, torch.Tensor]:
-        """As `batch`, of these epochs."""
+        """Return the same as `batch`, of these epochs."""
         check_columns(columns, (PIXELS, LABELS))
         samples = checked(indices, len(self))
         arrays: dict[str, Array] = {}

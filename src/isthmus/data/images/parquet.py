@@ -272,7 +272,7 @@ def _is_text(held: Any) -> bool:
 
 
 def declared_classes(schema: Any, label: str) -> int:
-    """As Hugging Face's `datasets` writes them beside the columns; 0 where it did not."""
+    """Return the number of classes as Hugging Face's `datasets` writes it beside the columns; 0 where it did not."""
     written: bytes = (schema.metadata or {}).get(b"huggingface", b"{}")
     try:
         found: Any = parse_json(written, object, "")

@@ -126,7 +126,7 @@ class ImagePipeline:
         return (found - mean) / std
 
     def applied(self, image: Image, draws: np.random.Generator, named: str) -> NDArray[np.float32]:
-        """As a call. `StepError` that begins with `named` for an image that cannot go through."""
+        """Return the same as a call. `StepError` that begins with `named` for an image that cannot go through."""
         try:
             return self(image, draws)
         except (UserError, StepError, MemoryError):

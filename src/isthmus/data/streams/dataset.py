@@ -108,13 +108,14 @@ class StreamDataset:
         return int(self._ends[-1])
 
     def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
-        """As they are in epoch 0 with seed 0."""
+        """Return samples as they are in epoch 0 with seed 0."""
         return self.drawn(indices, columns, 0, np.zeros(len(indices), dtype=np.int64))
 
     def drawn(
         self, indices: Indices, columns: Sequence[str], seed: int, epochs: NDArray[np.int64]
     ) -> dict[str, torch.Tensor]:
-        """As `batch`, of these epochs: images draw their random transforms anew, and texts go on in their rings."""
+        """Return the same as `batch`, of these epochs: images draw their random transforms anew, and texts go on in
+        their rings."""
         check_columns(columns, self._columns)
         samples = checked(indices, len(self))
         arrays: dict[str, Array] = {

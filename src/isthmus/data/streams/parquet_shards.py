@@ -85,7 +85,7 @@ class ParquetShards:
         return range(first, first + metadata.row_group(group).num_rows)
 
     def _column(self, file: int, block: int, name: str) -> Any:
-        """As one array of pyarrow's."""
+        """Return a column as one array of pyarrow's."""
         reader = self._file(file)
         if name not in reader.schema_arrow.names:
             raise unknown_name(f"column of {self.files[file].url}", name, reader.schema_arrow.names)

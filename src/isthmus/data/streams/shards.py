@@ -40,7 +40,7 @@ class Shards(Protocol):
 
     @property
     def sizes_are_bytes(self) -> bool:
-        """Whether `Shard.text_sizes` are bytes, with a line's end for each text; else in any unit."""
+        """Return whether `Shard.text_sizes` are bytes, with a line's end for each text; else in any unit."""
         ...
 
     def shard(self, file: int, text: str) -> Shard:

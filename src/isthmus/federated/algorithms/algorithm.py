@@ -92,7 +92,7 @@ class ClientUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class Cohort:
-    """Whose values were combined."""
+    """The clients whose values were combined."""
 
     clients: int  # so many updates are in; with `[privacy]`, as many as are expected
     population: int  # clients that there are
@@ -142,13 +142,14 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def state_can_be_lost(self) -> bool:
-        """Whether a client whose state was lost or damaged may go on with that of `init_client`. Not where the server's
-        values add up what clients keep, as in SCAFFOLD and FedDyn: they would agree no more."""
+        """Return whether a client whose state was lost or damaged may go on with that of `init_client`. Not where the
+        server's values add up what clients keep, as in SCAFFOLD and FedDyn: they would agree no more."""
         return False
 
     @property
     def needs_sgd(self) -> str:
-        """Why its clients can take steps of SGD with a learning rate alone. Empty: whatever `local.descend` takes."""
+        """Return why its clients can take steps of SGD with a learning rate alone. Empty: whatever `local.descend`
+        takes."""
         return ""
 
     def own_model(self, model: Tensor, state: Values) -> Tensor | None:
@@ -173,7 +174,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def returns(self) -> Mapping[str, Combine]:
-        """How each value of an update is combined."""
+        """Return how each value of an update is combined."""
         raise NotImplementedError
 
     def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
@@ -193,7 +194,7 @@ class Wrapping(Algorithm, frozen=True):
     inner: Algorithm
 
     def operations(self, returns: Mapping[str, Combine]) -> Mapping[str, Combine]:
-        """How the values of a pass are combined, in place of what the inner algorithm declares."""
+        """Return how the values of a pass are combined, in place of what the inner algorithm declares."""
         raise NotImplementedError
 
     def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
@@ -206,7 +207,8 @@ class Wrapping(Algorithm, frozen=True):
 
     @property
     def adds_noise(self) -> bool:
-        """Whether sums have noise that does not depend on whose updates are in them: those of nobody have it too."""
+        """Return whether sums have noise that does not depend on whose updates are in them: those of nobody have it
+        too."""
         return False
 
     def init_server(self, model: Tensor) -> Values:

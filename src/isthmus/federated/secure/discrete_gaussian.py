@@ -63,7 +63,7 @@ def coins(words: RandomWords, gammas: NDArray[np.float64], exact: Exact) -> NDAr
 
 
 def _falls(bits: int, gamma: Fraction, words: RandomWords) -> bool:
-    """Whether a uniform number whose first 64 binary digits are `bits` is below exp(-gamma)."""
+    """Return whether a uniform number whose first 64 binary digits are `bits` is below exp(-gamma)."""
     digits = 64
     while True:
         context = Context(prec=digits)  # a decimal digit for each binary one: far more than enough

@@ -20,8 +20,8 @@ from isthmus.federated.secure.site_secrets import context, key_of, mask_key, mas
 from isthmus.programs.masked import Secrets, TakeMasksOff
 
 MOST_SUBSETS = 1000
-"""That are tried for one secret. With a threshold of half, each wrong share doubles how many it takes: of a hundred
-neighbours, five liars or six are worked around; all of them where there are at most twelve."""
+"""Sets that are tried for one secret. With a threshold of half, each wrong share doubles how many it takes: of a
+hundred neighbours, five liars or six are worked around; all of them where there are at most twelve."""
 
 
 class MaskedSum:
@@ -92,7 +92,7 @@ class ShareSearch:
         return self._found(site, "seed", secrets, lambda s: hashlib.sha256(s).digest() == secrets.keys.commitment)
 
     def private_of(self, site: str, secrets: Secrets) -> X25519PrivateKey:
-        """As `seed_of`, of its mask key."""
+        """Return the same as `seed_of`, of its mask key."""
 
         def fits(secret: bytes) -> bool:
             return key_of(secret).public_key().public_bytes_raw() == secrets.keys.mask

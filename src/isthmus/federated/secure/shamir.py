@@ -35,13 +35,13 @@ def recover(shares: Mapping[int, bytes]) -> bytes:
 
 
 def share_of(holder: int, shares: Mapping[int, bytes]) -> bytes:
-    """That holder's share, of `threshold` others, by number; of 0 the secret."""
+    """Return that holder's share, of `threshold` others, by number; of 0 the secret."""
     factors = _factors([*shares], holder)
     return _bytes(sum(_number(share) * factor for share, factor in zip(shares.values(), factors, strict=True)))
 
 
 def is_share(element: bytes) -> bool:
-    """Whether it is a number of the field."""
+    """Return whether it is a number of the field."""
     return len(element) == SECRET_BYTES and int.from_bytes(element, "little") < PRIME
 
 

@@ -41,7 +41,7 @@ def digest_of(values: Mapping[str, Tensor], names: Collection[str] | None = None
 
 
 class Signer(Protocol):
-    """Who signs keys, and checks those of others: a fleet's certificates."""
+    """The signer of keys, who checks those of others: a fleet's certificates."""
 
     def sign(self, text: bytes) -> tuple[bytes, bytes]:
         """(certificate, signature)."""

@@ -344,7 +344,7 @@ def counting_bound_s(problem: CohortProblem, *, low_s: float, high_s: float) -> 
 
 
 def _refuted(problem: CohortProblem, before: Floats, counts: Integers, limit_s: float) -> bool:
-    """Whether for some j, of `counts`, the j largest clients are more than all executors can take."""
+    """Return whether for some j, of `counts`, the j largest clients are more than all executors can take."""
     first = problem.clients - counts
     held = np.zeros((len(counts), problem.executors), dtype=np.int64)
     for number in range(1, int(counts[-1]) + 1):

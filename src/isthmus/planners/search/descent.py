@@ -209,7 +209,8 @@ class Descent:
                     yield dict(zip(alike, zip(*allowed, strict=True), strict=True))
 
     def _keeps_terms(self, stages: Stages) -> bool:
-        """Whether the ends are where the data are, and no device has two stages but both ends where labels stay."""
+        """Return whether the ends are where the data are, and no device has two stages but both ends where labels
+        stay."""
         order, fixed = stages.order, self._fixed
         first, last = order[0], order[-1]
         around = fixed.labels_stay and len(set(order)) > 1 and first == last

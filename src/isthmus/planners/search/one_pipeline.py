@@ -129,7 +129,7 @@ def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: boo
 
 
 def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
-    """Whether some device could not hold the whole model with the micro-batches of the classic schedule."""
+    """Return whether some device could not hold the whole model with the micro-batches of the classic schedule."""
     most = problem.micro_batches
     held = most if problem.schedule == "gpipe" else min(most, len(network.names) + problem.constraints.labels_stay)
     return float(stage_bytes(blocks, 0, [blocks.count], held)[0]) > float(network.memory.min())

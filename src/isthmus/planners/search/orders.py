@@ -195,7 +195,7 @@ class OrderSearch:
 
     @property
     def exhaustive(self) -> bool:
-        """Whether every order and every place to cut is within the search."""
+        """Return whether every order and every place to cut is within the search."""
         return len(self.network.names) <= MOST_EXHAUSTIVE and self.blocks.count <= MOST_EXACT_BLOCKS
 
     def run(self) -> FoundOrder | None:

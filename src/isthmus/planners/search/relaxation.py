@@ -256,7 +256,7 @@ class Relaxation:
         return total
 
     def _round_trip_fits(self, device: int, after: int, low: int, high: int) -> NDArray[np.bool_]:
-        """Whether the device holds the micro-batches that hide the round trip behind the threshold."""
+        """Return whether the device holds the micro-batches that hide the round trip behind the threshold."""
         tables, ends = self.tables, slice(self._reach[device])
         compute = tables.work[low:high, ends] / self.network.speed[device]
         round_trip_s = self._windows[after, low + 1 : high + 1, ends] + compute
@@ -305,7 +305,7 @@ class Relaxation:
         return self._allowed[key][low:high]
 
     def fits(self, device: int, held: int, low: int, high: int) -> NDArray[np.bool_]:
-        """Which stages that start in low..high-1 fit the device with `held` micro-batches in flight."""
+        """Return which stages that start in low..high-1 fit the device with `held` micro-batches in flight."""
 
         def need(rows: slice) -> Floats:
             return self.tables.fixed_bytes[rows] + held * self.tables.micro_batch_bytes[rows]
@@ -367,5 +367,5 @@ class Relaxation:
 
 
 def _only(state: State) -> bool:
-    """Whether one stage is all there is before: then every value comes from it, and nothing is relaxed."""
+    """Return whether one stage is all there is before: then every value comes from it, and nothing is relaxed."""
     return state.used != 0 and state.first == state.last

@@ -54,7 +54,7 @@ def by_size(sizes_bytes: Sequence[int], least_bytes: int) -> tuple[range, ...]:
 
 
 def sent(ended_s: tuple[float, ...], ready_s: float, wire_s: float, latency_s: float, at_once: int) -> float:
-    """When one more message is through, given when those before it were."""
+    """Return when one more message is through, given when those before it were."""
     begins_s = max(ready_s, ended_s[-at_once] if len(ended_s) >= at_once else 0.0)
     return max(begins_s + latency_s, ended_s[-1] if ended_s else 0.0) + wire_s
 

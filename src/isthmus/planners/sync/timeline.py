@@ -95,7 +95,7 @@ def interval_exposed_s(line: Timeline) -> Floats:
 
 
 def printed_exposed_s(line: Timeline) -> Floats:
-    """As `interval_exposed_s` under Eq. 8: the next forward waits only for the first layer of a set."""
+    """Return the same as `interval_exposed_s` under Eq. 8: the next forward waits only for the first layer of a set."""
     lead = line.ready_s - line.elapsed_s[:-1]
     return _exposed(line, np.broadcast_to(lead, (line.count + 1, line.count)))
 

@@ -44,11 +44,11 @@ class Protection(NamedTuple):
     heldout: int  # releases of a held-out sample in one evaluation
 
     def freezes(self, worker: int) -> bool:
-        """Whether the stage's weights do not learn."""
+        """Return whether the stage's weights do not learn."""
         return worker in self.raw and self.noise is not None and self.noise.weights == "frozen"
 
     def trains_raw(self, worker: int) -> bool:
-        """Whether the stage's weights learn from raw samples that noise is to protect."""
+        """Return whether the stage's weights learn from raw samples that noise is to protect."""
         return worker in self.raw and self.noise is not None and self.noise.weights == "trained"
 
 
@@ -159,7 +159,7 @@ def _described(prepared: Prepared, plan: Plan, found: Protection) -> Iterator[st
 
 
 def planned_passes(prepared: Prepared) -> tuple[int, int]:
-    """How often a run uses a training sample at most, and a held-out one."""
+    """Return how often a run uses a training sample at most, and a held-out one."""
     t, samples = prepared.job.training, counted_samples(prepared)
     evaluations = -(-t.steps // t.eval_every) if t.eval_every else 0
     turns = had_before(samples, t.steps * prepared.job.micro_batches)

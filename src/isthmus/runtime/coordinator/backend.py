@@ -48,23 +48,23 @@ class DevicesAtWork(Protocol):
     """Devices at work for a run."""
 
     def ended(self) -> Mapping[str, str]:
-        """How each device's process ended, for those that failed."""
+        """Return how each device's process ended, for those that failed."""
         ...
 
     def starting(self, device: str) -> bool:
-        """Whether a process of it is known to be there, or on its way."""
+        """Return whether a process of it is known to be there, or on its way."""
         ...
 
     def returns(self, device: str) -> bool:
-        """Whether one that is lost is expected among the offers."""
+        """Return whether one that is lost is expected among the offers."""
         ...
 
     def queued(self) -> Collection[str]:
-        """Who waits in the queue of an engine, which starts it at any time."""
+        """Return who waits in the queue of an engine, which starts it at any time."""
         ...
 
     def offers(self) -> Collection[str]:
-        """Who could work and does not, as far as is known here."""
+        """Return who could work and does not, as far as is known here."""
         ...
 
     def call(self, device: str) -> None:
@@ -72,7 +72,7 @@ class DevicesAtWork(Protocol):
         ...
 
     def leaving(self) -> Collection[str]:
-        """Who is to leave without loss; each is called once."""
+        """Return who is to leave without loss; each is called once."""
         ...
 
     def bandwidth(self, source: str, target: str) -> float | None:
@@ -140,7 +140,7 @@ class StartedProcesses(NoDevices):
 class Backend(Protocol):
     @property
     def survives_coordinator(self) -> bool:
-        """Whether devices go on while their coordinator is away."""
+        """Return whether devices go on while their coordinator is away."""
         ...
 
     def expects_reconnect(self, run: str) -> None:

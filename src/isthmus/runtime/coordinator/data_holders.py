@@ -25,7 +25,7 @@ class UnequalData(UserError):
 
 
 class DataQueries(Protocol):
-    """Who can ask devices about data."""
+    """Asks devices about data."""
 
     def here(self, devices: Sequence[str], *, every: bool) -> list[str]:
         """Those of them that can be asked: at least one, or every one. Waits until there are."""
@@ -39,7 +39,7 @@ class DataQueries(Protocol):
         ...
 
     def are_equal(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
-        """Whether two devices have equal samples, by their names and digests. PeerError for one that does not
+        """Return whether two devices have equal samples, by their names and digests. PeerError for one that does not
         answer."""
         ...
 
@@ -105,8 +105,8 @@ class DataHolders:
         self.described |= described
 
     def is_known(self, device: str) -> bool:
-        """Whether it is known whether the device can read the data. One that may be and was not asked yet is asked
-        now, beside the caller's work."""
+        """Return whether it is known whether the device can read the data. One that may be and was not asked yet is
+        asked now, beside the caller's work."""
         if device not in self._candidates or device in self.described:
             return True
         if device not in self._asking:
@@ -163,15 +163,15 @@ def agreed(described: Mapping[str, DataDescription]) -> DataDescription:
 
 
 def _has_one_key(found: Digests) -> bool | None:
-    """Whether devices with equal data have equal digests: then they share a key, as those of one computer do. None
-    where one device alone says nothing of that."""
+    """Return whether devices with equal data have equal digests: then they share a key, as those of one computer do.
+    None where one device alone says nothing of that."""
     digests = [of.get("train", "") for of in found.values()]
     return len(set(digests)) == 1 if len(digests) > 1 else None
 
 
 def unchanged(before: Digests, now: Digests) -> bool:
-    """Whether a device that had the data then has the same now; False where none of those is here, so that nobody can
-    tell. Raises UserError for one that has others.
+    """Return whether a device that had the data then has the same now; False where none of those is here, so that
+    nobody can tell. Raises UserError for one that has others.
 
     A device's digest compares with its own of before alone; those of devices without a key of their own, with all.
     """

@@ -87,8 +87,8 @@ class FingerprintLog:
         return 2 * len(INPUTS) * self._workers + (self._leaves if self.settings.leaves else 0)
 
     def _knows(self, name: str) -> bool:
-        """Whether this is a node of the plan, so that the plan says how many names a step has. An audit computes a few
-        steps, with leaves of nodes and of values that cross the cuts of the plan that is audited."""
+        """Return whether this is a node of the plan, so that the plan says how many names a step has. An audit computes
+        a few steps, with leaves of nodes and of values that cross the cuts of the plan that is audited."""
         assert self.settings is not None, "asked for what is kept"
         of, slash, _ = name.partition("/")
         node = Node.parse(of)
@@ -98,7 +98,7 @@ class FingerprintLog:
 
 
 def chosen_fingerprints(job: Job) -> Fingerprinting | None:
-    """As the job says."""
+    """Return the settings of the job."""
     wanted = job.runtime.fingerprints or job.runtime.audit > 0
     return Fingerprinting(key=secrets.token_bytes(KEY_BYTES)) if wanted else None
 

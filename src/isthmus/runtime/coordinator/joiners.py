@@ -19,7 +19,7 @@ MOST_WAITING = 32
 
 
 class Joiners:
-    """Who follows whom. `check` may be called by any thread, all else by one."""
+    """Joiners and whom they follow. `check` may be called by any thread, all else by one."""
 
     def __init__(self, run: str, callbacks: RunCallbacks, lanes: Mapping[str, SendLane]) -> None:
         """`lanes` to the devices that are here."""

@@ -50,7 +50,7 @@ class _SentSamples:
         return len(self.stretches), -(-max((s.end for s in self.stretches), default=0) // self._size)
 
     def reserved(self) -> tuple[SampleRange, ...]:
-        """As if the pass of the last stretch were sent to its end."""
+        """Return the ledger as if the pass of the last stretch were sent to its end."""
         if len(self.stretches) == self._begun:
             return self.stretches
         last = self.stretches[-1]

@@ -91,7 +91,7 @@ class RunCallbacks(Protocol):
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]: ...
 
     def is_known(self, device: str) -> bool:
-        """Whether plans can be made with a device that came: it was asked what data it has."""
+        """Return whether plans can be made with a device that came: it was asked what data it has."""
         ...
 
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:

@@ -355,7 +355,7 @@ class StageAssignments:
         return tuple(found)
 
     def _packing(self, source: int, target: int) -> Packing | None:
-        """How the plan packs what one stage sends another: values, or gradients of what came from there."""
+        """Return how the plan packs what one stage sends another: values, or gradients of what came from there."""
         first = 0
         for replica in self.plan.replicas:
             for edge in replica.worker_edges:

@@ -22,7 +22,7 @@ from isthmus.runtime.transport.lanes import Outgoing
 
 
 def check_joined(job: Job, fleet: Fleet) -> None:
-    """As `check_decoupled`, and UserError for replicas of several devices."""
+    """Do the same as `check_decoupled`, and UserError for replicas of several devices."""
     check_decoupled(job, fleet)
     pipelines = [name for name, devices in replica_groups(job, fleet).items() if len(devices) > 1]
     if pipelines:

@@ -41,7 +41,8 @@ def serve_joined(coordinator: tuple[str, int], site: Endpoint, run: str, timeout
 
 
 def _assigned(link: MergerLink, site: Endpoint) -> GraphTrainer:
-    """As the first order says that a merger can give; others are refused. PeerError where it cannot be reached."""
+    """Return the work as the first order of a merger gives it; other orders are refused. PeerError where the merger
+    cannot be reached."""
     while True:
         order, tensors = link.assigned()
         kept = {header.name: tensor for header, tensor in zip(order.tensors, tensors, strict=True)}

@@ -140,7 +140,7 @@ class MergedRun:
         return min(self.machine.samples // self._job.training.batch_size, self._job.training.steps)
 
     def _host(self, links: Mapping[str, Link | None], watch: MergerWatch) -> MergerHost:
-        """As `MergerHost`."""
+        """Return the same as `MergerHost`."""
         codec = delta_codec(self._job.sync.decoupled)
         return MergerHost(self.machine, self.merged, codec, links, self._run, self._job.timeout_s, watch)
 

@@ -112,7 +112,7 @@ class _ReplicaLink:
             self.outgoing.wake()
 
     def put(self, message: Heartbeat, /) -> None:
-        """As other senders of heartbeats: one that waits is enough."""
+        """Put a heartbeat, as other senders do: one that waits is enough."""
         self._heartbeats = 1
         self.wake()
 
@@ -189,7 +189,7 @@ class MergerHost(SessionHost[Merger]):
         self._at_hand: Sequence[Tensor] = ()
         """The changes of the contribution that the machine hears of."""
         self._deltas: list[dict[str, Tensor]] = [{} for _ in range(machine.rules.fragments)]
-        """That are not merged yet, by fragment and replica."""
+        """Changes that are not merged yet, by fragment and replica."""
         self._growth = [FragmentGrowth(size_of(values)) for values in merged.known]
         self._began_s = time.monotonic()
 

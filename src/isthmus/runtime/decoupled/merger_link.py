@@ -112,7 +112,7 @@ class MergerLink:
             connection.channel.close()
 
     def refuse_order(self, error: PeerError) -> None:
-        """As `refuse`, of what came first: it is said again on the next connection, and all that follows it."""
+        """Refuse what came first: it is said again on the next connection, and all that follows it."""
         while not self.received.empty():
             self.received.get()
         self._was_assigned = False

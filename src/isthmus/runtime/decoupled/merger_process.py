@@ -50,7 +50,8 @@ class _Started(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MergerProcess:
-    """As seen by the process that starts it. The start takes as long as to import torch: `address` waits for it."""
+    """The merger's process, as seen by the process that starts it. The start takes as long as to import torch:
+    `address` waits for it."""
 
     def __init__(self, spec: MergerSpec, start: Sequence[Tensor]) -> None:
         """`start` are the first weights of the fragments, flat."""

@@ -93,7 +93,7 @@ class PipelineReplica:
         self._link = MergerLink(place)
         self._log = PipelineLog(pipeline.folder, pipeline.began_s)
         self.steps = self.first_step = steps
-        """That were made; some may be made again."""
+        """Steps that were made; some may be made again."""
         self._trained = 0
         """Samples of all replicas at the step that is opened next."""
         self._amounts: dict[str, Tensor] = {}
@@ -170,7 +170,7 @@ class PipelineReplica:
             raise _Ended
 
     def _complete(self, asked: CollectChanges, found: Mapping[str, Tensor]) -> bool:
-        """Whether each parameter is there, by one of its names."""
+        """Return whether each parameter is there, by one of its names."""
         parameters = [parameter for fragment in asked.fragments for parameter in self._fragments[fragment]]
         return all(any(name in found for name in self._names[parameter]) for parameter in parameters)
 

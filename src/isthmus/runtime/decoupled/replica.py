@@ -57,7 +57,7 @@ class ReplicaHost:
 
     @property
     def phase(self) -> str:
-        """As of `DecoupledReplica`."""
+        """Return the phase of `DecoupledReplica`."""
         return self._machine.phase
 
     @property

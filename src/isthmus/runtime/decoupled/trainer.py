@@ -20,7 +20,7 @@ from isthmus.training.decoupled import (
 
 
 def seeded_model(job: Job) -> nn.Module:
-    """As every replica and the merger begin with it."""
+    """Return the model as every replica and the merger begin with it."""
     torch.manual_seed(job.training.seed)
     return build_model(job.model)
 

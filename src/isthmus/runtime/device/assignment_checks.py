@@ -104,7 +104,7 @@ def _distinct(numbers: Iterable[int]) -> bool:
 
 
 def label(ref: Ref) -> str:
-    """How a value is called in a frame."""
+    """Return how a value is called in a frame."""
     return f"{ref.op}:{ref.index}"
 
 
@@ -124,7 +124,7 @@ def expected_parts(assignment: Assignment) -> dict[tuple[int, int, int], int]:
 
 
 def sent_packings(assignment: Assignment) -> dict[tuple[Parcel, int], dict[str, Packing]]:
-    """How training packs what it sends to each stage, by label: only what carries a gradient, or is one."""
+    """Return how training packs what it sends to each stage, by label: only what carries a gradient, or is one."""
     train, sent = assignment.train, {n.stage: n.sent for n in assignment.neighbours}
     size = assignment.engine.micro_batch_size
     found: dict[tuple[Parcel, int], dict[str, Packing]] = {}

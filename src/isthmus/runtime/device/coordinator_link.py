@@ -87,7 +87,7 @@ class CoordinatorLink:
             lane.drop_background()
 
     def outdated(self, epoch: int) -> bool:
-        """Whether the coordinator has begun another epoch since, or the run is over."""
+        """Return whether the coordinator has begun another epoch since, or the run is over."""
         return self._newest_epoch > epoch or self._connection.over.is_set()
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class CoordinatorMessage(NamedTuple):
 
 
 def of_order(error: Exception, order: CoordinatorMessage) -> Exception:
-    """As `unfollowable`; the coordinator is named."""
+    """Do the same as `unfollowable`; the coordinator is named."""
     found = unfollowable(error, order.message)
     return error if found is error else PeerError(f"coordinator: {found}")
 

@@ -196,7 +196,7 @@ class DeviceWorker:
         self._fail()
 
     def _on_stage_message(self) -> str:
-        """Which stage it has, or is to get."""
+        """Return which stage it has, or is to get."""
         assignment = self._executor.assignment if self._executor is not None else None
         assignment = self._pending[0] if self._pending is not None else assignment
         if assignment is None:

@@ -93,7 +93,7 @@ class FiniteWatch:
                 self._note(where, micro_batch, name, inputs)
 
     def collected(self, norms: Tensor) -> bool:
-        """Whether the loss and the norms of all parameters' gradients are finite here."""
+        """Return whether the loss and the norms of all parameters' gradients are finite here."""
         scaled = self._engine.loss_scale is not None
         if not self._looks and not scaled:
             return True

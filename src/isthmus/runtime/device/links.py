@@ -366,7 +366,8 @@ class StageLinks:
 
 
 def _fits(signature: Signature, expected: Signature) -> bool:
-    """Whether it is the expected one, in which each tensor may come as it is: what is not finite is not packed."""
+    """Return whether it is the expected one, in which each tensor may come as it is: what is not finite is not
+    packed."""
     return len(signature) == len(expected) and all(
         got[:3] == wanted[:3] and got[3] in (None, wanted[3]) for got, wanted in zip(signature, expected, strict=True)
     )

@@ -117,7 +117,7 @@ class PeerConnections:
         channel.close()
 
     def _take(self, epoch: int) -> list[tuple[int, SocketChannel]]:
-        """Who has come for this epoch; who came for an older one is shut out."""
+        """Take who has come for this epoch; who came for an older one is shut out."""
         with self._arrived:
             self._epoch = epoch
             old = [channel for e, _, channel in self._waiting if e < epoch]
@@ -148,7 +148,7 @@ class PeerConnections:
         return found
 
     def paths(self) -> tuple[PeerPath, ...]:
-        """How the devices were reached that were dialled last."""
+        """Return how the devices were reached that were dialled last."""
         return tuple(
             PeerPath(device=device, relayed=relayed, latency_s=channel.latency_s, streams=streams, bbr=channel.bbr)
             for device, (channel, relayed, streams) in self._ways.items()

@@ -110,8 +110,8 @@ class Batches:
         self._joined = JoinedOrder(feeding.train, seed, shuffle) if feeding is not None else None
 
     def samples(self, item: Item, micro_batch: int) -> list[int]:
-        """Which samples a micro-batch is of: any stage can tell, whether it reads data or not. Where several holders
-        feed the chain, training samples are numbered through, one holder's after those of another."""
+        """Return which samples a micro-batch is of: any stage can tell, whether it reads data or not. Where several
+        holders feed the chain, training samples are numbered through, one holder's after those of another."""
         if item.kind != "train":
             return self._held_out(item, micro_batch).tolist()
         if self._joined is not None:

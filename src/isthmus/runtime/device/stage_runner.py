@@ -160,8 +160,8 @@ class StageRunner:
         self.links.hold()
 
     def live(self) -> tuple[int, Mapping[str, Tensor]] | None:
-        """How many steps are done and the state after them, in host memory, if that is what the engine has at this
-        moment. Snapshots that are still being copied are handed on first."""
+        """Return how many steps are done and the state after them, in host memory, if that is what the engine has at
+        this moment. Snapshots that are still being copied are handed on first."""
         self._snapshots.hand_on(wait=True)
         buffers = any(op.mutates for op in self.assignment.train.ops)
         if not self._worker.is_recoverable(self._steps, buffers=buffers):

@@ -112,7 +112,7 @@ class StateJoiner:
         self._receivers: dict[str, CatchUpState] = {}
 
     def accept(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> int | None:
-        """How many steps the donor's parts have behind them here now, if that is news."""
+        """Return how many steps the donor's parts have behind them here now, if that is news."""
         of = message.of
         if of not in self._agreed.donated:
             raise PeerError(f"device {of!r} sent state that was not requested")
@@ -190,6 +190,6 @@ class CatchUpState:
         self.step += 1
 
     def state(self) -> dict[str, Tensor]:
-        """As `Engine.state`: no copies."""
+        """Return the same as `Engine.state`: no copies."""
         found = {name: p.detach() for name, p in self._parameters.items()}
         return found | self._buffers | self._optimizers.state()

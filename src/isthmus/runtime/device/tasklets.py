@@ -31,7 +31,7 @@ class ComputeTurns:
 
     @property
     def waiting(self) -> int:
-        """How many stages wait for a turn."""
+        """Return how many stages wait for a turn."""
         return self._lane.waiting
 
     def of(self, stage: int) -> StageTurns:
@@ -117,7 +117,7 @@ class Tasklets:
 
     @contextlib.contextmanager
     def micro_batch(self, work: Work, item: int, micro_batch: int, least_s: float | None) -> Generator[None]:
-        """As `tasklet`, for a forward or a backward: it has the device to itself."""
+        """Return the same as `tasklet`, for a forward or a backward: it has the device to itself."""
         with self._turns.turn(work), self.tasklet(work, item, micro_batch, least_s):
             yield
 

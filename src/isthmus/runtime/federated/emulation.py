@@ -18,7 +18,8 @@ from isthmus.runtime.processes.forked import asked
 
 
 def counted_costs(job: FederatedJob, data: ClientData) -> ClientCosts:
-    """As `client_costs`, in a copy of this process: a process that has trained cannot be copied any more."""
+    """Return the same as `client_costs`, in a copy of this process: a process that has trained cannot be copied any
+    more."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "costs.json"
         asked(lambda: path.write_bytes(msgspec.json.encode(client_costs(job, data))))

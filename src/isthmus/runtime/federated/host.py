@@ -50,7 +50,8 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ended(finish: Finish) -> Finish:
-    """How a run ended that is done or interrupted; UserError, PeerError and Diverged where it could not go on."""
+    """Return how a run ended that is done or interrupted; UserError, PeerError and Diverged where it could not go
+    on."""
     if finish.outcome == "failed":
         raise UserError(finish.reason)
     if finish.outcome == "diverged":

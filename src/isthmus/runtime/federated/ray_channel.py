@@ -114,7 +114,7 @@ class RayChannel:
 
 
 def lost_by(error: Exception) -> str:
-    """How an actor was lost, in one line and without Ray's advice."""
+    """Return how an actor was lost, in one line and without Ray's advice."""
     ray, text = ray_library(), " ".join(str(error).split())
     if isinstance(error, ray.exceptions.RayTaskError):
         return f"its actor failed: {getattr(error, 'cause', error)}"

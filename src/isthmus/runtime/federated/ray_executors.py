@@ -150,5 +150,5 @@ class RayExecutors:
 
 
 def states_folder(job: FederatedJob, folder: Path) -> str:
-    """As a node reads it."""
+    """Return the folder as a node reads it."""
     return job.runtime.ray.states or str(folder.resolve() / "states")

@@ -148,7 +148,8 @@ class RoundStore:
         return line
 
     def _count_missing(self, record: RoundRecord) -> None:
-        """Who was drawn and is not in the round was left out for its time, which depends on the others."""
+        """Count clients that were drawn and are not in the round: they were left out for their time, which depends on
+        the others."""
         if record.missing and self._accounting is not None and self._accounting.probability is not None:
             self._unsampled += 1
             write_json(self.folder / SPENT, self.promised)

@@ -15,7 +15,7 @@ from isthmus.runtime.messages.federated import MaskedValues, SentValues
 
 
 class SecureUpdateReceiver(SiteUpdateReceiver):
-    """As its base; what is in an update no rule can be applied to. Sites apply them."""
+    """Receives updates to which no rule can be applied, since they are masked. Sites apply the rules."""
 
     values = MaskedValues
     _masked: dict[str, dict[str, Tensor]]  # updates that wait for the machine's word

@@ -24,7 +24,7 @@ SLACK_BYTES = 1 << 16
 
 
 class SiteUpdateReceiver:
-    """As `UpdateReceiver`. `note` gets every update that does not count, with its sender and the reason."""
+    """An `UpdateReceiver`. `note` gets every update that does not count, with its sender and the reason."""
 
     values: type[SentValues] = SiteValues  # the type of the values that sites send
 

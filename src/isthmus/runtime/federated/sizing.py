@@ -36,7 +36,7 @@ KEPT_FREE = 0.1
 
 
 def clients_each(job: FederatedJob, population: int) -> int:
-    """How many clients an executor has in a round, where all have as many."""
+    """Return how many clients an executor has in a round, where all have as many."""
     return math.ceil(job.federated.participation.needed(population) / executors(job, population))
 
 
@@ -96,7 +96,7 @@ def _measured_executors(job: FederatedJob, data: ClientData) -> int:
 
 
 def fastest_count(rate: Callable[[int], float], most: int) -> int:
-    """How many at once have the highest rate: doubled from 1 as long as that gains, up to `most`."""
+    """Return how many at once have the highest rate: doubled from 1 as long as that gains, up to `most`."""
     found, found_rate = 1, rate(1) if most > 1 else 0.0
     while found < most:
         count = min(2 * found, most)
@@ -107,7 +107,7 @@ def fastest_count(rate: Callable[[int], float], most: int) -> int:
 
 
 def _room(job: FederatedJob, data: ClientData) -> int:
-    """How many executors one accelerator's memory holds."""
+    """Return how many executors one accelerator's memory holds."""
     accelerator = accelerator_of(job, 0)
     if not accelerator.asynchronous:
         return os.cpu_count() or 1

@@ -52,8 +52,8 @@ def executor_trainer(
 def remote_trainer(
     job: FederatedJob, fingerprint: str, number: int, states: Callable[[StateForm], States], pacer: Pacer | None
 ) -> ClientTrainer:
-    """As `executor_trainer`, on another machine than the coordinator's, whose data have this fingerprint. UserError
-    where the job cannot be trained here."""
+    """Return the same as `executor_trainer`, on another machine than the coordinator's, whose data have this
+    fingerprint. UserError where the job cannot be trained here."""
     data = client_data(job)
     if data.fingerprint != fingerprint:
         raise UserError("data: this device has other data than the coordinator, expected the same")

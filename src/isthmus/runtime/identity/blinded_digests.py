@@ -41,7 +41,8 @@ def proof(key: bytes, sender: str, receiver: str, sent: str, received: str) -> s
 
 
 def proves(shown: str, key: bytes, sender: str, receiver: str, sent: str, received: str) -> bool:
-    """Whether what the sender showed says that its data are equal to those of the receiver, whose key this is."""
+    """Return whether what the sender showed says that its data are equal to those of the receiver, whose key this
+    is."""
     expected = _hash(_times(key, bytes.fromhex(sent)), sender, receiver, sent, received)
     return hmac.compare_digest(shown.encode(), expected.encode())
 

@@ -22,7 +22,7 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """As `atomic_write`, with mode 0600. UserError if it cannot be written."""
+    """Write a file as `atomic_write` does, with mode 0600. UserError if it cannot be written."""
     try:
         atomic_write(path, data, private=True, durable=durable)
     except OSError as e:

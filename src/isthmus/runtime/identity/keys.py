@@ -29,7 +29,7 @@ _SHARED = "one-owner"
 
 
 class Party(msgspec.Struct, frozen=True):
-    """Who is at the other end of an authenticated connection."""
+    """The other end of an authenticated connection."""
 
     role: Role
     id: str  # the id of the peer's key, see `id_of`
@@ -42,7 +42,7 @@ def id_of(key: CertificatePublicKeyTypes) -> str:
 
 
 def role_uri(role: Role) -> str:
-    """How a certificate says what its holder may be: a device's must not do for a coordinator's."""
+    """Return how a certificate says what its holder may be: a device's must not do for a coordinator's."""
     return f"{_URI}{role}"
 
 
@@ -85,12 +85,12 @@ class Identity:
 
     @property
     def complete(self) -> bool:
-        """Whether an authority has certified the key."""
+        """Return whether an authority has certified the key."""
         return all(path.is_file() for path in (self.key_path, self.certificate_path, self.authority_path))
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything that an authority has sent, be it damaged."""
+        """Return whether there is anything that an authority has sent, be it damaged."""
         return any(path.exists() for path in (self.certificate_path, self.authority_path))
 
     @property
@@ -111,11 +111,11 @@ class Identity:
         write_private(self.folder / _SHARED, b"")
 
     def expires_s(self) -> float:
-        """When the certificate ends: seconds since 1970."""
+        """Return when the certificate ends: seconds since 1970."""
         return self._certificate().not_valid_after_utc.timestamp()
 
     def is_due(self, now_s: float) -> bool:
-        """Whether half of the certificate's life is over: time to renew it."""
+        """Return whether half of the certificate's life is over: time to renew it."""
         certificate = self._certificate()
         middle_s = (certificate.not_valid_before_utc.timestamp() + certificate.not_valid_after_utc.timestamp()) / 2
         return now_s >= middle_s

@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def _join(request: SpawnRequest) -> None:
-    """As `python -m isthmus join ...`."""
+    """Join as `python -m isthmus join ...` does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["isthmus", *request.arguments]
     runpy.run_module("isthmus", run_name="__main__", alter_sys=True)

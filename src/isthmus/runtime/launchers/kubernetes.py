@@ -93,7 +93,7 @@ class _PodStatus(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """As the API server describes it."""
+    """A pod, as the API server describes it."""
 
     metadata: _Metadata
     status: _PodStatus = _PodStatus()
@@ -184,7 +184,7 @@ class KubernetesCluster:
         self._ask("jobset", self._custom.create_namespaced_custom_object, *_PLACE, self._namespace, PLURAL, body)
 
     def has_failed(self, name: str) -> bool:
-        """Whether the JobSet is given up."""
+        """Return whether the JobSet is given up."""
         answer = self._ask("jobset", self._custom.get_namespaced_custom_object, *_PLACE, self._namespace, PLURAL, name)
         conditions = msgspec.json.decode(answer, type=_JobSet).status.conditions
         return any(condition.type == "Failed" and condition.status == "True" for condition in conditions)
@@ -210,7 +210,7 @@ class KubernetesCluster:
         self._delete("secret", self._core.delete_namespaced_secret, name, self._namespace)
 
     def log_lines(self, pod: str) -> Iterator[str]:
-        """As they come, until the container ends."""
+        """Return the lines as they come, until the container ends."""
         answer = self._send("log", self._core.read_namespaced_pod_log, pod, self._namespace, container=JOB, follow=True)
         rest = b""
         try:
@@ -296,7 +296,7 @@ class KubernetesLauncher:
         return None
 
     def render(self, agents: Sequence[AgentSpec], folder: Path) -> str:
-        """As of `Renders`; `folder` is for other engines."""
+        """See `Renders`; `folder` is for other engines."""
         self._check_image()
         held = secret(self._name, [HELD_TICKET] * len(agents), self._options)
         return yaml_text(held, jobset(self._name, agents, self._options))

@@ -52,7 +52,7 @@ class Launcher(Protocol):
 
     @property
     def restarts(self) -> bool:
-        """Whether `restart` can bring a lost agent back."""
+        """Return whether `restart` can bring a lost agent back."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Launcher(Protocol):
         ...
 
     def nodes(self) -> int | None:
-        """How many nodes the engine has; None where it starts as many as it is asked for."""
+        """Return how many nodes the engine has; None where it starts as many as it is asked for."""
         ...
 
     def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:

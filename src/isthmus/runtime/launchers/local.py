@@ -32,7 +32,8 @@ def fork_agents_early() -> None:
 
 
 class ForkedAgents:
-    """As `ChildAgents`. Where their fork server ends, they end too, and the next is forked from another."""
+    """`ChildAgents` that are forked. Where their fork server ends, they end too, and the next is forked from
+    another."""
 
     def __init__(self, log: Callable[[str, str], None]) -> None:
         self._log = log

@@ -21,7 +21,7 @@ _HERE = ("127.0.0.1", "localhost", "[::1]")
 
 
 class RayUser(NamedTuple):
-    """Who needs Ray, for messages."""
+    """The name of a user of Ray, for messages."""
 
     name: str
     address: str  # how a person names a cluster's address

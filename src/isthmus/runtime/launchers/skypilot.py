@@ -96,7 +96,7 @@ class SkyPilotLauncher:
         return None
 
     def render(self, agents: Sequence[AgentSpec], folder: Path) -> str:
-        """As of `Renders`: a task for each agent. `folder` is for other engines."""
+        """See `Renders`: a task for each agent. `folder` is for other engines."""
         return yaml_text(*(task(agent, self._options) for agent in agents))
 
     def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:
@@ -186,7 +186,7 @@ class _Launch:
         return AgentState.RUNNING if self._heard else AgentState.STARTING
 
     def interrupt(self) -> None:
-        """As Ctrl-C does it; the cluster stays."""
+        """Interrupt it, as Ctrl-C does; the cluster stays."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
 

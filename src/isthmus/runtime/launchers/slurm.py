@@ -130,7 +130,7 @@ class SlurmLauncher:
         return None
 
     def render(self, agents: Sequence[AgentSpec], folder: Path) -> str:
-        """As of `Renders`."""
+        """See `Renders`."""
         at = self._place(folder)
         made = _submitit().slurm.slurm._make_sbatch_string
         command = _task_command(SharedFolder(at).tasks(1))
@@ -214,7 +214,8 @@ class SlurmLauncher:
         return AgentState.RUNNING if status is AgentStatus.RUNNING else AgentState.STARTING
 
     def _job_state(self, job: _Job, within_s: float) -> JobState:
-        """As Slurm had it at most `within_s` ago; as it was known where Slurm's controller does not answer."""
+        """Return the state as Slurm had it at most `within_s` ago; as it was known where Slurm's controller does not
+        answer."""
         if self._options.cluster == "local":
             return "running" if job.state == "RUNNING" else "over"
         asked_s, known = self._known.get(job.job_id, (float("-inf"), "waiting"))

@@ -84,7 +84,7 @@ class SshLauncher:
         agents.start(agent, [*SSH, host, remote_command(agent, self._options)])
 
     def _failure(self, host: str) -> str:
-        """Why no agent could run there; empty where one could."""
+        """Return why no agent could run there; empty where one could."""
         try:
             done = subprocess.run(
                 [*SSH, host, f"{shlex.quote(self._options.python)} -c 'import isthmus'"],

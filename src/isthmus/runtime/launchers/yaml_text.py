@@ -38,7 +38,7 @@ def _rest(value: object) -> list[str]:
 
 
 def _is_block(text: str) -> bool:
-    """Whether the text may stand as a literal block: printable, and no line begins or ends with a space."""
+    """Return whether the text may stand as a literal block: printable, and no line begins or ends with a space."""
     lines = text.removesuffix("\n").split("\n")
     return all(line.isprintable() and line == line.rstrip() for line in lines) and lines[0] == lines[0].lstrip() != ""
 

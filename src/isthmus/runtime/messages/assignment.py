@@ -70,7 +70,7 @@ class ComputeEmulation(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the backward's FLOPs that weight gradients take, where they are computed apart."""
 
     def least_s(self, work: Work, step: int) -> float:
-        """How long the work on a micro-batch lasts in a step."""
+        """Return how long the work on a micro-batch lasts in a step."""
         flops_per_s = next(speed for since, speed in reversed(self.flops_per_s) if since <= step)
         apart = {"B": self.flops_backward - self.flops_weights, "W": self.flops_weights}
         return apart.get(work, self.flops_forward) / flops_per_s

@@ -34,7 +34,7 @@ def versions_here() -> Versions:
 
 
 def mismatch(coordinator: Versions, device: Versions) -> str | None:
-    """Why the two cannot work together, with both versions; None when they can.
+    """Return why the two cannot work together, with both versions; None when they can.
 
     Versions of torch and kinds of processor may differ: results then agree to rounding, not bit for bit.
     """

@@ -26,7 +26,7 @@ class Child(Protocol):
         ...
 
     def lives(self) -> bool:
-        """Whether the process exists now."""
+        """Return whether the process exists now."""
         ...
 
     def signal(self, number: int) -> None:

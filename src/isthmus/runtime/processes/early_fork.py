@@ -51,7 +51,7 @@ class EarlyForkServer(ForkServer):
             super().end()
 
     def close(self) -> None:
-        """As the end of this process would."""
+        """Close it, as the end of this process would."""
         if self.owner == os.getpid():
             self._line.close()
 

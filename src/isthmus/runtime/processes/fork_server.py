@@ -48,7 +48,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Process(Protocol):
-    """As `subprocess.Popen`."""
+    """A process with the methods of `subprocess.Popen` that are used."""
 
     def kill(self) -> None: ...
     def wait(self) -> int: ...
@@ -175,7 +175,7 @@ class ForkedProcess:
         return self._fork_server.code(self._number)
 
     def lives(self) -> bool:
-        """Whether the process exists now."""
+        """Return whether the process exists now."""
         return self._fork_server.lives(self._number)
 
     def signal(self, number: int) -> None:

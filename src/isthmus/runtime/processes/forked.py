@@ -103,7 +103,7 @@ def asked(question: Callable[[], int]) -> int:
 
 
 def asked_at_once(questions: Sequence[Callable[[], int]]) -> list[int]:
-    """As `asked`, of several copies that find their answers at the same time."""
+    """Return the same as `asked`, of several copies that find their answers at the same time."""
     copies: list[tuple[int, int]] = []
     for question in questions:
         end, back = os.pipe()
@@ -173,7 +173,7 @@ def forked_copy(live: Callable[[], None]) -> int:
 
 
 def handle_signals(interrupt: signal.Handlers) -> None:
-    """How a copy takes Ctrl-C; SIGTERM ends it."""
+    """Set how a copy takes Ctrl-C; SIGTERM ends it."""
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)

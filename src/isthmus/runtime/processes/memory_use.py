@@ -32,7 +32,7 @@ def family_bytes(pid: int) -> int:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    """As bytes."""
+    """Return the number as bytes."""
     with contextlib.suppress(OSError):
         if line := re.search(rf"^{key}:\s+(\d+) kB", path.read_text(errors="replace"), re.MULTILINE):
             return int(line[1]) << 10

@@ -148,7 +148,7 @@ class Agent:
         self._connection.over.set()
 
     def _lost(self, outage: Outage) -> bool:
-        """Whether the certificate had ended, and is renewed. Raises a Dismissal."""
+        """Return whether the certificate had ended, and is renewed. Raises a Dismissal."""
         if isinstance(outage.error, Dismissal):
             raise outage.error
         if (hint := self._renewed_late()) is None:

@@ -24,7 +24,7 @@ LOOK_S = 0.2
 
 
 class FleetDataQueries:
-    """As `DataQueries`."""
+    """Answers `DataQueries` from a fleet's devices."""
 
     def __init__(self, service: Asking, stop: Stop) -> None:
         self._service, self._stop = service, stop
@@ -120,7 +120,7 @@ class DataAnswers:
         return DataDescribed(run=asked.run, description=found)
 
     def compare(self, asked: CompareData, key: bytes) -> DataCompared:
-        """Who shows first has proved nothing to itself until it is shown something too."""
+        """Compare digests. Who shows first has proved nothing to itself until it is shown something too."""
         pair = (asked.own, asked.others)
         with self._lock:
             if asked.own not in self._given:

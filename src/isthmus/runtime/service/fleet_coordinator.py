@@ -279,7 +279,7 @@ class FleetCoordinator:
         return answer
 
     def current_status(self) -> CoordinatorStatus:
-        """Who is here, and how devices at work reach each other."""
+        """Return who is here, and how devices at work reach each other."""
         relayed = tuple(self.relay.links())
         with self.deciding() as membership:
             members = [member for name in sorted(membership.connected) if (member := membership.member(name))]
@@ -516,8 +516,8 @@ class _FleetDevices:
             return membership.offers((*self._call.devices, *others), self._call.run)
 
     def leaving(self) -> list[str]:
-        """Who was asked to leave, by whatever process (`isthmus drain`): each is said once, to the run that does not
-        yield."""
+        """Return who was asked to leave, by whatever process (`isthmus drain`): each is said once, to the run that does
+        not yield."""
         if self._call.yields:
             return []
         devices = self._service.state.take_leaving()

@@ -35,7 +35,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 
 class Asking(Protocol):
-    """Who can ask the devices of a fleet (`FleetCoordinator`)."""
+    """Asks the devices of a fleet (`FleetCoordinator`)."""
 
     def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
         """PeerError when it does not answer."""
@@ -79,7 +79,7 @@ def probe_fleet(
 def measured_device(
     name: str, region: str, found: MeasuredSpeed, asked: MeasureSpeed, log: Callable[[str], None]
 ) -> Device:
-    """As it was found. PeerError where it said nothing that plans can go by."""
+    """Return the device as it was found. PeerError where it said nothing that plans can go by."""
     trial = asked.trial
     sizes = {"layers": {layers.operators for layers in trial.layers} if trial is not None else set[int]()}
     if wrong := [f for f in found.figures if f.operators not in sizes.get(f.what, {0})]:

@@ -95,7 +95,7 @@ class FleetState:
         write_private(self.folder / f"{_LEAVING}{quote(device, safe='')}", b"")
 
     def take_leaving(self) -> list[str]:
-        """Who was asked to leave since this was called last."""
+        """Return who was asked to leave since this was called last."""
         found: list[str] = []
         for wish in sorted(self.folder.glob(f"{_LEAVING}*")):
             if not wish.is_file():

@@ -163,7 +163,7 @@ class JobQueue:
         return None if row is None else Submitted(*row)
 
     def is_unwanted(self, number: int) -> bool:
-        """Whether somebody wants the job to stop that is running."""
+        """Return whether somebody wants the job to stop that is running."""
         with self._database.reading() as database:
             return database.execute("SELECT 1 FROM jobs WHERE number = ? AND stop", (number,)).fetchone() is not None
 

@@ -40,7 +40,7 @@ LONG_S = 2.0  # work that takes longer than these seconds needs one pass only
 
 
 class TimedWork(msgspec.Struct, frozen=True, kw_only=True):
-    """As in `Computes`."""
+    """Work that is timed, as in `Computes`."""
 
     figures: tuple[SpeedSample, ...]
     shorter: str = ""

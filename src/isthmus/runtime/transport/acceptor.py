@@ -98,7 +98,7 @@ class Acceptor:
             self.admit(channel, join)
 
     def admit(self, channel: MessageChannel, join: JoinRun) -> None:
-        """As `on_connection`, for a connection that has said its first message."""
+        """Do the same as `on_connection`, for a connection that has said its first message."""
         if not self._takes(channel, join):
             channel.close()  # nothing of the run has changed
             return

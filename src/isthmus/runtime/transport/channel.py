@@ -103,7 +103,7 @@ class Channel(MessageChannel, Protocol):
 
     @property
     def began_s(self) -> float:
-        """When the frame that is being received, or was last, began to arrive."""
+        """Return when the frame that is being received, or was last, began to arrive."""
         ...
 
     def send_chunk(self, chunk: memoryview) -> None:
@@ -168,7 +168,7 @@ class SocketChannel:
 
     @property
     def bbr(self) -> bool:
-        """Whether this end sends by it."""
+        """Return whether this end sends by it."""
         return uses_bbr(self._socket)
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
@@ -188,7 +188,7 @@ class SocketChannel:
             chunk = chunk[self._send_some([chunk]) :]
 
     def _send_some(self, pieces: list[memoryview]) -> int:
-        """As sendall, but the deadline is for some progress: a slow receiver is not a dead one."""
+        """Send as sendall does, but the deadline is for some progress: a slow receiver is not a dead one."""
         try:
             sent = self._socket.sendmsg(pieces)
         except TimeoutError:
@@ -289,7 +289,7 @@ class SocketChannel:
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other end of a TLS connection has closed it, whatever is still to be received."""
+        """Return whether the other end of a TLS connection has closed it, whatever is still to be received."""
         assert isinstance(self._socket, TlsConnection), "only peers that are known have one"
         return self._socket.hung_up()
 

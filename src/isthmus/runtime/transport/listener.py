@@ -63,7 +63,8 @@ class Listener:
         threading.Thread(target=self._accept, args=(on_connection,), name=f"accept on {self.port}", daemon=True).start()
 
     def adopt(self, connection: socket.socket, other: str, on_connection: Greet) -> None:
-        """As if it had been accepted here: for what was dialled from here on somebody else's behalf."""
+        """Take a connection as if it had been accepted here: for what was dialled from here on somebody else's
+        behalf."""
         self._receive(connection, other, other, self._adopted, on_connection)
 
     def close(self) -> None:
@@ -250,7 +251,7 @@ class PendingConnections:
             self._speaking.pop(unknown, None)
 
     def crowded(self) -> bool:
-        """Whether any was cut for another since this was asked last."""
+        """Return whether any was cut for another since this was asked last."""
         with self._lock:
             cut, self._cut = self._cut, False
         return cut

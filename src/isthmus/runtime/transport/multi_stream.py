@@ -29,13 +29,13 @@ _LENGTH = struct.Struct(">I")
 
 
 def streams_for(link: Link) -> int:
-    """How many streams fill a link, going by its bandwidth-delay product."""
+    """Return how many streams fill a link, going by its bandwidth-delay product."""
     on_the_way_bytes = link.bandwidth_bytes_per_s * 2 * link.latency_s
     return int(min(MOST_STREAMS, max(1, -(-on_the_way_bytes // WINDOW_BYTES))))
 
 
 def may_gain(link: Link) -> bool:
-    """Whether more streams might carry more than what was measured: half a window is on the way, or more."""
+    """Return whether more streams might carry more than what was measured: half a window is on the way, or more."""
     return link.bandwidth_bytes_per_s * 2 * link.latency_s >= WINDOW_BYTES / 2
 
 

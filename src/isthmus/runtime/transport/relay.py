@@ -188,7 +188,7 @@ class Relay:
             self._leave(run, id, waiting_device)
 
     def _meets(self, channel: SocketChannel, asked: RelayWait, request: _RelayRequest) -> bool:
-        """Whether to relay, after both devices had the time to connect directly."""
+        """Return whether to relay, after both devices had the time to connect directly."""
         far = _end(channel, asked)
         if far.addresses and request.near.addresses:
             channel.send(far.rendezvous(asked.run, request.near))

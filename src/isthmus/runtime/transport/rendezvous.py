@@ -53,7 +53,7 @@ _ANY = ("2001:db8::", 9)  # an address beyond every router, to ask the kernel fo
 
 
 def connected_from(host: str, port: int, other: str, timeout_s: float) -> socket.socket:
-    """As `channel.connected`, from a port that further sockets can share."""
+    """Return the same as `channel.connected`, from a port that further sockets can share."""
     failure: object = "no address"
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -158,7 +158,7 @@ def _listen(selector: selectors.BaseSelector, family: socket.AddressFamily, addr
 
 
 def _connect(selector: selectors.BaseSelector, own: dict[socket.AddressFamily, Address], target: Address) -> bool:
-    """Whether the attempt has begun, or would be of no use."""
+    """Return whether the attempt has begun, or would be of no use."""
     family = _family(target)
     if family not in own:
         return True

@@ -132,7 +132,7 @@ class TlsConnection:
         return host, port
 
     def hung_up(self) -> bool:
-        """Whether the other side has ended the stream, as far as the kernel knows."""
+        """Return whether the other side has ended the stream, as far as the kernel knows."""
         with self._shared.lock:
             if self._shared.closed:
                 return True

@@ -57,7 +57,7 @@ class HasSocketOptions(Protocol):
 
 
 def round_trip_s(connection: HasSocketOptions) -> float | None:
-    """As the kernel sees it; None where it does not say."""
+    """Return the time as the kernel sees it; None where it does not say."""
     return _seconds(connection, _RTT)
 
 
@@ -82,7 +82,7 @@ def use_bbr(connection: socket.socket) -> None:
 
 
 def uses_bbr(connection: HasSocketOptions) -> bool:
-    """Whether it sends by BBR."""
+    """Return whether it sends by BBR."""
     with contextlib.suppress(OSError, AttributeError):
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0] == _BBR
     return False

@@ -80,7 +80,7 @@ def _at_least(raw: Tensor, floor: int) -> Tensor:
 
 
 def _where(flags: Tensor) -> Tensor:
-    """As `flags.nonzero()`, faster where few are set: eight at a time first."""
+    """Return the same as `flags.nonzero()`, faster where few are set: eight at a time first."""
     if flags.numel() % 8:
         return flags.nonzero().squeeze(1)
     words = flags.view(torch.int64)

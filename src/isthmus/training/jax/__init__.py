@@ -27,7 +27,7 @@ Function = Callable[..., Sequence[Tensor]]  # a function of tensors, in operator
 
 
 def compute_by_jax(engine: TorchEngine, columns: Mapping[Ref, Tensor]) -> str:
-    """As `program.compute_by_jax`. UserError where JAX is not installed."""
+    """Return the same as `program.compute_by_jax`. UserError where JAX is not installed."""
     start: Callable[[TorchEngine, Mapping[Ref, Tensor]], str] = _program(engine.accelerator).compute_by_jax
     return start(engine, columns)
 

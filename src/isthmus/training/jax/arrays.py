@@ -27,12 +27,12 @@ def dtype_of(dtype: torch.dtype) -> jnp.dtype[Any]:
 
 
 def is_half(x: Array) -> bool:
-    """Whether its numbers have 16 bits."""
+    """Return whether its numbers have 16 bits."""
     return x.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def is_real(x: Array) -> bool:
-    """Whether it has numbers with fractions, of whatever width."""
+    """Return whether it has numbers with fractions, of whatever width."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 

@@ -58,7 +58,7 @@ _quotient = of_several(lambda a, b: a / b, lambda g, a, b: (g / b, -g * ((a / b)
 
 
 def _floored(a: Array, b: Array) -> Array:
-    """As Python: what remains has the sign of b."""
+    """Return the remainder as Python does: it has the sign of b."""
     if not is_real(a):
         return jnp.floor_divide(a, jnp.where(b == 0, 1, b))
     rest = lax.rem(a, b)

@@ -406,7 +406,7 @@ def _einsum(equation: str, tensors: Sequence[Array], *, path: Any = None) -> Arr
 
 
 def _is_product(equation: str) -> bool:
-    """Whether no index is summed over one of the two operands alone."""
+    """Return whether no index is summed over one of the two operands alone."""
     inputs, arrow, output = equation.partition("->")
     one, other = map(set, inputs.split(","))
     return bool(arrow) and "." not in equation and one ^ other <= set(output)

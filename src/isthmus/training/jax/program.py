@@ -38,7 +38,7 @@ OPERATORS: Mapping[str, Operator] = {**ELEMENTWISE, **REDUCTIONS, **LAYOUTS, **L
 
 
 def in_place(operator: OpOverload) -> bool:
-    """Whether it writes its first argument."""
+    """Return whether it writes its first argument."""
     arguments = operator._schema.arguments  # pyright: ignore[reportPrivateUsage]
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 

@@ -159,7 +159,7 @@ def seed_all(seed: int) -> None:
 
 
 def renew(index: int) -> CheckedDevice:
-    """As at the start of a process, with what the environment says now; for tests."""
+    """Begin again as at the start of a process, with what the environment says now; for tests."""
     with LOCK:
         _devices.pop(index, None)
         return device(index)

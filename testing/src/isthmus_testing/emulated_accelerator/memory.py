@@ -48,7 +48,7 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether it is its segment."""
+        """Return whether it is its segment."""
         return self.before is None and self.after is None
 
 

@@ -127,7 +127,7 @@ class ShapedPath:
         self._free_s = 0.0
 
     def admit(self, now_s: float, packets: int, wire_bytes: int) -> float | None:
-        """When a frame (of `packets` segments) that arrives now is due at the target; None if it is dropped."""
+        """Return when a frame (of `packets` segments) that arrives now is due at the target; None if it is dropped."""
         start_s = max(self._free_s, now_s)
         if start_s - now_s > self._longest_wait_s:
             self.drops += packets

@@ -245,7 +245,7 @@ class _HubProcess:
 
 @cache
 def lab_unavailable() -> str | None:
-    """Why no lab can run on this machine, or None if it can. Tries it, in a quarter of a second, once."""
+    """Return why no lab can run on this machine, or None if it can. Tries it, in a quarter of a second, once."""
     try:
         with Lab(example_fleet()) as lab:
             done = subprocess.run([*lab.command(COORDINATOR), "true"], capture_output=True, text=True, timeout=10)

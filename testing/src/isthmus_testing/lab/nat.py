@@ -241,7 +241,7 @@ def _piped(command: list[str], text: str) -> None:
 
 
 def nat_unavailable(lab: Lab) -> str | None:
-    """Why a place of this running lab cannot be a router with a NAT, or None if it can."""
+    """Return why a place of this running lab cannot be a router with a NAT, or None if it can."""
     if os.geteuid() or shutil.which("nft", path="/usr/sbin:/sbin:/usr/bin:/bin") is None:
         return "it needs root and the program 'nft' (nftables)"
     try:

@@ -163,7 +163,7 @@ def _together_s(sync_s: Floats, inside: NDArray[np.bool_], replicas: int) -> Flo
 
 
 def _fits(lengths: Counter[int], components: list[_Component], replicas: int, sync_s: float) -> bool:
-    """Whether the components fill the stretches; stretches of one length are counted together."""
+    """Return whether the components fill the stretches; stretches of one length are counted together."""
     room = {length: replicas * times for length, times in lengths.items()}
     place, bits = dict[int, int](), 1
     for length, most in room.items():

@@ -230,7 +230,7 @@ def _classes(allowed: Ints, near: NDArray[np.bool_]) -> Ints:
 
 
 def count_mixtures(sizes: Ints, members: int) -> int:
-    """How many different groups of `members` devices there are, by kind."""
+    """Return how many different groups of `members` devices there are, by kind."""
     ways = [1, *([0] * members)]
     for size in sizes.tolist():
         ways = [sum(ways[max(0, m - size) : m + 1]) for m in range(members + 1)]

@@ -243,7 +243,7 @@ class _LayerSearch:
         return any(order is not None and self._take(order, limit_s) for order in orders)
 
     def _cover(self, limit_s: float) -> bool:
-        """Whether the limit is settled, one way or the other."""
+        """Return whether the limit is settled, one way or the other."""
         if not self.programmes:
             return False
         found = cover(self.problem, self.prices, limit_s)
@@ -290,7 +290,7 @@ def _nothing_fits(problem: LayerProblem, *, proven: bool) -> FleetTooSmall:
 
 
 def identical(problem: LayerProblem) -> bool:
-    """Whether one layer is like another in work, memory and what it receives."""
+    """Return whether one layer is like another in work, memory and what it receives."""
     columns = [problem.layer_flops, problem.layer_memory_bytes]
     if problem.transfers is not None:
         columns.append(problem.transfers.boundary_bytes)

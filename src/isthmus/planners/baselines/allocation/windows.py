@@ -145,7 +145,7 @@ def earned(prices: Floats, ends: Ints) -> Floats:
 
 
 def out_of_reach(problem: LayerProblem, prices: Floats, limit_s: float) -> bool:
-    """Whether these prices prove that no allocation has a largest workload up to `limit_s`."""
+    """Return whether these prices prove that no allocation has a largest workload up to `limit_s`."""
     dearest = earned(prices, reach(problem, limit_s)).max(axis=1)
     return float(dearest.sum()) < float(prices.sum()) * (1 - MARGIN)
 
