@@ -205,26 +205,8 @@ def fleets(draw: st.DrawFn) -> Fleet:
     return fleet_of(regions, links)
 
 
-@given(fleets())
-def test_symmetrised_is_the_mean_of_both_directions_for_every_pair(fleet: Fleet) -> None:
-    even = fleet.symmetrised()
-    for a, b in permutations(fleet.names, 2):
-        there, back = fleet.link(a, b), fleet.link(b, a)
-        assert even.link(a, b).latency_s == pytest.approx((there.latency_s + back.latency_s) / 2)
-        mean = (there.bandwidth_bytes_per_s + back.bandwidth_bytes_per_s) / 2
-        assert even.link(a, b).bandwidth_bytes_per_s == pytest.approx(mean)
-        assert even.link(a, b) == even.link(b, a)
-
-
 @given(fleets(), st.data())
 def test_thinning_changes_no_link(fleet: Fleet, data: st.DataObject) -> None:
     thin = fleet.thin(data.draw(st.integers(1, len(fleet.devices))))
     for a, b in permutations(thin.names, 2):
         assert thin.link(a, b) == fleet.link(a, b)
-
-
-def test_symmetrised_where_one_direction_is_stated_by_devices_only() -> None:
-    links = Links(regions=(Route("A", "B", REGION),), devices=(Route("b1", "a0", DEVICE),))
-    even = fleet_of("ab", links).symmetrised()
-    assert even.link("a0", "b1").latency_s == pytest.approx(0.15)
-    assert even.link("a0", "b1") == even.link("b1", "a0")

@@ -5,15 +5,14 @@ import io
 import msgspec
 import pytest
 from rich.console import Console, RenderableType
-from synthetic_pipeline import make_fleet, make_plan
+from synthetic_pipeline import make_plan
 
-from isthmus.fleet import Fleet, Link, Links, Route, built_in_fleet
+from isthmus.fleet import Fleet
 from isthmus.graph.opgraph import Op, OpGraph, Ref
 from isthmus.plans import Certificate, Constraints, Plan, question_in_words
 from isthmus.report import (
     comparison_summary,
     comparison_table,
-    fleet_table,
     fleets_table,
     plan_overview,
     plan_table,
@@ -123,60 +122,6 @@ def test_comparison_without_links(predicted: Trace, plan: Plan) -> None:
     text = render(comparison_table(comparison_summary(alone, alone, plan)))
     assert "Devices" in text
     assert "Links" not in text
-
-
-def test_fleet(fleet: Fleet) -> None:
-    text = render(fleet_table(fleet))
-    assert "two-cities: 4 devices" in text
-    assert row(text, "oslo-2").split() == ["oslo-2", "oslo", "-", "20", "GFLOPS", "2", "GiB", "-"]
-    assert "a fleet for tests" in text
-    # From row to column, and both ways are different.
-    assert row(text, "lisbon  500 us").split() == ["lisbon", "500", "us", "20", "ms"]
-    assert row(text, "oslo    25 ms").split() == ["oslo", "25", "ms", "500", "us"]
-
-
-def test_one_device_has_no_links() -> None:
-    text = render(fleet_table(make_fleet(4).thin(1)))
-    assert "two-cities: 1 device\n" in text
-    assert "Links" not in text
-
-
-def test_region_of_one_device_has_no_link_inside() -> None:
-    assert row(render(fleet_table(built_in_fleet("three-sites"))), "cloud ").split()[-1] == "-"
-
-
-def test_large_fleet_groups_equal_devices_and_keeps_the_matrix() -> None:
-    text = render(fleet_table(built_in_fleet("dtfm-case5")))
-    lines = [line.split() for line in text.splitlines() if "TFLOPS" in line]
-    assert len(lines) == 8
-    assert lines[0] == ["8", "oregon", "NVIDIA", "V100", "125", "TFLOPS", "16", "GiB", "-"]
-    assert "from row to column" in text
-    assert row(text, "oregon  ").split()[:5] == ["oregon", "5", "ms", "67", "ms"]
-
-
-def test_many_regions_have_one_row_each() -> None:
-    text = render(fleet_table(built_in_fleet("dtfm-case2")))
-    assert "by the region they start in" in text
-    assert "100 Gbit/s" in row(text, "instance-0 ")
-
-
-def test_links_of_single_devices_show_as_a_range(fleet: Fleet) -> None:
-    odd = Links(
-        intra=fleet.links.intra,
-        regions=fleet.links.regions,
-        devices=(Route("lisbon-0", "oslo-2", Link(0.09, 1e6)),),
-    )
-    text = render(fleet_table(msgspec.structs.replace(fleet, links=odd)))
-    assert "20 ms - 90 ms" in text
-    assert "8 Mbit/s - 100 Mbit/s" in text
-
-
-def test_large_fleet_of_one_by_one_links_costs_no_quadratic_search() -> None:
-    devices = built_in_fleet("laptop").devices[:1]
-    many = tuple(msgspec.structs.replace(devices[0], name=f"d{i}", price_per_hour=0.5) for i in range(3000))
-    text = render(fleet_table(Fleet(name="many", devices=many, links=Links(default=Link(0.001, 1e6)))))
-    assert "many: 3000 devices" in text
-    assert row(text, "   3000").split()[-1] == "0.50"
 
 
 def test_described_lists() -> None:

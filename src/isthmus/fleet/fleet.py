@@ -217,17 +217,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         sites = tuple(site for site in self.region_info if site.region in regions)
         return msgspec.structs.replace(self, devices=devices, links=links, region_info=sites)
 
-    def symmetrised(self) -> Fleet:
-        """The fleet with both directions of every pair replaced by their mean latency and bandwidth (DT-FM, sec. 3)."""
-        region_pairs = _both_ways(self.links.regions)
-        device_pairs = _both_ways(self.links.devices)
-        links = msgspec.structs.replace(
-            self.links,
-            regions=tuple(Route(a, b, _mean(self.region_link(a, b), self.region_link(b, a))) for a, b in region_pairs),
-            devices=tuple(Route(a, b, _mean(self.link(a, b), self.link(b, a))) for a, b in device_pairs),
-        )
-        return msgspec.structs.replace(self, links=links)
-
     @cached_property
     def _by_name(self) -> dict[str, Device]:
         return {device.name: device for device in self.devices}
@@ -296,18 +285,3 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                         f"fleet {self.name!r}: no link from {source!r} to {target!r}; "
                         "expected one for these devices, for their regions, or a default"
                     )
-
-
-def _both_ways(routes: Iterable[Route]) -> list[tuple[str, str]]:
-    """The pairs of `routes` and their reverses, each once, in order of first appearance."""
-    pairs = ((route.source, route.target) for route in routes)
-    return list(dict.fromkeys(chain.from_iterable(((a, b), (b, a)) for a, b in pairs)))
-
-
-def _mean(forward: Link | None, back: Link | None) -> Link:
-    """The mean of both directions; of two regions, one may be stated only by pairs of devices."""
-    stated = [link for link in (forward, back) if link is not None]
-    return Link(
-        latency_s=sum(link.latency_s for link in stated) / len(stated),
-        bandwidth_bytes_per_s=sum(link.bandwidth_bytes_per_s for link in stated) / len(stated),
-    )

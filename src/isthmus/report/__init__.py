@@ -2,7 +2,7 @@
 
 from isthmus.report.comparison import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
 from isthmus.report.explanation import Explanation, explain, explanation_text
-from isthmus.report.fleet_tables import fleet_table, fleets_table, planners_table
+from isthmus.report.fleet_tables import fleets_table, planners_table
 from isthmus.report.measured import during, last_period, memory_table, memory_use, run_summary
 from isthmus.report.overview import plan_overview
 from isthmus.report.pictures import draw_faults, draw_loss, draw_plan, draw_timeline
@@ -52,7 +52,6 @@ __all__ = [
     "during",
     "explain",
     "explanation_text",
-    "fleet_table",
     "fleets_table",
     "improvements",
     "last_period",

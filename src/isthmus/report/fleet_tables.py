@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from itertools import product
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,8 +12,6 @@ from isthmus.fleet import Device, Fleet, Link
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_bandwidth, format_compute, format_duration, format_size
 
-MOST_DEVICE_ROWS = 16
-MOST_MATRIX_REGIONS = 8
 NOT_IN_THE_SEARCH = (
     "data holders, labels stay: without yes, such a job is refused; price: without yes, time is minimised; "
     "compression: without yes, messages are packed once the plan is found; ?: not declared"
@@ -46,102 +42,6 @@ def names_table(title: str, noun: str, pairs: Iterable[tuple[str, str]]) -> Rend
     for name, description in pairs:
         table.add_row(Text(name, "bold"), Text(description))
     return titled(title, table)
-
-
-def fleet_table(fleet: Fleet) -> RenderableType:
-    """The devices, and latency and bandwidth from region to region.
-
-    Above 16 devices, equal devices of one region share a row; above 8 regions, each has one row with the range of
-    its links in place of the matrix.
-    """
-    parts: list[RenderableType] = [_devices(fleet)]
-    if len(fleet.devices) > 1:
-        parts.append(_matrix(fleet) if len(fleet.regions) <= MOST_MATRIX_REGIONS else _region_rows(fleet))
-    return Group(*parts)
-
-
-def _devices(fleet: Fleet) -> RenderableType:
-    count = len(fleet.devices)
-    title = f"{fleet.name}: {count} device{'s' * (count > 1)}"
-    columns = ("region", "hardware", "compute", "memory", "price per hour")
-    numbers = columns[2:]
-    if count <= MOST_DEVICE_ROWS:
-        table = new_table(("device", *columns), numbers)
-        for device in fleet.devices:
-            table.add_row(*map(Text, (device.name, *_device_cells(device))))
-    else:
-        table = new_table(("devices", *columns), ("devices", *numbers))
-        # Devices of one region that differ in their names only.
-        groups = Counter(_device_cells(device) for device in fleet.devices)
-        for cells, members in groups.items():
-            table.add_row(*map(Text, (str(members), *cells)))
-    return titled(title, table, fleet.description)
-
-
-def _device_cells(device: Device) -> tuple[str, ...]:
-    price = f"{device.price_per_hour:.2f}" if device.price_per_hour else "-"
-    return (
-        device.region,
-        device.hardware or "-",
-        format_compute(device.sustained_flops_per_s),
-        format_size(device.memory_bytes),
-        price,
-    )
-
-
-def _matrix(fleet: Fleet) -> RenderableType:
-    table = new_table(("from", *fleet.regions))
-    links = _links_between(fleet)
-    for source in fleet.regions:
-        cells = [Text("\n").join(map(Text, _ranges(links[source, target]))) for target in fleet.regions]
-        table.add_row(Text(source), *cells)
-    return titled("Links: latency and bandwidth, from row to column", table)
-
-
-def _region_rows(fleet: Fleet) -> RenderableType:
-    columns = ("latency inside", "bandwidth inside", "latency to others", "bandwidth to others")
-    table = new_table(("from", *columns))
-    links = _links_between(fleet)
-    for source in fleet.regions:
-        others = [link for target in fleet.regions if target != source for link in links[source, target]]
-        cells = (source, *_ranges(links[source, source]), *_ranges(others))
-        table.add_row(*map(Text, cells))
-    return titled("Links: latency and bandwidth, by the region they start in", table)
-
-
-def _links_between(fleet: Fleet) -> dict[tuple[str, str], list[Link]]:
-    """The different links from each region to each. Costs regions squared and the pairs stated one by one."""
-    members: dict[str, list[str]] = {region: [] for region in fleet.regions}
-    for device in fleet.devices:
-        members[device.region].append(device.name)
-    stated = {(route.source, route.target) for route in fleet.links.devices}
-    region = {device.name: device.region for device in fleet.devices}
-    found: dict[tuple[str, str], dict[Link, None]] = {(a, b): {} for a, b in product(fleet.regions, fleet.regions)}
-    for route in fleet.links.devices:
-        found[region[route.source], region[route.target]][route.link] = None
-    for (source, target), links in found.items():
-        # One pair of devices stands for all that have no link of their own.
-        pairs = ((a, b) for a, b in product(members[source], members[target]) if a != b and (a, b) not in stated)
-        pair = next(pairs, None)
-        if pair is not None:
-            links[fleet.link(*pair)] = None
-    return {pair: list(links) for pair, links in found.items()}
-
-
-def _ranges(links: list[Link]) -> tuple[str, str]:
-    """Latency and bandwidth of the links, each as "low - high" where they differ; dashes for no link."""
-    if not links:
-        return "-", "-"
-    latencies = [link.latency_s for link in links]
-    bandwidths = [link.bandwidth_bytes_per_s for link in links]
-    return (
-        _range(format_duration(min(latencies)), format_duration(max(latencies))),
-        _range(format_bandwidth(min(bandwidths)), format_bandwidth(max(bandwidths))),
-    )
-
-
-def _range(low: str, high: str) -> str:
-    return low if low == high else f"{low} - {high}"
 
 
 def matrix_table(fleet: Fleet) -> Table:
