@@ -20,7 +20,6 @@ from isthmus.job import Job, TrainingConfig, fleet_of
 from isthmus.models import ModelSpec
 from isthmus.models.boundary import BoundaryOptions
 from isthmus.models.lora import LoraOptions
-from isthmus.runtime.decoupled.fleet_replicas import check_joined
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.federated.fleet_executors import check_on_devices
@@ -102,7 +101,7 @@ def pipeline(**overrides: object) -> Callable[[], object]:
         job = job_of(PIPELINE, {key.replace("__", "."): value for key, value in overrides.items()})
         fleet = fleet_of(job)
         if job.sync.mode == "decoupled":
-            check_joined(job, fleet) if job.sync.decoupled.replicas != "devices" else check_decoupled(job, fleet)
+            check_decoupled(job, fleet)
 
     return act
 
@@ -153,7 +152,6 @@ DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
     ("JAX", "decoupled"): decoupled(runtime__engine="jax"),
     ("compile", "decoupled"): decoupled(runtime__compile=True),
     ("changes", "decoupled"): decoupled(runtime__changes=[{"step": 1, "device": "laptop-0", "factor": 0.5}]),
-    ("pipelines", "joined replicas"): decoupled(sync__decoupled__replicas=[["laptop-0", "laptop-1"]]),
     ("skipped steps", "delayed"): pipeline(schedule="delayed", training__non_finite="skip"),
     ("averaged replicas", "delayed"): pipeline(schedule="delayed", **ONE),
     ("own data", "delayed"): pipeline(schedule="delayed", **OWN),

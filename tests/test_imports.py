@@ -37,6 +37,7 @@ COMPONENTS = {
         "isthmus.api",
         "isthmus.graph.outputs",
         "isthmus.protocol",
+        "isthmus.runtime.coordinator.backend",
         "isthmus.runtime.decoupled",
         "isthmus.runtime.processes",
         "isthmus.simulator.merging",

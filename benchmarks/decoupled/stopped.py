@@ -13,16 +13,18 @@ from pathlib import Path
 import msgspec
 import torch
 from jobs import job_of
+from tests.decoupled.small import pid_of, replicas_of
 
-from isthmus.api.decoupled import replica_plans
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec, load_dataset
 from isthmus.fleet import resolve_fleet
-from isthmus.job import TrainingConfig, prepare
+from isthmus.job import RuntimeConfig, TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeChanges
+from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.run import DecoupledRun
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.signals import Stop
 from isthmus_testing.decoupled_replay import replay
 
@@ -60,6 +62,7 @@ def stopped(replica: str) -> Stopped:
     job = msgspec.structs.replace(
         job, model=ModelSpec(name="mlp"), data=DataSpec(kind="digits"), training=training, sync=_rules(job.sync)
     )
+    job = msgspec.structs.replace(job, runtime=RuntimeConfig(emulate=False))  # the time of steps is given
     fleet = resolve_fleet(job.fleet)
     made, merges = list[tuple[float, str]](), list[tuple[float, MergeChanges]]()
     watch = MergerWatch(
@@ -68,11 +71,13 @@ def stopped(replica: str) -> Stopped:
         note=print,
     )
     stop = Stop()
-    with tempfile.TemporaryDirectory() as folder, (run := DecoupledRun(job, fleet, Path(folder))).processes:
-        pid = run.processes.pids()[replica]
+    backend = LocalBackend(places={name: ProcessPlace(step_s=step_s) for name, step_s in STEP_S.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        run = DecoupledRun(replicas_of(job, fleet, backend), Path(folder))
 
         def act() -> None:
             time.sleep(BEFORE_S)
+            pid = pid_of(replica)
             os.kill(pid, signal.SIGSTOP)
             time.sleep(STOPPED_S)
             os.kill(pid, signal.SIGCONT)
@@ -80,8 +85,7 @@ def stopped(replica: str) -> Stopped:
             stop.request()
 
         threading.Thread(target=act, daemon=True).start()
-        prepared = prepare(job)
-        run.run(prepared, replica_plans(prepared, fleet), STEP_S, watch, stop)
+        run.run(watch, stop)
         again = replay(job, load_dataset(job.data, "train"), fleet.names, [merge for _, merge in merges])
         same = all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
     begun_s = max(min(s for s, n in made if n == name) for name in STEP_S) + 1

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import msgspec
 import torch
 
+from isthmus.api.decoupled import replica_plans
+from isthmus.api.replica_models import plan_again
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import OptimizerConfig
-from isthmus.fleet import Link
-from isthmus.job import Job, TrainingConfig
+from isthmus.fleet import Fleet, Link
+from isthmus.job import Job, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeRules
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.decoupled.merged_run import merge_rules
+from isthmus.runtime.decoupled.run import Replicas
+from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
 from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel, SimulatedReplicas
 from isthmus_testing.decoupled_replay import ReplicasTogether, job_together
+from tests.runtime.commands import devices_of
 
 NAMES = ("a", "b", "c", "d")
 STEP_S = (0.4, 0.4, 0.2, 0.1)
@@ -51,6 +59,26 @@ def rules(samples: int | None = 9600, fragments: int = 2, quorum: int = 2) -> Me
     return MergeRules(
         samples=samples, merge_every=64 / fragments, fragments=fragments, quorum=quorum, grace=0.5, timeout_s=60
     )
+
+
+def replicas_of(job: Job, fleet: Fleet, backend: LocalBackend | None = None) -> Replicas:
+    """The job's replicas on processes of this machine."""
+    prepared, backend = prepare(job), backend or LocalBackend()
+    holders = DataHolders(backend.asks(Stop()), job.used_data, fleet.names, heldout=False)
+    holders.ask()
+    return Replicas(
+        prepared=prepared,
+        fleet=fleet,
+        plans=replica_plans(prepared, fleet),
+        backend=backend,
+        holders=holders,
+        replan=plan_again,
+    )
+
+
+def pid_of(device: str) -> int:
+    """Of its process, which this one has started."""
+    return devices_of(os.getpid())[device]
 
 
 def computed(job: Job, faults: Sequence[Fault] = ()) -> tuple[SimulatedReplicas, ReplicasTogether]:

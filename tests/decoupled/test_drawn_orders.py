@@ -26,10 +26,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.data import load_dataset
 from isthmus.errors import PeerError, StepError, UserError
 from isthmus.protocol.decoupled_events import NEVER
-from isthmus.runtime.decoupled import joined, merger_link
+from isthmus.runtime.decoupled import device_replica, merger_link
 from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.device.peer_connections import Endpoint
@@ -42,7 +41,7 @@ from isthmus.training.layout import pack
 
 from ..drawn_integers import Lies, landed, possible_threads
 from .small import job_of
-from .test_graph_trainer import ordered
+from .test_graph_trainer import ordered, samples_of
 
 pytestmark = pytest.mark.thorough
 
@@ -69,8 +68,8 @@ def right(monkeypatch: pytest.MonkeyPatch) -> Order:
     """Data are read once, and threads are left as they are."""
     job = job_of()
     _, order, kept = ordered(job, "b")
-    data = {"train": load_dataset(job.used_data, "train")}
-    monkeypatch.setattr(joined, "stage_data", lambda *_, **__: data)
+    data = {"train": samples_of(job, order)}
+    monkeypatch.setattr(device_replica, "stage_data", lambda *_, **__: data)
     return order, list(kept.values())
 
 
@@ -91,7 +90,7 @@ def test_a_drawn_integer_is_refused_or_one_that_a_replica_may_be_ordered(
     graphs: bool, right: Order, capsys: pytest.CaptureFixture[str]
 ) -> None:
     order, tensors = right
-    expected = _step(joined._assigned(_Link(right), SITE))
+    expected = _step(device_replica._assigned(_Link(right), SITE))
 
     def take(message: AnyMessage) -> None:
         try:
@@ -108,12 +107,13 @@ def test_a_drawn_integer_is_refused_or_one_that_a_replica_may_be_ordered(
 
     def follow(message: TrainReplica, arrived: list[Tensor]) -> None:
         link = _Link((message, arrived), right)
-        trainer = joined._assigned(link, SITE)
+        trainer = device_replica._assigned(link, SITE)
         if not link.orders:
             assert (trainer.steps, _step(trainer)) == (order.steps, expected)
             raise PeerError(capsys.readouterr().err)
-        share = message.share
-        assert trainer.samples == order.share.own and 0 <= trainer.steps < 1 << 32
+        share, given = message.assignment.replica, order.assignment.replica
+        assert share is not None and given is not None
+        assert trainer.samples == given.own and 0 <= trainer.steps < 1 << 32
         assert (share.number + 1) * share.own <= share.batch
         assert trainer.fragments.elements == [4810, 4160]
         assert isinstance(_step(trainer), float)
@@ -128,22 +128,22 @@ def test_a_drawn_integer_is_refused_or_one_that_a_replica_may_be_ordered(
 def test_a_merger_whose_order_is_refused_is_dialled_again(right: Order, capsys: pytest.CaptureFixture[str]) -> None:
     """Over TCP: it says it anew."""
     order, tensors = right
-    wrong = msgspec.structs.replace(order, share=msgspec.structs.replace(order.share, number=4))
+    wrong = msgspec.structs.replace(order, steps=1 << 40)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         link = MergerLink(dataclasses.replace(PLACE, address=address, away_timeout_s=60.0))
         listener.settimeout(60.0)
-        trainer, channels = pool.submit(joined._assigned, link, SITE), list[SocketChannel]()
+        trainer, channels = pool.submit(device_replica._assigned, link, SITE), list[SocketChannel]()
         for said in (wrong, order):
             channels.append(SocketChannel(listener.accept()[0], "replica", 60.0))
             joining = channels[-1].receive()
             assert joining is not None and isinstance(joining[0], JoinRun)
             channels[-1].send(said, [pack(tensor) for tensor in tensors])
-        assert trainer.result().batch == order.share.batch
+        assert trainer.result().steps == order.steps
         link.close(0.0)
         for channel in channels:
             channel.close()
-    assert "replica a: merger: ordered 4 samples of a batch of 16 for replica 4; dialling it again" in (
+    assert "replica a: merger: ordered step 1099511627776 of 17179869184 samples, 4 each; dialling it again" in (
         capsys.readouterr().err
     )
 

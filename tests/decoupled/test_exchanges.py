@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST
-from isthmus.api.decoupled import plan_again
+from isthmus.api.replica_models import plan_again
 from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Prepared, prepare
@@ -22,12 +22,13 @@ from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import NEVER, CollectChanges, Contributed, FragmentSent, StepsMade
 from isthmus.protocol.run_messages import Halt, OpenItem, WeightExchange
 from isthmus.protocol.work import Item
+from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run import RunOptions, Watcher
 from isthmus.runtime.decoupled import pipeline
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.trainer import merged_fragments
+from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
 from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
 from isthmus.training.decoupled import delta_codec
 from isthmus.training.engine import Engine
@@ -105,11 +106,13 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
     fleet = FLEET.subset(["a", "b", "c"])
     known = pipeline.ReplicaPipeline(
         prepared=prepared,
+        module=seeded_model(job),
         plan=plan_again(prepared, fleet),
         fleet=fleet,
         replan=lambda fleet: plan_again(prepared, fleet),
         folder=tmp_path,
         began_s=0.0,
+        backend=LocalBackend(),
     )
     place = ReplicaPlace(name="x", run="r", address="127.0.0.1:1", timeout_s=60.0)
     pipeline.PipelineReplica(job, known, place).run()

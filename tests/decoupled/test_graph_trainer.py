@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 import torch
 
 from isthmus.accelerators import HOST
-from isthmus.api.decoupled import replica_plans
 from isthmus.data import load_dataset
+from isthmus.data.replica_share import ReplicaSamples
 from isthmus.errors import PeerError
-from isthmus.job import Job, prepare
+from isthmus.job import Job
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import NEVER
-from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.data_holders import DataHolders
-from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas
 from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.runtime.decoupled.run import DecoupledRun
 from isthmus.runtime.messages.decoupled import TrainReplica
-from isthmus.runtime.processes.signals import Stop
 from isthmus_testing.replica_trainer import ReplicaTrainer
 
-from .small import NAMES, job_of
+from .small import NAMES, job_of, replicas_of
 from .test_real_run import FLEET
 
 
-def ordered(job: Job, replica: str) -> tuple[FleetReplicas, TrainReplica, dict[str, torch.Tensor]]:
+def ordered(job: Job, replica: str) -> tuple[DecoupledRun, TrainReplica, dict[str, torch.Tensor]]:
     """What a device is told, as the merger of this job tells it."""
-    prepared = prepare(job)
-    holders = DataHolders(LocalBackend().asks(Stop()), job.data, FLEET.names, heldout=False)
-    run = FleetReplicas(prepared, FLEET, replica_plans(prepared, FLEET), holders)
-    order, tensors = run.first(replica)
+    run = DecoupledRun(replicas_of(job, FLEET), Path())
+    order, tensors = run.first(replica) or (None, [])
     assert isinstance(order, TrainReplica)
     return run, order, {header.name: tensor for header, tensor in zip(order.tensors, tensors, strict=True)}
+
+
+def samples_of(job: Job, order: TrainReplica) -> ReplicaSamples:
+    assert order.assignment.replica is not None
+    return ReplicaSamples(load_dataset(job.used_data, "train"), order.assignment.replica)
 
 
 def test_steps_have_the_same_bits() -> None:
@@ -41,7 +43,7 @@ def test_steps_have_the_same_bits() -> None:
     job = msgspec.structs.replace(job, training=training, model=ModelSpec(name="cnn"))
     data = load_dataset(job.used_data, "train")
     run, order, kept = ordered(job, "c")
-    ours = GraphTrainer(order, kept, data, HOST)
+    ours = GraphTrainer(order, kept, samples_of(job, order), HOST)
     theirs = ReplicaTrainer(job, data, NAMES.index("c"), len(NAMES))
     assert (ours.samples, ours.batch) == (theirs.samples, theirs.batch)
     for trainer in (ours, theirs):
@@ -61,4 +63,4 @@ def test_a_parameter_that_is_in_no_fragment_is_refused() -> None:
     order = msgspec.structs.replace(order, fragments=({n: s for n, s in first.items() if n != name}, *others))
     kept = {**kept, name: torch.zeros(first[name])}
     with pytest.raises(PeerError, match=f"named no fragment with {name}"):
-        GraphTrainer(order, kept, load_dataset(job.used_data, "train"), HOST)
+        GraphTrainer(order, kept, samples_of(job, order), HOST)

@@ -16,7 +16,6 @@ import isthmus
 from isthmus.api.decoupled import _Watch, overruns, replica_plans, step_times
 from isthmus.api.decoupled_simulation import plan_replicas, simulate_decoupled
 from isthmus.api.folder import RunFolder
-from isthmus.api.job_queue import submit_job
 from isthmus.api.observer import Silent
 from isthmus.api.stored_run import Uploads
 from isthmus.api.terminal import logged
@@ -242,21 +241,6 @@ def test_what_replicas_cannot_do_is_refused(job: Job) -> None:
         with pytest.raises(UserError) as error:
             check_decoupled(wrong, fleet_of(wrong))
         assert str(error.value).startswith(text)
-
-
-def test_pipelines_on_devices_that_join_are_refused_before_anything_begins(job: Job, tmp_path: Path) -> None:
-    names = fleet_of(job).names
-    rules = msgspec.structs.replace(job.sync.decoupled, replicas=(names[:2], *((name,) for name in names[2:])))
-    job = msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, decoupled=rules))
-    refused = [
-        lambda: isthmus.serve(job, state=tmp_path / "fleet"),
-        lambda: submit_job(job, state=tmp_path / "fleet"),
-        lambda: isthmus.up(job, on="local"),
-    ]
-    for act in refused:
-        with pytest.raises(UserError, match=r"sync.decoupled.replicas: got pipelines \(.*\) .* on devices that join"):
-            act()
-    assert not (tmp_path / "fleet").exists()
 
 
 def test_settings_of_another_mode_are_refused() -> None:

@@ -6,21 +6,21 @@ import contextlib
 import threading
 
 import msgspec
+import pytest
 import torch
 
 from isthmus.data import load_dataset
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.coordinator.backend import NoDevices
-from isthmus.runtime.decoupled.joined import serve_joined
+from isthmus.runtime.decoupled import device_replica
+from isthmus.runtime.decoupled.device_replica import serve_replica
+from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
-from isthmus.runtime.decoupled.merger_link import ReplicaPlace
-from isthmus.runtime.decoupled.replica import serve_replica
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.decoupled import delta_codec
 from isthmus_testing.decoupled_replay import replay
-from isthmus_testing.replica_trainer import ReplicaTrainer
 
 from .small import NAMES, job_of
 from .test_graph_trainer import ordered
@@ -40,14 +40,13 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
 
     watch = MergerWatch(stepped=lambda *_: None, merged=lambda merge, _: merges.append(merge), note=note)
     links = dict.fromkeys(NAMES, None)
-    host = MergerHost(
-        run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch, begin=run.first
-    )
+    host = MergerHost(run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch)
+    host.begin = run.first
     listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
     listener.start(host.acceptor.on_connection)
     threads = [
         threading.Thread(
-            target=serve_joined,
+            target=serve_replica,
             args=(("127.0.0.1", listener.port), Endpoint(device=name), RUN, TIMEOUT_S),
             daemon=True,
         )
@@ -74,7 +73,7 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
 
 
-def test_the_merger_hears_why_a_replica_cannot_begin() -> None:
+def test_the_merger_hears_why_a_replica_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     job, notes, stop = job_of(), list[str](), Stop()
     run, _, _ = ordered(job, "a")
 
@@ -86,16 +85,18 @@ def test_the_merger_hears_why_a_replica_cannot_begin() -> None:
     watch = MergerWatch(stepped=lambda *_: None, merged=lambda *_: None, note=note)
     links = dict.fromkeys(NAMES, None)
     host = MergerHost(run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch)
+    host.begin = run.first
     listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
     listener.start(host.acceptor.on_connection)
-    place = ReplicaPlace(name="a", run=RUN, address=f"127.0.0.1:{listener.port}", timeout_s=TIMEOUT_S)
 
-    def prepare() -> ReplicaTrainer:
+    def trainer(*_: object) -> GraphTrainer:
         raise RuntimeError("no room")
 
     def serve() -> None:
         with contextlib.suppress(RuntimeError):
-            serve_replica(prepare, place)
+            serve_replica(("127.0.0.1", listener.port), Endpoint(device="a"), RUN, TIMEOUT_S)
+
+    monkeypatch.setattr(device_replica, "_trainer", trainer)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()

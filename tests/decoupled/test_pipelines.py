@@ -13,9 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.api.decoupled import replica_plans
 from isthmus.api.decoupled_simulation import simulate_decoupled
-from isthmus.api.replica_models import plan_again
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Links
@@ -33,7 +31,7 @@ from isthmus.simulator.merging import MergingSimulation, SimulatedReplicas
 from isthmus.simulator.replica_devices import PlannedStep
 from isthmus_testing.decoupled_replay import replay
 
-from .small import LINK, SIZES, job_of, replicas, rules
+from .small import LINK, SIZES, job_of, pid_of, replicas, replicas_of, rules
 
 ENDLESS = 100_000
 """Steps of a run that a test stops."""
@@ -65,26 +63,22 @@ def run_of(
     after so many samples: one replica alone may make them all before the other has started. The device alone is stopped
     while it is ahead of the pipeline."""
     merges, notes, steps, stop = list[MergeChanges](), list[str](), Counter[str](), Stop()
-    run = DecoupledRun(job, FLEET, folder, plan_again)
-    with run.processes:
-        alone = run.processes.pids()["d"]
+    alone = list[int]()  # the process of the device alone
+    run = DecoupledRun(replicas_of(job, FLEET), folder)
 
-        def made(name: str, made: StepsMade, samples: int, seconds: float) -> None:
-            steps[name] += 1
-            stepped(steps)
-            if contributors(merges) == {"x", "d"} and enough():
-                stop.request()
-            waits = steps["d"] > steps["x"] + 3 and not stop.requested
-            os.kill(alone, signal.SIGSTOP if waits else signal.SIGCONT)
+    def made(name: str, made: StepsMade, samples: int, seconds: float) -> None:
+        steps[name] += 1
+        stepped(steps)
+        if contributors(merges) == {"x", "d"} and enough():
+            stop.request()
+        waits = steps["d"] > steps["x"] + 3 and not stop.requested
+        if name == "d" and not alone:
+            alone.append(pid_of("d"))
+        for pid in alone:
+            os.kill(pid, signal.SIGSTOP if waits else signal.SIGCONT)
 
-        prepared = prepare(job)
-        plans = replica_plans(prepared, FLEET)
-        watch = MergerWatch(
-            stepped=made,
-            merged=lambda merge, _: merges.append(merge),
-            note=notes.append,
-        )
-        outcome = run.run(prepared, plans, {}, watch, stop)
+    watch = MergerWatch(stepped=made, merged=lambda merge, _: merges.append(merge), note=notes.append)
+    outcome = run.run(watch, stop)
     assert outcome.finish.outcome == "interrupted"
     return merges, notes, run
 
@@ -113,7 +107,7 @@ def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path) -> None:
         counts.update(steps - counts)
         if not at_loss and steps["x"] == 6:
             at_loss.update(steps)
-            os.kill(_pid_of("b"), signal.SIGKILL)
+            os.kill(pid_of("b"), signal.SIGKILL)
 
     def enough() -> bool:
         """Both went on after the loss."""
@@ -124,31 +118,6 @@ def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path) -> None:
     assert "over a, b, c" in plans[0]
     assert "b" not in plans[1].removeprefix("x: a pipeline over").partition(":")[0]
     assert bits_as_replayed(job, merges, run)
-
-
-def _pid_of(device: str) -> int:
-    title = f"isthmus device {device}".encode()
-    found = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _read(entry / "cmdline").rstrip(b"\0") == title and _is_own(int(entry.name))
-    ]
-    (pid,) = found
-    return pid
-
-
-def _is_own(pid: int) -> bool:
-    """Whether a process is of this test: others of the machine may have the same title."""
-    while pid > 1 and pid != os.getpid():
-        pid = int((_read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split() or [b"", b"0"])[1])
-    return pid == os.getpid()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # it ended meanwhile
-        return b""
 
 
 def test_a_simulated_pipeline_makes_lost_steps_again_and_the_others_do_not_notice() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -10,26 +13,28 @@ import msgspec
 import pytest
 import torch
 
+from isthmus.api.job_queue import run_queue, submit_job
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
+from isthmus.api.terminal import logged
 from isthmus.data import load_dataset
-from isthmus.errors import UserError
 from isthmus.fleet import Device, Links, dump_fleet
 from isthmus.fleet import Fleet as Machines
 from isthmus.job import Job
 from isthmus.protocol.decoupled_events import MergeChanges
-from isthmus.runtime.decoupled.fleet_replicas import check_joined
+from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.service.job_queue import JobQueue
 from isthmus.training.checkpoint import latest_checkpoint
 from isthmus.training.decoupled import fragments_of
 from isthmus_testing.decoupled_replay import replay
-from tests.decoupled.small import LINK, NAMES, job_of
+from tests.decoupled.small import LINK, NAMES, job_of, pid_of
 
-from .parties import Fleet, outcomes, soon
+from .parties import Fleet, in_background, outcomes, soon
 from .test_fleet_runs import Devices
 
 MACHINES = Machines(
@@ -39,19 +44,21 @@ MACHINES = Machines(
 )
 
 
-def _job(folder: Path) -> Job:
-    """Of more steps than are made before it is stopped."""
+def _job(folder: Path, steps: int = 20_000, replicas: object = "devices") -> Job:
+    """By default of more steps than are made before it is stopped."""
     (folder / "fleet.toml").write_text(dump_fleet(MACHINES))
-    job = job_of()
-    training = msgspec.structs.replace(job.training, steps=20_000)
-    return msgspec.structs.replace(job, training=training, fleet=str(folder / "fleet.toml"))
+    job = job_of(replicas=replicas)
+    runtime = msgspec.structs.replace(job.runtime, snapshot_every=0 if replicas == "devices" else 1)
+    training = msgspec.structs.replace(job.training, steps=steps)
+    fleet = str(folder / "fleet.toml")
+    return msgspec.structs.replace(job, planner="even", training=training, runtime=runtime, fleet=fleet)
 
 
 class _Running:
     """The job on the devices of a fleet, in a thread."""
 
-    def __init__(self, fleet: Fleet, folder: Path, *, resume: bool = False) -> None:
-        self.job, self.folder, self.notes, self.stop = _job(folder), folder / "run", list[str](), Stop()
+    def __init__(self, fleet: Fleet, folder: Path, job: Job | None = None, *, resume: bool = False) -> None:
+        self.job, self.folder, self.notes, self.stop = job or _job(folder), folder / "run", list[str](), Stop()
         self._resume = resume
         self._ended: list[Run | Exception] = []
         self._thread = threading.Thread(target=self._run, args=(fleet,), daemon=True)
@@ -77,16 +84,18 @@ class _Running:
     def said(self, text: str) -> bool:
         return any(note.startswith(text) for note in self.notes)
 
-    def end(self) -> None:
-        """What it has is merged and saved."""
-        self.stop.request()
-        self._thread.join(60)
-        assert [run.outcome for run in self._ended if isinstance(run, Run)] == ["interrupted"], self._ended
+    def end(self, outcome: str = "interrupted") -> None:
+        """What it has is merged and saved; at its own end where it is done."""
+        if outcome == "interrupted":
+            self.stop.request()
+        self._thread.join(120)
+        assert [run.outcome for run in self._ended if isinstance(run, Run)] == [outcome], (self._ended, self.notes)
 
     def check_bits(self, checkpoint: Path | None = None) -> None:
         """The saved weights are those that the record gives, from the checkpoint that the run went on from."""
         job = self.job
-        again = replay(job, load_dataset(job.used_data, "train"), NAMES, self.merges, checkpoint)
+        names = list(replica_groups(job, MACHINES))
+        again = replay(job, load_dataset(job.used_data, "train"), names, self.merges, checkpoint)
         expected, found = seeded_model(job), seeded_model(job)
         again.fill(fragments_of(expected, job.sync.decoupled.fragments))
         Run(self.folder).load(found)
@@ -134,9 +143,58 @@ def test_a_drained_device_gives_all_and_one_that_comes_back_goes_on(fleet: Fleet
     back.stop()
 
 
-def test_pipelines_on_devices_that_join_are_refused() -> None:
-    with pytest.raises(UserError) as error:
-        check_joined(job_of(replicas=[["a", "b"], ["c", "d"]]), MACHINES)
-    assert str(error.value).startswith(
-        "sync.decoupled.replicas: got pipelines (a+b, c+d) with sync.mode 'decoupled' on"
-    )
+def test_a_pipeline_on_devices_that_joined_makes_all_of_its_steps_though_one_is_killed(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    run = _Running(fleet, tmp_path, _job(tmp_path, 150, [NAMES]))
+    devices = Devices(fleet, tmp_path, NAMES)
+    soon(lambda: len(run.merges) > 2)
+    os.kill(pid_of("b"), signal.SIGKILL)
+    run.end("done")
+    assert Run(run.folder).losses[-1].step == 150
+    first, second, *_ = (note for note in run.notes if note.startswith("a+b+c+d: a pipeline over "))
+    assert "over a, b, c, d:" in first and "over a, c, d:" in second
+    run.check_bits()
+    devices.stop()
+
+
+@pytest.mark.long
+def test_a_submitted_job_of_pipelines_is_trained(fleet: Fleet, tmp_path: Path) -> None:
+    job = msgspec.structs.replace(_job(tmp_path, 60, [NAMES[:2], NAMES[2:]]), run_dir=str(tmp_path / "runs"))
+    submit_job(job, state=fleet.state.folder)
+    queue, devices = JobQueue(fleet.state.folder), Devices(fleet, tmp_path, NAMES)
+
+    def ends() -> None:
+        soon(lambda: [job.state for job in queue.jobs()] == ["done"])
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with in_background(ends, lambda: None), contextlib.suppress(KeyboardInterrupt):
+        run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, logged)
+    devices.stop()
+    (run,) = (Run(folder) for folder in (tmp_path / "runs").iterdir())
+    assert run.outcome == "done" and run.losses[-1].step == 60
+
+
+@pytest.mark.long
+def test_a_pipeline_and_a_device_that_joined_go_on_as_others_leave_and_return_and_are_resumed(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    run = _Running(fleet, tmp_path, _job(tmp_path, replicas=[NAMES[:3], NAMES[3:]]))
+    devices = Devices(fleet, tmp_path, ("a", "b", "d"))
+    soon(lambda: "d" in run.contributors)
+    third = Devices(fleet, tmp_path, ("c",))  # a pipeline begins when all devices of its plan are there
+    soon(lambda: "a+b+c" in run.contributors)
+    fleet.state.drain("c")
+    soon(lambda: run.said("a+b+c: c has left"))
+    given = run.contributors.count("a+b+c")
+    soon(lambda: run.contributors.count("a+b+c") > given)
+    run.end()
+    run.check_bits()
+    saved = shutil.copytree(latest_checkpoint(run.folder / "checkpoints"), tmp_path / "saved")
+    merged = len(run.contributors)
+    run = _Running(fleet, tmp_path, run.job, resume=True)
+    soon(lambda: {"a+b+c", "d"} <= {*run.contributors[merged:]})
+    run.end()
+    run.check_bits(saved)
+    for joined in (devices, third):
+        joined.stop()

@@ -161,6 +161,18 @@ def test_a_federated_job_gives_the_bits_of_this_machine(tmp_path: Path) -> None:
     assert not list((tmp_path / "up").rglob("*.pem"))
 
 
+@pytest.mark.long
+def test_a_replica_that_is_a_pipeline_trains_on_agents(tmp_path: Path) -> None:
+    file, names = _job(tmp_path, 2), [f"{tmp_path.name}-{n}" for n in range(2)]
+    file.write_text(file.read_text().replace("[plan]", "").replace(f'data_holder = "{names[-1]}"', ""))
+    sync = {"sync.mode": "decoupled", "sync.decoupled": {"fragments": 2, "replicas": [names]}}
+    fleet = {"fleet": str(tmp_path / "fleet.toml")}
+    run = isthmus.up(file, "local", nodes=2, run=tmp_path / "run", overrides={**sync, **fleet})
+    assert run.outcome == "done" and run.losses[-1].step == 100
+    merged = {c.replica for line in run.merges for f in line.merge.fragments for c in f.contributions}
+    assert merged == {"+".join(names)}
+
+
 def test_an_unreachable_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", put_in_path(tmp_path / "bin", os.environ["PATH"]))
     options = {"hosts": "unreachable,127.0.0.1", "python": sys.executable}

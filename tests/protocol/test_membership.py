@@ -333,6 +333,16 @@ def test_a_device_that_drains_is_not_called_to_its_run_again() -> None:
     assert fleet.took() == [("start_worker", "oslo", 1, "next")]
 
 
+def test_the_run_that_a_device_works_for_hears_once_that_it_is_to_leave() -> None:
+    machine = Fleet("oslo", "tokyo").machine
+    machine.open_run("one", ("oslo",))
+    machine.open_run("other", ("tokyo",))
+    for device in ("oslo", "bergen"):
+        machine.drain(device)
+    assert machine.take_leaving("other") == []
+    assert machine.take_leaving("one") == ["oslo"] and machine.take_leaving("one") == []
+
+
 @pytest.mark.parametrize("long_lived", [False, True])
 @pytest.mark.parametrize("ends", ["disconnected", "replaced", "failed"])
 def test_a_drained_device_stays_out_of_its_run_after_its_connection_or_its_process_ended(

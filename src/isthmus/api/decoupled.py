@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from isthmus.api.callbacks import run_started
 from isthmus.api.make_plan import plan_for
 from isthmus.api.merge_period import with_period
-from isthmus.api.pipeline import start_of
-from isthmus.api.replica_models import fragment_bytes, plan_again, replica_models
+from isthmus.api.pipeline import places_of, plan_again, start_of
+from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.api.run import draw_metrics
 from isthmus.api.run_session import Choices
 from isthmus.api.watch import Ran, Watch
@@ -30,15 +28,14 @@ from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.boundary_table import codecs_of
-from isthmus.runtime.coordinator.backend import Backend
+from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
-from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas, check_joined
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun, merge_rules
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
-from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
+from isthmus.runtime.decoupled.run import DecoupledRun, Replicas, check_decoupled
 from isthmus.runtime.decoupled.trainer import evaluated
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Span
@@ -52,80 +49,46 @@ def run_decoupled(job: Job, choices: Choices, watch: Watch, stop: Stop) -> Ran |
     start = start_of(job, choices, watch)
     if start is None:
         return None
-    running = _Running(job, fleet_of(job), start.checkpoint, watch, stop)
-    return running.here() if choices.backend is None else running.joined(choices.backend)
+    fleet, observer = fleet_of(job), watch.observer
+    backend = choices.backend or LocalBackend(places=places_of(job))
+    holders = DataHolders(backend.asks(stop), job.used_data, fleet.names, heldout=job.evaluates, note=observer.note)
+    holders.ask()
+    observer.note(f"capturing {job.model.name} ...")
+    prepared = prepare(job, agreed(holders.described), least=len(replica_groups(job, fleet)))
+    if start.checkpoint is not None:
+        unchanged(read_manifest(start.checkpoint).data, holders.digests)
+    prepared = msgspec.structs.replace(prepared, computes=backend.computes)
+    replicas = Replicas(
+        prepared=prepared,
+        fleet=fleet,
+        plans=replica_plans(prepared, fleet),
+        backend=backend,
+        holders=holders,
+        replan=lambda own, left: plan_again(own, backend, holders, left),
+    )
+    return _watched(replicas, DecoupledRun(replicas, watch.folder.path, start.checkpoint), watch, stop)
 
 
-def check_replicas(job: Job, *, on_fleet: bool) -> None:
-    """UserError for a job whose replicas cannot be processes here, or devices of a fleet."""
-    (check_joined if on_fleet else check_decoupled)(job, fleet_of(job))
+def check_replicas(job: Job) -> None:
+    """UserError for a job whose replicas cannot train."""
+    check_decoupled(job, fleet_of(job))
 
 
-class _Running(NamedTuple):
-    """A run whose folder is there."""
-
-    job: Job
-    fleet: Fleet
-    checkpoint: Path | None  # to go on from
-    watch: Watch
-    stop: Stop
-
-    def here(self) -> Ran:
-        """Run on processes of this machine."""
-        path = self.watch.folder.path
-        run = DecoupledRun(self.job, self.fleet, path, plan_again, self.checkpoint)  # forks, so it comes first
-        with run.processes:
-            prepared = prepare(self.job, least=len(run.groups))
-            plans = replica_plans(prepared, self.fleet)
-            alone_s = {name: plan.predicted.step_s for name, plan in plans.items() if len(run.groups[name]) == 1}
-            emulated_s = alone_s if self.job.runtime.emulate else {}
-
-            def act(watch: MergerWatch) -> DecoupledOutcome:
-                return run.run(prepared, plans, emulated_s, watch, self.stop)
-
-            return self._watched(run, prepared, plans, act, emulated_s)
-
-    def joined(self, backend: Backend) -> Ran:
-        """Run on devices of a fleet, as soon as one of them is there."""
-        job, note = self.job, self.watch.observer.note
-        holders = DataHolders(
-            backend.asks(self.stop), job.used_data, self.fleet.names, heldout=job.evaluates, note=note
-        )
-        holders.ask()
-        note(f"capturing {job.model.name} ...")
-        count = len(replica_groups(job, self.fleet))
-        prepared = prepare(job, agreed(holders.described), least=count)
-        if self.checkpoint is not None:
-            unchanged(read_manifest(self.checkpoint).data, holders.digests)
-        prepared = msgspec.structs.replace(prepared, computes=backend.computes)
-        plans = replica_plans(prepared, self.fleet)
-        run = FleetReplicas(prepared, self.fleet, plans, holders, self.checkpoint)
-        logs = self.watch.folder.path / "logs"
-        return self._watched(run, prepared, plans, lambda watch: run.run(backend, watch, self.stop, logs))
-
-    def _watched(
-        self,
-        run: MergedRun,
-        prepared: Prepared,
-        plans: Mapping[str, Plan],
-        act: Callable[[MergerWatch], DecoupledOutcome],
-        emulated_s: Mapping[str, float] = {},
-    ) -> Ran:
-        job, observer = prepared.job, self.watch.observer
-        watch = _Watch(job, run, self.watch)
-        watch.start(self.fleet, self.stop)
-        observer.note(f"run folder: {self.watch.folder.path}")
-        for name, plan in plans.items():
-            observer.note(step_text(name, plan, plan.predicted.step_s))
-        models = replica_models(prepared, self.fleet, plans) if job.sync.period == "auto" else []
-        planned, period_note = with_period(job, models, fragment_bytes(job, run.merged))
-        if period_note:
-            every = merge_rules(planned).merge_every
-            run.machine.rules = msgspec.structs.replace(run.machine.rules, merge_every=every)
-            observer.note(period_note)
-        observer.began(f"{job.model.name} on {self.fleet.name}, {len(plans)} replicas")
-        outcome = act(watch.merger)
-        return watch.end(outcome, emulated_s)
+def _watched(replicas: Replicas, run: DecoupledRun, watch: Watch, stop: Stop) -> Ran:
+    prepared, fleet, plans, observer = replicas.prepared, replicas.fleet, replicas.plans, watch.observer
+    job, seen = prepared.job, _Watch(prepared.job, run, watch)
+    seen.start(fleet, stop)
+    observer.note(f"run folder: {watch.folder.path}")
+    for name, plan in plans.items():
+        observer.note(step_text(name, plan, plan.predicted.step_s))
+    models = replica_models(prepared, fleet, plans) if job.sync.period == "auto" else []
+    planned, period_note = with_period(job, models, fragment_bytes(job, run.merged))
+    if period_note:
+        every = merge_rules(planned).merge_every
+        run.machine.rules = msgspec.structs.replace(run.machine.rules, merge_every=every)
+        observer.note(period_note)
+    observer.began(f"{job.model.name} on {fleet.name}, {len(plans)} replicas")
+    return seen.end(run.run(seen.merger, stop), run.emulated_s)
 
 
 def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
@@ -200,8 +163,7 @@ class _Watch:
         self._metrics = Metrics(job.metrics)
         self._step = self._evaluated = self._saved = run.step
         self._losses: list[float] = []
-        self._ended_s: defaultdict[str, list[float]] = defaultdict(list)
-        """Seconds at which each replica's steps ended."""
+        self._ended_s: defaultdict[str, list[float]] = defaultdict(list)  # seconds at which each replica's steps ended
         self.merger = MergerWatch(stepped=self._stepped, merged=self._merged, note=self._watch.noted)
         self._spans: deque[Span] = deque()
         """Spans that are not written yet, which threads of links add to."""

@@ -282,14 +282,14 @@ def _options(planned: _Planned, start: Start) -> RunOptions:
         eval_due=start.eval_due,
         backend=backend,
         record=start.record,
-        replan=partial(_plan_again, again, backend, holders),
+        replan=partial(plan_again, again, backend, holders),
         believed=planned.believed,
         holders=holders,
     )
 
 
-def _plan_again(prepared: Prepared, backend: Backend, holders: DataHolders, fleet: Fleet) -> Plan:
-    """In which those alone read data whose data are known to be the run's. UserError where that cannot be."""
+def plan_again(prepared: Prepared, backend: Backend, holders: DataHolders, fleet: Fleet) -> Plan:
+    """Return a plan in which those alone read data whose data are known to be the run's. UserError where none can."""
     prepared = msgspec.structs.replace(prepared, computes=backend.computes)
     while True:
         plan = plan_for(prepared, fleet, bound=least)  # devices wait for it: a tighter bound would take seconds

@@ -57,7 +57,7 @@ def check_job(job: Job | FederatedJob, choices: Choices) -> None:
     elif job.sync.mode == "decoupled":
         if choices.plan is not None:
             raise refused("a plan document", "decoupled", "one")
-        check_replicas(job, on_fleet=choices.backend is not None)
+        check_replicas(job)
 
 
 def check_on_fleet(job: Job | FederatedJob) -> None:
@@ -67,4 +67,4 @@ def check_on_fleet(job: Job | FederatedJob) -> None:
         return
     fleet_of(job)
     if job.sync.mode == "decoupled":
-        check_replicas(job, on_fleet=True)
+        check_replicas(job)

@@ -16,8 +16,10 @@ from isthmus.callbacks import find_callback
 from isthmus.combinations import refused
 from isthmus.cost import ParameterState, Problem, parameter_state
 from isthmus.cost.problem import FLOAT32_BYTES
+from isthmus.data import DataSpec
 from isthmus.data.dataset import any_left_out, may_be_left_out
 from isthmus.data.description import DataDescription, describe, joined_descriptions, read_description
+from isthmus.data.replica_share import ReplicaShare
 from isthmus.errors import UserError, warn
 from isthmus.extensions import import_object
 from isthmus.fleet import Device, Fleet, Links
@@ -42,6 +44,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     captured: Captured
     samples: DataDescription  # the description of the data, which need not have been read here
     origin: str  # a digest of all that it was captured from
+    replica: ReplicaShare | None = None  # the share of one of several replicas that have a plan each
+    shared: DataSpec | None = None  # the data of all replicas, which the whole job evaluates on; None: the job's
     computes: Mapping[str, EngineOperators] = {}
     """Engines that devices described; those of others follow from the fleet and this installation."""
 

@@ -63,6 +63,7 @@ class _Run(msgspec.Struct):
     long_lived: bool
     yields: bool
     failed: dict[str, str]  # how each device's process ended, for those that failed
+    asked: list[str]  # devices that were asked to leave it, until its host hears of them
     leaving: set[str]
     """Devices that were asked to leave it while they worked for it: not called again, whatever connection they have."""
 
@@ -237,7 +238,14 @@ class FleetMembership:
         if (member := self._members.get(device)) is not None:
             if (run := self._runs.get(member.run)) is not None:
                 run.leaving.add(device)
+                run.asked.append(device)
             member.drain()
+
+    def take_leaving(self, run: str) -> list[str]:
+        """Return the devices that were asked to leave the run since this was called last."""
+        asked = self._runs[run].asked
+        self._runs[run].asked = []
+        return asked
 
     def worker_failed(self, device: str, connection: int, run: str, how: str) -> None:
         """The device says that its process for the run has ended otherwise than well."""
@@ -280,7 +288,7 @@ class FleetMembership:
     ) -> None:
         """The devices are called now, and whenever they connect if the run is long-lived; others may be called later.
         A device that another run calls leaves a run that yields."""
-        opened = self._runs[run] = _Run(devices, others, long_lived, yields, {}, set())
+        opened = self._runs[run] = _Run(devices, others, long_lived, yields, {}, [], set())
         if long_lived:
             for device in sorted(self.connected - set(devices)):
                 self.port.note(f"{device} waits: {_meant_for(opened)}")

@@ -20,7 +20,7 @@ import torch
 
 from isthmus.errors import InternalError, IsthmusError, PeerError
 from isthmus.plans.plan import worker_id
-from isthmus.runtime.decoupled.joined import serve_joined
+from isthmus.runtime.decoupled.device_replica import serve_replica
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.tasklets import ComputeTurns
@@ -75,7 +75,7 @@ def _serve_stages(coordinator: tuple[str, int], site: Endpoint, run: str, timeou
 
 _SERVE: Mapping[str, Callable[[tuple[str, int], Endpoint, str, float], None]] = {
     "stage": _serve_stages,
-    "replica": serve_joined,
+    "replica": serve_replica,
     "executor": serve_executor,
 }
 

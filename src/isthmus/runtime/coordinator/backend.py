@@ -308,7 +308,7 @@ class _LocalDevices:
     def call(self, device: str) -> None:
         self._ended_s.pop(device, None)
         place = self._backend.places.get(device, ProcessPlace())
-        self._launcher.start(device, place, self._call.stages.get(device, 1))
+        self._launcher.start(device, place, self._call.stages.get(device, 1), role=self._call.role)
 
 
 FIELD = "runtime.device"

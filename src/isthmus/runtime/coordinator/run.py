@@ -231,7 +231,7 @@ class RunController:
         self._lineage.begin(start.epoch, start.step)
         self._watcher.planned(self.now.plan, start.epoch)
         self._watcher.period(self._periods[-1])
-        if self._options.backend.survives_coordinator:
+        if self._options.backend.survives_coordinator and self._options.exchanges is None:
             write_record(self._folder, RecoveryRecord(run=self.run, lineage=self._lineage.began, plan=self.now.plan))
         if not start.from_checkpoint:
             self._loaded_step = None

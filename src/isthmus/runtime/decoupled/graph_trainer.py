@@ -13,23 +13,21 @@ from torch import Tensor
 from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.data import Dataset
+from isthmus.data.replica_share import MOST_STEPS
 from isthmus.errors import PeerError
 from isthmus.graph import Ref
-from isthmus.runtime.decoupled.pipeline_job import MOST_STEPS, ReplicaData
 from isthmus.runtime.messages.decoupled import TrainReplica
 from isthmus.runtime.processes.memory import machine_memory_bytes
 from isthmus.training.decoupled import ReplicaFragments, delta_codec
 from isthmus.training.engine import TorchEngine
 
-MOST_BATCH = (1 << 63) // MOST_STEPS - 1  # so that the last sample's place is a whole number of 64 bits
-
 
 def check_order(order: TrainReplica, kept: Mapping[str, Tensor]) -> None:
     """Before anything is allocated or read. PeerError for what no merger orders; `kept` came with it."""
-    share, engine = order.share, order.assignment.engine
-    if not (share.number + 1) * share.own <= share.batch <= MOST_BATCH:
-        raise PeerError(f"ordered {share.own} samples of a batch of {share.batch} for replica {share.number}")
-    if order.assignment.train_samples != MOST_STEPS * share.own or order.steps >= MOST_STEPS:
+    share, engine = order.assignment.replica, order.assignment.engine
+    if share is None:
+        raise PeerError("ordered no share of the samples")
+    if order.assignment.train_samples != share.samples or order.steps >= MOST_STEPS:
         raise PeerError(f"ordered step {order.steps} of {order.assignment.train_samples} samples, {share.own} each")
     if engine.micro_batches * engine.micro_batch_size != share.own or engine.steps < 1:
         sizes = f"{engine.micro_batches} micro-batches of {engine.micro_batch_size} samples"
@@ -52,14 +50,12 @@ class GraphTrainer:
     def __init__(
         self, order: TrainReplica, kept: Mapping[str, Tensor], dataset: Dataset, accelerator: Accelerator
     ) -> None:
-        """`kept` are the variables that are not trained, by the module's own names; `dataset` is that of all replicas.
-        PeerError for fragments that are not the graph's."""
-        share, assignment = order.share, order.assignment
-        self.samples, self.batch, self.steps = share.own, share.batch, order.steps
-        self._assignment, self._config = assignment, assignment.engine
-        self._data = ReplicaData(
-            dataset, number=share.number, own=share.own, batch=share.batch, seed=share.seed, shuffle=share.shuffle
-        )
+        """`kept` are the variables that are not trained, by the module's own names; `dataset` has the replica's
+        samples. PeerError for fragments that are not the graph's."""
+        assignment = order.assignment
+        assert assignment.replica is not None, "it was checked"
+        self.samples, self.batch, self.steps = assignment.replica.own, assignment.replica.batch, order.steps
+        self._assignment, self._config, self._data = assignment, assignment.engine, dataset
         self._leaves_out = self._config.non_finite == "skip" or self._config.loss_scaling is not None
         """Whether a step whose gradients are not finite changes nothing."""
         if note := self._config.kernels.use(accelerator):

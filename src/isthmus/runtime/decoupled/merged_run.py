@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,24 +13,14 @@ from msgspec import UnsetType
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
-from isthmus.fleet import Fleet, Link
-from isthmus.graph import StageGraph
 from isthmus.job import Job, Prepared
-from isthmus.plans import Plan
 from isthmus.programs.merger import Merger
 from isthmus.programs.merging import Finish
 from isthmus.protocol.decoupled_events import NOTHING_MERGED, MergeRules, MergesDone
-from isthmus.protocol.run_ports import EpochStart
-from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.coordinator.data_holders import Digests
-from isthmus.runtime.coordinator.run_callbacks import Address
-from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.decoupled.groups import Groups
-from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch, MergeTraffic
-from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
+from isthmus.runtime.decoupled.merger import MergeTraffic
 from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
-from isthmus.runtime.messages.decoupled import ReplicaShare, TrainReplica
-from isthmus.runtime.processes.signals import Stop
 from isthmus.training.checkpoint import (
     OPTIMIZER,
     CheckpointWriter,
@@ -40,13 +29,10 @@ from isthmus.training.checkpoint import (
     read_manifest,
     read_tensors,
 )
-from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, flat, fragments_of
+from isthmus.training.decoupled import MergedFragments, check_model, flat, fragments_of
 from isthmus.training.finite import is_finite
-from isthmus.training.layout import header_of
 from isthmus.training.optim import MOMENTUM
-from isthmus.training.weights import parameter_names, weights_of
-
-_NO_EVALUATION = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
+from isthmus.training.weights import parameter_names
 
 
 def merge_rules(job: Job, replicas: int = 1) -> MergeRules:
@@ -139,53 +125,7 @@ class MergedRun:
         """The step of the job after the samples of all replicas so far."""
         return min(self.machine.samples // self._job.training.batch_size, self._job.training.steps)
 
-    def _host(self, links: Mapping[str, Link | None], watch: MergerWatch) -> MergerHost:
-        """Return the same as `MergerHost`."""
-        codec = delta_codec(self._job.sync.decoupled)
-        return MergerHost(self.machine, self.merged, codec, links, self._run, self._job.timeout_s, watch)
-
-    def _coordinate(self, host: MergerHost, devices: DevicesAtWork, stop: Stop) -> DecoupledOutcome:
-        """Run to the end, and fill `model` with the merged weights."""
-        finish = host.coordinate(devices, stop)
-        self.fill()
-        return DecoupledOutcome(
-            finish=finish,
-            samples=self.machine.samples,
-            merges=self.machine.merge - self.machine.begun.merge,
-            late=self.machine.late,
-            traffic=host.traffic,
-            seconds=host.now_s,
-        )
-
-    def order(
-        self, replica: str, prepared: Prepared, plan: Plan, fleet: Fleet
-    ) -> tuple[TrainReplica, dict[str, Tensor]]:
-        """Return what a replica of one device trains, and the variables that are not trained, by the module's own
-        names."""
-        job, shapes = self._job, self._shapes(prepared)
-        stages = StageAssignments(pipeline_prepared(prepared, self.groups, replica), plan, fleet)
-        assignment = stages.assignments(self._run, EpochStart(0, 0, 0, False), {replica: Address("", 0)})[replica]
-        values, trained = weights_of(self.model, prepared.captured), {name for shape in shapes for name in shape}
-        kept = {op.target: values[op.target] for op in assignment.train.variables() if op.target not in trained}
-        share = ReplicaShare(
-            number=list(self.groups).index(replica),
-            own=job.training.batch_size // len(self.groups),
-            batch=job.training.batch_size,
-            seed=job.training.seed,
-            shuffle=job.training.shuffle,
-        )
-        order = TrainReplica(
-            run=self._run,
-            tensors=tuple(header_of(name, tensor) for name, tensor in kept.items()),
-            assignment=msgspec.structs.replace(assignment, evaluation=_NO_EVALUATION),
-            share=share,
-            fragments=shapes,
-            rules=job.sync.decoupled,
-            steps=self.machine.steps(replica),
-        )
-        return order, kept
-
-    def _shapes(self, prepared: Prepared) -> tuple[dict[str, tuple[int, ...]], ...]:
+    def shapes(self, prepared: Prepared) -> tuple[dict[str, tuple[int, ...]], ...]:
         """Return the shapes of each fragment's parameters, by the name that the graph has of them."""
         names = parameter_names(self.model)
         used = {op.target for op in prepared.captured.train.ops if op.kind == "parameter"}

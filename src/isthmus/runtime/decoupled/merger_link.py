@@ -50,13 +50,12 @@ Received = tuple[ReplicaOrder | None, list[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPlace:
-    """Where a replica is, and how slow its device and its link are made."""
+    """Where a replica is, and how slow its link is made."""
 
     name: str
     run: str  # the run's secret name
     address: str  # HOST:PORT of the merger
     timeout_s: float
-    step_s: float = 0.0  # a step takes no less
     link: Link | None = None  # emulated, to the merger
     identity: Identity | None = None  # the identity of a device that joined a fleet: its coordinator has the merger
     away_timeout_s: float = math.inf  # where the merger cannot be reached for longer, the replica ends
@@ -166,12 +165,9 @@ class TakenVersions:
     """The versions that a replica took, as its contributions name them."""
 
     def __init__(self) -> None:
-        self._taken: list[VersionTaken] = []
-        """Since the newest contribution that is known to be merged."""
-        self._before = 0
-        """How many came before those."""
-        self._reported = (NEVER, 0)
-        """The newest contribution, and how many versions had been taken until then."""
+        self._taken: list[VersionTaken] = []  # since the newest contribution that is known to be merged
+        self._before = 0  # how many came before those
+        self._reported = (NEVER, 0)  # the newest contribution, and how many versions had been taken until then
 
     def add(self, sent: FragmentSent, steps: int) -> None:
         """After so many steps. Versions that a merged contribution has named are forgotten."""

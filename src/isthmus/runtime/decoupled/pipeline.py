@@ -1,5 +1,5 @@
-"""A replica that is a pipeline: its process coordinates a run over its devices, and changes the run's weights between
-two steps.
+"""A replica that is a pipeline: a thread coordinates a run over its devices, and changes the run's weights between two
+steps.
 
     step k is over ──► look at what the merger sent since ──► step k + 1 is opened: before it, the devices add what was
                        taken, and report the weights that are asked for ──► give them, while step k + 1 is made
@@ -20,24 +20,24 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from isthmus.errors import FleetTooSmall, PeerError
+from isthmus.errors import PeerError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, LastStepMade, StepsMade
-from isthmus.protocol.decoupled_replica import RETURN_S, DecoupledReplica
-from isthmus.protocol.run_messages import WeightExchange
+from isthmus.protocol.decoupled_replica import DecoupledReplica
+from isthmus.protocol.run_messages import Halt, WeightExchange
 from isthmus.protocol.work import Item
-from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.backend import Backend
+from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
 from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions, check_received
 from isthmus.runtime.decoupled.pipeline_log import PipelineLog
-from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
-from isthmus.runtime.processes.device_processes import ProcessPlace
+from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Span
 from isthmus.training.decoupled import ReplicaAccount, delta_codec, flat, fragments_of, spread
 from isthmus.training.weights import parameter_names, weights_of
@@ -48,13 +48,15 @@ class ReplicaPipeline:
     """The job, the plan and the devices of one replica."""
 
     prepared: Prepared  # the replica's own job, prepared
+    module: nn.Module  # the whole run's first weights, which become the replica's
     plan: Plan
     fleet: Fleet  # the replica's devices
     replan: Callable[[Fleet], Plan]  # for those of them that are there
     folder: Path
     began_s: float  # the whole run, by the monotonic clock
-    places: Mapping[str, ProcessPlace] = field(default_factory=dict[str, ProcessPlace])
-    """Places of devices' processes; a device that is left out computes on the CPU."""
+    backend: Backend
+    holders: DataHolders | None = None
+    stop: Stop = field(default_factory=Stop)
 
 
 @dataclass
@@ -82,12 +84,10 @@ class PipelineReplica:
         """The whole run has half as many, if no other replica makes any."""
         self._machine = DecoupledReplica(count, job.training.batch_size, steps)
         self._machine.port = self
-        self._values: list[Tensor] = []
-        """Values that came with the order that is being taken."""
-        self._module = seeded_model(job)
-        self._fragments = fragments_of(self._module, count)
+        self._values: list[Tensor] = []  # values that came with the order that is being taken
+        self._fragments = fragments_of(pipeline.module, count)
         self._elements = [sum(parameter.numel() for parameter in fragment) for fragment in self._fragments]
-        self._names = parameter_names(self._module)
+        self._names = parameter_names(pipeline.module)
         self._account = ReplicaAccount(count, delta_codec(job.sync.decoupled))
         self._taken = TakenVersions()
         self._link = MergerLink(place)
@@ -100,20 +100,24 @@ class PipelineReplica:
         self._asked: CollectChanges | None = None
         """The amounts and the request for a contribution that come with the step that is opened next."""
         self._opened: dict[int, _Opened] = {}
-        self._has_copies = True
-        """Whether steps may be made again."""
+        self._has_copies = True  # whether steps may be made again
         self._over = False
+
+    @property
+    def _emulates(self) -> bool:
+        return self._job.runtime.emulate and not self._pipeline.backend.survives_coordinator
 
     def run(self) -> None:
         """Until the run is over. The merger gets the error of training, which is then raised."""
-        with self._link.reporting():
+        ended = self._pipeline.stop.calls(lambda: self._link.received.put((Halt(), [])))
+        with self._link.reporting(), ended:
             while self._machine.phase == "joining":
                 self._receive(wait=True)
             if self._machine.phase == "training":
                 began_s = time.monotonic()
                 with contextlib.suppress(_Ended):
                     self._train()
-                late_s = self._log.late_s if self._job.runtime.emulate else {}
+                late_s = self._log.late_s if self._emulates else {}
                 for text in late_warnings(late_s, time.monotonic() - began_s):
                     self._note(text)
             while not self._over:
@@ -122,9 +126,11 @@ class PipelineReplica:
     def _train(self) -> None:
         known, plan = self._pipeline, self._pipeline.plan
         options = RunOptions(
-            emulate=self._job.runtime.emulate,
-            weights={name: t.clone() for name, t in weights_of(self._module, known.prepared.captured).items()},
-            backend=LocalBackend(places=known.places, respawn_after_s=RETURN_S),
+            emulate=self._emulates,
+            weights={name: t.clone() for name, t in weights_of(known.module, known.prepared.captured).items()},
+            backend=known.backend,
+            holders=known.holders,
+            stop=known.stop,
             first_step=self.first_step,
             until=self._most_steps,
             exchanges=self,
@@ -249,17 +255,3 @@ class PipelineReplica:
         payloads = [self._account.give(f, flat(self._fragments[f]), asked.merge) for f in asked.fragments]
         samples = [self._account.samples(fragment) for fragment in asked.fragments]
         self._link.put(self._taken.contributed(asked, asked.fragments, self.steps, samples), payloads)
-
-
-def serve_pipeline(job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace, steps: int = 0) -> None:
-    """Train as one replica until the merger ends the run, after so many `steps`. A pipeline whose devices have lost its
-    state begins anew from the merged weights, with the samples that follow. PeerError where it made no step since."""
-    while True:
-        replica = PipelineReplica(job, pipeline, place, steps)
-        try:
-            return replica.run()
-        except (PeerError, FleetTooSmall):
-            if replica.steps == steps:
-                raise
-            steps = replica.steps
-            time.sleep(RETURN_S)

@@ -3,38 +3,34 @@ everywhere, and in the order in which one process would take its samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-
 import msgspec
-import numpy as np
-from torch import Tensor
 
 from isthmus.cost import SyncPolicy
-from isthmus.data import Dataset, DataSpec, batch_at, load_dataset, sample_order
-from isthmus.data.dataset import Indices, SamplesOf, joined
-from isthmus.job import Job, Prepared
+from isthmus.data.replica_share import ReplicaShare
+from isthmus.job import Prepared
 from isthmus.rng import torch_seed
 from isthmus.runtime.decoupled.groups import Groups
 
-MOST_STEPS = 1 << 32  # steps of a replica for which there are samples: more than any run has
 
-
-def pipeline_job(job: Job, groups: Groups, name: str) -> Job:
-    """Return the job of one replica. Its learning rate is that of the whole run's steps."""
-    training, packed = job.training, job.sync.decoupled.packed
-    number, count = list(groups).index(name), len(groups)
-    own = training.batch_size // count
-    share = {"data": job.used_data, "number": number, "own": own, "batch": training.batch_size}
-    order = {"seed": training.seed, "shuffle": training.shuffle}
-    return msgspec.structs.replace(
+def pipeline_prepared(prepared: Prepared, groups: Groups, name: str) -> Prepared:
+    """Return the job of one replica with the whole job's model, which is captured already: micro-batches are as large.
+    The learning rate is that of the whole run's steps."""
+    job, training = prepared.job, prepared.job.training
+    share = ReplicaShare(
+        number=list(groups).index(name),
+        own=training.batch_size // len(groups),
+        batch=training.batch_size,
+        seed=training.seed,
+        shuffle=training.shuffle,
+    )
+    packed = job.sync.decoupled.packed
+    own = msgspec.structs.replace(
         job,
-        data=DataSpec(kind=f"{__name__}:replica_data", options=msgspec.to_builtins(share | order)),
         training=msgspec.structs.replace(
             training,
-            batch_size=own,
-            micro_batches=max(1, own // job.micro_batch_size),
-            seed=torch_seed(training.seed, 0, number),
+            batch_size=share.own,
+            micro_batches=max(1, share.own // job.micro_batch_size),
+            seed=torch_seed(training.seed, 0, share.number),
             shuffle=False,
             eval_every=0,
             save_every=0,
@@ -47,45 +43,5 @@ def pipeline_job(job: Job, groups: Groups, name: str) -> Job:
         callback=(),
         store=None,
     )
-
-
-def pipeline_prepared(prepared: Prepared, groups: Groups, name: str) -> Prepared:
-    """The same with its model, which is captured already: micro-batches are those of the whole job."""
-    job = pipeline_job(prepared.job, groups, name)
-    samples = msgspec.structs.replace(prepared.samples, train=MOST_STEPS * job.training.batch_size)
-    return msgspec.structs.replace(prepared, job=job, samples=samples)
-
-
-class ReplicaData(SamplesOf):
-    """The samples of one replica, step after step: a data set for its devices."""
-
-    def __init__(self, dataset: Dataset, *, number: int, own: int, batch: int, seed: int, shuffle: bool) -> None:
-        """`own`: samples of one of its steps, of `batch`."""
-        super().__init__(dataset)
-        self._order = sample_order(self._dataset, seed, shuffle)
-        self._number, self._own, self._batch = number, own, batch
-
-    def __len__(self) -> int:
-        return MOST_STEPS * self._own
-
-    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, Tensor]:
-        steps, offsets = np.divmod(np.asarray(indices, dtype=np.int64), self._own)
-        positions = steps * self._batch + self._number * self._own + offsets
-        stretches = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-        parts = [batch_at(self._dataset, self._order, int(s[0]), len(s), columns) for s in stretches]
-        return parts[0] if len(parts) == 1 else joined(parts)
-
-
-def replica_data(
-    *,
-    split: Literal["train", "heldout"],
-    data: dict[str, object],
-    number: int,
-    own: int,
-    batch: int,
-    seed: int,
-    shuffle: bool,
-) -> ReplicaData:
-    """`ReplicaData` from what JSON can hold."""
-    dataset = load_dataset(msgspec.convert(data, DataSpec), split)
-    return ReplicaData(dataset, number=number, own=own, batch=batch, seed=seed, shuffle=shuffle)
+    samples = msgspec.structs.replace(prepared.samples, train=share.samples)
+    return msgspec.structs.replace(prepared, job=own, samples=samples, replica=share, shared=job.used_data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from isthmus.errors import PeerError
 from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, LastStepMade, StepsMade
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import Halt
-from isthmus.runtime.decoupled.merger_link import MergerLink, Received, ReplicaPlace, TakenVersions, check_received
+from isthmus.runtime.decoupled.merger_link import MergerLink, Received, TakenVersions, check_received
 from isthmus.runtime.transport.shaping import sleep_until
 from isthmus.training.decoupled import ReplicaFragments
 
@@ -139,11 +138,3 @@ def train_replica(trainer: WholeTrainer, link: MergerLink, step_s: float = 0.0) 
         loss = trainer.step(samples)
         sleep_until(began_s + step_s)
         replica.stepped(trainer.samples, loss)
-
-
-def serve_replica(prepare: Callable[[], WholeTrainer], place: ReplicaPlace) -> None:
-    """Train as one replica until the merger ends the run. The merger gets an error, also of preparing, which is then
-    raised."""
-    link = MergerLink(place)
-    with link.reporting():
-        train_replica(prepare(), link, place.step_s)

@@ -1,41 +1,49 @@
-"""A run of decoupled replicas on this machine: one process for each device of the fleet, and the merger in this one."""
+"""A run of decoupled replicas: the merger is where the run's coordinator is. Replicas are devices that train alone, and
+pipelines over several devices: processes of this machine, or devices that joined a fleet."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 
-from isthmus.accelerators import open_accelerator
 from isthmus.combinations import refused
-from isthmus.data import load_dataset
 from isthmus.errors import UserError, unknown_name
-from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
-from isthmus.job import Job, Prepared, keep_prepared, kept_prepared
-from isthmus.plans import Plan, load_plan, save_plan
-from isthmus.runtime.coordinator.backend import StartedProcesses, local_places
-from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.graph import StageGraph
+from isthmus.job import Job, Prepared
+from isthmus.plans import Plan
+from isthmus.protocol.decoupled_replica import RETURN_S
+from isthmus.protocol.run_ports import EpochStart
+from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
+from isthmus.runtime.coordinator.data_holders import DataHolders, Digests
+from isthmus.runtime.coordinator.run_callbacks import Address
+from isthmus.runtime.coordinator.stage_assignments import StageAssignments
+from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.decoupled.groups import Groups, replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
-from isthmus.runtime.decoupled.merger import MergerWatch
+from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.merger_link import ReplicaPlace
-from isthmus.runtime.decoupled.pipeline import ReplicaPipeline, serve_pipeline
+from isthmus.runtime.decoupled.pipeline import PipelineReplica, ReplicaPipeline
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.replica import serve_replica
-from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
-from isthmus.runtime.processes.forked import Forked
+from isthmus.runtime.decoupled.replicas_at_work import ReplicasAtWork
+from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.runtime.messages.decoupled import TrainReplica
+from isthmus.runtime.processes.device_processes import ForkServers, ProcessPlace
 from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.transport.lanes import Outgoing
 from isthmus.runtime.transport.listener import Listener
+from isthmus.training.decoupled import delta_codec
+from isthmus.training.layout import header_of
+from isthmus.training.weights import weights_of
 
-MakePlan = Callable[[Prepared, Fleet], Plan]
+_NO_EVALUATION = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
 REPLICAS = "replicas"  # folder of the run's folder, with one for each pipeline
-CAPTURED, PLAN = "captured.safetensors", "plan.json"
-"""The model's graphs, in the run's folder; a pipeline's first plan, in its own."""
 
 
 def replica_folder(run: Path, name: str) -> Path:
@@ -82,106 +90,151 @@ def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link 
     return {first: (None, None), **found}
 
 
-class _Begin(msgspec.Struct, frozen=True):
-    """The message that a replica's process waits for."""
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """The replicas of a run, and the devices that compute them."""
 
-    address: str
-    step_s: dict[str, float]
-    began_s: float  # seconds on the monotonic clock
-    micro_batches: int  # micro-batches of the job's batch
+    prepared: Prepared
+    fleet: Fleet
+    plans: Mapping[str, Plan]  # the first plan of each replica
+    backend: Backend
+    holders: DataHolders  # devices that have the data
+    replan: Callable[[Prepared, Fleet], Plan]  # plans a pipeline anew where some of its devices are lost, or came
 
 
 class DecoupledRun(MergedRun):
-    """Replicas are forked when it is made, so before this process has threads. `processes` is a context manager, which
-    ends them."""
+    """Devices of a fleet train whenever they are there; of a process of this machine that has ended there is no other.
+    Pipelines are coordinated here."""
 
-    def __init__(
-        self, job: Job, fleet: Fleet, folder: Path, replan: MakePlan | None = None, checkpoint: Path | None = None
-    ) -> None:
-        """`replan` plans a pipeline anew where some of its devices are lost, or came. UserError for a job or a model
-        that does not fit, or as of `MergedRun` for the `checkpoint` to go on from."""
-        check_decoupled(job, fleet)
+    def __init__(self, replicas: Replicas, folder: Path, checkpoint: Path | None = None) -> None:
+        """UserError as of `MergedRun`."""
+        job, fleet, backend = replicas.prepared.job, replicas.fleet, replicas.backend
         groups = replica_groups(job, fleet)
-        super().__init__(job, groups, checkpoint)
-        self._folder = folder
-        self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
-        places = local_places(job.runtime.device, fleet.names)
-        data = load_dataset(job.used_data, "train")
-        title = import_extra("setproctitle", "a device process").setproctitle
+        super().__init__(job, groups, checkpoint, calls=backend.survives_coordinator)
+        self._replicas, self._folder, self._backend = replicas, folder, backend
+        self._begun = frozenset[str]()  # pipelines that were called
+        self._links = dict[str, tuple[Link | None, Link | None]].fromkeys(groups, (None, None))
+        self.emulated_s: dict[str, float] = {}  # how long an emulated step takes of each replica of one device
+        if job.runtime.emulate and isinstance(backend, LocalBackend):
+            self._links = links_of(groups, fleet)
+            alone = (name for name, devices in groups.items() if len(devices) == 1)
+            self.emulated_s = {name: replicas.plans[name].predicted.step_s for name in alone}
+            self._backend = msgspec.structs.replace(backend, places=self._emulated(backend.places))
 
-        def serve(name: str) -> Callable[[str], None]:
-            devices = groups[name]
+    def _emulated(self, places: Mapping[str, ProcessPlace]) -> dict[str, ProcessPlace]:
+        return {**places} | {
+            name: msgspec.structs.replace(places.get(name, ProcessPlace()), step_s=step_s, merger=self._links[name][0])
+            for name, step_s in self.emulated_s.items()
+        }
 
-            def act(text: str) -> None:
-                title(f"isthmus {'device' if len(devices) == 1 else 'replica'} {name}")
-                begin = msgspec.json.decode(text, type=_Begin)
-                own = job.cut_into(begin.micro_batches)
-                place = ReplicaPlace(
-                    name=name,
-                    run=self._run,
-                    address=begin.address,
-                    timeout_s=job.timeout_s,
-                    step_s=begin.step_s.get(name, 0.0),
-                    link=self._links[name][0],
-                )
-                if len(devices) > 1:
-                    fork_before_threads(waiting=1)  # one waits for the end of the merger's process
-                whole = kept_prepared(own, folder / CAPTURED)
-                assert whole is not None, "kept before replicas begin"
-                plan = load_plan(replica_folder(folder, name) / PLAN)
-                if len(devices) == 1:
+    @property
+    def digests(self) -> Digests:
+        return self._replicas.holders.digests
 
-                    def trainer() -> GraphTrainer:
-                        """A driver that has started in one process works in no copy of it."""
-                        accelerator = open_accelerator(places.get(name, ProcessPlace()).accelerator)
-                        return GraphTrainer(*self.order(name, whole, plan, fleet), data, accelerator)
-
-                    serve_replica(trainer, place)
-                    return
-                assert replan is not None, "of a run with pipelines"
-                prepared = pipeline_prepared(whole, groups, name)
-                pipeline = ReplicaPipeline(
-                    prepared=prepared,
-                    plan=plan,
-                    fleet=fleet.subset(devices),
-                    places=places,
-                    replan=partial(replan, prepared),
-                    folder=replica_folder(folder, name),
-                    began_s=begin.began_s,
-                )
-                serve_pipeline(own, pipeline, place, self.machine.steps(name))
-
-            return act
-
-        acts = {name: serve(name) for name in groups}
-        self.processes = Forked(acts, folder / "logs")
-
-    def _keep(self, prepared: Prepared, plans: Mapping[str, Plan]) -> None:
-        """Leave what replicas need where they look for it."""
-        keep_prepared(prepared, self._folder / CAPTURED)
-        for name, plan in plans.items():
-            folder = replica_folder(self._folder, name)
-            folder.mkdir(parents=True, exist_ok=True)
-            save_plan(plan, folder / PLAN)
-
-    def run(
-        self,
-        prepared: Prepared,
-        plans: Mapping[str, Plan],
-        step_s: Mapping[str, float],
-        watch: MergerWatch,
-        stop: Stop,
-    ) -> DecoupledOutcome:
-        """To the end. `step_s` is how long a step of each replica of one device takes at least."""
-        job = self._job
-        self._keep(prepared, plans)
-        host = self._host({name: back for name, (_, back) in self._links.items()}, watch)
-        listener = Listener("127.0.0.1", timeout_s=job.timeout_s)
+    def run(self, watch: MergerWatch, stop: Stop) -> DecoupledOutcome:
+        """To the end."""
+        job, fork_servers, ended = self._job, ForkServers(), Stop()
+        backend = self._backend
+        if isinstance(backend, LocalBackend):
+            backend = msgspec.structs.replace(backend, fork_servers=fork_servers)
+        links = {name: back for name, (_, back) in self._links.items()}
+        codec = delta_codec(job.sync.decoupled)
+        host = MergerHost(self.machine, self.merged, codec, links, self._run, job.timeout_s, watch)
+        host.begin, host.has_data = self.first, self._has_data
+        listener = Listener("127.0.0.1", timeout_s=job.timeout_s)  # for pipelines
         listener.start(host.acceptor.on_connection)
-        address, micro_batches = f"127.0.0.1:{listener.port}", prepared.job.micro_batches
-        begin = _Begin(address, dict(step_s), time.monotonic(), micro_batches)
-        self.processes.begin(msgspec.json.encode(begin).decode())
+        begin = partial(self._pipeline, backend, f"127.0.0.1:{listener.port}", time.monotonic(), ended)
+        here = [] if backend.survives_coordinator else list(self.groups)
+        call = RunRequest(
+            run=self._run,
+            devices=tuple(name for name in here if len(self.groups[name]) == 1),
+            others=self._replicas.fleet.names,
+            timeout_s=job.timeout_s,
+            threads=job.runtime.threads,
+            logs=self._folder / "logs",
+            role="replica",
+            stop=stop,
+        )
         try:
-            return self._coordinate(host, StartedProcesses(self.processes.ended), stop)
+            with (
+                backend.at_work(call, host.acceptor) as devices,
+                ReplicasAtWork(devices, self.groups, begin, ended) as at_work,
+            ):
+                for name in here:
+                    at_work.call(name)
+                finish = host.coordinate(at_work, stop)
         finally:
             listener.close()
+            fork_servers.end()
+        self.fill()
+        return DecoupledOutcome(
+            finish=finish,
+            samples=self.machine.samples,
+            merges=self.machine.merge - self.machine.begun.merge,
+            late=self.machine.late,
+            traffic=host.traffic,
+            seconds=host.now_s,
+        )
+
+    def _has_data(self, replica: str) -> bool:
+        """Whether a device that would train alone has the data; pipelines ask those that read them."""
+        holders = self._replicas.holders
+        return len(self.groups[replica]) > 1 or (holders.is_known(replica) and replica in holders.described)
+
+    def first(self, replica: str) -> Outgoing | None:
+        """Return the merger's first message to a device that trains alone."""
+        if len(self.groups[replica]) > 1:
+            return None
+        known, shapes = self._replicas, self.shapes(self._replicas.prepared)
+        own = pipeline_prepared(known.prepared, self.groups, replica)
+        stages = StageAssignments(own, known.plans[replica], known.fleet)
+        assignment = stages.assignments(self._run, EpochStart(0, 0, 0, False), {replica: Address("", 0)})[replica]
+        trained = {name for shape in shapes for name in shape}
+        values = weights_of(self.model, own.captured)
+        kept = {op.target: values[op.target] for op in assignment.train.variables() if op.target not in trained}
+        digests = known.holders.digests.get(replica, {})
+        order = TrainReplica(
+            run=self._run,
+            tensors=tuple(header_of(name, tensor) for name, tensor in kept.items()),
+            assignment=msgspec.structs.replace(assignment, evaluation=_NO_EVALUATION, digests=digests),
+            fragments=shapes,
+            rules=self._job.sync.decoupled,
+            steps=self.machine.steps(replica),
+        )
+        return order, list(kept.values())
+
+    def _pipeline(self, backend: Backend, address: str, began_s: float, stop: Stop, name: str) -> Callable[[], None]:
+        """Return what the thread of a pipeline does: it trains until the merger ends the run. A pipeline that is called
+        again begins anew from the merged weights, with the samples that follow. All of this in the merger's thread,
+        as the first weights are drawn from the one generator of random numbers."""
+        known, job, devices = self._replicas, self._job, self.groups[name]
+        prepared, steps = pipeline_prepared(known.prepared, self.groups, name), self.machine.steps(name)
+        again, self._begun = name in self._begun, self._begun | {name}
+        if isinstance(backend, LocalBackend):
+            backend = msgspec.structs.replace(backend, respawn_after_s=RETURN_S)
+        replan, module = partial(known.replan, prepared), seeded_model(job)
+        link, folder = self._links[name][0], replica_folder(self._folder, name)
+        place = ReplicaPlace(name=name, run=self._run, address=address, timeout_s=job.timeout_s, link=link)
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def train() -> None:
+            plan, asks = known.plans[name], backend.asks(stop)
+            here = asks.here(devices if again else plan.used, every=not again)
+            if not set(plan.used) <= set(here):
+                plan = replan(known.fleet.subset(here))
+            known.holders.ask(readers(plan, prepared.captured, evaluates=False))
+            pipeline = ReplicaPipeline(
+                prepared=prepared,
+                module=module,
+                plan=plan,
+                fleet=known.fleet.subset(devices),
+                replan=replan,
+                folder=folder,
+                began_s=began_s,
+                backend=backend,
+                holders=known.holders,
+                stop=stop,
+            )
+            PipelineReplica(job, pipeline, place, steps).run()
+
+        return train

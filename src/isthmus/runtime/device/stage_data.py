@@ -16,6 +16,7 @@ from isthmus.accelerators.copies import CopyLabel, CopyStream
 from isthmus.data import Dataset, DataSpec, JoinedOrder, SampleOrder, Split, load_dataset
 from isthmus.data.allowed import allowed
 from isthmus.data.dataset import batch_at, evaluation_rows
+from isthmus.data.replica_share import ReplicaSamples
 from isthmus.errors import InternalError, StepError, UserError
 from isthmus.graph import Ref, StageGraph
 from isthmus.plans.schedule import feeder_slot, had_before
@@ -33,12 +34,10 @@ def stage_data(
     foreign: bool,
     kinds: Collection[str] | None = None,
     known: Mapping[str, Dataset] = {},
-    counted: bool = True,
 ) -> dict[str, Dataset]:
     """The data sets of a stage that reads columns; other stages open none. `key` blinds this device's digests of
     samples. With `foreign`, the coordinator belongs to another owner, and may only name files in this device's data
     folder. `kinds` are those that the device's owner allows, None for all. `known` holds sets that are already open.
-    Without `counted` they may have any number of samples.
 
     UserError for data that are not here, that it may not ask for, or that are not those which the device described.
     """
@@ -48,14 +47,19 @@ def stage_data(
         return found
     with allowed(assignment.data, kinds, foreign=foreign) as data:
         if assignment.train.columns:
-            found["train"] = known.get("train") or _as_described(data, "train", key, assignment)
+            found["train"] = known.get("train") or _of_replica(
+                _as_described(data, "train", key, assignment), assignment
+            )
         if evaluates:
             found["heldout"] = known.get("heldout") or _as_described(data, "heldout", key, assignment)
         for dataset in found.values():
             len(dataset)  # what is read on first use is read here
-    if counted:  # decoupled replicas each have an order of their own
-        _check_holding(assignment, found)
+    _check_holding(assignment, found)
     return found
+
+
+def _of_replica(data: Dataset, assignment: Assignment) -> Dataset:
+    return data if assignment.replica is None else ReplicaSamples(data, assignment.replica)
 
 
 def _check_holding(assignment: Assignment, found: Mapping[str, Dataset]) -> None:

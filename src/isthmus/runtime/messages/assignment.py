@@ -8,6 +8,7 @@ import msgspec
 
 from isthmus.data import DataSpec
 from isthmus.data.layout import Layout
+from isthmus.data.replica_share import ReplicaShare
 from isthmus.fleet import Link
 from isthmus.graph import StageGraph
 from isthmus.plans import OuterOptimizer, Packing
@@ -112,6 +113,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     digests: Table[Name, Name] = {}
     """Digests that this device gave of its samples before the run, by split: under its own key, so that it alone can
     tell whether they are still the same. Empty where it gave none."""
+    replica: ReplicaShare | None = None  # the share of the samples that a replica with a plan of its own trains on
     train_samples: Count
     """With the seed, whether they are shuffled, and their layout, this is the order in which they are used."""
     layout: Layout | None = None  # the layout of samples that lie in blocks

@@ -11,25 +11,14 @@ from isthmus.protocol.decoupled_events import ReplicaOrder, ReplicaReport
 from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
-from isthmus.wire_types import Count, Many, Place, Positive, Seed, Shape, Table, Text
-
-
-class ReplicaShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which samples a replica trains on, step after step."""
-
-    number: Place
-    own: Positive  # samples of one of its steps
-    batch: Positive  # samples of a step of all replicas together
-    seed: Seed  # the seed of the order of all samples
-    shuffle: bool
+from isthmus.wire_types import Count, Many, Shape, Table, Text
 
 
 class TrainReplica(Message, frozen=True, kw_only=True):
     """First on each connection of a device that joined: what it trains. With it come the variables that are not
     trained, by the module's own names."""
 
-    assignment: Assignment  # the whole model as one stage; its data are those of all replicas
-    share: ReplicaShare
+    assignment: Assignment  # the whole model as one stage, and the replica's share of the samples
     fragments: Many[Table[Text, Shape]]  # shapes of the parameters of each fragment, in order
     rules: Decoupled
     steps: Count  # that this replica has made, by an earlier process

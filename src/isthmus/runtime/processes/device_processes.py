@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,26 +19,27 @@ from isthmus.runtime.processes.place import ProcessOptions, ProcessPlace
 from isthmus.wire_types import WorkerRole
 
 
-def fork_before_threads(*, fleet: bool = False, waiting: int = 0) -> None:
+def fork_before_threads(*, fleet: bool = False) -> None:
     """For a command that will start devices, those of a run here or of a `fleet`, with a thread each: their fork server
-    is a copy of this process. Before the command has threads but those that are `waiting`, files or an accelerator
-    open."""
+    is a copy of this process. Before the command has threads, files or an accelerator open."""
     place = ProcessPlace(identity=Path() if fleet else None)
-    fork_early((sys.executable, *place.safety()), _environment(1), waiting=waiting)
+    fork_early((sys.executable, *place.safety()), _environment(1))
 
 
 class ForkServers:
-    """Processes that device processes are forked from, by their command line and environment."""
+    """Processes that device processes are forked from, by their command line and environment. Any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._found: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = {}
 
     def get(self, command: tuple[str, ...], environment: Mapping[str, str], log: int | None) -> ForkServer:
         """The one that is there, or a new one."""
         key = command, frozenset(environment.items())
-        if key not in self._found or self._found[key].gone:
-            self._found[key] = standing_for(command, environment) or ForkServer(command, environment, log)
-        return self._found[key]
+        with self._lock:
+            if key not in self._found or self._found[key].gone:
+                self._found[key] = standing_for(command, environment) or ForkServer(command, environment, log)
+            return self._found[key]
 
     def end(self) -> None:
         """Their children end when their parent-death pipes close."""

@@ -71,15 +71,13 @@ class _Copy:
         return self._code
 
 
-def fork_early(
-    command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES, *, waiting: int = 0
-) -> None:
+def fork_early(command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES) -> None:
     """In place of a fork server that will be wanted, with this command line, environment and module. Nothing happens
-    where this process has other threads than those that are `waiting` for as long as it lives."""
+    where this process has other threads."""
     global _standing
     able = hasattr(os, "pidfd_open") and find_spec("setproctitle") is not None
     none = _standing is None or _standing.owner != os.getpid()
-    if able and none and threading.active_count() == 1 + waiting:
+    if able and none and threading.active_count() == 1:
         _standing = EarlyForkServer(_Like(tuple(command), dict(environment), module))
         atexit.register(_standing.close)
 

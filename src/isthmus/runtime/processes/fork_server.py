@@ -13,6 +13,7 @@ import platform
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -86,6 +87,7 @@ class ForkServer:
     def _serves(self, line: socket.socket, process: _Process) -> None:
         self._line = line
         self._process = process
+        self._lock = threading.RLock()  # several runs may have their processes from here
         self._spawned = 0
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -103,9 +105,11 @@ class ForkServer:
         self, arguments: Sequence[str], title: str, run: str, folder: Path | None, log: int | None
     ) -> ForkedProcess:
         """Request a process without waiting for it. The first one starts after the fork server's imports."""
-        self._spawned += 1
+        with self._lock:
+            self._spawned += 1
+            number = self._spawned
         where = None if folder is None else str(folder.absolute())
-        request = SpawnRequest(self._spawned, tuple(arguments), title, run, where)
+        request = SpawnRequest(number, tuple(arguments), title, run, where)
         end, parent_pipe = os.pipe()
         try:
             with contextlib.suppress(OSError):  # it is gone: `code` reports that for its children
@@ -134,6 +138,10 @@ class ForkServer:
         self._process.wait()
 
     def _receive(self) -> None:
+        with self._lock:
+            self._receive_all()
+
+    def _receive_all(self) -> None:
         while self._line.fileno() >= 0:
             try:
                 said = self._line.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from isthmus.engines import EngineName
+from isthmus.fleet import Link
 from isthmus.wire_types import WorkerRole
 
 
@@ -26,6 +27,8 @@ class DevicePlace(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineName = "torch"  # which library computes its stages
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that the device's owner allows a coordinator to name; None: all that are installed."""
+    merger: Link | None = None  # emulated, from a device that trains alone to the merger
+    step_s: float = 0.0  # a step of a device that trains alone takes no less
 
 
 class ProcessPlace(DevicePlace, frozen=True, kw_only=True):

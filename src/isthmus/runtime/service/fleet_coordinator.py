@@ -516,15 +516,13 @@ class _FleetDevices:
             return membership.offers((*self._call.devices, *others), self._call.run)
 
     def leaving(self) -> list[str]:
-        """Return who was asked to leave, by whatever process (`isthmus drain`): each is said once, to the run that does
-        not yield."""
-        if self._call.yields:
-            return []
-        devices = self._service.state.take_leaving()
+        """Return who was asked to leave, by whatever process (`isthmus drain`): each is said once, to the run that it
+        works for, which does not yield."""
+        asked = self._service.state.take_leaving()
         with self._service.deciding() as membership:
-            for device in devices:
+            for device in asked:
                 membership.drain(device)
-        return devices
+            return [] if self._call.yields else membership.take_leaving(self._call.run)
 
     def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
         with self._service.deciding() as membership:

@@ -1,4 +1,4 @@
-"""A replica on a device that joined a fleet: the merger is where the fleet's coordinator is, and says what to train.
+"""A replica on one device: the merger is where the run's coordinator is, and says what to train.
 
 Nothing of the job is code here: the model comes as a graph, and the data are those that the device's owner allows.
 """
@@ -21,7 +21,7 @@ from isthmus.runtime.messages.decoupled import TrainReplica
 from isthmus.runtime.processes.memory import tune_process
 
 
-def serve_joined(coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> None:
+def serve_replica(coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> None:
     """Train as one replica until the merger ends the run, or stays away. UserError for data that the merger may not
     name, or that have changed; the merger gets it too."""
     host, port = coordinator
@@ -30,6 +30,7 @@ def serve_joined(coordinator: tuple[str, int], site: Endpoint, run: str, timeout
         run=run,
         address=f"{host}:{port}",
         timeout_s=timeout_s,
+        link=site.merger,
         identity=site.identity,
         away_timeout_s=AWAY_TIMEOUTS * timeout_s,
     )
@@ -37,12 +38,13 @@ def serve_joined(coordinator: tuple[str, int], site: Endpoint, run: str, timeout
     with link.reporting():
         trainer = _assigned(link, site)
         tune_process()
-        train_replica(trainer, link)
+        train_replica(trainer, link, site.step_s)
 
 
 def _assigned(link: MergerLink, site: Endpoint) -> GraphTrainer:
-    """Return the work as the first order of a merger gives it; other orders are refused. PeerError where the merger
-    cannot be reached."""
+    """Return the trainer that the merger's first order asks for; one that cannot be followed is refused once. PeerError
+    for the second, and where the merger cannot be reached."""
+    refused = False
     while True:
         order, tensors = link.assigned()
         kept = {header.name: tensor for header, tensor in zip(order.tensors, tensors, strict=True)}
@@ -50,8 +52,9 @@ def _assigned(link: MergerLink, site: Endpoint) -> GraphTrainer:
             check_order(order, kept)
             return _trainer(order, kept, site)
         except Exception as e:
-            if not isinstance(error := unfollowable(e, order), PeerError):
+            if refused or not isinstance(error := unfollowable(e, order), PeerError):
                 raise
+            refused = True
             link.refuse_order(error)
 
 
@@ -62,5 +65,5 @@ def _trainer(order: TrainReplica, kept: dict[str, torch.Tensor], site: Endpoint)
     torch.set_num_threads(order.assignment.threads)
     check_operators(order.assignment, site.engine)
     foreign = site.identity is not None
-    data = stage_data(order.assignment, site.data_key, foreign=foreign, kinds=site.data_kinds, counted=False)
+    data = stage_data(order.assignment, site.data_key, foreign=foreign, kinds=site.data_kinds)
     return GraphTrainer(order, kept, data["train"], open_accelerator(site.accelerator))
