@@ -91,6 +91,27 @@ def test_convolutions():
     assert flops(of(graph, "second", "conv2d")) == (product, 2 * product)
 
 
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers(kind: type[nn.LSTM | nn.GRU | nn.RNN], gates: int):
+    """An LSTM is one fused kernel that gives all gradients; the others save the one of the first state."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.layer = kind(8, 16, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.first(x))[0].mean()
+
+    graph = capture(Recurrent, {"x": Column("float32", (TOKENS, 8))}).train
+    (layer,) = (op for op in graph.ops if op.target.endswith(".input"))
+    product = 2 * BATCH * TOKENS * gates * 16 * (8 + 16)
+    forward, backward = flops(layer)
+    assert forward == product
+    assert 1.9 * product < backward <= 2 * product
+
+
 def test_attention(gpt: OpGraph):
     product = 2 * BATCH * HEADS * TOKENS * TOKENS * (WIDTH // HEADS)
     attention = of(gpt, "blocks.1.attention", "scaled_dot_product_attention")

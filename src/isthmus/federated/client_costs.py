@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from isthmus.data.clients import ClientData, Redrawn
 from isthmus.data.dataset import ColumnSpec
@@ -24,6 +23,7 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
+from isthmus.graph.flop_counter import flop_counter
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, PhaseSetup, RefusedUpdate
 from isthmus.protocol.federated_rules import RoundRules
@@ -39,7 +39,7 @@ class PassCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     flops: int
     """FLOPs of one of a client's samples in all epochs, forward and backward, as torch counts them: matrix products,
-    convolutions and attention."""
+    convolutions, attention and recurrent layers."""
     broadcast_bytes: int  # to each executor
     sums_bytes: int  # from each executor, whatever its clients
     collected_bytes: int  # from each executor besides, for each of its clients
@@ -145,7 +145,7 @@ class _Counting(ClientTrainer):
         super().open(opening, broadcast)
 
     def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             found = super().train(tasks)
         sent = self.partial.tensors()
         sums = sum(value.nbytes for name, value in sent.items() if name in self.partial.bounds())

@@ -1,9 +1,9 @@
 """The cost of each operator: FLOPs, kept bytes, and whether a gradient is due, measured on fake tensors.
 
-Every distinct operator call runs once, forward and backward, under torch's own FLOP counter with autograd on,
-at two batch sizes; costs are affine in the batch. Matrix products, convolutions and attention count exactly;
-every other operator that is not a view counts one FLOP per output element forward, and one per gradient element
-backward.
+Every distinct operator call runs once, forward and backward, under torch's FLOP counter with autograd on,
+at two batch sizes; costs are affine in the batch. Matrix products, convolutions, attention and recurrent layers count
+exactly; every other operator that is not a view counts one FLOP per output element forward, and one per gradient
+element backward.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from isthmus.errors import InternalError
+from isthmus.graph.flop_counter import flop_counter
 from isthmus.graph.operators import bind, no_gradient, overload_of
 from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, Op, OpGraph, Ref, TensorSpec
 from isthmus.graph.schema import base_name, storage_of
@@ -159,7 +159,7 @@ class _Ledger:
 
         call = cast("Callable[..., Any]", overload_of(op.target))
         args, kwargs = bind(op, inputs.__getitem__, self.batch, torch.device("cpu"))
-        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(not quiet):
+        with flop_counter() as counter, torch.set_grad_enabled(not quiet):
             with saved_tensors_hooks(keep, lambda t: t):
                 result = call(*args, **kwargs)
             outputs = [t for t in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(t, Tensor)]
@@ -190,18 +190,11 @@ class _Ledger:
 
 
 def _corrected(op: Op, inputs: list[Tensor], forward: int, backward: int) -> tuple[int, int]:
-    """Where torch's counter is wrong.
-
-    It counts the backward of a grouped convolution as if it had no groups: each gradient costs what the forward does.
-    Fused attention: two products forward (4 B H T S D); five backward, one of them recomputed (10 B H T S D).
-    """
-    base = base_name(op.target)
-    if base == "scaled_dot_product_attention":
+    """Fused attention: two products forward (4 B H T S D); five backward, one of them recomputed (10 B H T S D)."""
+    if base_name(op.target) == "scaled_dot_product_attention":
         query, key = inputs[0], inputs[min(1, len(inputs) - 1)]
         product = 2 * query.numel() * key.shape[-2]
         return 2 * product, 5 * product if backward else 0
-    if base.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose")) and backward:
-        return forward, forward * sum(t.requires_grad for t in inputs[:2])
     return forward, backward
 
 
