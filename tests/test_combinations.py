@@ -171,7 +171,6 @@ DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
     ("compile", "federated"): of_file(runtime={"compile": True}),
     ("bf16, fp16", "federated"): of_file(training={"precision": "bf16"}),
     ("an executor for each client", "joined executors"): rounds(check_on_devices, runtime__scheme="sd"),
-    ("Ray", "joined executors"): rounds(check_on_devices, runtime__backend="ray"),
     ("emulation", "joined executors"): rounds(check_on_devices, runtime__noise=0.1),
     ("several ranks, JAX", "joined executors"): lambda: check_device(Endpoint(device="a", engine="jax")),
     ("slow executors", "a scheme of its own"): rounds(execution__scheme="rw", execution__slow_down=[1.0]),
@@ -236,7 +235,7 @@ TESTED = {
     ("changed gradients", "updates in backward"): "test_clipping_in_dream",
 }
 """The test that expects a refusal which takes more than a job's keys."""
-UNTESTED = 41
+UNTESTED = 40
 """So many refusals are expected by no test; fewer are welcome."""
 
 

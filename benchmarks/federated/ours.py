@@ -9,8 +9,10 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+from safetensors.torch import load_file
 from task import DEVICE, Rounds, Task
 
+import isthmus
 from isthmus import FederatedJob
 from isthmus.experiments import FederatedRun
 
@@ -46,15 +48,27 @@ def job_of(folder: Path, executors: int, clients_per_vmap: int, backend: str = "
     return msgspec.convert(document, FederatedJob)
 
 
+class _Ends(isthmus.Callback):
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    def step(self, done: isthmus.StepDone) -> None:
+        self._rounds.end()
+
+
 def run(task: Task, folder: Path, options: dict[str, int]) -> None:
-    rounds = Rounds()
-    if on_ray := bool(options.get("ray")):
-        ray = importlib.import_module("ray")  # takes long, and the other sides need none
-        ray.init("local", num_cpus=options["executors"], include_dashboard=False, log_to_driver=False)
-    backend = "ray" if on_ray else "processes"
-    job = job_of(task.folder, options["executors"], options["clients_per_vmap"], backend)
+    rounds, on_ray = Rounds(), bool(options.get("ray"))
+    job = job_of(task.folder, options["executors"], options["clients_per_vmap"], "ray" if on_ray else "processes")
+    clients_per_vmap = options["clients_per_vmap"]
     with tempfile.TemporaryDirectory() as place:
-        run = FederatedRun(job, Path(place), resume=False, watch=lambda _: rounds.end())
-        run.run()
-        rounds.write(folder, run.server.values["model"])
-        (folder / "together.json").write_text(json.dumps(run.job.runtime.clients_per_vmap))
+        if on_ray:
+            ray = importlib.import_module("ray")  # takes long, and the other sides need none
+            ray.init("local", num_cpus=options["executors"], include_dashboard=False, log_to_driver=False)
+            isthmus.federate(job, run=Path(place) / "run", callbacks=[_Ends(rounds)], quiet=True)
+            weights = load_file(max(Path(place).glob("run/rounds/*.safetensors")))["model"]
+        else:
+            found = FederatedRun(job, Path(place), resume=False, watch=lambda _: rounds.end())
+            found.run()
+            weights, clients_per_vmap = found.server.values["model"], found.job.runtime.clients_per_vmap
+        rounds.write(folder, weights)
+        (folder / "together.json").write_text(json.dumps(clients_per_vmap))

@@ -10,15 +10,16 @@ import pytest
 import isthmus
 from isthmus.api.job_overrides import federated_job_of
 from isthmus.api.observer import Observer
+from isthmus.api.rounds import check_rounds
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
 from isthmus.errors import UserError
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
-from isthmus.runtime.federated.fleet_executors import check_on_devices
-from isthmus.runtime.federated.joined import check_code
-from isthmus.runtime.identity import Ticket, decode_ticket
+from isthmus.runtime.device.peer_connections import Endpoint
+from isthmus.runtime.federated.joined import _allowed, check_code
+from isthmus.runtime.identity import Identity, Ticket, decode_ticket
 from isthmus.runtime.processes.signals import Stop
 from tests.federated.test_federated_runs import model, write
 
@@ -185,5 +186,19 @@ def test_simulations_that_devices_cannot_carry_out_are_refused(
     overrides: dict[str, object], key: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as raised:
-        check_on_devices(_job(tmp_path, **overrides))
+        check_rounds(_job(tmp_path, **overrides), on_fleet=True)
     assert str(raised.value).startswith(f"{key}: ")
+
+
+def test_devices_of_one_owner_open_any_file_that_the_job_names(tmp_path: Path) -> None:
+    """As those of `isthmus up` and of a Ray cluster. Relative paths count from the folder of the process."""
+    job = _job(tmp_path, **{"data.options": {"path": "/etc/data"}, "data.kind": "npz", "data.folder": "/elsewhere"})
+    identity = Identity.made(tmp_path / "device")
+    with (
+        pytest.raises(UserError, match=r"data\.path: got '/etc/data', expected a relative path"),
+        _allowed(job, Endpoint(device="a", identity=identity)),
+    ):
+        pass
+    identity.share_data()
+    with _allowed(job, Endpoint(device="a", identity=identity)) as found:
+        assert found.data is not None and (found.data.options, found.data.folder) == ({"path": "/etc/data"}, "")

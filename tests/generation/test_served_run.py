@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from isthmus.api import generation
 from isthmus.api.generation import ModelService, Piece, ServingChoices, generate, prompts_of, sampling_of, served_run
-from isthmus.api.serve import Serving
+from isthmus.api.serving_fleet import Serving
 from isthmus.data.tokenizer import ByteTokenizer
 from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.graph import Affine, Op, OpGraph, Ref, TensorSpec

@@ -1,6 +1,6 @@
 """`isthmus up --on ray` on Ray's own test cluster: two or three nodes, which are processes of this machine.
 
-In `make test` executors that are actors are tried on it too: a cluster takes longer to start than they do.
+In `make test` executors of federated jobs are tried on it too: a cluster takes longer to start than they do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from tests.tiers import THOROUGH  # noqa: E402
 
 from .ray_cluster import RayCluster  # noqa: E402
 from .test_contract import Case, check_engine  # noqa: E402
-from .test_ray_executors import ON_RAY, SLOW, Trained  # noqa: E402
+from .test_ray_executors import LONG, ON_RAY, Trained  # noqa: E402
+from .test_ray_executors import check_nothing_is_left as executors_left_nothing  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
@@ -178,21 +179,28 @@ def test_more_agents_than_nodes_are_refused(cluster: RayCluster, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_killed_actor_costs_nothing_but_time(cluster: RayCluster, tmp_path: Path) -> None:
-    def kill_one(run: Trained) -> None:
-        os.kill(cluster.pids()[0], signal.SIGKILL)
-        run.wait_for("was lost: its actor's process ended unexpectedly")
+def test_a_killed_executor_costs_nothing_but_time(cluster: RayCluster, tmp_path: Path) -> None:
+    """Each sees half of one GPU of its node. A lost one is started again."""
 
-    run = Trained(tmp_path / "ray", {**ON_RAY, **SLOW}, kill_one)
-    assert run.bits == Trained(tmp_path / "alone", {"runtime.scheme": "sp"}).bits
-    assert len(run.lines[0].record.trained) == 2 and len(run.lines[-1].record.trained) == 1
-    assert not cluster.actors() and not cluster.groups()
+    def kill_one(run: Trained) -> None:
+        for name in ("executor-0", "executor-1"):
+            seen = [Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_with(f"--name {name}")]
+            assert seen and all(re.search(rb"\0CUDA_VISIBLE_DEVICES=[01]\0", found) for found in seen)
+        kill_agent("executor-0")
+        run.wait_for("executor-0 was lost")
+
+    run = Trained(tmp_path / "ray", {**ON_RAY, **LONG, "runtime.ray.gpus": 0.5}, kill_one)
+    assert run.bits == Trained(tmp_path / "alone", {**LONG, "runtime.scheme": "sp"}).bits
+    assert any("starting it again" in note for note in run.notes)
+    executors_left_nothing(cluster, tmp_path)
 
 
 def test_there_must_be_room_for_executors(cluster: RayCluster, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"runtime\.executors: got 5, expected at most {NODES}: so many with"):
         Trained(tmp_path, {**ON_RAY, "runtime.executors": 5})
-    assert not cluster.groups()
+    with pytest.raises(UserError, match=r"runtime\.ray: got cpus = 1, gpus = 3 for each executor: no node"):
+        Trained(tmp_path, {**ON_RAY, "runtime.ray.gpus": 3})
+    assert not cluster.groups() and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,45 +5,41 @@ What `make test` tries on a cluster is in `test_ray.py`, which has one.
 
 from __future__ import annotations
 
-import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+import isthmus
+from isthmus.api.folder import AGENTS_LOG
+from isthmus.callbacks import StepDone
 from isthmus.errors import UserError
-from isthmus.federated.history import RoundLine
+from isthmus.federated.history import RoundHistory
 from isthmus.federated.job import FederatedJob, load_federated_job
-from isthmus.runtime.federated.run import FederatedRun
-from isthmus.units import format_size
 from tests.federated.test_federated_runs import model, write
 from tests.fleet_service.parties import soon
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 
+from .agents import processes_with  # noqa: E402
 from .ray_cluster import RayCluster  # noqa: E402
 
-NODE = "ISTHMUS_TEST_NODE"
 ON_RAY = {"runtime.backend": "ray"}
-APART = {**ON_RAY, "runtime.ray.states": f"${NODE}/states"}
-SLOW = {"runtime.slow_down": [40.0, 40.0]}
+LONG = {"training.epochs": 40}
+"""Rounds that are still trained when an executor of the first one is killed."""
 WITHIN_S = 120.0
 Overrides = Mapping[str, object]
 NOTHING: Overrides = {}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    """Two nodes. Each has a folder of its own in an environment variable."""
-    folder = tmp_path_factory.mktemp("nodes")
-    os.environ[NODE] = str(folder / "head")
-    with RayCluster(1) as made:
-        os.environ[NODE] = str(folder / "other")
-        made.add_node()
+def cluster() -> Iterator[RayCluster]:
+    """Two nodes."""
+    with RayCluster(2) as made:
         yield made
-        del os.environ[NODE]
 
 
 def job(folder: Path, overrides: Overrides) -> FederatedJob:
@@ -51,26 +47,36 @@ def job(folder: Path, overrides: Overrides) -> FederatedJob:
     return load_federated_job(write(folder), overrides)
 
 
-class Trained:
+class Trained(isthmus.Observer):
     """A run of the small job to its end; `first` is called once its first round is over, and may wait."""
 
     def __init__(
         self, folder: Path, overrides: Overrides = NOTHING, first: Callable[[Trained], None] = lambda _: None
     ) -> None:
         self.notes: list[str] = []
-        self.lines: list[RoundLine] = []
         self._first = first
-        self.run = FederatedRun(job(folder, overrides), folder / "run", resume=False, watch=self._watch)
-        self.run.run(self.notes.append)
+        isthmus.federate(job(folder, overrides), run=folder / "run", observer=self)
         self.bits = model(folder / "run")
+        rounds = RoundHistory(folder / "run" / "rounds.jsonl").lines()
+        self.trained = [set(line.record.trained) for line in rounds]
+        """Who trained in each round."""
 
-    def _watch(self, line: RoundLine) -> None:
-        self.lines.append(line)
-        if len(self.lines) == 1:
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stepped(self, done: StepDone) -> None:
+        if done.step == 1:
             self._first(self)
 
     def wait_for(self, text: str) -> None:
         soon(lambda: any(text in note for note in self.notes), WITHIN_S)
+
+
+def check_nothing_is_left(cluster: RayCluster, run: Path) -> None:
+    """No process, actor or placement group, and no key in the run's folder."""
+    soon(lambda: not processes_with("join --name executor-") and not cluster.folders(), 60.0)
+    soon(lambda: not cluster.actors() and not cluster.groups(), 60.0)
+    assert not list(run.rglob("*.pem"))
 
 
 @pytest.fixture(scope="module")
@@ -88,44 +94,21 @@ def test_the_bits_of_processes(algorithm: str, scheme: str, cluster: RayCluster,
     found = Trained(tmp_path / "ray", {**same, **ON_RAY})
     assert found.bits == expected.bits
     # On a busy machine one of them may train all clients of a round before the other begins.
-    assert len({name for line in found.lines for name in line.record.trained}) == 2
+    assert set.union(*found.trained) == {"executor-0", "executor-1"}
 
 
 @pytest.mark.long
-def test_a_killed_node_costs_nothing_but_time(reference: bytes, cluster: RayCluster, tmp_path: Path) -> None:
-    """Where others see its folder."""
-
+def test_a_killed_node_costs_nothing_but_time(cluster: RayCluster, tmp_path: Path) -> None:
     def kill_other(run: Trained) -> None:
         cluster.kill_node()
-        run.wait_for("was lost: its node was lost")
+        run.wait_for("was lost")
 
     try:
-        assert Trained(tmp_path, {**ON_RAY, **SLOW}, kill_other).bits == reference
+        found = Trained(tmp_path / "ray", {**ON_RAY, **LONG}, kill_other)
     finally:
         cluster.add_node()
-    assert not cluster.actors() and not cluster.groups()
-
-
-@pytest.mark.long
-def test_states_that_lie_on_their_nodes_are_fetched(reference: bytes, cluster: RayCluster, tmp_path: Path) -> None:
-    """With `fa` a client goes to whoever is free."""
-    run = Trained(tmp_path, {**APART, "runtime.scheme": "fa", "runtime.slow_down": [0.0, 20.0]})
-    assert run.bits == reference
-    assert run.run.moved_bytes > 0
-    assert run.notes[-1] == f"{format_size(run.run.moved_bytes)} of clients' states moved from node to node"
-
-
-@pytest.mark.long
-def test_states_that_were_on_a_lost_node_end_the_run_with_one_line(cluster: RayCluster, tmp_path: Path) -> None:
-    def kill_other(run: Trained) -> None:
-        cluster.kill_node()
-        run.wait_for("was lost: its node was lost")
-
-    try:
-        with pytest.raises(UserError, match=r"missing: .*the algorithm cannot go on without it"):
-            Trained(tmp_path, {**APART, **SLOW, "federated.rounds": 20}, kill_other)
-    finally:
-        cluster.add_node()
+    assert found.bits == Trained(tmp_path / "alone", {**LONG, "runtime.scheme": "sp"}).bits
+    check_nothing_is_left(cluster, tmp_path)
 
 
 @pytest.mark.long
@@ -135,7 +118,19 @@ def test_as_many_executors_as_there_is_room_for(
 ) -> None:
     run = Trained(tmp_path, {**ON_RAY, "runtime.executors": executors, "runtime.ray.cpus": 0.5})
     assert run.bits == reference
-    assert len({name for line in run.lines for name in line.record.trained}) == 4
+    log = (tmp_path / "run" / AGENTS_LOG).read_text()
+    assert all(f"executor-{number}: in the fleet as executor-{number}" in log for number in range(4))
+
+
+@pytest.mark.long
+def test_a_run_goes_on_from_its_store_with_the_states_of_its_clients(
+    reference: bytes, cluster: RayCluster, tmp_path: Path
+) -> None:
+    stored = {**ON_RAY, "store.url": f"file://{tmp_path}/store"}
+    isthmus.federate(job(tmp_path, {**stored, "federated.rounds": 2}), run=tmp_path / "begun", quiet=True)
+    shutil.rmtree(tmp_path / "begun")
+    isthmus.federate(job(tmp_path, stored), run=tmp_path / "on", resume=True, quiet=True)
+    assert model(tmp_path / "on") == reference
 
 
 @pytest.mark.parametrize(
@@ -143,20 +138,27 @@ def test_as_many_executors_as_there_is_room_for(
     [
         ({"runtime.scheme": "sp"}, "runtime.scheme: got 'sp' beside runtime.backend 'ray'"),
         ({"fleet": "parrot-a"}, "fleet: got 'parrot-a' beside runtime.backend 'ray'"),
-        (
-            {"runtime.device": "cuda:1"},
-            "runtime.device: got 'cuda:1' beside runtime.backend 'ray', expected",
-        ),
-        ({"runtime.ray.bandwidth": "fast"}, "runtime.ray.bandwidth: "),
-        (
-            {"runtime.backend": "processes", "runtime.ray.cpus": 2},
-            "runtime.ray: got options for backend",
-        ),
+        ({"runtime.device": "cuda:1"}, "runtime.device: got 'cuda:1' beside runtime.backend 'ray', expected"),
+        ({"runtime.ray.cpus": 0}, "runtime.ray.cpus: "),
+        ({"runtime.backend": "processes", "runtime.ray.cpus": 2}, "runtime.ray: got options for backend"),
     ],
 )
 def test_a_job_that_no_cluster_can_run(overrides: Overrides, reason: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape(reason)):
         job(tmp_path, {**ON_RAY, **overrides})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"runtime.scheme": "sd"}, "runtime.scheme: got 'sd' with executors on devices that join"),
+        ({"runtime.noise": 0.5}, "runtime.noise: got 0.5 with executors on devices that join"),
+    ],
+)
+def test_executors_of_a_cluster_are_no_emulation(overrides: Overrides, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(reason)):
+        Trained(tmp_path, {**ON_RAY, **overrides})
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Every number, text and list of what another machine may send has bounds: found by walking the types, so that a new
 field without bounds fails here.
 
-Ranks of an island and actors of a Ray cluster are processes of one user, who started them: what these say among
-themselves, outside of frames, is not looked at.
+Ranks of an island are processes of one user, who started them: what these say among themselves, outside of frames, is
+not looked at.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import run_job as run_job
     from isthmus.api import run_session as run_session
     from isthmus.api import serve as serve
+    from isthmus.api import serving_fleet as serving_fleet
     from isthmus.api import site as site
     from isthmus.api import status as status
     from isthmus.api import terminal as terminal

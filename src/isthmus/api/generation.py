@@ -18,7 +18,7 @@ import msgspec
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
 from isthmus.api.pipeline import places_of
-from isthmus.api.serve import Serving, address_of, serving_fleet
+from isthmus.api.serving_fleet import Serving, address_of, serving_fleet
 from isthmus.api.states import PORT
 from isthmus.combinations import refused
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer

@@ -11,7 +11,8 @@ import msgspec
 
 from isthmus.accelerators import accelerator_names, resolve_accelerator
 from isthmus.api.join import accelerators_of, memory_of, part_of
-from isthmus.api.serve import Serving, Where, serving_fleet
+from isthmus.api.serve import Where
+from isthmus.api.serving_fleet import Serving, serving_fleet
 from isthmus.combinations import refused
 from isthmus.engines import check_engine
 from isthmus.errors import UserError

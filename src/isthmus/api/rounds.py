@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+import msgspec
+
+from isthmus.api.ray_executors import executors_on_ray
 from isthmus.api.rounds_watch import RoundsWatch
 from isthmus.api.run_session import Choices
 from isthmus.api.watch import Ran, Watch
-from isthmus.combinations import refused
+from isthmus.data.allowed import refuse_paths
 from isthmus.errors import PeerError
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
@@ -25,12 +28,18 @@ def check_rounds(job: FederatedJob, *, on_fleet: bool) -> None:
         check_deployment(job)
         return
     check_simulation(job)
-    if on_fleet:
+    if on_fleet and job.data is not None:
+        refuse_paths(job.data)
+    if on_fleet or job.runtime.backend == "ray":
         check_on_devices(job)
 
 
 def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
     """To the last round. None where none is left to do."""
+    if job.runtime.backend == "ray" and choices.backend is None:
+        with executors_on_ray(job, watch.folder, watch.observer, stop) as (fleet, count):
+            there = msgspec.structs.replace(choices, backend=fleet, devices_stay=False)
+            return run_rounds(on_devices(job, count), there, watch, stop)
     folder, observer, seen = watch.folder.path, watch.observer, RoundsWatch(job, watch, stop)
     observer.began(f"{job.federated.algorithm}, {job.federated.rounds} rounds")
 
@@ -46,8 +55,6 @@ def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) ->
             job = on_devices(job, max(1, job.runtime.executors))
         run = FederatedRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done, backend=service)
         if run.state_form is not None:
-            if job.store is not None and job.runtime.backend == "ray":
-                raise refused("store", "client states", "one")
             seen.keeps_states(run.state_form.size_bytes)
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}" if service is None else "devices of the fleet"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
 import msgspec
 
-from isthmus.api.agent_log import AgentLog
 from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
-from isthmus.api.cluster import Cluster
-from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
+from isthmus.api.engine_fleet import fleet_on, serving_towards
+from isthmus.api.folder import PROBED, RunFolder
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import any_job_of
 from isthmus.api.make_plan import fleet_for
@@ -22,14 +19,12 @@ from isthmus.api.observer import Observer
 from isthmus.api.run import Run
 from isthmus.api.run_job import check_on_fleet, run_job
 from isthmus.api.run_session import PYTHON_AGAIN, Choices, folder_of
-from isthmus.api.serve import Serving, serving_fleet
 from isthmus.api.states import timeout_s
 from isthmus.api.up_choices import (
     UpChoices,
     agent_names,
     agent_specs,
     check_devices,
-    check_not_public,
     is_known,
 )
 from isthmus.atomic_write import atomic_write
@@ -40,17 +35,13 @@ from isthmus.fleet import Fleet, dump_fleet, load_fleet, resolve_fleet
 from isthmus.job import Job, prepare
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
 from isthmus.runtime.federated.fleet_executors import on_devices
-from isthmus.runtime.launchers.launcher import AgentSpec, Launcher, Renders
+from isthmus.runtime.launchers.launcher import Renders
 from isthmus.runtime.launchers.local import fork_agents_early as fork_agents_early
 from isthmus.runtime.launchers.registry import open_launcher
-from isthmus.runtime.processes.signals import Stop, uninterrupted
-from isthmus.runtime.service.agent import local_address
+from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_probe import probe_fleet
-from isthmus.runtime.service.fleet_state import remove_state
 from isthmus.runtime.service.probe_questions import speed_question
-
-ANY_PORT = 9  # a port of the engine's head, where only the route to it is asked for
 
 
 def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
@@ -66,39 +57,30 @@ def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer,
         check_on_fleet(job)
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
-    serving = _serving(asked, launcher.head)
+    serving = serving_towards(launcher.head, asked.timeout, asked.host, asked.port, asked.addresses)
     folder = folder_of(job, Choices(resume=asked.resume, run=asked.run), observer.note)
-    interrupted = False
     try:
-        with _started(folder, launcher, specs, serving, observer, verbose=asked.verbose) as (cluster, service):
-            with stop.calls(lambda: None):
-                devices = cluster.joined(stop)
-            with cluster.kept():
-                if fleet is not None:
-                    check_devices(devices, fleet)
-                again = asked.again or PYTHON_AGAIN
-                if isinstance(job, FederatedJob):
-                    job = on_devices(job, len(devices))
-                elif fleet is None:
-                    job = _on_measured(job, devices, folder, service, observer.note, stop)
-                choices = Choices(
-                    resume=asked.resume,
-                    run=folder.path,
-                    backend=service,
-                    devices_stay=False,
-                    again=again,
-                    callbacks=asked.callbacks,
-                )
-                return run_job(job, choices, observer, stop)
+        with fleet_on(folder, launcher, specs, serving, observer, stop, verbose=asked.verbose) as (service, devices):
+            if fleet is not None:
+                check_devices(devices, fleet)
+            if isinstance(job, FederatedJob):
+                job = on_devices(job, len(devices))
+            elif fleet is None:
+                job = _on_measured(job, devices, folder, service, observer.note, stop)
+            choices = Choices(
+                resume=asked.resume,
+                run=folder.path,
+                backend=service,
+                devices_stay=False,
+                again=asked.again or PYTHON_AGAIN,
+                callbacks=asked.callbacks,
+            )
+            return run_job(job, choices, observer, stop)
     except KeyboardInterrupt:
-        interrupted = True
+        if not folder.begun:
+            (folder.path / PROBED).unlink(missing_ok=True)
         raise
     finally:
-        if interrupted and not folder.begun:
-            for name in (AGENTS_LOG, PROBED):
-                (folder.path / name).unlink(missing_ok=True)
-        if not folder.begun and (log := folder.path / AGENTS_LOG).is_file() and not log.stat().st_size:
-            log.unlink()
         folder.leave()
 
 
@@ -118,49 +100,6 @@ def rendered(job: Job | FederatedJob, asked: UpChoices) -> str:
     fleet = _fleet_of(job, asked)
     specs = agent_specs(agent_names(asked, fleet, None), asked, fleet, here=False)
     return launcher.render(specs, Path(job.run_dir).absolute())
-
-
-def _serving(asked: UpChoices, head: str) -> Serving:
-    """Where the coordinator listens: where nobody says, at the address of this machine towards the engine."""
-    host = asked.host
-    if not host:
-        host = local_address(head, ANY_PORT) if head else "127.0.0.1"
-        check_not_public(host)
-    return Serving(host=host, port=asked.port, addresses=asked.addresses, timeout=asked.timeout)
-
-
-@contextlib.contextmanager
-def _started(
-    folder: RunFolder,
-    launcher: Launcher,
-    specs: Sequence[AgentSpec],
-    serving: Serving,
-    observer: Observer,
-    *,
-    verbose: bool,
-) -> Generator[tuple[Cluster, FleetCoordinator]]:
-    """A coordinator and agents; on leaving no process, key or ticket is left of them."""
-    state, ending = folder.path / COORDINATOR, False
-
-    def say(line: str) -> None:
-        log.write("coordinator", line)
-        if not ending and not verbose:
-            observer.note(line)
-
-    with contextlib.ExitStack() as stack:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        log = stack.enter_context(AgentLog(folder.path / AGENTS_LOG, observer.note if verbose else None))
-        remove_state(state)  # of a run that was killed: its devices have our agents' names
-        stack.callback(shutil.rmtree, state, ignore_errors=True)
-        service = stack.enter_context(serving_fleet(msgspec.structs.replace(serving, state=state), say))
-        cluster = Cluster(launcher, service, specs, log, observer.note)
-        try:
-            cluster.start(state)
-            yield cluster, service
-        finally:
-            ending = True
-            with uninterrupted():
-                cluster.stop()
 
 
 def _on_measured(

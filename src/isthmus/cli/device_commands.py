@@ -30,7 +30,8 @@ class MemberOptions:
         Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
     ] = None
     one_owner: Annotated[
-        bool, typer.Option("--one-owner", help="The whole fleet is yours: do not blind digests of data with a key.")
+        bool,
+        typer.Option("--one-owner", help="The whole fleet is yours: jobs name your code and files; digests are plain."),
     ] = False
     attached: Annotated[
         bool, typer.Option("--attached", help="Read the ticket from stdin, and end when stdin closes: for launchers.")

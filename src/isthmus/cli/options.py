@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from isthmus import FederatedJob, Job
     from isthmus.api.job_overrides import Changes, FederatedChanges
     from isthmus.api.run_session import Choices
-    from isthmus.api.serve import Serving
+    from isthmus.api.serving_fleet import Serving
 
 
 def local_path(text: str) -> Path:
@@ -153,7 +153,7 @@ class ServeOptions:
 
     def serving(self, tickets: int) -> Serving:
         """`tickets` are printed at the start."""
-        return api.serve.Serving(
+        return api.serving_fleet.Serving(
             host=self.host,
             port=self.port,
             addresses=tuple(self.address or ()),

@@ -248,8 +248,6 @@ def check_engine(job: FederatedJob) -> None:
         if job.runtime.ray != RayRuntime():
             raise UserError(f"runtime.ray: got options for backend {job.runtime.backend!r}, expected backend 'ray'")
         return
-    if not 0 < job.runtime.ray.bandwidth_bytes_s < math.inf:
-        raise UserError(f"runtime.ray.bandwidth: got {job.runtime.ray.bandwidth!r}, expected a finite bandwidth")
     if not job.scheme.processes:
         raise refused("a scheme without executors", "Ray", repr(job.runtime.scheme))
     if job.fleet:

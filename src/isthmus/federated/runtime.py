@@ -8,7 +8,6 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.accelerators import AUTO
-from isthmus.units import parse_bandwidth
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -22,14 +21,6 @@ class RayRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cpus: Annotated[float, Meta(gt=0)] = 1.0  # CPUs that Ray reserves for each executor.
     gpus: Annotated[float, Meta(ge=0)] = 0.0
     """GPUs, or the share of one, that Ray reserves for each executor; it sees no others."""
-    states: str = ""
-    """Folder on each node for clients' states, with variables of the node's environment, as in `$TMPDIR/states`; by
-    default `states` in the run's folder."""
-    bandwidth: str = "1 Gbit/s"  # Between nodes: what the schedule takes for a client's state to move.
-
-    @property
-    def bandwidth_bytes_s(self) -> float:
-        return parse_bandwidth(self.bandwidth, "runtime.ray.bandwidth")
 
 
 class FederatedRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +28,7 @@ class FederatedRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     scheme: str = "ours"  # How clients come to executors: ours, parrot, fa, sd, rw or sp.
     backend: Literal["processes", "ray"] = "processes"
-    """How executors run: as processes of this machine, or actors of a Ray cluster."""
+    """Where `isthmus train` starts executors: as processes of this machine, or on a Ray cluster."""
     ray: RayRuntime = RayRuntime()  # Options of Ray.
     executors: NotNegative = 2
     """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run; on a

@@ -7,7 +7,7 @@ pages cost ten times what is written to them; so the cost would be the processor
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,10 +59,6 @@ class StateFiles:
             while left:  # more than the kernel takes at once, or a full disk, which the next call finds
                 written = os.pwrite(file, left, at)
                 left, at = left[written:], at + written
-
-    def to_fill(self, places: Iterable[int]) -> Iterable[int]:
-        """Those of the places that were freed here that this executor may fill."""
-        return places
 
     def _runs(self, places: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Parts of `places` that follow one another in a file."""

@@ -244,7 +244,7 @@ class StateStore:
 
     def free(self, places: Iterable[int]) -> None:
         self._ahead.clear()  # who freed a place fills it, maybe elsewhere
-        self._free = sorted([*self._free, *self._files.to_fill(places)], reverse=True)
+        self._free = sorted([*self._free, *places], reverse=True)
 
 
 class _AtOnce(Executor):

@@ -108,7 +108,7 @@ class OpenPhase(OpenMerge):
                 self.grant(thief, (self.unassigned.pop(0),))
             elif (victim := self._victim(thief)) is not None:
                 self.recalls[victim] = thief
-                lines = self.scheduler.line(victim), self.scheduler.line_of_thief(thief, victim)
+                lines = self.scheduler.line(victim), self.scheduler.line(thief)
                 self.notify(victim, TasksRecalled(phase=self.phase, own=lines[0], thief=lines[1]))
             elif not self.recalls:
                 del self.idle[thief]

@@ -129,7 +129,6 @@ class Rounds(Policy[RoundPort], Session):
         self._calls_devices = self._returns and not self._has_sites
         self._calls = Calls()
         self._scheduler = ClientScheduler(self.executors, rules, sizes, throughput, states, self.clients)
-        self.place_states = self._scheduler.place_states
         self._cohort_of = cohort
         self._late_of = late
         self._alive: set[str] = set()  # executors that have joined and are not lost

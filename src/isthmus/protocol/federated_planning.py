@@ -12,26 +12,16 @@ from isthmus.planners.cohort import (
     CohortSchedule,
     certified,
     fractional,
-    near_states,
     parrot,
     schedule_cohort,
 )
-from isthmus.planners.cohort.problem import Floats, Integers
+from isthmus.planners.cohort.problem import Floats
 
 STEP_S = 1e-4  # the rough seconds of one exchange of the certified search
 FEWEST_STEPS, MOST_STEPS = 300, 4000
 LARGE = 100_000_000
 """Clients x executors from where on the certified search's tables would be larger than 1 GB; then it is Parrot's."""
 TINY_S = 1e-12
-NEVER_S = 1e9  # seconds that the move of a state is taken to last while no measured times can be compared with it
-
-
-class StatesOnNodes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Where the states of a cohort's clients lie, for a schedule."""
-
-    homes: Integers  # (clients,) the node of each one's state, below 0 for none
-    nodes: Integers  # (executors,)
-    move_s: float  # seconds of one state from node to node
 
 
 class PlanningProblem(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -42,7 +32,6 @@ class PlanningProblem(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     seconds_per_sample: Floats  # (executors,)
     fixed_s: Floats  # (executors,) what a client costs whatever its size
     known: bool  # whether these times were measured; else they are of sizes alone
-    states: StatesOnNodes | None = None  # where clients' states lie on several nodes
 
 
 def plan_round(problem: PlanningProblem) -> CohortSchedule:
@@ -54,8 +43,6 @@ def plan_round(problem: PlanningProblem) -> CohortSchedule:
     if len(fixed_s) == 1:
         return _everything(problem)
     cohort = CohortProblem(sizes=sizes, seconds_per_sample=per_sample, fixed_s=fixed_s)
-    if (states := problem.states) is not None and (states.homes >= 0).any():
-        return near_states(cohort, states.homes, states.nodes, states.move_s if problem.known else NEVER_S)
     if problem.planner != "certified":
         return schedule_cohort(problem.planner, cohort)
     greedy = parrot(cohort)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,10 +15,9 @@ from isthmus.protocol.federated_messages import (
     ClientTime,
     LinearFit,
 )
-from isthmus.protocol.federated_planning import StatesOnNodes, plan_round
+from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.protocol.state_homes import NOWHERE, StateHomes
 
 Integers = NDArray[np.int64]
 
@@ -67,14 +65,6 @@ class ClientScheduler:
         self._rules = rules
         self._number = {name: number for number, name in enumerate(executors)}
         self._plan: _Plan | None = None
-        self._homes: StateHomes | None = None
-        self._home: Integers = np.empty(0, dtype=np.int64)
-        """(population,) the node of each one's state, or the one to which it is about to move."""
-
-    def place_states(self, homes: StateHomes) -> None:
-        """States lie on several nodes: schedules count the moves."""
-        assert self.states is not None, "clients keep something"
-        self._homes, self._home = homes, homes.of(self.states)
 
     def number(self, executor: str) -> int:
         return self._number[executor]
@@ -87,22 +77,9 @@ class ClientScheduler:
     def line(self, executor: str) -> LinearFit:
         return self.throughput.line(self._number[executor])
 
-    def line_of_thief(self, thief: str, victim: str) -> LinearFit:
-        """With the moves of the victim's states."""
-        line, homes = self.line(thief), self._homes
-        if homes is None or homes.nodes[self._number[thief]] == homes.nodes[self._number[victim]]:
-            return line
-        return LinearFit(line.seconds_per_sample, line.fixed_s + homes.move_s)
-
-    def move_s(self, client: int, executor: str) -> float:
-        """Seconds of the client's state to the executor."""
-        if self._homes is None or self._home[client] in (NOWHERE, self._homes.nodes[self._number[executor]]):
-            return 0.0
-        return self._homes.move_s
-
     def seconds(self, task: ClientTask, executor: str) -> float:
-        """Return the task's on the executor, with the move of the client's state."""
-        return self.line(executor).seconds(task.samples) + self.move_s(task.client, executor)
+        """Return the task's on the executor."""
+        return self.line(executor).seconds(task.samples)
 
     def samples(self, cohort: Integers) -> int:
         """Return the samples of all these clients, or an upper bound."""
@@ -114,8 +91,6 @@ class ClientScheduler:
             kept = [timed_client for timed_client in timed if timed_client.state != NONE]
             clients = [timed_client.client for timed_client in kept]
             self.states[clients] = [timed_client.state for timed_client in kept]
-            if self._homes is not None:
-                self._home[clients] = self._homes.of(self.states[clients])
 
     def assignment(self, round_: int, cohort: Integers, alive: Sequence[str]) -> ClientAssignment:
         """Return the assignment of a pass. A second one may have fewer clients, and executors may have been lost since
@@ -133,8 +108,6 @@ class ClientScheduler:
         for name, places in zip(alive, schedule.clients_of(), strict=True):
             order = places[np.argsort(-sizes[places], kind="stable")]
             dealt[name] = self._tasks(cohort[order])
-            if self._homes is not None:
-                self._home[cohort[order]] = self._homes.nodes[self._number[name]]
         return ClientAssignment(dealt, schedule if plan.timed else None)
 
     def plan(self, round_: int, cohort: Integers, alive: Sequence[str]) -> _Plan:
@@ -144,10 +117,6 @@ class ClientScheduler:
         sizes = self.sizes[cohort].astype(np.float64)
         numbers = [self._number[name] for name in alive]
         problem = self.throughput.problem(planner, sizes, numbers)
-        if (homes := self._homes) is not None:
-            nodes = np.array(homes.nodes, dtype=np.int64)[numbers]
-            states = StatesOnNodes(homes=self._home[cohort], nodes=nodes, move_s=homes.move_s)
-            problem = msgspec.structs.replace(problem, states=states)
         self._plan = _Plan(round_, tuple(alive), cohort, problem.known, plan_round(problem))
         return self._plan
 

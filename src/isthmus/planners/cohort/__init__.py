@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from isthmus.errors import unknown_name
 from isthmus.planners.cohort.certified import certified, fractional
-from isthmus.planners.cohort.parrot import TimeHistory, TimeModel, equal_times, fit_times, near_states, parrot, uniform
+from isthmus.planners.cohort.parrot import TimeHistory, TimeModel, equal_times, fit_times, parrot, uniform
 from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "equal_times",
     "fit_times",
     "fractional",
-    "near_states",
     "parrot",
     "schedule_cohort",
     "uniform",

@@ -9,7 +9,6 @@ import msgspec
 from torch import Tensor
 
 from isthmus.combinations import refused
-from isthmus.data.allowed import refuse_paths
 from isthmus.errors import PeerError
 from isthmus.federated.job import FederatedJob
 from isthmus.federated.server import Server
@@ -33,12 +32,8 @@ COORDINATORS: dict[str, object] = {"callback": (), "track": Track(), "store": No
 def check_on_devices(job: FederatedJob) -> None:
     """UserError for a simulation whose executors cannot be devices."""
     runtime = job.runtime
-    if job.data is not None:
-        refuse_paths(job.data)
     if job.scheme.per != "given":
         raise refused("an executor for each client", "joined executors", repr(runtime.scheme))
-    if runtime.backend == "ray":
-        raise refused("Ray", "joined executors", "'ray'")
     for name, got in (("slow_down", runtime.slow_down), ("unstable", runtime.unstable), ("noise", runtime.noise)):
         if got:
             raise refused("emulation", "joined executors", got, f"runtime.{name}")

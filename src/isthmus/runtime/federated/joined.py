@@ -106,9 +106,10 @@ def _allowed(job: FederatedJob, site: Endpoint) -> Generator[FederatedJob]:
     check_device(site)
     if job.data is None:
         raise PeerError("coordinator: sent a job without data")
-    if site.data_key != ONE_OWNER:
+    if foreign := site.data_key != ONE_OWNER:
         check_code(job)
-    with allowed(job.data, site.data_kinds, foreign=site.identity is not None) as data:
+    with allowed(job.data, site.data_kinds, foreign=foreign) as data:
+        data = msgspec.structs.replace(data, folder="")
         runtime = msgspec.structs.replace(job.runtime, device=site.accelerator)
         yield msgspec.structs.replace(job, data=data, runtime=runtime)
 

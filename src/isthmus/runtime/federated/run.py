@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import secrets
 import sys
@@ -52,24 +51,17 @@ from isthmus.runtime.federated.fleet_executors import DeviceHost, DeviceSums, re
 from isthmus.runtime.federated.fleet_states import KeptStates
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
 from isthmus.runtime.federated.own_means import own_mean_of
-from isthmus.runtime.federated.ray_actor import ActorSetup
-from isthmus.runtime.federated.ray_executors import RayExecutors, states_folder
-from isthmus.runtime.federated.ray_room import USER
 from isthmus.runtime.federated.round_store import RoundResult, RoundStore
 from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBroadcast, SharedMemory
 from isthmus.runtime.federated.sizing import sized
 from isthmus.runtime.federated.trainer import executor_trainer
 from isthmus.runtime.federated.update_receiver import SumsReceiver
-from isthmus.runtime.launchers.ray_connection import check_cluster
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages, return_freed_pages
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import SWITCH_S
-from isthmus.units import format_size
 
-STEALING_PAYS_ON_RAY_S = 0.05
-"""A call of an actor takes several times as long as a message to a process of this machine."""
 ONE_BY_ONE = (
     "runtime.clients_per_vmap: clients are trained one by one: with [[optimizer]] or training.clip_norm each has a "
     "state and norms of its own"
@@ -95,8 +87,6 @@ def coordinator_of(
         single=scheme.single,
         steals=scheme.steals if job.runtime.steals is None else job.runtime.steals,
     )
-    if job.runtime.backend == "ray":
-        rules = msgspec.structs.replace(rules, stealing_pays_s=STEALING_PAYS_ON_RAY_S)
     if cohorts.buffer is not None:
         needed, at_work = cohorts.buffer
         rules = msgspec.structs.replace(
@@ -129,11 +119,9 @@ class FederatedRun:
         backend: Backend | None = None,
     ) -> None:
         """`began` is called when the folder is the run's, before executors are forked; `watch` when a round is
-        committed, in another thread. With a `backend` executors are devices that join. UserError for a folder of
-        another job."""
+        committed, in another thread. With a `backend` executors are devices that join, else they are here, whatever
+        `runtime.backend` says. UserError for a folder of another job."""
         self._backend = backend
-        if job.runtime.backend == "ray":
-            check_cluster(job.runtime.ray.address, USER)
         keep_freed_pages(ANY_SIZE, arenas=1)
         torch.set_num_threads(job.runtime.threads)
         self.folder = folder
@@ -144,8 +132,6 @@ class FederatedRun:
         if text := own_mean_of(lambda: build(job), self.data.columns, job.local, forks=backend is None):
             warn(text)
         self._began, self._watch = began, watch
-        self.moved_bytes = 0
-        """Bytes of clients' states that moved from node to node of a Ray cluster; known at the end."""
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
         self._resident = resident = Resident(build(job))
@@ -194,8 +180,6 @@ class FederatedRun:
         with _Aftermath(self._after) as after:
             if self._backend is not None:
                 finish = self._on_devices(self._backend, after, note, stop or Stop())
-            elif self.job.runtime.backend == "ray":
-                finish = self._on_ray(after, note, stop)
             else:
                 finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
         return ended(finish)
@@ -210,8 +194,7 @@ class FederatedRun:
         if self.state_form is None or self.store.states is None:
             return None
         parts = len(self.machine.executors)
-        folder = Path(os.path.expandvars(states_folder(self.job, self.folder)))
-        return StateStore(folder, self.state_form, self.store.states, (number, parts))
+        return StateStore(self.folder / STATES_FOLDER, self.state_form, self.store.states, (number, parts))
 
     def _in_process(self, after: _Aftermath, stop: Stop | None) -> Finish:
         opened_s, before = time.monotonic(), (0, 0, 0)
@@ -301,41 +284,6 @@ class FederatedRun:
         after.start()
         with backend.at_work(request(self.job, run, self.folder / "logs", stop), host.acceptor) as devices:
             return host.coordinate(devices, stop)
-
-    def _on_ray(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> Finish:
-        run, states = secrets.token_hex(16), self.store.states
-        setups = [
-            ActorSetup(
-                job=self.job,
-                run=run,
-                name=name,
-                number=number,
-                fingerprint=self.data.fingerprint,
-                folder=os.getcwd(),
-                states=states_folder(self.job, self.folder),
-                taken=b"" if states is None else states.tobytes(),
-            )
-            for number, name in enumerate(self.machine.executors)
-        ]
-        with RayExecutors(self.job, setups, self.state_form) as executors:
-            if executors.homes is not None:
-                self.machine.place_states(executors.homes)
-            self._resident.let_go()  # it trains elsewhere
-            host = FederatedHost(
-                self.machine,
-                self.server,
-                SumsReceiver(self.server),
-                ConnectionPolicy(run=run, timeout_s=self.job.timeout_s),
-                committed=lambda record, measure: self._commit(record, measure, after),
-                note=note,
-            )
-            after.start()
-            executors.begin(host.acceptor.on_connection)
-            finish = host.coordinate(StartedProcesses(executors.ended), stop)
-            if executors.homes is not None:
-                self.moved_bytes = executors.moved_bytes
-                note(f"{format_size(self.moved_bytes)} of clients' states moved from node to node")
-            return finish
 
     def _commit(self, record: RoundRecord, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:
         """Close the round, as the next round changes its values; return the rest, which is done while that round

@@ -25,7 +25,6 @@ from isthmus.federated.resident import Batch, Resident
 from isthmus.federated.stacked import best_clients_per_vmap
 from isthmus.federated.traced_ops import get_ready
 from isthmus.run_files import JOB, read_job
-from isthmus.runtime.federated.ray_room import cluster_room
 from isthmus.runtime.processes.forked import asked, asked_at_once
 
 GAIN = 1.1  # twice the executors must be so much faster, or they are not used
@@ -62,14 +61,12 @@ def sized(job: FederatedJob, data: ClientData, before: Path | None = None, *, fo
 
 
 def with_executors(job: FederatedJob, data: ClientData) -> FederatedJob:
-    """The job with a number of executors in place of 0: one on each device of its fleet; as many as the Ray cluster
-    has room for; else as many as memory and cores hold, and as train faster together."""
+    """The job with a number of executors in place of 0: one on each device of its fleet; else as many as memory and
+    cores hold, and as train faster together."""
     if not job.runtime.executors and (fleet := job.executor_fleet(0)) is not None:
         return _with(job, executors=len(fleet.devices))
     if job.runtime.executors:
         return job
-    if job.runtime.backend == "ray":
-        return _with(job, executors=cluster_room(job.runtime.ray))
     return _with(job, executors=_measured_executors(job, data))
 
 

@@ -1,7 +1,8 @@
-"""Agents on the nodes of a Ray cluster: an actor on each, whose only work is to run `isthmus join`.
+"""Agents on the nodes of a Ray cluster: an actor for each, whose only work is to run `isthmus join`.
 
-A placement group reserves the nodes (STRICT_SPREAD: each of its bundles is on a node of its own). Ray moves a bundle
-whose node died to another node, as soon as there is one. Nothing is detached: where this process dies, Ray ends it all.
+A placement group reserves the nodes (STRICT_SPREAD: each of its bundles is on a node of its own; SPREAD where agents
+share nodes). Ray moves a bundle whose node died to another node, as soon as there is one. Nothing is detached: where
+this process dies, Ray ends it all.
 
 The part of Ray's engine that runs on a node: an actor with an agent as its child process.
 
@@ -12,6 +13,7 @@ is then removed by a shell that waits for that: it is nobody's child.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import shutil
 import subprocess
@@ -20,15 +22,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from msgspec import Meta
 
 from isthmus.errors import PeerError
 from isthmus.runtime.launchers.agent_command import agent_command
 from isthmus.runtime.launchers.child_agents import GRACE_S, ChildAgents
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
-from isthmus.runtime.launchers.ray_connection import connect, ray_library
+from isthmus.runtime.launchers.ray_connection import LAUNCHER, RayUser, connect, ray_library
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -43,16 +46,22 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str = ""
     """HOST:PORT of its head; by default RAY_ADDRESS, or else the cluster that was started on this machine."""
-    cpus: float = 1.0  # CPUs that Ray reserves on each node; a node with fewer is not used. The agent may use all.
+    cpus: Annotated[float, Meta(gt=0)] = 1.0
+    """CPUs that Ray reserves for each agent; a node with fewer is not used. The agent may use all."""
+    gpus: Annotated[float, Meta(ge=0)] | None = None
+    """GPUs, or the share of one, that Ray reserves for each agent; it sees no others, and a node has as many agents as
+    there is room for. None: one agent for each node, with all GPUs of it."""
 
 
 class RayLauncher:
-    """A `Launcher`. All GPUs that Ray counts on a node are the agent's."""
+    """A `Launcher`. Agents import modules also from the folder where this process runs, as they find it on their
+    node."""
 
     restarts = True
 
-    def __init__(self, options: RayOptions) -> None:
-        self._options = options
+    def __init__(self, options: RayOptions, user: RayUser = LAUNCHER) -> None:
+        """`user` is named in errors."""
+        self._options, self._user = options, user
         self._connected = False  # whether this object connected to Ray, and disconnects at the end
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, tuple[int, float]] = {}  # the number and the GPUs of each agent, by name
@@ -66,19 +75,22 @@ class RayLauncher:
 
     def check(self) -> None:
         """This process becomes a driver of the cluster, unless it is one."""
-        self._connected = connect(self._options.address) or self._connected
+        self._connected = connect(self._options.address, self._user) or self._connected
 
-    def nodes(self) -> int | None:
+    def nodes(self) -> int:
+        """How many agents there is room for."""
         return len(self._gpus())
 
     def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:
         """Nothing is kept in the folder."""
-        gpus, cpus = self._gpus(), self._options.cpus
+        gpus, cpus, shared = self._gpus(), self._options.cpus, self._options.gpus is not None
         if len(gpus) < len(agents):
-            raise PeerError(f"Ray has {len(gpus)} nodes with {cpus:g} or more CPUs, expected {len(agents)}")
+            room = "places" if shared else "nodes"
+            raise PeerError(f"Ray has {len(gpus)} {room} with {cpus:g} or more CPUs, expected {len(agents)}")
         self._log = log
         bundles = [{"CPU": cpus, **({"GPU": count} if count else {})} for count in gpus[: len(agents)]]
-        self._group = ray_library().util.placement_group(bundles, strategy="STRICT_SPREAD")
+        strategy = "SPREAD" if shared else "STRICT_SPREAD"
+        self._group = ray_library().util.placement_group(bundles, strategy=strategy)
         for number, agent in enumerate(agents):
             self._bundles[agent.name] = (number, gpus[number])
             self.restart(agent)
@@ -95,7 +107,7 @@ class RayLauncher:
             max_concurrency=2,
             scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number),
         )
-        self._agents[agent.name] = _ActorHere(made.remote(), agent, self._log)
+        self._agents[agent.name] = _ActorHere(made.remote(os.getcwd()), agent, self._log)
 
     def stop(self) -> None:
         ray = ray_library()
@@ -115,9 +127,19 @@ class RayLauncher:
             ray.shutdown()
 
     def _gpus(self) -> list[float]:
-        """Return the GPUs of each node that is alive and has the CPUs; the most first."""
+        """Return the GPUs of each agent that the nodes which are alive have room for; the most first."""
+        cpus, gpus = self._options.cpus, self._options.gpus
         alive = [node["Resources"] for node in ray_library().nodes() if node["Alive"]]
-        return sorted((has.get("GPU", 0.0) for has in alive if has.get("CPU", 0.0) >= self._options.cpus), reverse=True)
+        if gpus is None:
+            return sorted((has.get("GPU", 0.0) for has in alive if has.get("CPU", 0.0) >= cpus), reverse=True)
+        rooms = [_times(has.get("CPU", 0.0), cpus) for has in alive]
+        if gpus:
+            rooms = [min(room, _times(has.get("GPU", 0.0), gpus)) for room, has in zip(rooms, alive, strict=True)]
+        return [gpus] * sum(rooms)
+
+
+def _times(has: float, share: float) -> int:
+    return int(has / share + 1e-9)
 
 
 class _ActorHere:
@@ -173,7 +195,9 @@ exec 3<&0
 class RayActor:
     """`end` is called while `run` runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        """Agents import modules from `folder` too."""
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._agents = ChildAgents(lambda name, line: self._lines.put(line))
         self._over = threading.Event()
