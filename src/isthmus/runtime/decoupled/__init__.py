@@ -1,1 +1,1 @@
-"""Replicas that never wait for each other, each in a process of its own, and the merger of what they learn."""
+"""Replicas that never wait for each other, each a device or a pipeline, and the merger of what they learn."""

@@ -5,6 +5,8 @@ Nothing of the job is code here: the model comes as a graph, and the data are th
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from isthmus.accelerators import open_accelerator
@@ -32,7 +34,8 @@ def serve_replica(coordinator: tuple[str, int], site: Endpoint, run: str, timeou
         timeout_s=timeout_s,
         link=site.merger,
         identity=site.identity,
-        away_timeout_s=AWAY_TIMEOUTS * timeout_s,
+        # A process of this machine ends with the merger's, however long it was stopped.
+        away_timeout_s=math.inf if site.identity is None else AWAY_TIMEOUTS * timeout_s,
     )
     link = MergerLink(place)
     with link.reporting():
