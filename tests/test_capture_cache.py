@@ -15,9 +15,8 @@ import torch
 from isthmus.graph.capture import capture
 from isthmus.graph.captured import Captured, Column
 from isthmus.job import Job, capture_cache
-from isthmus.job.capture_cache import cached_capture
+from isthmus.job.capture_cache import cached_capture, digest_of_module
 from isthmus.job.loading import load_job
-from isthmus.job.own_code import digest_of_module
 from isthmus.models import build_model
 
 COLUMNS = {"pixel_values": Column("float32", (1, 8, 8)), "labels": Column("int64", ())}

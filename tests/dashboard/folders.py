@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.rounds_watch import round_evaluation, round_step
+from isthmus.api.rounds import round_evaluation, round_step
 from isthmus.api.run_entries import ENTRIES
-from isthmus.api.run_log import RunLog
+from isthmus.api.watch import RunLog
 from isthmus.callbacks import RunStarted
 from isthmus.federated.history import RoundHistory
 from isthmus.programs.round_records import RoundRecord

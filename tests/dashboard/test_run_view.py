@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isthmus.api.run_entries import ENTRIES, SPANS, run_entries
-from isthmus.api.run_log import RunLog
+from isthmus.api.watch import RunLog
 from isthmus.callbacks import Evaluated, RunFault, RunStarted, StepDone
 from isthmus.dashboard.run_folder import WatchedRun
 from isthmus.dashboard.run_view import overview, state_at

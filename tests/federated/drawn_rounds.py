@@ -46,8 +46,8 @@ from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SharesDisputed, SharesRevealed, UnmaskAsked
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
-from isthmus.runtime.federated.secure_update_receiver import SecureUpdateReceiver
 from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.federated.site_run import SecureUpdateReceiver
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
 from isthmus.runtime.identity import Authority
 from isthmus.runtime.identity.keys import DeviceSigner

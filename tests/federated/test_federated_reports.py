@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from isthmus.api.rounds_watch import round_step
+from isthmus.api.rounds import round_step
 from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.privacy import Guarantee

@@ -19,11 +19,10 @@ from isthmus.errors import UserError
 from isthmus.federated import Algorithm, AlgorithmSpec, ClientUpdate, LocalConfig, load_algorithm
 from isthmus.federated.algorithms.registry import give_algorithm
 from isthmus.federated.approval import described
-from isthmus.federated.job import load_federated_job
+from isthmus.federated.job import check_steps, load_federated_job
 from isthmus.federated.local import PlainLocal, Workspace
 from isthmus.federated.local_steps import StepsByRound
 from isthmus.federated.resident import Resident
-from isthmus.federated.step_rules import check_steps
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.models import ModelSpec
 from isthmus.rng import orders

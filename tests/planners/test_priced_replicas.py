@@ -16,7 +16,7 @@ from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.graph.opgraph import OpGraph, Ref
 from isthmus.verification.bound import Bounds
 from isthmus.verification.device_sets import DeviceKinds
-from isthmus.verification.priced_replicas import PricedReplicas
+from isthmus.verification.prover import PricedReplicas
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch, _Ending, _Scope  # pyright: ignore[reportPrivateUsage]
 from isthmus.verification.stage_arrays import stage_arrays

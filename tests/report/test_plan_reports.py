@@ -29,7 +29,7 @@ from isthmus.report import (
     ranked,
     verdict_table,
 )
-from isthmus.report.picture_layout import slots_of
+from isthmus.report.fleet_picture import slots_of
 from isthmus.report.what_if import with_device
 from isthmus.verification import BoundCheck, Difference, Verdict
 

@@ -32,12 +32,14 @@ from isthmus.documents import beside, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.accounting import Accounting
-from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.admission import AdmissionRules, first_state, tried
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
+from isthmus.federated.algorithms.registry import GIVEN
 from isthmus.federated.deployment import Deployment
 from isthmus.federated.emulated_speed import SpeedEmulation
 from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
 from isthmus.federated.local import FederatedTraining, LocalConfig, Optimizers, Rate
+from isthmus.federated.local_steps import StepsByRound, what_is_set
 from isthmus.federated.privacy import Privacy, private
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.runtime import FederatedRuntime, RayRuntime
@@ -45,7 +47,6 @@ from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
 from isthmus.federated.secure.site_noise import check_site_noise
 from isthmus.federated.server import RunIdentity
-from isthmus.federated.step_rules import check_steps
 from isthmus.job.document import JobDocument, JobReader
 from isthmus.models import build_model
 from isthmus.old_spelling import respelled
@@ -441,3 +442,19 @@ def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> RunId
         combining=msgspec.json.encode(combining).decode(),
         participation=str(job.accounting(clients) or ""),
     )
+
+
+def check_steps(name: str, algorithm: Algorithm, local: LocalConfig, rounds: int) -> None:
+    """UserError for optimizers and learning rates that cannot be, and for those that the algorithm of this name does
+    not allow: its corrections are defined for SGD, or its clients make steps of SGD themselves."""
+    by_round = StepsByRound(local.tabled(rounds), rounds)
+    by_round.check()
+    if local.is_plain:
+        return
+    if reason := algorithm.needs_sgd:
+        field, got = what_is_set(local.optimizer, local.clip_norm)
+        raise refused("optimizers", "an algorithm of SGD", f"{got} for {name.removeprefix(GIVEN)}", field, reason)
+    model = torch.zeros(1)
+    broadcast, state = algorithm.broadcast(algorithm.init_server(model)), first_state(algorithm, model)
+    for one in algorithm.passes:
+        tried(one, broadcast, state, lambda: by_round.at(0).learning_rate)

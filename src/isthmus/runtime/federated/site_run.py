@@ -6,6 +6,7 @@ A round is on disk before the next one opens: a coordinator that is killed loses
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Callable
@@ -15,9 +16,10 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from isthmus.atomic_write import atomic_write
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.deployment import Deployment
 from isthmus.federated.evaluators import site_evaluator
@@ -30,22 +32,24 @@ from isthmus.federated.job import (
     site_identity,
 )
 from isthmus.federated.resident import Resident
+from isthmus.federated.secure.recovery import MaskedSum
 from isthmus.federated.secure.rules import secure_rules
 from isthmus.federated.server import Server
 from isthmus.federated.task_spec import RUN_NAME, TaskSpec
 from isthmus.federated.update_checks import check_updates
-from isthmus.programs.masked import MaskedRounds
+from isthmus.programs.masked import MaskedRounds, TakeMasksOff
 from isthmus.programs.merging import Finish
 from isthmus.programs.round_records import RoundRecord
 from isthmus.programs.rounds import Rounds
+from isthmus.protocol.federated_messages import PhaseId, SumsSent
 from isthmus.protocol.federated_rules import ExecutorChurn
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
 from isthmus.runtime.federated.round_store import RoundStore
-from isthmus.runtime.federated.secure_update_receiver import SecureUpdateReceiver
 from isthmus.runtime.federated.site_acceptor import SiteAcceptor, SiteConnection
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
+from isthmus.runtime.messages.federated import MaskedValues, SentValues
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 
@@ -202,3 +206,49 @@ class SiteRun:
         if closed.saves:
             self.machine.durable_round = record.round
         self._watch(line)
+
+
+class SecureUpdateReceiver(SiteUpdateReceiver):
+    """Receives updates to which no rule can be applied, since they are masked. Sites apply the rules."""
+
+    values = MaskedValues
+    _masked: dict[str, dict[str, Tensor]]  # updates that wait for the machine's word
+    _sum: MaskedSum
+    _summing: PhaseId | None
+
+    def prepare(self) -> None:
+        self._masked, self._summing = {}, None
+        self._sizes = [{name: math.prod(f.shape) for name, f in forms.items()} for forms in self._server.sums]
+        self._most_bytes = max(8 * sum(sizes.values()) for sizes in self._sizes) + 1024
+
+    def _keep(self, executor: str, sums: SumsSent, values: SentValues, tensors: dict[str, Tensor]) -> SumsSent:
+        client, samples = self._clients[executor], self._samples[executor]
+        if [r.client for r in sums.refused] == [client] and not sums.timed and not tensors:
+            self._note(f"site {executor}: has no update of round {sums.phase.round + 1}: {sums.refused[0].reason}")
+            return sums
+        self._check_of(executor, sums, client, samples)
+        if not 0 <= sums.phase.number < len(self._sizes):
+            raise PeerError(f"sent an update of pass {sums.phase.number + 1}")
+        MaskedSum(self._sizes[sums.phase.number]).check(tensors)
+        self._masked[executor] = tensors
+        return sums
+
+    def merge(self, executor: str) -> None:
+        update, phase = self._masked.pop(executor, None), self._server.phase
+        if update is None:
+            return  # it has none, and said why
+        assert phase is not None, "a phase is open"
+        if phase != self._summing:
+            self._sum, self._summing = MaskedSum(self._sizes[phase.number]), phase
+        self._sum.add(update)
+
+    def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
+        """Returns holder and owner of each share that is wrong. PeerError where those of the others are not enough."""
+        sums, weights = self._sum.unmasked(recovered, self._run)
+        largest = self._server.check(sums, range(weights.clients), weights)
+        self._server.merge(sums, weights, largest)
+        return self._sum.wrong
+
+    def ignore(self, executor: str) -> None:
+        self._masked.pop(executor, None)
+        self._note(f"site {executor}: its masked update came too late: it is ignored")
