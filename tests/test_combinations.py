@@ -151,6 +151,7 @@ DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
     ("data holders", "decoupled"): decoupled(plan__data_holder=["laptop-0"]),
     ("JAX", "decoupled"): decoupled(runtime__engine="jax"),
     ("compile", "decoupled"): decoupled(runtime__compile=True),
+    ("snapshots", "decoupled"): decoupled(runtime__snapshot_every=5),
     ("changes", "decoupled"): decoupled(runtime__changes=[{"step": 1, "device": "laptop-0", "factor": 0.5}]),
     ("skipped steps", "delayed"): pipeline(schedule="delayed", training__non_finite="skip"),
     ("averaged replicas", "delayed"): pipeline(schedule="delayed", **ONE),
