@@ -150,8 +150,12 @@ class Masked(Policy[SecurePort]):
             self._go_on()
 
     def clock(self, now_s: float) -> None:
+        """The time; before what happened then."""
         self._now_s = now_s
-        if self.phase in _STEP and now_s - self._since_s >= self._rules.wait_s:
+
+    def looked(self) -> None:
+        """Time alone may end a step."""
+        if self.phase in _STEP and self._now_s - self._since_s >= self._rules.wait_s:
             self._end_step("did not answer in time")
 
     def sums_wanted(self, phase: PhaseId, summed: frozenset[str]) -> None:
@@ -430,8 +434,8 @@ class MaskedRounds(Rounds):
         unmasked = self.phase == "unmasking" and not isinstance(body, ExecutorJoined)
         return unmasked or super().is_late(device, body)  # what is in the sum cannot change any more
 
-    def _leaves(self, executor: str, reason: str) -> None:
-        super()._leaves(executor, reason)
+    def _lose(self, executor: str, reason: str) -> None:
+        super()._lose(executor, reason)
         if not self.over:
             self._masks.gone(executor)
 
@@ -457,9 +461,14 @@ class MaskedRounds(Rounds):
         if not (sums.timed or self.over):
             self._masks.gone(site)
 
+    def clock(self, now_s: float) -> None:
+        super().clock(now_s)
+        self._masks.clock(now_s)
+
     def _tick(self) -> None:
-        self._masks.clock(self.now_s)
-        super()._tick()
+        self._masks.looked()
+        if not self.over:
+            super()._tick()
 
     def _invited(self, opened: OpenPhase) -> None:
         if opened.held:

@@ -613,13 +613,9 @@ class Rounds(Policy[RoundPort], Session):
             self._missing.discard(executor)
             self._calls.failed(executor, self.now_s)
         self._gone[executor] = reason
-        self._leaves(executor, reason)
+        self._lose(executor, reason)
         if self.finish is None or reason not in self.finish.reason:
             self._note(f"{self._who} {executor} was lost: {reason}")
-
-    def _leaves(self, executor: str, reason: str) -> None:
-        """It is lost, and was not dismissed before."""
-        self._lose(executor, reason)
 
     def _expel(self, executor: str, reason: str) -> None:
         """Dismiss an executor that sent an invalid message."""

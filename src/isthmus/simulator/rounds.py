@@ -320,8 +320,6 @@ class RoundsSimulation(Parties[_Executor]):
         self.connections.up(executor, partial(self._heard, executor.name, report), seconds, costs.from_s)
 
     def _heard(self, name: str, report: PhaseReport | SecureReport) -> None:
-        if self._secrets:  # steps of secure aggregation count from the newest look
-            self.host.tell(lambda _: None, looks=True)
         self._returned = (name, report) if isinstance(report, TasksReturned) else None
         self.host.tell(lambda rounds: rounds.heard(name, report))
         self._returned = None

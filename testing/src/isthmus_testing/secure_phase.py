@@ -168,6 +168,7 @@ class SecurePhase:
                     self._machine.heard(site, report)
             if self._result is None and (due_s := self._machine.due_s) is not None:
                 self._machine.clock(due_s)
+                self._machine.looked()
 
     # What the machine asks
 
