@@ -206,7 +206,6 @@ TESTED = {
     ("a plan document", "decoupled"): "test_a_mistake_is_answered_in_one_line",
     ("one plan", "decoupled"): "test_nothing_is_to_be_planned",
     ("options of a simulation", "decoupled"): "test_a_mistake_is_answered_in_one_line",
-    ("faults of links and the coordinator", "decoupled"): "test_a_fault_of_a_link_is_refused",
     ("streams", "own data"): "test_a_description_has_the_layout",
     ("options of plans", "federated"): "test_a_federated_simulation_has_no_trace",
     ("streams", "federated"): "test_a_federated_job_is_refused_in_one_line",

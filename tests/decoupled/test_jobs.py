@@ -177,6 +177,12 @@ def test_a_job_is_simulated_with_its_faults(job: Job) -> None:
     assert set(found.steps) == {"a-0", "b-0"}
     merged = f"{found.run.useful_samples:,.0f} samples merged, {100 * found.goodput:.1f} %"
     assert f"{merged} of what is possible without faults" in found.lines()
+    away = simulate_decoupled(job, [Fault(kind="coordinator", time_s=late_s, lasts_s=2.0)])
+    assert [text.partition(":")[0] for _, text in away.timeline()] == [
+        "the coordinator is away for 2 s",
+        "the coordinator was started again",
+    ]
+    assert away.exit_code == 0 and away.run.seconds > undisturbed.run.seconds + 2
     gone = simulate_decoupled(job, [Fault(kind="lost", device=name, time_s=late_s) for name in ("a-0", "b-0")])
     assert gone.exit_code == 4
 

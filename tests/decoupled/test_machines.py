@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isthmus.cost import Decoupled
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import PeerError
 from isthmus.plans import OuterOptimizer
 from isthmus.programs.merger import Merger
 from isthmus.programs.merging import Finish
@@ -34,7 +34,7 @@ from isthmus.protocol.decoupled_replica import DecoupledReplica, ReplicaPort
 from isthmus.protocol.run_messages import Halt
 from isthmus.session.failures import EXIT_S, GRACE_S
 from isthmus.session.session import Observation
-from isthmus.simulator import Fault
+from isthmus.simulator import Fault, RecoveryTimes
 from isthmus.simulator.merging import MergingSimulation, SimulatedReplicas
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 
@@ -657,9 +657,56 @@ def test_between_merges_a_replica_counts_on_what_all_have_trained_on(step_s: tup
     assert max(abs(known - done) for known, done in compared.found if done >= before) <= 5 * 16
 
 
-def test_a_fault_of_a_link_is_refused() -> None:
-    with pytest.raises(UserError, match="got a fault of kind 'link'"):
-        simulated(Fault(kind="link", device="a", other="b", time_s=1))
+def struck(*faults: Fault, save_samples: int = 0) -> SimulatedReplicas:
+    """The merger is where a is."""
+    return MergingSimulation(rules(), replicas(), SIZES, faults, merger="a", save_samples=save_samples).run()
+
+
+@pytest.mark.parametrize("save_samples", [0, 640])
+def test_a_coordinator_that_was_away_goes_on_from_its_newest_checkpoint(save_samples: int) -> None:
+    quiet, found = struck(), struck(Fault(kind="coordinator", time_s=60, lasts_s=5), save_samples=save_samples)
+    before = [(time_s, merge) for time_s, merge in quiet.merges if time_s < 60]
+    kept = [(time_s, merge) for time_s, merge in found.merges if time_s < 60]
+    assert kept == before[: len(kept)] and (len(kept) > len(before) - 20 if save_samples else not kept)
+    assert [merge.merge for _, merge in found.merges] == list(range(1, len(found.merges) + 1))
+    text = f"the coordinator was started again: it goes on after merge {len(kept)}"
+    assert [note for note in found.notes if note[0] >= 60] == [(65.0, text)]
+    lost_s = 60 - (kept[-1][0] if kept else 0.0) + 5 + RecoveryTimes().process_s
+    assert found.finish == Finish("done") and found.seconds == pytest.approx(quiet.seconds + lost_s, abs=1.5)
+    assert found.used == pytest.approx((found.seconds - lost_s) / found.seconds, abs=0.02)
+
+
+def test_a_device_that_is_lost_or_stopped_while_the_coordinator_is_away_comes_when_it_can() -> None:
+    away = Fault(kind="coordinator", time_s=20, lasts_s=10)
+    lost = Fault(kind="lost", device="d", time_s=25, lasts_s=30)
+    stopped = Fault(kind="silent", device="c", time_s=15, lasts_s=40)
+    found = struck(away, lost, stopped, Fault(kind="lost", device="b", time_s=25), save_samples=640)
+    first_s = {name: min(time_s for time_s, n, _ in found.steps if n == name and time_s > 20) for name in "acd"}
+    assert 33 < first_s["a"] < 34 and 55 < first_s["c"] < 60 and 55 < first_s["d"] < 60
+    assert not any(name == "b" and time_s > 20 for time_s, name, _ in found.steps)
+
+
+def test_messages_of_a_replica_wait_for_its_link() -> None:
+    found = struck(Fault(kind="link", device="a", other="d", time_s=10, lasts_s=30))
+    assert found.finish == Finish("done") and not found.notes
+    assert not any(name == "d" and 10.1 < time_s < 40 for time_s, name, _ in found.steps)
+    others, expected = steps_between(found, 10, 40), steps_between(struck(), 10, 40)
+    assert all(abs(others[name] - expected[name]) <= 1 for name in "abc")
+    made = [made.steps for time_s, name, made in found.steps if name == "d" and time_s >= 40]
+    assert made[0] < 101 and made == list(range(made[0], made[-1] + 1)), "it trained on, and all steps are reported"
+
+
+def test_where_no_message_of_a_replica_passes_for_longer_than_the_timeout_it_connects_again() -> None:
+    found = struck(Fault(kind="link", device="a", other="d", time_s=10, lasts_s=100))
+    lost, back = found.notes
+    assert lost == (70.0, "d is lost: silent for 60 s; the others go on")
+    assert back[0] >= 110 and back[1].startswith("d is back after 98 steps")
+    made = [made.steps for time_s, name, made in found.steps if name == "d" and time_s > 70]
+    assert made[0] > 1000, "it trained on"
+
+
+def test_a_link_over_which_nothing_is_sent_costs_nothing() -> None:
+    assert struck(Fault(kind="link", device="b", other="d", time_s=10, lasts_s=100)) == struck()
 
 
 def refused(host: Host, name: str, body: StepsMade | Contributed) -> str:

@@ -182,6 +182,27 @@ def test_a_slow_or_silent_device_of_a_simulated_pipeline_keeps_the_others_waitin
     assert slow.busy_s["x-1"] == pytest.approx(4 * slow.busy_s["x-0"])
 
 
+def test_a_cut_link_of_a_simulated_pipeline_stops_it_and_a_long_one_costs_it_a_device() -> None:
+    def planned(present: frozenset[str]) -> PlannedStep | None:
+        busy_s = dict.fromkeys(present, 0.3)
+        chain = frozenset({frozenset(("x-0", "x-1")), frozenset(("x-1", "x-2"))})
+        return PlannedStep(0.4, busy_s, begin_s=1.0, keep_every=1, links=chain) if len(present) > 1 else None
+
+    alone, *_ = replicas()
+    model = replace(alone, name="x", devices=("x-0", "x-1", "x-2"), planned=planned)
+
+    def run(one: str, other: str, lasts_s: float) -> SimulatedReplicas:
+        fault = Fault(kind="link", device=one, other=other, time_s=9, lasts_s=lasts_s)
+        return MergingSimulation(rules(400, quorum=1), [model], SIZES, [fault], merger="x-0").run()
+
+    apart = run("x-0", "x-2", 200)
+    assert not apart.notes, "they send each other nothing"
+    assert run("x-2", "x-1", 5).seconds == pytest.approx(apart.seconds + 5)
+    long = run("x-2", "x-1", 80)
+    assert long.notes == [(69.0, "x: x-1 is lost; 0 steps are made again")]
+    assert long.seconds == pytest.approx(apart.seconds + 60 + 1, abs=1)
+
+
 def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
     devices = (

@@ -1,40 +1,30 @@
-"""Thousands of runs in which things go wrong. `python -m tests.faults SEED` runs one of them again.
+"""Thousands of runs of each program in which things go wrong. `python -m tests.faults SEED` runs a pipeline's again.
 
-`make test` has every fifth block of schedules, `make test-long` all.
+`make test` has every fifth block of pipelines' schedules and the first one of each other program, `make test-long` all.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from tests.goldens.files import read
-from tests.goldens.schedules import BLOCKS, EACH, digest, simulated
-from tests.tiers import THOROUGH
+from tests.goldens.schedules import CASES, PROGRAMS, digest, simulated
+from tests.tiers import represented_by
 
-from .schedule import drawn
-from .simulated import Simulated
-
-pytestmark = pytest.mark.thorough
-
-EVERY = 1 if THOROUGH else 5
+KEPT = [("pipeline", 5), *((program, 0) for program in PROGRAMS)]
 
 
-@pytest.mark.parametrize("block", range(0, BLOCKS, EVERY))
-def test_one_line_nothing_twice_nothing_acknowledged_lost(block: int) -> None:
-    runs = list(simulated(block))
-    outcomes = Counter(run.finish.outcome for run in runs)
-    recoveries = sum(run.recoveries for run in runs)
-    state_received = sum(run.state_received > 0 for run in runs)
-    recalled = sum(run.recalls > 0 for run in runs)
-    assert outcomes["done"] > EACH * 0.8, outcomes  # the others: no device was left, or no plan
-    assert recoveries > EACH / 2, "the schedules must do harm"
-    assert recalled, "sometimes too few must be left"
-    assert state_received > EACH / 20, "joining devices must come while the others train"
-    assert digest(runs) == read("schedules")[str(block)], "python -m tests.goldens schedules, if this is meant"
+@pytest.mark.parametrize(("program", "block"), represented_by(CASES, *KEPT))
+def test_a_run_ends_and_what_it_does_counts_once(program: str, block: int) -> None:
+    runs = list(simulated(program, block))
+    PROGRAMS[program].check_harm(runs)
+    kept = read("schedules")[f"{program} {block}"]
+    assert digest(program, runs) == kept, "python -m tests.goldens schedules, if this is meant"
 
 
-def test_a_seed_is_replayed_to_the_letter() -> None:
-    first, again = Simulated(drawn(7)), Simulated(drawn(7))
-    assert first.run() == again.run() and first.result == again.result
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_seed_is_replayed_to_the_letter(program: str) -> None:
+    found = PROGRAMS[program]
+    assert [found.line(found.drawn(seed)) for seed in range(10)] == [
+        found.line(found.drawn(seed)) for seed in range(10)
+    ]

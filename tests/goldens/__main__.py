@@ -12,7 +12,8 @@ from .files import kernels, read, write
 from .plans import CASES as PROBLEMS
 from .plans import PLANNERS, cost
 from .runs import CASES as RUNS
-from .schedules import BLOCKS, digest, simulated
+from .schedules import CASES as SCHEDULES
+from .schedules import digest, simulated
 from .wire import wire
 
 
@@ -29,7 +30,7 @@ def runs() -> dict[str, object]:
 
 
 def schedules() -> dict[str, object]:
-    return {str(number): digest(list(simulated(number))) for number in range(BLOCKS)}
+    return {f"{program} {number}": digest(program, list(simulated(program, number))) for program, number in SCHEDULES}
 
 
 def new_wire() -> dict[str, object]:

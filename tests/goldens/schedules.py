@@ -1,33 +1,48 @@
-"""How each of the 2,200 fault schedules ends, by block of 220. `tests/faults/test_schedules.py` compares."""
+"""How each of the 2,200 fault schedules of each program ends, by block (`tests/faults/test_schedules.py`)."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from isthmus.errors import IsthmusError
-from tests.faults.schedule import drawn
-from tests.faults.simulated import Simulated
+from tests.faults import merges_schedules, pipeline_schedules, queue_schedules, rounds_schedules, tokens_schedules
 
-BLOCKS, EACH = 10, 220
+SEEDS = 2200
 
 
-def simulated(number: int) -> Iterator[Simulated]:
-    """The block's runs, each at its end. AssertionError names the schedule that was violated."""
-    for seed in range(number * EACH, (number + 1) * EACH):
-        run = Simulated(drawn(seed))
+class Schedules(NamedTuple):
+    """The schedules of one program."""
+
+    drawn: Callable[[int], Any]  # the run of a seed, at its end; AssertionError where it violates something
+    line: Callable[[Any], str]  # how it ended
+    check_harm: Callable[[Sequence[Any]], None]  # AssertionError where faults of many runs change too little
+    blocks: int = 10
+
+
+PROGRAMS = {
+    "pipeline": Schedules(pipeline_schedules.drawn_run, pipeline_schedules.line, pipeline_schedules.check_harm),
+    "rounds": Schedules(rounds_schedules.drawn, rounds_schedules.line, rounds_schedules.check_harm),
+    "merges": Schedules(merges_schedules.drawn, merges_schedules.line, merges_schedules.check_harm),
+    "tokens": Schedules(tokens_schedules.drawn, tokens_schedules.line, tokens_schedules.check_harm, blocks=50),
+    "queue": Schedules(queue_schedules.drawn, queue_schedules.line, queue_schedules.check_harm),
+}
+
+
+CASES = [(program, block) for program, found in PROGRAMS.items() for block in range(found.blocks)]
+
+
+def simulated(program: str, block: int) -> Iterator[Any]:
+    """The block's runs, each at its end. AssertionError names the seed of a violation."""
+    each = SEEDS // PROGRAMS[program].blocks
+    for seed in range(block * each, (block + 1) * each):
         try:
-            run.run()
+            yield PROGRAMS[program].drawn(seed)
         except (AssertionError, IsthmusError) as e:
             raise AssertionError(f"seed {seed}: {e}") from e
-        yield run
 
 
-def digest(runs: list[Simulated]) -> str:
-    """Hash of outcome, reason, steps, end and recoveries of each."""
-    ends = (f"{_outcome(run)} {run.end_s!r} {run.recoveries} {run.state_received} {run.recalls}" for run in runs)
-    return hashlib.sha256("\n".join(ends).encode()).hexdigest()
-
-
-def _outcome(run: Simulated) -> str:
-    return f"FinishRun(outcome={run.finish.outcome!r}, reason={run.finish.reason!r})"
+def digest(program: str, runs: Sequence[Any]) -> str:
+    """Hash of how each ended."""
+    return hashlib.sha256("\n".join(map(PROGRAMS[program].line, runs)).encode()).hexdigest()

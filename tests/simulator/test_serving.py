@@ -1,8 +1,7 @@
-"""A simulated service: its times are the plan's, and drawn faults lose no request."""
+"""A simulated service: its times are the plan's. `tests/faults/tokens_schedules.py` has drawn faults."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +12,6 @@ from isthmus.planners.generation import Chain, Objective, plan_chain
 from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.serving import ServedRequest, ServingSimulation, SimulatedServing
 
-BLOCKS, EACH = 50, 44
 QUICK = RecoveryTimes(process_s=0.4, timeout_s=3.0, start_s=5.0)
 
 
@@ -76,50 +74,3 @@ def test_a_device_leaves_without_loss_or_stays_where_no_chain_is_without_it() ->
     alone, _ = simulated(1, requests, Fault(time_s=0.5, kind="leave", device="d0"), devices=1)
     assert [text for _, text in alone.notes] == ["d0 was asked to leave and stays: no device is left"]
     assert len(alone.answers[0].token_s) == 60
-
-
-def drawn(seed: int) -> SimulatedServing:
-    """Up to eight faults strike a service of up to four devices."""
-    draw = random.Random(seed)
-    devices, at_once = draw.randint(2, 4), draw.randint(1, 4)
-    requests = [
-        ServedRequest(prompt=draw.randint(1, 6), new=draw.randint(1, 300), arrives_s=draw.uniform(0.0, 4.0))
-        for _ in range(draw.randint(1, 8))
-    ]
-    faults = []
-    for _ in range(draw.randint(1, 8)):
-        kind = draw.choice(("lost", "silent", "link", "slow", "join", "leave"))
-        one, other = draw.sample(range(4), 2)
-        if max(one, other if kind == "link" else 0) >= devices:
-            continue
-        fault = Fault(
-            time_s=draw.uniform(0.0, 8.0),
-            kind=kind,
-            device=f"d{one}",
-            other=f"d{other}" if kind == "link" else "",
-            lasts_s=draw.choice((0.2, 2.0, 8.0)),
-            factor=4.0 if kind == "slow" else 1.0,
-        )
-        faults.append(fault)
-    found, _ = simulated(seed, requests, *faults, at_once=at_once, devices=devices, objective="throughput")
-    for request, answer in zip(requests, found.answers, strict=True):
-        assert list(answer.token_s) == sorted(answer.token_s)
-        assert answer.refused or len(answer.token_s) == request.new, f"seed {seed}: {found.notes}"
-        assert len(answer.token_s) <= request.new and all(t >= request.arrives_s for t in answer.token_s)
-    return found
-
-
-@pytest.mark.parametrize("block", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_under_drawn_faults_each_request_gets_its_tokens_once_and_in_order_or_a_reason(block: int) -> None:
-    seeds = range(EACH) if block == 0 else range(EACH, BLOCKS * EACH)
-    runs = [drawn(seed) for seed in seeds]
-    answers = [answer for found in runs for answer in found.answers]
-    assert sum(found.losses for found in runs) > len(runs) / 4, "the schedules must do harm"
-    assert sum(not answer.refused for answer in answers) > len(answers) / 2
-    for reason in {answer.refused for answer in answers if answer.refused}:
-        assert reason.startswith(("no device is left", "a second device", "fleet ")), reason
-
-
-@pytest.mark.long
-def test_a_seed_gives_the_same_service_again() -> None:
-    assert [drawn(seed) for seed in range(20)] == [drawn(seed) for seed in range(20)]

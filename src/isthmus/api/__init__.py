@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import output as output
     from isthmus.api import pipeline as pipeline
     from isthmus.api import probe as probe
+    from isthmus.api import queue_simulation as queue_simulation
     from isthmus.api import run as run
     from isthmus.api import run_job as run_job
     from isthmus.api import run_session as run_session

@@ -24,13 +24,7 @@ from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.decoupled.trainer import merged_fragments
 from isthmus.simulator import Fault
-from isthmus.simulator.merging import (
-    FragmentBytes,
-    MergingSimulation,
-    ReplicaModel,
-    SimulatedReplicas,
-    check_replica_faults,
-)
+from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel, SimulatedReplicas
 from isthmus.simulator.simulate import check_faults
 from isthmus.trace import Trace
 from isthmus.units import format_duration
@@ -189,12 +183,20 @@ def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForec
     """The job's whole run. UserError for a job that cannot run like this, or a fault that the fleet cannot have."""
     fleet = fleet_of(job)
     check_faults(tuple(faults), fleet)
-    check_replica_faults(faults)
     if {fault.device for fault in faults if fault.kind == "join"} >= set(fleet.names):
         raise UserError("--join: got all devices, expected one that is there from the start")
     planned = plan_replicas(job)
     job, models = planned.job, planned.models
-    run = MergingSimulation(merge_rules(job), models, planned.sizes, faults, seed=job.training.seed).run()
+    training = job.training
+    run = MergingSimulation(
+        merge_rules(job),
+        models,
+        planned.sizes,
+        faults,
+        seed=training.seed,
+        merger=fleet.names[0],
+        save_samples=training.save_every * training.batch_size,
+    ).run()
     return DecoupledForecast(
         run=run,
         faults=tuple(faults),

@@ -24,11 +24,12 @@ from isthmus.extensions import modules_of
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job, fleet_of
 from isthmus.models import model_names
+from isthmus.programs.queue import State
 from isthmus.run_files import parse_job
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
-from isthmus.runtime.service.job_queue import JobQueue, State, Submitted, job_log
+from isthmus.runtime.service.job_queue import JobQueue, Submitted, job_log
 from isthmus.runtime.service.status_file import read_status
 from isthmus.sanitize import sanitize
 

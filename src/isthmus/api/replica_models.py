@@ -80,7 +80,8 @@ def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> 
             busy_s[span.device] += (span.end_s - span.start_s) / steps if span.track == "compute" else 0.0
         stages = StageAssignments(own, plan, left)
         begin_s = PLANNING_S + stages.whole_s
-        return PlannedStep(steady_step_s(trace), busy_s, begin_s, stages.layout.keep_every)
+        links = frozenset(frozenset((span.device, span.other)) for span in trace.spans if span.track == "send")
+        return PlannedStep(steady_step_s(trace), busy_s, begin_s, stages.layout.keep_every, links)
 
     return planned
 

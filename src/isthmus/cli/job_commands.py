@@ -104,6 +104,9 @@ def simulate(
     job_file: JobFile,
     asked: JobOptions,
     struck: FaultOptions,
+    more: Annotated[
+        list[Path] | None, typer.Argument(metavar="JOB.toml", help="More jobs, which wait for their turn.")
+    ] = None,
     plan_file: PlanFileOption = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", parser=local_path, metavar="FILE", help="Write a Perfetto trace here.")
@@ -118,10 +121,19 @@ def simulate(
     or as measured here; faults are of its sites, of its fleet's devices or of executor-0, executor-1, ...
 
     Of a job with sync.mode "decoupled": its replicas, to the end.
+
+    Of several jobs: when each ends, as `isthmus serve` runs them one after another; times are since they are handed in.
     """
     api.output.check_file("--picture", picture, ".png")
     api.output.check_file("--trace", trace_file)
     faults = api.fault_simulation.read_faults(struck.given)
+    if more:
+        if given := [n for n, on in (("plan", plan_file), ("trace", trace_file), ("picture", picture)) if on]:
+            raise UserError(f"simulate: --{given[0]}: got it with {1 + len(more)} jobs, expected one")
+        jobs = [asked.any_job(file) for file in (job_file, *more)]
+        queue = api.queue_simulation.simulate_jobs(jobs, faults, _terminal(), isthmus.Stop())
+        show(queue.summary(), lambda: "\n".join(queue.lines()), json=json)
+        raise typer.Exit(queue.exit_code)
     job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
     if isinstance(job, isthmus.FederatedJob):
         raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job, faults), json=json))

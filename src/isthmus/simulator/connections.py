@@ -113,7 +113,7 @@ class Connections(Generic[WorkerT]):
         device = self._world.devices.get(name)
         if device is None:
             device = self._world.devices[name] = Party(name)
-        if not self.answered or device.waiting is not None:
+        if not self.answered or device.waiting is not None or not self._world.reaches(worker_id):
             self._redial(worker_id)
             return
         worker = device.workers.get(worker_id)

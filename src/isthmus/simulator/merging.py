@@ -11,20 +11,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from isthmus.errors import UserError
 from isthmus.fleet import Link
 from isthmus.programs.merger import Merger
 from isthmus.programs.merging import Finish
 from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
+    NOTHING_MERGED,
     CollectChanges,
     Contributed,
     FragmentSent,
     MergeChanges,
     MergeRules,
+    MergesDone,
     ReplicaOrder,
     ReplicaReport,
     StepsMade,
@@ -127,11 +128,12 @@ class SimulatedReplicas:
         return sum(c.samples for fragment in merged for c in fragment.contributions) / fragments
 
 
-def check_replica_faults(faults: Sequence[Fault]) -> None:
-    """UserError for one that is of no replica's device."""
-    for fault in faults:
-        if fault.kind not in ("lost", "leave", "silent", "slow", "join"):
-            raise UserError(f"{fault.option}: got a fault of kind {fault.kind!r}, expected one of a replica's device")
+class _Saved(NamedTuple):
+    """A checkpoint of the merger."""
+
+    merges: MergesDone
+    merged: int  # merges of the result that are in it
+    busy_s: Mapping[str, float]
 
 
 class _Replica:
@@ -186,7 +188,7 @@ class _Replica:
 
     def _stepped(self, attempt: int) -> None:
         world = self._world
-        if self._attempt != attempt or world.over:
+        if self._attempt != attempt or world.over or world.worker(self.name) is not self:
             return
         if world.clock.now_s < self.step_ends_s:  # it was stopped meanwhile
             self._end_step(attempt)
@@ -241,7 +243,7 @@ class _Replica:
 
 
 class MergingSimulation(Parties[_Replica]):
-    """`run` returns what came of it. It is the port of `Merger`. UserError for a fault that it does not know."""
+    """`run` returns what came of it. It is the port of `Merger`."""
 
     def __init__(
         self,
@@ -251,8 +253,11 @@ class MergingSimulation(Parties[_Replica]):
         faults: Sequence[Fault] = (),
         computing: Computing | None = None,
         seed: int = 0,
+        merger: str = "",
+        save_samples: int = 0,
     ) -> None:
-        check_replica_faults(faults)
+        """`merger`: the device where the merger is. `save_samples`: samples of all replicas between two checkpoints; 0:
+        none, so a run whose coordinator was away begins anew. What `computing` computes is in no checkpoint."""
         recovery = RecoveryTimes(timeout_s=rules.timeout_s)
         super().__init__(SimulationOptions(faults=tuple(faults), seed=seed, recovery=recovery))
         self.rules, self.computing, self._sizes = rules, computing or _TimesAlone(), sizes
@@ -264,15 +269,23 @@ class MergingSimulation(Parties[_Replica]):
         self._deliveries = {name: Delivery(rules.fragments) for name in self._models}
         self._sending: dict[str, object] = {}
         """Connections that a message is leaving on, by replica."""
+        self._first_devices = {(model.devices or (model.name,))[0]: model.name for model in replicas}
+        """Those whose links reach the merger, each with its replica."""
+        self._merger, self._save_samples = merger, save_samples
+        self._saved = _Saved(NOTHING_MERGED, 0, {})
         self._since_s: dict[str, float] = {}
         """Since when each device is there."""
         self._silent_s: dict[str, float] = {}
         self._result = SimulatedReplicas()
         self.connections = Connections(self, self._options, self)
-        self.strikes = Strikes(self, self.connections, self._options, lambda: None)
-        merger = Merger(rules, self._models, calls=True)
+        self.strikes = Strikes(self, self.connections, self._options, self._restart)
+        self.host = SimulatedHost(self._made_merger(), self.clock, self.strikes, regular=bool(faults))
+
+    def _made_merger(self) -> Merger:
+        """Where the newest checkpoint is."""
+        merger = Merger(self.rules, self._models, calls=True, begun=self._saved.merges)
         merger.port, merger.trace.add = self, self._result.spans.append
-        self.host = SimulatedHost(merger, self.clock, self.strikes, regular=bool(faults))
+        return merger
 
     @property
     def over(self) -> bool:
@@ -290,7 +303,7 @@ class MergingSimulation(Parties[_Replica]):
         self.clock.run()
         for device in list(self._since_s):
             self._gone(device, self._result.seconds)
-        self._result.late = self.host.session.late
+        self._result.late += self.host.session.late
         return self._result
 
     def slowed(self, device: str) -> float:
@@ -300,7 +313,8 @@ class MergingSimulation(Parties[_Replica]):
     # Processes
 
     def _start(self, name: str) -> None:
-        if not self.over and name not in self.devices and self.pipelines[name].begin():
+        away = self.over or not self.connections.answered
+        if not away and self.worker(name) is None and self.pipelines[name].begin():
             self.connections.join(name)
 
     def made(self, worker_id: str, device: Party[_Replica]) -> _Replica:
@@ -344,6 +358,7 @@ class MergingSimulation(Parties[_Replica]):
         for replica in device.workers.values():
             replica.step_ends_s += silent_s
         super().wake(device)
+        self._start(device.name)  # where its coordinator was replaced meanwhile
         self._send(device.name)
 
     def computed(self, busy_s: Mapping[str, float]) -> None:
@@ -358,17 +373,82 @@ class MergingSimulation(Parties[_Replica]):
     # Faults
 
     def _strike(self, fault: Fault) -> None:
-        device, name = fault.device, self._of[fault.device]
         if self.over:
             return
-        if self._models[name].alone or fault.kind == "slow":
+        if fault.kind == "coordinator":
+            self._crash(fault)
+        elif fault.kind == "link":
+            self._cut(fault.device, fault.other, fault.lasts_s)
+        else:
+            self._strike_device(fault)
+
+    def _strike_device(self, fault: Fault) -> None:
+        device, name = fault.device, self._of[fault.device]
+        alone, has_process = self._models[name].alone, name in self.devices
+        waits = device in self.pipelines[name].present and not has_process  # its coordinator is away
+        if fault.kind == "slow" or (alone and not (waits and fault.kind != "join")):
             self.strikes.strike(fault)
-        elif fault.kind == "silent":
+        elif fault.kind == "silent" and has_process:
             self._silence_stage(device, fault.lasts_s)
         elif fault.kind == "join":
             self._return(device)
         else:
             self._lose_stage(device, fault.lasts_s, leaves=fault.kind == "leave")
+
+    def _crash(self, fault: Fault) -> None:
+        """The coordinator is away. What is not in the newest checkpoint is lost, and processes of replicas end."""
+        if not self.connections.answered:
+            return
+        self.strikes.strike(fault)
+        saved, result = self._saved, self._result
+        result.late += self.host.session.late
+        del result.merges[saved.merged :]
+        result.busy_s = dict(saved.busy_s)
+        self.devices = {name: party for name, party in self.devices.items() if party.waiting is not None}
+        for party in self.devices.values():  # it ends when it goes on
+            party.workers.clear()
+
+    def _restart(self) -> None:
+        """The coordinator goes on from the newest checkpoint: every device that is there starts a process."""
+        if self.over:
+            return
+        begun = self._saved.merges
+        self.note(f"the coordinator was started again: it goes on after merge {begun.merge}")
+        self._deliveries = {name: Delivery(self.rules.fragments, begun) for name in self._models}
+        self.connections.answered = True
+        self.host.replace(self._made_merger())
+        self.host.tell(lambda _: None, looks=True)
+        for name in self._models:
+            self.later(self._options.recovery.process_s, name, partial(self._start, name))
+
+    def _cut(self, one: str, other: str, lasts_s: float) -> None:
+        """Nothing passes between two devices: of a pipeline, or a replica's first one and the merger's."""
+        self.cut(one, other, lasts_s)
+        if (replica := self._exchange(one, other)) is not None:
+            replica.step_ends_s += min(lasts_s, self.rules.timeout_s)
+
+    def _exchange(self, one: str, other: str) -> _Replica | None:
+        """The pipeline whose stages on these devices exchange messages."""
+        replica = self.worker(self._of[one])
+        plan = None if replica is None else replica.pipeline.plan
+        return replica if plan is not None and frozenset((one, other)) in plan.links else None
+
+    def blame(self, name: str, other: str) -> None:
+        now_s, until_s = self.clock.now_s, self.cut_until_s(name, other)
+        if until_s <= now_s:
+            return
+        if name == self._merger and (party := self.devices.get(self._first_devices.get(other, ""))) is not None:
+            self.connections.closed(party, f"silent for {self.rules.timeout_s:g} s")
+        if name < other and self._exchange(name, other) is not None:  # as the failure detector chooses
+            self._lose_stage(name, until_s - now_s)
+
+    def reaches(self, worker_id: str) -> bool:
+        return self._unreachable_s(worker_id) == 0.0
+
+    def _unreachable_s(self, replica: str) -> float:
+        """Seconds until a message of a replica, or to it, can pass."""
+        first = (self._models[replica].devices or (replica,))[0]
+        return max(0.0, self.cut_until_s(first, self._merger) - self.clock.now_s)
 
     def _lose_stage(self, device: str, lasts_s: float, *, leaves: bool = False) -> None:
         """A device of a pipeline is lost, or leaves."""
@@ -455,7 +535,14 @@ class MergingSimulation(Parties[_Replica]):
                 delivery.publish(merged.fragment, merge.merge, merge.samples, numbers.get(name, NEVER))
         for name in self._deliveries:
             self._send(name)
+        self._save(merge.samples)
         return {}
+
+    def _save(self, samples: int) -> None:
+        each, before = self._save_samples, self._saved.merges.samples
+        if each and samples // each > before // each:
+            done = self.host.session.merges_done
+            self._saved = _Saved(done, len(self._result.merges), dict(self._result.busy_s))
 
     # Messages
 
@@ -469,7 +556,7 @@ class MergingSimulation(Parties[_Replica]):
         size_bytes, now_s = 0, self.clock.now_s
         if isinstance(order, FragmentSent):
             size_bytes = (self._sizes.whole if order.whole else self._sizes.change)[order.fragment]
-        left_s, latency_s = _times(self._models[name].down, SMALL_BYTES + size_bytes)
+        left_s, latency_s = self._times(name, self._models[name].down, SMALL_BYTES + size_bytes)
         if isinstance(order, FragmentSent):
             self.host.session.trace.sent(name, order, now_s, now_s + left_s, size_bytes)
         self._sending[name] = session
@@ -487,9 +574,11 @@ class MergingSimulation(Parties[_Replica]):
         if isinstance(body, Contributed):
             size_bytes += sum(self._sizes.delta[fragment] for fragment in body.fragments)
         happened: Callable[[Merger], None] = lambda merger: merger.heard(replica.name, body)  # noqa: E731
-        self.connections.up(replica, partial(self.host.tell, happened), *_times(replica.model.up, size_bytes))
+        times = self._times(replica.name, replica.model.up, size_bytes)
+        self.connections.up(replica, partial(self.host.tell, happened), *times)
 
-
-def _times(link: Link | None, size_bytes: int) -> tuple[float, float]:
-    """Return how long a message occupies its link, and how long it is then on its way."""
-    return (0.0, 0.0) if link is None else (size_bytes / link.bandwidth_bytes_per_s, link.latency_s)
+    def _times(self, replica: str, link: Link | None, size_bytes: int) -> tuple[float, float]:
+        """Return how long a message occupies its link, and how long it is then on its way."""
+        if link is None:
+            return 0.0, 0.0
+        return size_bytes / link.bandwidth_bytes_per_s, link.latency_s + self._unreachable_s(replica)

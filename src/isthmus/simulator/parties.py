@@ -60,6 +60,10 @@ class Parties(Generic[WorkerT]):
     def blame(self, name: str, other: str) -> None:
         """A device has heard nothing from another one for too long."""
 
+    def reaches(self, worker_id: str) -> bool:
+        """Whether the links of a worker's device to the coordinator are whole."""
+        return True
+
     def latency_s(self, source: str, target: str) -> float:
         """Seconds until one device notices what happens at the end of another one's link."""
         return 0.0

@@ -14,6 +14,7 @@ class PlannedStep(NamedTuple):
     begin_s: float = 0.0
     """From a loss, or from the end of the last step before, until this plan is at work: to plan, and to move state."""
     keep_every: int = 0  # steps between snapshots; 0: none are kept, and what is lost with a device is lost
+    links: frozenset[frozenset[str]] = frozenset()  # pairs of devices that send each other messages in a step
 
 
 Planned = Callable[[frozenset[str]], PlannedStep | None]

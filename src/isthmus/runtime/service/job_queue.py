@@ -1,9 +1,4 @@
-"""Jobs that were handed to a coordinator, in its state folder: one is run, the others wait, a restart loses none.
-
-    submit ──► queued ──► running ──► done, failed
-                 ▲           │
-                 │           ├──► stopped          `isthmus stop`
-                 └───────────┴──── resume          `isthmus resume`, or a coordinator that is started again
+"""Jobs that were handed to a coordinator, in its state folder: `programs/queue.py` decides, and a restart loses none.
 
 Commands reach the coordinator through this folder. A user who may open the folder may give commands; other users may
 not. (Rejected: a port for commands. It would need its own protection, and ssh to the coordinator's machine does the
@@ -22,10 +17,10 @@ import msgspec
 
 from isthmus.errors import UserError
 from isthmus.locking import claimed
+from isthmus.programs.queue import Queue, QueuedJob, State
 from isthmus.runtime.identity.authority import fingerprint_in
 from isthmus.runtime.identity.database import Database
 
-State = Literal["queued", "running", "done", "failed", "stopped"]
 Kind = Literal["pipeline", "federated"]
 
 _SCHEMA = """
@@ -36,7 +31,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 );
 CREATE TABLE IF NOT EXISTS job_files (number INTEGER PRIMARY KEY, folder TEXT NOT NULL);
 """
-_STOP, _STOP_AND_RESUME = 1, 2  # the request to a job that runs: to end; to end and be queued again
+_WISHES = ("", "stop", "stop and resume")  # as the column `stop` counts them
 _COLUMNS = """number, name, kind, document, directory, state, folder, detail, submitted_s, began_s, ended_s,
     COALESCE((SELECT job_files.folder FROM job_files WHERE job_files.number = jobs.number), directory)"""
 
@@ -102,33 +97,46 @@ class JobQueue:
             raise UserError(f"job: got {wanted or 'none'}, expected the number or name of one; see `isthmus jobs`")
         return found[-1]
 
+    @contextlib.contextmanager
+    def _changing(self, number: int | None = None) -> Generator[Queue]:
+        """The jobs that wait or run, and this one; what is changed of them is written."""
+        with self._database.changing() as database:
+            rows = database.execute(
+                "SELECT number, state, wanted_s, stop, began_s, ended_s, detail FROM jobs "
+                "WHERE state IN ('queued', 'running') OR number = ?",
+                (number,),
+            ).fetchall()
+            before = {
+                number: QueuedJob(state, wanted_s, _WISHES[stop], *others)
+                for number, state, wanted_s, stop, *others in rows
+            }
+            queue = Queue(dict(before), time.time())
+            yield queue
+            for changed, job in queue.jobs.items():
+                if job != before[changed]:
+                    values = (job.state, job.wanted_s, _WISHES.index(job.wish), job.began_s, job.ended_s, job.detail)
+                    database.execute(
+                        "UPDATE jobs SET state = ?, wanted_s = ?, stop = ?, began_s = ?, ended_s = ?, detail = ? "
+                        "WHERE number = ?",
+                        (*values, changed),
+                    )
+
     def begin(self) -> Submitted | None:
         """The one that has waited longest is running from now on."""
-        with self._database.changing() as database:
-            row = database.execute(
-                f"SELECT {_COLUMNS} FROM jobs WHERE state = 'queued' ORDER BY wanted_s, number LIMIT 1"
-            ).fetchone()
-            if row is None:
-                return None
-            number = int(row[0])
-            database.execute(
-                "UPDATE jobs SET state = 'running', began_s = ?, ended_s = NULL, detail = '', stop = 0 "
-                "WHERE number = ?",
-                (time.time(), number),
-            )
-        return msgspec.structs.replace(Submitted(*row), state="running")
+        with self._changing() as queue:
+            number = queue.begin()
+        if number is None:
+            return None
+        with self._database.reading() as database:
+            return Submitted(*database.execute(f"SELECT {_COLUMNS} FROM jobs WHERE number = ?", (number,)).fetchone())
 
     def runs_in(self, number: int, folder: Path) -> None:
         with self._database.changing() as database:
             database.execute("UPDATE jobs SET folder = ? WHERE number = ?", (str(folder), number))
 
     def end(self, number: int, state: State, detail: str = "") -> None:
-        with self._database.changing() as database:
-            database.execute(
-                "UPDATE jobs SET state = CASE WHEN ?1 = 'stopped' AND stop = ?2 THEN 'queued' ELSE ?1 END, "
-                "detail = ?3, ended_s = ?4 WHERE number = ?5",
-                (state, _STOP_AND_RESUME, detail[:2000], time.time(), number),
-            )
+        with self._changing(number) as queue:
+            queue.end(number, state, detail[:2000])
 
     @contextlib.contextmanager
     def served(self) -> Generator[None]:
@@ -136,30 +144,21 @@ class JobQueue:
         for a job that somebody had wanted to stop.
         UserError while another process serves."""
         with claimed(self._claim, f"state folder {self._claim.parent}: another coordinator runs its jobs"):
-            with self._database.changing() as database:
-                database.execute("UPDATE jobs SET state = 'stopped' WHERE state = 'running' AND stop = ?", (_STOP,))
-                database.execute("UPDATE jobs SET state = 'queued', wanted_s = 0 WHERE state = 'running'")
+            with self._changing() as queue:
+                queue.restart()
             yield
 
     def stop(self, number: int) -> None:
         """Take it out of the queue; if it is running, have the coordinator save and end it. UserError when it is
         neither."""
-        with self._database.changing() as database:
-            state = _state(database.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone())
-            if state == "queued":
-                database.execute(
-                    "UPDATE jobs SET state = 'stopped', ended_s = ? WHERE number = ?", (time.time(), number)
-                )
-            elif state == "running":
-                database.execute("UPDATE jobs SET stop = ? WHERE number = ?", (_STOP, number))
-            else:
-                raise UserError(f"job {number}: is {state}, expected a waiting or running job")
+        with self._changing(number) as queue:
+            queue.stop(number)
 
     def stopping(self) -> Submitted | None:
         """The newest job that runs and that somebody wants to stop."""
         with self._database.reading() as database:
             found = f"SELECT {_COLUMNS} FROM jobs WHERE state = 'running' AND stop = ? ORDER BY number DESC LIMIT 1"
-            row = database.execute(found, (_STOP,)).fetchone()
+            row = database.execute(found, (_WISHES.index("stop"),)).fetchone()
         return None if row is None else Submitted(*row)
 
     def is_unwanted(self, number: int) -> bool:
@@ -170,25 +169,10 @@ class JobQueue:
     def resume(self, number: int) -> None:
         """Have it wait once more; it goes on from where it was. One that is stopping ends first. UserError for one that
         waits, runs, or is done."""
-        with self._database.changing() as database:
-            stopping = database.execute(
-                "UPDATE jobs SET stop = ?, wanted_s = ? WHERE number = ? AND state = 'running' AND stop = ?",
-                (_STOP_AND_RESUME, time.time(), number, _STOP),
-            )
-            if stopping.rowcount:
-                return
-            state = _state(database.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone())
-            if state not in ("stopped", "failed"):
-                raise UserError(f"job {number}: is {state}, expected a stopped or failed job")
-            database.execute("UPDATE jobs SET state = 'queued', wanted_s = ? WHERE number = ?", (time.time(), number))
+        with self._changing(number) as queue:
+            queue.resume(number)
 
 
 def job_log(state_folder: Path, number: int) -> Path:
     """Return the file with the log of a job of the queue, of all its sessions."""
     return state_folder / "jobs" / f"{number}.log"
-
-
-def _state(row: tuple[str] | None) -> str:
-    if row is None:
-        raise UserError("job: no job has that number; see `isthmus jobs`")
-    return row[0]

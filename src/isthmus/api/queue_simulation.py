@@ -1,0 +1,79 @@
+"""When the jobs of a queue end on a fleet: each is simulated as by itself, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.fault_simulation import simulate_faults
+from isthmus.api.federated_simulation import simulate_rounds
+from isthmus.api.observer import Observer
+from isthmus.errors import PeerError, unknown_name
+from isthmus.federated.job import FederatedJob
+from isthmus.job import Job, fleet_of
+from isthmus.runtime.processes.signals import Stop
+from isthmus.simulator import Fault
+from isthmus.simulator.queue import RunOfJob, SimulatedJob, simulate_queue
+from isthmus.units import format_duration
+
+
+class SimulatedQueue(msgspec.Struct, frozen=True, kw_only=True):
+    """The jobs, in the order in which they were handed in."""
+
+    jobs: tuple[SimulatedJob, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """Return that of a lost run where a job fails or never begins."""
+        return 0 if all(job.state == "done" for job in self.jobs) else PeerError.exit_code
+
+    def lines(self) -> list[str]:
+        """When each begins and ends, in words."""
+        return [_line(number, job) for number, job in enumerate(self.jobs, 1)]
+
+    def summary(self) -> dict[str, object]:
+        """Return the jobs as JSON has them. Times are seconds since they were handed in."""
+        return {"jobs": msgspec.to_builtins(self.jobs)}
+
+
+def simulate_jobs(
+    jobs: Sequence[Job | FederatedJob], faults: Sequence[Fault], observer: Observer, stop: Stop
+) -> SimulatedQueue:
+    """Simulate them as `isthmus serve` runs what is submitted. UserError for a job that cannot run, or a fault that
+    none of its devices can have."""
+
+    fleets = [set[str]() if isinstance(job, FederatedJob) else set(fleet_of(job).names) for job in jobs]
+    known = set[str]().union(*fleets)
+    for fault in faults:
+        if all(fleets) and not _names(fault) <= known:
+            raise unknown_name(f"device in {fault.option}", min(_names(fault) - known), known)
+
+    def run(number: int, faults: tuple[Fault, ...]) -> RunOfJob:
+        job, fleet = jobs[number], fleets[number]
+        observer.note(f"simulating {job.name} ...")
+        faults = tuple(f for f in faults if _names(f) <= fleet or not (fleet or _names(f) & known))
+        if isinstance(job, FederatedJob):
+            found = simulate_rounds(job, faults)
+            struck = found.timeline.run if found.timeline is not None else None
+            seconds = sum(one.seconds for one in found.rounds) if struck is None else struck.seconds
+            return RunOfJob(seconds, "" if struck is None else struck.finish.reason)
+        if job.sync.mode == "decoupled":
+            replicas = simulate_decoupled(job, faults).run
+            return RunOfJob(replicas.seconds, replicas.finish.reason)
+        struck = simulate_faults(job, faults, observer, stop)
+        return RunOfJob(struck.run.seconds, struck.run.finish.reason, struck.plan.used)
+
+    return SimulatedQueue(jobs=tuple(simulate_queue([job.name for job in jobs], run, faults)))
+
+
+def _names(fault: Fault) -> set[str]:
+    return {name for name in (fault.device, fault.other) if name}
+
+
+def _line(number: int, job: SimulatedJob) -> str:
+    if job.began_s is None or job.ended_s is None:
+        return f"{number} {job.name}: {job.detail or 'never begins'}"
+    times = f"begins after {format_duration(job.began_s)}, {job.state} after {format_duration(job.ended_s)}"
+    return f"{number} {job.name}: {times}{': ' if job.detail else ''}{job.detail}"
