@@ -209,7 +209,6 @@ TESTED = {
     ("streams", "own data"): "test_a_description_has_the_layout",
     ("options of plans", "federated"): "test_a_federated_simulation_has_no_trace",
     ("streams", "federated"): "test_a_federated_job_is_refused_in_one_line",
-    ("an engine of the sweep", "federated"): "test_bad_files_start_nothing",
     ("faults of links", "federated"): "test_faults_that_no_site_can_have",
     ("options of rounds", "pipeline"): "test_a_pipelines_job_is_no_federated_one",
     ("a single number", "client privacy"): "test_bad_options_are_refused_in_one_line",

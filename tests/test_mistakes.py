@@ -156,7 +156,7 @@ train deploy.toml --set data.kind=digits               | among clients: this job
 train job.toml --resume --run nothing                 | run folder nothing: not found, or not a run (no job.json)
 train job.toml --resume --run runs                    | run folder runs: not found, or not a run (no job.json)
 train job.toml --resume --run runs/few                | run folder runs/few: holds a federated job
-train fed.toml --resume --run runs/small              | run folder runs/small: holds no federated job
+train fed.toml --resume --run runs/small              | run folder runs/small: holds a pipeline job
 train job.toml --run runs/small                       | --run runs/small: holds a run already; add --resume
 train job.toml --run notes.txt                        | --run notes.txt: exists and is not an empty directory
 train job.toml --resume --steps 6 --set model.options.width=32 + | model.options.width was 16, is now 32
@@ -252,7 +252,7 @@ CALLS = """
 train()                                               | model, data: missing, expected a job, or a model and its data
 train(3)                                              | job: got 3, expected a Job or a job file
 train('nothing.toml')                                 | job file nothing.toml: not found
-train('fed.toml')                                     | fed.toml: got a federated job
+plan('fed.toml')                                      | fed.toml: got a federated job
 train('job.toml', overrides={'training.stepz': 3})    | unknown key 'training.stepz': did you mean 'training.steps'?
 train('job.toml', model=net)                          | train: got a job and model, expected one or the other
 train('job.toml', plan='nothing.json')                | plan file nothing.json: not found

@@ -64,7 +64,7 @@ class StoreOf:
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a plan": ("plan.json", load_plan),
     "a run's job": ("job.json", lambda path: RunFolder(path.parent).job()),
-    "a run's kind": ("job.json", lambda path: RunFolder(path.parent).is_federated),
+    "a run's kind": ("job.json", lambda path: RunFolder(path.parent).kind),
     "a run's graph": ("graph.json", lambda path: RunFolder(path.parent).captured_graph()),
     "a document of a run": ("any.json", lambda path: document_of_run(path, dict[str, object])),
     "a run's comparison": ("summary.json", lambda path: Run(path.parent).comparison),

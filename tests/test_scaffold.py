@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.api.job_overrides import kind_of_file
 from isthmus.errors import UserError
-from isthmus.federated.job import is_federated, load_federated_job
+from isthmus.federated.job import load_federated_job
 from isthmus.federated.task_spec import load_site
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.scaffold import (
@@ -131,7 +132,7 @@ def test_every_example_works_where_it_was_copied(name: str, tmp_path: Path, monk
     copied = [Path(line).relative_to("new") for line in done.out.splitlines()]
     for job in copied:
         if job.suffix == ".toml" and not job.stem.endswith("-fleet"):
-            federated = is_federated(job)
+            federated = kind_of_file(job) == "federated"
             more = ("--set", "federated.rounds=1") if federated else ()
             done = isthmus("simulate" if federated else "plan", job, *more)
             assert (done.code, done.out != "") == (0, True), done

@@ -49,6 +49,17 @@ def test_a_run_of_rounds_is_resumed_also_one_without_entries(tmp_path: Path) -> 
     assert len(before.rounds) == 3 and [entry.step for entry in run_entries(run.path) if entry.kind == "step"] == [3]
 
 
+def test_a_federated_job_is_trained_by_train_and_takes_no_plan(tmp_path: Path) -> None:
+    job = trained(tmp_path / "run").job
+    again = isthmus.train(job, run=tmp_path / "again", quiet=True)
+    assert [line.evaluation for line in again.rounds] == [
+        line.evaluation for line in isthmus.Run(tmp_path / "run").rounds
+    ]
+    with pytest.raises(UserError, match=r"^plan: got .*plan.json in a federated job, expected none"):
+        isthmus.train(job, run=tmp_path / "planned", plan=tmp_path / "plan.json", quiet=True)
+    assert not (tmp_path / "planned" / "job.json").exists()
+
+
 def test_the_record_of_a_run_that_fails_says_why(tmp_path: Path) -> None:
     class Failing(isthmus.Callback):
         def step(self, done: isthmus.StepDone) -> None:

@@ -139,6 +139,18 @@ def test_each_run_on_an_engine_is_that_of_this_machine(tmp_path: Path) -> None:
     assert (found.path / found.results[0].folder / "agents.log").stat().st_size
 
 
+@pytest.mark.long
+def test_rounds_on_an_engine_are_those_of_this_machine(tmp_path: Path) -> None:
+    text = 'name = "rates"\njob = "small.toml"\nrun_dir = "{folder}/runs"\ngrid = {{ learning_rate = [0.2] }}\n'
+    job = JOB.replace('track = { to = "prometheus" }\n', "")
+    found = isthmus.sweep(write(tmp_path, text + 'engine = {{ on = "local", nodes = 1 }}\n', job))
+    assert found.outcome == "done", found.results
+    alone = isthmus.train(tmp_path / "small.toml", run=tmp_path / "alone", overrides={"learning_rate": 0.2})
+    assert alone.evaluation is not None
+    assert found.results[0].metrics["accuracy"] == alone.evaluation.metrics["accuracy"]
+    assert (found.path / found.results[0].folder / "agents.log").stat().st_size
+
+
 def overrides(rate: float, seed: int) -> dict[str, object]:
     return {"learning_rate": rate, "training.seed": seed}
 
@@ -167,7 +179,6 @@ BAD = {
     "points = [{ learning_rate = 1 }, { learning_rate = 1 }]": "twice, expected each once",
     'job = "none.toml"': "job: got 'none.toml', expected a job file",
     "at_onc = 2": "at_once",
-    'engine = { on = "local" }': "engine: got 'local' in a federated job, expected runtime.backend",
     'engine = { on = "local", node = 2 }': "node",
     'points = [{ "training.batch_size" = -1 }]': "(with training.batch_size=-1)",
 }

@@ -320,7 +320,7 @@ def test_the_folder_of_another_job_is_refused(tmp_path: Path) -> None:
 def test_the_folder_of_another_kind_of_job_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "job.json").write_text('{"name": "a-pipeline"}')
-    refused(isthmus("train", write(tmp_path), "--run", tmp_path / "run", "--resume"), 2, "holds no federated job")
+    refused(isthmus("train", write(tmp_path), "--run", tmp_path / "run", "--resume"), 2, "expected a federated job")
 
 
 def test_options_of_the_other_kind_of_job_are_refused(tmp_path: Path) -> None:

@@ -208,7 +208,9 @@ def test_a_model_of_another_form_is_refused(run: Path, tmp_path: Path) -> None:
 def test_a_folder_is_of_one_kind(run: Path, tmp_path: Path) -> None:
     (tmp_path / "pipeline.toml").write_text(PIPELINE.format(folder=run.parent.parent))
     before = (run / "job.json").read_bytes()
-    refused(isthmus("train", tmp_path / "pipeline.toml", "--resume"), 2, "holds a federated job, expected a pipeline's")
+    refused(
+        isthmus("train", tmp_path / "pipeline.toml", "--resume"), 2, "holds a federated job, expected a pipeline job"
+    )
     assert (run / "job.json").read_bytes() == before
     other = tmp_path / "other"
     other.mkdir()
@@ -216,7 +218,7 @@ def test_a_folder_is_of_one_kind(run: Path, tmp_path: Path) -> None:
     refused(
         isthmus("train", run.parent.parent / "job.toml", "--resume", "--run", other),
         2,
-        "holds no federated job",
+        "expected a federated job",
     )
     assert len(RoundHistory.of(run).lines()) == 3
 

@@ -78,7 +78,7 @@ def audit_run(
     with, or no device is idle; Interrupted where it was to stop.
     """
     folder = RunFolder.existing(run)
-    folder.check_kind(federated=False)
+    folder.check_kind("pipeline")
     job = folder.job()
     kept = read_fingerprints(folder.path)
     if not kept:

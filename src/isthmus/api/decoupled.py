@@ -7,18 +7,20 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
 from isthmus.api.callbacks import run_started
 from isthmus.api.make_plan import plan_for
 from isthmus.api.merge_period import with_period
-from isthmus.api.pipeline import places_of, plan_again, start_of
+from isthmus.api.pipeline import Pipeline, places_of, plan_again, start_of
 from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.api.run import draw_metrics
 from isthmus.api.run_session import Choices
 from isthmus.api.watch import Ran, Watch
 from isthmus.callbacks import Evaluated, StepDone
+from isthmus.combinations import refused
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, load_dataset
 from isthmus.errors import Diverged, UserError
@@ -43,35 +45,39 @@ from isthmus.training.checkpoint import CheckpointWriter, read_manifest
 from isthmus.units import format_duration, format_size
 
 
-def run_decoupled(job: Job, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
-    """Until all samples are merged, or it is to stop: then what replicas have is merged and saved. Replicas are
-    processes here, or devices of a backend. None where nothing is left to do."""
-    start = start_of(job, choices, watch)
-    if start is None:
-        return None
-    fleet, observer = fleet_of(job), watch.observer
-    backend = choices.backend or LocalBackend(places=places_of(job))
-    holders = DataHolders(backend.asks(stop), job.used_data, fleet.names, heldout=job.evaluates, note=observer.note)
-    holders.ask()
-    observer.note(f"capturing {job.model.name} ...")
-    prepared = prepare(job, agreed(holders.described), least=len(replica_groups(job, fleet)))
-    if start.checkpoint is not None:
-        unchanged(read_manifest(start.checkpoint).data, holders.digests)
-    prepared = msgspec.structs.replace(prepared, computes=backend.computes)
-    replicas = Replicas(
-        prepared=prepared,
-        fleet=fleet,
-        plans=replica_plans(prepared, fleet),
-        backend=backend,
-        holders=holders,
-        replan=lambda own, left: plan_again(own, backend, holders, left),
-    )
-    return _watched(replicas, DecoupledRun(replicas, watch.folder.path, start.checkpoint), watch, stop)
+class Decoupled(Pipeline):
+    """A job of replicas that never wait as its program."""
 
+    def check(self, *, on_fleet: bool, plan: Path | None = None) -> None:
+        if plan is not None:
+            raise refused("a plan document", "decoupled", "one")
+        check_decoupled(self.job, fleet_of(self.job))
 
-def check_replicas(job: Job) -> None:
-    """UserError for a job whose replicas cannot train."""
-    check_decoupled(job, fleet_of(job))
+    def run(self, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
+        """Run until all samples are merged, or it is to stop: then what replicas have is merged and saved. Replicas are
+        processes here, or devices of a backend. None where nothing is left to do."""
+        job = self.job
+        start = start_of(job, choices, watch)
+        if start is None:
+            return None
+        fleet, observer = fleet_of(job), watch.observer
+        backend = choices.backend or LocalBackend(places=places_of(job))
+        holders = DataHolders(backend.asks(stop), job.used_data, fleet.names, heldout=job.evaluates, note=observer.note)
+        holders.ask()
+        observer.note(f"capturing {job.model.name} ...")
+        prepared = prepare(job, agreed(holders.described), least=len(replica_groups(job, fleet)))
+        if start.checkpoint is not None:
+            unchanged(read_manifest(start.checkpoint).data, holders.digests)
+        prepared = msgspec.structs.replace(prepared, computes=backend.computes)
+        replicas = Replicas(
+            prepared=prepared,
+            fleet=fleet,
+            plans=replica_plans(prepared, fleet),
+            backend=backend,
+            holders=holders,
+            replan=lambda own, left: plan_again(own, backend, holders, left),
+        )
+        return _watched(replicas, DecoupledRun(replicas, watch.folder.path, start.checkpoint), watch, stop)
 
 
 def _watched(replicas: Replicas, run: DecoupledRun, watch: Watch, stop: Stop) -> Ran:

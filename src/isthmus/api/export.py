@@ -59,7 +59,7 @@ class Exported(NamedTuple):
 def write_trace(run: Path) -> Traced:
     """A Perfetto trace of what was predicted and what was measured, in the run's folder."""
     folder = RunFolder.existing(run)
-    if folder.is_federated:
+    if folder.kind == "federated":
         lines, notes = round_files.write_federated_trace(folder)
         return Traced(folder.perfetto, lines, notes)
     measured = folder.measured()
@@ -99,7 +99,7 @@ def push_model(
 
 def _export(folder: RunFolder, directory: Path, *, merge: bool) -> tuple[Exported, list[str]]:
     notes: list[str] = []
-    if folder.is_federated:
+    if folder.kind == "federated":
         unit, job = "rounds", folder.read(FederatedJob)
         module, done = round_files.trained_model(folder, job, notes.append)
     elif is_given(job := folder.job()):

@@ -32,17 +32,18 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
+from isthmus.api.job_overrides import READERS
 from isthmus.api.losses import LossPoint, losses_file
 from isthmus.api.run_entries import ENTRIES, SPANS, run_entries, run_state
 from isthmus.combinations import refused
 from isthmus.data.description import DataDescription
 from isthmus.documents import read_lines
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob
+from isthmus.federated.job import FederatedJob, kind_of
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.job import Job
@@ -222,20 +223,20 @@ class RunFolder:
             return False
 
     @property
-    def is_federated(self) -> bool:
-        return "federated" in self.read(dict[str, object])
+    def kind(self) -> Literal["pipeline", "federated"]:
+        """The kind of its job."""
+        return kind_of(self.read(dict[str, object]))
 
-    def check_kind(self, *, federated: bool) -> None:
-        """UserError where a run of the other kind has begun here."""
-        if self.begun and self.is_federated != federated:
-            what = "holds no federated job" if federated else "holds a federated job, expected a pipeline's"
-            raise UserError(f"run folder {self.path}: {what}")
+    def check_kind(self, kind: str) -> None:
+        """UserError where a run of another kind has begun here."""
+        if self.begun and self.kind != kind:
+            raise UserError(f"run folder {self.path}: holds a {self.kind} job, expected a {kind} job")
 
     def job(self) -> Job:
         return self.read(Job)
 
     def any_job(self) -> Job | FederatedJob:
-        return self.read(FederatedJob if self.is_federated else Job)
+        return self.read(READERS[self.kind].struct)
 
     def read(self, kind: type[Decoded]) -> Decoded:
         """The job, as one of this kind."""

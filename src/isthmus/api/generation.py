@@ -245,7 +245,7 @@ class _Prepared(NamedTuple):
 
 def _prepared(run: str | Path, choices: ServingChoices, note: Callable[[str], None]) -> _Prepared:
     folder = RunFolder.existing(Path(run))
-    folder.check_kind(federated=False)
+    folder.check_kind("pipeline")
     job, fleet = folder.job(), folder.fleet()
     if is_given(job):
         raise refused("Python objects", "generation", "one", f"run folder {run}: model")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from isthmus.combinations import refused
 from isthmus.documents import read_toml
 from isthmus.errors import UserError
-from isthmus.federated.job import ALL, FEDERATED, FederatedJob, is_federated
+from isthmus.federated.job import FEDERATED, FederatedJob, kind_of
 from isthmus.job import PIPELINE, Job, JobDocument, JobReader
 from isthmus.plans import Objective
 from isthmus.units import parse_duration
 
+READERS: Mapping[str, JobReader[Any]] = {"pipeline": PIPELINE, "federated": FEDERATED}
+"""Readers by the job's kind."""
 Config = TypeVar("Config", bound=msgspec.Struct)
 AnyJob = TypeVar("AnyJob", bound=JobDocument)
 
@@ -27,20 +29,18 @@ def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
     """Return the same as `job_of`."""
-    if (
-        isinstance(job, FederatedJob)
-        and job.federated.participation == ALL
-        and "federated.participation.clients" in overrides
-    ):
-        overrides = {"federated.participation.fraction": None, **overrides}  # nobody gave the default's
     return _job(job, overrides, FEDERATED)
 
 
 def any_job_of(job: Job | FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> Job | FederatedJob:
     """Return the same as `job_of`, of either program."""
-    if isinstance(job, FederatedJob) or (isinstance(job, str | Path) and is_federated(Path(job))):
-        return federated_job_of(job, overrides)
-    return job_of(job, overrides)
+    kind = kind_of_file(Path(job)) if isinstance(job, str | Path) else getattr(job, "kind", "pipeline")
+    return _job(job, overrides, READERS[kind])
+
+
+def kind_of_file(path: Path) -> Literal["pipeline", "federated"]:
+    """Return the program of a job file. UserError for none."""
+    return kind_of(read_toml(path, "job file"))
 
 
 def _job(job: AnyJob | str | Path, overrides: Mapping[str, object], reader: JobReader[AnyJob]) -> AnyJob:
@@ -49,11 +49,10 @@ def _job(job: AnyJob | str | Path, overrides: Mapping[str, object], reader: JobR
     if not isinstance(job, str | Path):
         raise UserError(f"job: got {job!r:.80}, expected a {reader.struct.__name__} or a job file")
     path = Path(job)
-    if reader is FEDERATED:
-        return reader.load(path, overrides)
-    if is_federated(path):
-        raise refused("isthmus plan", "a federated job", field=str(path))
-    refuse_other_file(path)
+    if reader is PIPELINE:
+        if kind_of_file(path) != "pipeline":
+            raise refused("isthmus plan", "a federated job", field=str(path))
+        refuse_other_file(path)
     return reader.load(path, overrides)
 
 
@@ -122,7 +121,7 @@ def read_job(
     UserError for an option that the kind of job does not have. `others` are further options, by name, that a federated
     job does not have; None: not given.
     """
-    if not is_federated(path):
+    if kind_of_file(path) == "pipeline":
         for option, value in _options(federated).items():
             if value is not None:
                 raise refused("options of rounds", "pipeline", str(value), option)

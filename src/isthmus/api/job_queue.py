@@ -14,16 +14,16 @@ from typing import NamedTuple, TextIO, TypeVar
 import msgspec
 
 from isthmus.api.folder import RunFolder
+from isthmus.api.job_overrides import READERS
 from isthmus.api.jobs import opened
 from isthmus.api.observer import Observer
-from isthmus.api.run_job import check_on_fleet, run_job
+from isthmus.api.programs import program_of
+from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
-from isthmus.data.allowed import refuse_paths
-from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.errors import IsthmusError, UserError
 from isthmus.extensions import modules_of
 from isthmus.federated.job import FederatedJob
-from isthmus.job import Job, fleet_of
-from isthmus.models import model_names
+from isthmus.job import Job
 from isthmus.programs.queue import State
 from isthmus.run_files import parse_job
 from isthmus.runtime.identity.database import StoreError
@@ -43,14 +43,7 @@ class Handed(NamedTuple):
 
 def submit_job(job: Job | FederatedJob, state: Path | None = None, file: Path | None = None) -> Handed:
     """Hand it in. Its runs are written to the current folder. UserError for what could not be run anyway."""
-    check_on_fleet(job)
-    if isinstance(job, FederatedJob):
-        names = ()
-    else:
-        names = fleet_of(job).names
-        if ":" not in job.model.name and job.model.name not in model_names():
-            raise unknown_name("model", job.model.name, model_names())
-        refuse_paths(job.data)
+    names = program_of(job).submitted()
     with opened(state) as (queue, folder):
         number = queue.submit(job.name, job.kind, msgspec.json.encode(job), Path.cwd(), file)
         waiting = [j for j in queue.jobs() if j.state in ("queued", "running") and j.number != number]
@@ -153,7 +146,7 @@ def _where_submitted(job: Submitted) -> Generator[None]:
 
 
 def _run(job: Submitted, service: FleetCoordinator, queue: JobQueue, observer: Observer, stop: Stop) -> str:
-    made = parse_job(job.document, FederatedJob if job.kind == "federated" else Job, "job")
+    made = parse_job(job.document, READERS[job.kind].struct, "job")
     folder = _folder(job, made.run_dir, queue)
     again = f"isthmus resume {job.number}"
     choices = Choices(resume=folder.begun, run=folder.path, backend=service, again=again)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,13 +21,16 @@ from isthmus.api.pipeline_watch import PipelineWatch
 from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
 from isthmus.api.run_session import Choices
 from isthmus.api.search import searched
+from isthmus.api.up_choices import is_known
 from isthmus.api.watch import Ran, Watch
+from isthmus.data.allowed import refuse_paths
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.documents import first_difference
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
-from isthmus.job import Job, Prepared, constraints_of, described_in, keep_prepared, kept_prepared, prepare
+from isthmus.job import Job, Prepared, constraints_of, described_in, fleet_of, keep_prepared, kept_prepared, prepare
+from isthmus.models import model_names
 from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
@@ -54,15 +58,45 @@ from isthmus.training.checkpoint import check_shapes, newest_whole_checkpoint, r
 from isthmus.training.engine_operators import engine_operators
 
 
-def run_pipeline(job: Job, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
-    """Plan, run and compare. None where nothing is left to do."""
-    folder, observer, start = watch.folder, watch.observer, start_of(job, choices, watch)
-    if start is None:
-        return None
-    planned = _planned(job, choices, folder, start, observer, stop)
-    outcome = _carry_out(planned, start, watch, stop)
-    explain = partial(_explain, planned, outcome, folder, observer)
-    return Ran(outcome.outcome, outcome.reason, outcome.failure, explain)
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline's job as its program, whose methods every program has."""
+
+    job: Job
+
+    def check(self, *, on_fleet: bool, plan: Path | None = None) -> None:
+        """UserError for a job that cannot run here, or on devices or sites of a fleet, or by a plan document."""
+        if on_fleet:
+            fleet_of(self.job)
+
+    def run(self, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
+        """Plan, run and compare. None where nothing is left to do."""
+        folder, observer, start = watch.folder, watch.observer, start_of(self.job, choices, watch)
+        if start is None:
+            return None
+        planned = _planned(self.job, choices, folder, start, observer, stop)
+        outcome = _carry_out(planned, start, watch, stop)
+        explain = partial(_explain, planned, outcome, folder, observer)
+        return Ran(outcome.outcome, outcome.reason, outcome.failure, explain)
+
+    def engine_fleet(self, measure: bool | None) -> Fleet | None:
+        """The fleet that names an engine's devices; None where those that join are taken. UserError as of `check`."""
+        if not is_known(self.job.fleet, measure):
+            return None
+        self.check(on_fleet=True)
+        return fleet_for(self.job)
+
+    def on_devices(self, devices: Sequence[str], measured: Callable[[Job], Job] | None) -> Job:
+        """The job on an engine's devices; `measured` gives it their figures, where no fleet says them."""
+        return self.job if measured is None else measured(self.job)
+
+    def submitted(self) -> tuple[str, ...]:
+        """Names of the devices that it waits for. UserError where a coordinator elsewhere could not run it."""
+        self.check(on_fleet=True)
+        if ":" not in self.job.model.name and self.job.model.name not in model_names():
+            raise unknown_name("model", self.job.model.name, model_names())
+        refuse_paths(self.job.data)
+        return fleet_of(self.job).names
 
 
 def places_of(job: Job) -> dict[str, ProcessPlace]:

@@ -10,13 +10,13 @@ from typing import Unpack
 import msgspec
 
 from isthmus.accelerators import accelerator_names, resolve_accelerator
+from isthmus.api.job_overrides import kind_of_file
 from isthmus.api.join import accelerators_of, memory_of, part_of
 from isthmus.api.serve import Where
 from isthmus.api.serving_fleet import Serving, serving_fleet
 from isthmus.combinations import refused
 from isthmus.engines import check_engine
 from isthmus.errors import UserError
-from isthmus.federated.job import is_federated
 from isthmus.fleet import Fleet
 from isthmus.job import Job, load_job, prepare
 from isthmus.runtime.processes.device_processes import ProcessPlace
@@ -56,7 +56,7 @@ def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) 
 
 
 def _job(path: Path) -> Job:
-    if is_federated(path):
+    if kind_of_file(path) != "pipeline":
         raise refused("isthmus probe", "a federated job")
     return load_job(path)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,13 +13,17 @@ from isthmus.api.callbacks import run_started
 from isthmus.api.ray_executors import executors_on_ray
 from isthmus.api.run_session import Choices
 from isthmus.api.stored_run import RoundUploads
+from isthmus.api.up_choices import is_known
 from isthmus.api.watch import Ran, Watch
 from isthmus.callbacks import Evaluated, RunFault, StepDone
+from isthmus.combinations import refused
 from isthmus.data.allowed import refuse_paths
 from isthmus.errors import PeerError
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
+from isthmus.fleet import Fleet, resolve_fleet
+from isthmus.job import Job
 from isthmus.programs.merging import Why
 from isthmus.programs.round_records import refusal_texts
 from isthmus.run_files import keep_stop
@@ -29,24 +34,48 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 
 
-def check_rounds(job: FederatedJob, *, on_fleet: bool) -> None:
-    """UserError for a job that cannot be run like this."""
-    if on_fleet and job.federated.deployment is not None:
-        check_deployment(job)
-        return
-    check_simulation(job)
-    if on_fleet and job.data is not None:
-        refuse_paths(job.data)
-    if on_fleet or job.runtime.backend == "ray":
-        check_on_devices(job)
+class Rounds(NamedTuple):
+    """A federated job as its program."""
+
+    job: FederatedJob
+
+    def check(self, *, on_fleet: bool, plan: Path | None = None) -> None:
+        if plan is not None:
+            raise refused("options of plans", "federated", str(plan), "plan")
+        if on_fleet and self.job.has_sites:
+            check_deployment(self.job)
+            return
+        check_simulation(self.job)
+        if on_fleet and self.job.data is not None:
+            refuse_paths(self.job.data)
+        if on_fleet or self.job.runtime.backend == "ray":
+            check_on_devices(self.job)
+
+    def run(self, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
+        return _run(self.job, choices, watch, stop)
+
+    def engine_fleet(self, measure: bool | None) -> Fleet | None:
+        if self.job.has_sites:
+            raise refused("sites", "isthmus up", "sites")
+        if measure:
+            raise refused("options of plans", "federated", "true", "measure")
+        self.check(on_fleet=True)
+        return resolve_fleet(self.job.fleet) if is_known(self.job.fleet, None) else None
+
+    def on_devices(self, devices: Sequence[str], measured: Callable[[Job], Job] | None) -> FederatedJob:
+        return on_devices(self.job, len(devices))
+
+    def submitted(self) -> tuple[str, ...]:
+        self.check(on_fleet=True)
+        return ()
 
 
-def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
+def _run(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
     """To the last round. None where none is left to do."""
     if job.runtime.backend == "ray" and choices.backend is None:
         with executors_on_ray(job, watch.folder, watch.observer, stop) as (fleet, count):
             there = msgspec.structs.replace(choices, backend=fleet, devices_stay=False)
-            return run_rounds(on_devices(job, count), there, watch, stop)
+            return _run(on_devices(job, count), there, watch, stop)
     folder, observer, seen = watch.folder.path, watch.observer, RoundsWatch(job, watch, stop)
     observer.began(f"{job.federated.algorithm}, {job.federated.rounds} rounds")
 
@@ -54,7 +83,7 @@ def run_rounds(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) ->
         seen.began(run.first_round)
 
     service = choices.backend
-    if job.federated.deployment is not None and isinstance(service, FleetCoordinator):
+    if job.has_sites and isinstance(service, FleetCoordinator):
         run = SiteRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done)
         where = f"sites {', '.join(run.deployment.sites)}"
     else:

@@ -124,7 +124,7 @@ class Run:
     def trace(self) -> Trace:
         """The trace of the newest session, in seconds since its first step began; of a federated run, of all rounds.
         UserError where it was killed."""
-        return trace_of(self.path.name, self.rounds) if self._folder.is_federated else self._folder.measured()
+        return trace_of(self.path.name, self.rounds) if self._folder.kind == "federated" else self._folder.measured()
 
     @property
     def predicted(self) -> Trace:
@@ -163,7 +163,7 @@ class Run:
     @property
     def privacy(self) -> PrivacySpent | Guarantee | None:
         """The privacy of samples that messages spent, or that a private job promises; None without noise."""
-        return written_guarantee(self.path) if self._folder.is_federated else read_spent(self.path)
+        return written_guarantee(self.path) if self._folder.kind == "federated" else read_spent(self.path)
 
     @property
     def checkpoint(self) -> Path | None:
@@ -217,10 +217,7 @@ class Run:
         5
         """
         job, where = self.job, self.path
-        if isinstance(job, FederatedJob):
-            changed = overrides if steps is None else {**overrides, "federated.rounds": steps}
-            return isthmus.federate(job, run=where, resume=True, overrides=changed, observer=observer, stop=stop)
-        changed = overrides if steps is None else {**overrides, "training.steps": steps}
+        changed = overrides if steps is None else {**overrides, job.LENGTH: steps}
         return isthmus.train(job, run=where, resume=True, overrides=changed, observer=observer, stop=stop)
 
     def load(self, model: nn.Module) -> int:
@@ -269,7 +266,7 @@ def finite_points(points: Sequence[LossPoint]) -> list[tuple[int, float]]:
 def calibrated(run: str | Path) -> Fleet:
     """The run's fleet with what its steps showed. UserError where nothing was measured."""
     folder = RunFolder.existing(Path(run))
-    folder.check_kind(federated=False)
+    folder.check_kind("pipeline")
     folder.refuse_decoupled("calibrate")
     found = Run(run).fitted_fleet
     if found is None:

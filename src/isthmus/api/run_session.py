@@ -63,10 +63,9 @@ def run_session(job: JobDocument, choices: Choices, observer: Observer) -> Gener
     """Raises UserError for a folder that is in use or of another kind of run, and Interrupted where the block ends at
     once: by a second Ctrl-C, or by one before the run began."""
     folder = folder_of(job, choices, observer.note)
-    federated = job.kind == "federated"
-    folder.check_kind(federated=federated)
+    folder.check_kind(job.kind)
     page = page_beside(folder.path if choices.dashboard else None, observer.note)
-    with folder.claimed(LEAVING_S if federated and choices.resume else 0.0), page:
+    with folder.claimed(LEAVING_S if job.kind == "federated" and choices.resume else 0.0), page:
         try:
             callbacks = callbacks_of(job, folder.path, choices.callbacks, observer.note)
             with uploaded(job.store, folder, observer.note, resume=choices.resume) as uploads:

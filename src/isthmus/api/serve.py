@@ -16,8 +16,9 @@ from isthmus.api.job_queue import Logged, run_queue
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer, Written
 from isthmus.api.page import page_beside
+from isthmus.api.programs import program_of
 from isthmus.api.run import Run
-from isthmus.api.run_job import check_on_fleet, run_job
+from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
 from isthmus.api.serving_fleet import Serving, serving_fleet
 from isthmus.api.states import state_folder
@@ -29,7 +30,7 @@ from isthmus.runtime.service.job_queue import JobQueue
 
 def serve_job(job: Job | FederatedJob, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
     """Until it has run."""
-    check_on_fleet(job)
+    program_of(job).check(on_fleet=True)
     with serving_fleet(serving, observer.note) as service:
         return run_job(job, msgspec.structs.replace(choices, backend=service), observer, stop)
 

@@ -22,12 +22,12 @@ from isthmus.accelerators import accelerator_names
 from isthmus.api.folder import RunFolder
 from isthmus.api.job_overrides import any_job_of
 from isthmus.api.notebook import table_of
+from isthmus.api.programs import program_of
 from isthmus.api.run import Run
 from isthmus.api.sweep_process import SweepProcess, Task
-from isthmus.combinations import refused
 from isthmus.documents import folder_of
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob, check_simulation, is_federated
+from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.job.sweep import SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
@@ -136,9 +136,6 @@ def sweep(
         raise UserError(f"at_once: got {at_once}, expected at least 1")
     said = load_sweep(path)
     job = _job_file(said, path)
-    federated = is_federated(job)
-    if federated and said.engine is not None:
-        raise refused("an engine of the sweep", "federated", repr(said.engine.on), f"{path}: engine")
     if said.engine is not None:
         open_launcher(said.engine.on, said.engine.options)
     runs, tasks = runs_of(said), dict[str, Task]()
@@ -146,14 +143,13 @@ def sweep(
     here = folder_of(path) or os.getcwd()
     for one in runs:
         overrides = counted_from(one.overrides(), here)
-        made = _check(job, overrides)
+        made = _check(job, overrides, on_fleet=said.engine is not None)
         if made.track.names and not made.track.group:
             overrides |= {"track.group": said.name}
         if made.store is not None:
             overrides |= {"store.url": f"{made.store.url.rstrip('/')}/{one.folder}"}
         tasks[one.folder] = Task(
             job=str(job),
-            federated=federated,
             folder=str(folder / one.folder),
             overrides=overrides,
             resume=False,
@@ -286,12 +282,11 @@ def _job_file(sweep: SweepFile, path: Path) -> Path:
     return job
 
 
-def _check(job: Path, overrides: dict[str, object]) -> Job | FederatedJob:
+def _check(job: Path, overrides: dict[str, object], *, on_fleet: bool) -> Job | FederatedJob:
     """The job. UserError for settings under which it is none."""
     try:
         made = any_job_of(job, overrides)
-        if isinstance(made, FederatedJob):
-            check_simulation(made)
+        program_of(made).check(on_fleet=on_fleet)
         return made
     except UserError as e:
         raise UserError(f"{e} (with {', '.join(f'{key}={value}' for key, value in overrides.items())})") from None

@@ -18,7 +18,6 @@ from isthmus.runtime.processes.memory_use import family_bytes
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     job: str  # path of its file
-    federated: bool
     folder: str  # the run's
     overrides: dict[str, object]
     resume: bool

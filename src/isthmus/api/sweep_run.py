@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.federated import federate
 from isthmus.api.sweep_process import Task
 from isthmus.api.terminal import logged
 from isthmus.api.training import train
@@ -33,8 +32,7 @@ def carry_out(task: Task) -> str:
             task.job, engine.on, run=folder, resume=task.resume, overrides=task.overrides, observer=observer, **how
         )
     else:
-        call = federate if task.federated else train
-        run = call(task.job, run=folder, resume=task.resume, overrides=task.overrides, observer=observer)
+        run = train(task.job, run=folder, resume=task.resume, overrides=task.overrides, observer=observer)
     return run.outcome
 
 

@@ -15,7 +15,6 @@ from isthmus.api.observer import Observer, Search, StepDone
 from isthmus.api.run import Run
 from isthmus.callbacks import Evaluated
 from isthmus.disclosure import PrivacySpent
-from isthmus.federated.job import FederatedJob
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Plan
@@ -82,7 +81,7 @@ class Terminal(Observer):
                 self._out.print(memory_table(summary.memory))
         if rounds:
             self._out.print(rounds_table(rounds))
-            for text in last_figures(rounds, privacy, of_sites=_of_sites(run)):
+            for text in last_figures(rounds, privacy, of_sites=run.job.has_sites):
                 self._out.print(Text(sanitize(text)))
         if isinstance(privacy, PrivacySpent):
             self._out.print(f"local privacy of each sample: {privacy}", highlight=False)
@@ -94,11 +93,6 @@ class Terminal(Observer):
                 f"held-out loss {loss:.4f} {run.loss_unit}{metrics} after {last.step} steps", highlight=False
             )
         self._out.print(f"run folder: {run.path}", highlight=False)
-
-
-def _of_sites(run: Run) -> bool:
-    job = run.job
-    return isinstance(job, FederatedJob) and job.federated.deployment is not None
 
 
 def run_document(run: Run, *, finished: bool) -> dict[str, object]:

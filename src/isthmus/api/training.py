@@ -13,20 +13,21 @@ import msgspec
 from isthmus.api.callbacks import ATTACHED, attached_to, given_callbacks
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import Given, Objects, check_arguments, kept_folder
-from isthmus.api.job_overrides import job_of
+from isthmus.api.job_overrides import any_job_of
 from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
 from isthmus.errors import UserError
+from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.plans import Plan, save_plan
 from isthmus.runtime.processes.signals import Stop
 
 
 def train(
-    job: Job | str | Path | None = None,
+    job: Job | FederatedJob | str | Path | None = None,
     *,
     resume: bool = False,
     run: str | Path | None = None,
@@ -37,12 +38,13 @@ def train(
     dashboard: bool = False,
     **given: Unpack[Given],
 ) -> Run:
-    """Plan, train over one process per device, and compare what was predicted with what was measured.
+    """Plan, train over one process per device, and compare what was predicted with what was measured; or train the
+    clients of a federated job.
 
-    `job` is a job file or a `Job`; without one the run is of Python objects: `model` and `data`, with `loss`, `fleet`,
-    `optimizer`, `steps`, `batch` and `name` where they are not as by default (`Given` says what each may be). The data
-    are read once and written as arrays into the run's folder, where devices open them: so the run can be resumed.
-    Weights begin as the model has them.
+    `job` is a job file, a `Job` or a `FederatedJob`; without one the run is of Python objects: `model` and `data`, with
+    `loss`, `fleet`, `optimizer`, `steps`, `batch` and `name` where they are not as by default (`Given` says what each
+    may be). The data are read once and written as arrays into the run's folder, where devices open them: so the run can
+    be resumed. Weights begin as the model has them.
 
     With `resume` the newest run of this name goes on from its newest checkpoint, or the one in the folder `run`;
     `run` alone names an empty folder. `plan` is followed in place of planning. `overrides` stand in place of what the
@@ -75,7 +77,7 @@ def train(
         if job is not None:
             if objects := [name for name in given if name not in ATTACHED]:
                 raise UserError(f"train: got a job and {', '.join(objects)}, expected one or the other: see overrides")
-            return run_job(attached_to(job_of(job, overrides), given), choices, observer, stop)
+            return run_job(attached_to(any_job_of(job, overrides), given), choices, observer, stop)
         objects = Objects(given)
         folder = files.enter_context(kept_folder(objects.name, where, overrides, observer.note, resume=resume))
         made = attached_to(objects.job(folder.path / GIVEN, overrides), given)

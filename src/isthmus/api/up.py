@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
@@ -13,11 +14,11 @@ from isthmus.api.engine_fleet import fleet_on, serving_towards
 from isthmus.api.folder import PROBED, RunFolder
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import any_job_of
-from isthmus.api.make_plan import fleet_for
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
+from isthmus.api.programs import program_of
 from isthmus.api.run import Run
-from isthmus.api.run_job import check_on_fleet, run_job
+from isthmus.api.run_job import run_job
 from isthmus.api.run_session import PYTHON_AGAIN, Choices, folder_of
 from isthmus.api.states import timeout_s
 from isthmus.api.up_choices import (
@@ -25,16 +26,13 @@ from isthmus.api.up_choices import (
     agent_names,
     agent_specs,
     check_devices,
-    is_known,
 )
 from isthmus.atomic_write import atomic_write
-from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
-from isthmus.fleet import Fleet, dump_fleet, load_fleet, resolve_fleet
+from isthmus.fleet import Fleet, dump_fleet, load_fleet
 from isthmus.job import Job, prepare
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
-from isthmus.runtime.federated.fleet_executors import on_devices
 from isthmus.runtime.launchers.launcher import Renders
 from isthmus.runtime.launchers.local import fork_agents_early as fork_agents_early
 from isthmus.runtime.launchers.registry import open_launcher
@@ -50,11 +48,8 @@ def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer,
     stop.check()
     timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)
-    fleet = _fleet_of(job, asked)
-    if isinstance(job, FederatedJob) and job.federated.deployment is not None:
-        raise refused("sites", "isthmus up", "sites")
-    if fleet is not None or isinstance(job, FederatedJob):
-        check_on_fleet(job)
+    program = program_of(job)
+    fleet = program.engine_fleet(asked.measure)
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
     serving = serving_towards(launcher.head, asked.timeout, asked.host, asked.port, asked.addresses)
@@ -63,10 +58,8 @@ def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer,
         with fleet_on(folder, launcher, specs, serving, observer, stop, verbose=asked.verbose) as (service, devices):
             if fleet is not None:
                 check_devices(devices, fleet)
-            if isinstance(job, FederatedJob):
-                job = on_devices(job, len(devices))
-            elif fleet is None:
-                job = _on_measured(job, devices, folder, service, observer.note, stop)
+            measured = partial(_on_measured, devices, folder, service, observer.note, stop)
+            job = program.on_devices(devices, measured if fleet is None else None)
             choices = Choices(
                 resume=asked.resume,
                 run=folder.path,
@@ -84,31 +77,24 @@ def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer,
         folder.leave()
 
 
-def _fleet_of(job: Job | FederatedJob, asked: UpChoices) -> Fleet | None:
-    """The fleet that names the devices; None where those that join are taken."""
-    if isinstance(job, FederatedJob):
-        return resolve_fleet(job.fleet) if is_known(job.fleet, None) else None
-    return fleet_for(job) if is_known(job.fleet, asked.measure) else None
-
-
 def rendered(job: Job | FederatedJob, asked: UpChoices) -> str:
     """Return the engine's file, without tickets. Nothing is started or asked for. UserError for an engine that is
     handed nothing to show."""
     launcher = open_launcher(asked.engine, asked.options)
     if not isinstance(launcher, Renders):
         raise UserError(f"--dry-run: --on {asked.engine} is handed no file; slurm, kubernetes and skypilot are")
-    fleet = _fleet_of(job, asked)
+    fleet = program_of(job).engine_fleet(asked.measure)
     specs = agent_specs(agent_names(asked, fleet, None), asked, fleet, here=False)
     return launcher.render(specs, Path(job.run_dir).absolute())
 
 
 def _on_measured(
-    job: Job,
     devices: Sequence[str],
     folder: RunFolder,
     service: FleetCoordinator,
     note: Callable[[str], None],
     stop: Stop,
+    job: Job,
 ) -> Job:
     """The job on these devices, as they are measured; or as they were, in a run that goes on."""
     path = folder.path / PROBED

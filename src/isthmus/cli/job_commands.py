@@ -135,12 +135,8 @@ def simulate(
         show(queue.summary(), lambda: "\n".join(queue.lines()), json=json)
         raise typer.Exit(queue.exit_code)
     job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
-    if isinstance(job, isthmus.FederatedJob):
-        raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job, faults), json=json))
-    if job.sync.mode == "decoupled":
-        if given := [n for n, on in (("plan", plan_file), ("picture", picture)) if on]:
-            raise refused("options of a simulation", "decoupled", f"--{given[0]}")
-        raise typer.Exit(_simulate_replicas(job, faults, trace_file, json=json))
+    given = [n for n, on in (("plan", plan_file), ("picture", picture)) if on]
+    job = _simulated(job, faults, given, trace_file, json=json)
     if faults:
         found = api.fault_simulation.simulate_faults(job, faults, _terminal(), isthmus.Stop(), plan_file)
         code = found.exit_code
@@ -216,16 +212,11 @@ def train(
     """
     changes = api.job_overrides.FederatedChanges(**vars(federated))
     job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
-    if isinstance(job, isthmus.FederatedJob):
-        if dry_run:
-            job = job.altered(deployment=None)  # it would train here
-            raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job), json=json))
-    elif dry_run:
-        if job.sync.mode == "decoupled":
-            raise typer.Exit(_simulate_replicas(job, (), json=json))
+    if dry_run:
+        job = _simulated(job, None, json=json)
         api.pipeline.places_of(job)
         return _plan(job, explain=False, picture=None, json=json, prove=None)
-    else:
+    if job.kind == "pipeline":
         api.pipeline.fork_before_threads()
     choices = how.choices(plan_file)
     raise typer.Exit(show_run(lambda terminal: api.run_job.run_job(job, choices, terminal, stop), json=json))
@@ -303,19 +294,28 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     return 0 if holds else 1
 
 
-def _simulate_replicas(
-    job: isthmus.Job, faults: tuple[api.fault_simulation.Fault, ...], trace: Path | None = None, *, json: bool
-) -> int:
-    """The exit code: that of a real run."""
-    found = api.decoupled_simulation.simulate_decoupled(job, faults)
-    api.output.write_file("--trace", trace, lambda path: api.output.write_perfetto([found.trace], path))
-    show(found.summary(), lambda: "\n".join(found.lines()), json=json)
-    return found.exit_code
-
-
-def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> int:
-    """The exit code: that of a real run."""
-    show(found.summary(), lambda: api.output.simulated_table(found.rounds, found.line, found.fleet), json=json)
-    if (lines := found.lines()) and not json:
-        out().print("\n".join(lines), highlight=False)
-    return found.exit_code
+def _simulated(
+    job: isthmus.Job | isthmus.FederatedJob,
+    faults: tuple[api.fault_simulation.Fault, ...] | None,
+    given: Sequence[str] = (),
+    trace: Path | None = None,
+    *,
+    json: bool,
+) -> isthmus.Job:
+    """Return the job of a pipeline, for which `given` options are. Rounds and replicas are simulated, which ends the
+    command; without `faults` as they would go here."""
+    if isinstance(job, isthmus.FederatedJob):
+        job = job.altered(deployment=None) if faults is None else job
+        rounds = api.federated_simulation.simulate_rounds(job, faults or ())
+        show(rounds.summary(), lambda: api.output.simulated_table(rounds.rounds, rounds.line, rounds.fleet), json=json)
+        if (lines := rounds.lines()) and not json:
+            out().print("\n".join(lines), highlight=False)
+        raise typer.Exit(rounds.exit_code)
+    if job.sync.mode == "decoupled":
+        if given:
+            raise refused("options of a simulation", "decoupled", f"--{given[0]}")
+        replicas = api.decoupled_simulation.simulate_decoupled(job, faults or ())
+        api.output.write_file("--trace", trace, lambda path: api.output.write_perfetto([replicas.trace], path))
+        show(replicas.summary(), lambda: "\n".join(replicas.lines()), json=json)
+        raise typer.Exit(replicas.exit_code)
+    return job

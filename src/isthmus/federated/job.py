@@ -28,7 +28,7 @@ from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafClients, LeafOptions
 from isthmus.data.partition import PartitionSpec
-from isthmus.documents import beside, read_toml
+from isthmus.documents import beside
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.accounting import Accounting
@@ -89,6 +89,7 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     BESIDE: ClassVar[str] = "federated"
+    LENGTH: ClassVar[str] = "federated.rounds"
     data: DataSpec | None = None
     """The population's, shared out by `federated.partition`; of sites, the coordinator's own to evaluate on, if any."""
     federated: FederatedConfig  # The algorithm, its clients and its rounds.
@@ -110,9 +111,19 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
         return "federated"
 
     @property
+    def has_sites(self) -> bool:
+        """Whether it trains at sites, in place of simulated clients."""
+        return self.federated.deployment is not None
+
+    @property
     def length(self) -> int:
         """Rounds of the whole run."""
         return self.federated.rounds
+
+    def unset_by(self, overrides: Mapping[str, object]) -> dict[str, object]:
+        """A share of the clients that nobody gave, beside a number of them."""
+        counted = self.federated.participation == ALL and "federated.participation.clients" in overrides
+        return {"federated.participation.fraction": None} if counted else {}
 
     @property
     def local(self) -> LocalConfig:
@@ -175,14 +186,14 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
             privacy=self.privacy,
             participation=self.federated.participation,
             population=population,
-            deployed=self.federated.deployment is not None,
+            deployed=self.has_sites,
             passes=len(self.algorithm(population).passes),
         )
 
 
-def is_federated(path: Path) -> bool:
-    """Return whether a job file is one of these."""
-    return "federated" in respelled(read_toml(path, "job file"))
+def kind_of(job: Mapping[str, object]) -> Literal["pipeline", "federated"]:
+    """The program of a job's document."""
+    return "federated" if "federated" in respelled(job) else "pipeline"
 
 
 def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:
@@ -263,7 +274,7 @@ def check_emulation(job: FederatedJob) -> None:
         raise UserError(f"coordinator: got {job.coordinator!r} without a fleet, expected none")
     if job.fleet and (eta := job.runtime.slow_down):
         raise UserError(f"runtime.slow_down: got {len(eta)} numbers beside fleet {job.fleet!r}, expected one of them")
-    if job.fleet and job.federated.deployment is not None:
+    if job.fleet and job.has_sites:
         raise refused("an emulated fleet", "sites", repr(job.fleet))
     job.executor_fleet(job.runtime.executors if job.scheme.per == "given" and job.scheme.processes else 1)
     if job.scheme.per != "given" and job.runtime.slow_down:
@@ -322,7 +333,7 @@ def check_simulation(job: FederatedJob) -> None:
 def client_data(job: FederatedJob) -> ClientData:
     """The population. UserError for data that cannot be read or shared out."""
     partition = job.federated.partition
-    sites = "" if job.federated.deployment is None else ": this job has sites: `isthmus serve JOB` trains there"
+    sites = ": this job has sites: `isthmus serve JOB` trains there" if job.has_sites else ""
     if job.data is None:
         raise UserError(f"data: missing, expected the data to share out among clients{sites}")
     data = job.data if job.training.eval_every else job.data.training_alone()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,7 @@ from isthmus.trackers import Track, check_trackers
 class JobDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of a job file that every program has."""
 
+    LENGTH: ClassVar[str]  # the key with the length of the run, in steps or rounds
     name: Annotated[str, Meta(pattern=JOB_NAME)]  # The run's name: its folder is RUN_DIR/NAME.
     model: ModelSpec  # Which model to train.
     metrics: tuple[str, ...] = ()
@@ -42,6 +43,15 @@ class JobDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def length(self) -> int:
         """Optimizer steps, or rounds, of the whole run."""
         raise NotImplementedError
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether it trains where data are kept by their owners."""
+        return False
+
+    def unset_by(self, overrides: Mapping[str, object]) -> dict[str, object]:
+        """Overrides of defaults in whose place others stand."""
+        return {}
 
     def check_metrics(self) -> None:
         """UserError for names that mean nothing."""
@@ -78,4 +88,4 @@ class JobReader(Generic[AnyJob]):
 
     def overridden(self, job: AnyJob, overrides: Mapping[str, object], source: str = "job") -> AnyJob:
         """A job from Python, checked too. UserError."""
-        return self.checked(overridden_struct(job, overrides, source))
+        return self.checked(overridden_struct(job, {**job.unset_by(overrides), **overrides}, source))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import torch
@@ -185,6 +185,7 @@ class Job(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ('laptop', 'auto', 20)
     """
 
+    LENGTH: ClassVar[str] = "training.steps"
     data: DataSpec  # Which data to train on.
     fleet: str = "laptop"  # A built-in fleet or a path to a fleet TOML.
     devices: Positive | None = None  # Thin the fleet to so many devices.

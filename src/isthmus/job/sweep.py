@@ -40,7 +40,7 @@ class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
     at_once: NotNegative = 0
     """So many runs at the same time; 0: as this machine's memory and cores allow; with an engine, one."""
     engine: SweepEngine | None = None
-    """Where each run is started; by default on this machine. Of pipeline jobs: federated ones name it themselves."""
+    """Where each run is started; by default on this machine."""
 
 
 class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
