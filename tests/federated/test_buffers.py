@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from isthmus.accelerators import HOST
 from isthmus.errors import UserError
 from isthmus.federated import AlgorithmSpec, ClientTrainer, LocalConfig, Server, TrainingTask, load_algorithm
+from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.buffers import buffers_of
 from isthmus.federated.local import PlainLocal, Workspace
@@ -241,7 +242,7 @@ def test_sites_give_what_a_simulation_gives(masked: bool, tmp_path: Path) -> Non
             else:
                 update = sites[task.client].update
                 assert update is not None and not {f"buffers/{name}" for name in CONSTANTS} & update.values.keys()
-                server.fold(task.client, server.admit(update, task.samples, rules), task.samples)
+                server.fold(task.client, server.admit(update, task.samples, AdmissionRules()), task.samples)
         server.absorb()
     assert all(torch.equal(value, simulated.server.values[name]) for name, value in server.values.items())
 

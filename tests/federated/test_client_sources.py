@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.api.serve import address_of
+from isthmus.api.serving_fleet import address_of
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.availability import read_availability
 from isthmus.data.clients import TextClients, share_out

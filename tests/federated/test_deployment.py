@@ -292,7 +292,10 @@ def newest_round(run: Path) -> int:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ([("[federated.deployment]", "[deploymnt]")], ["unknown key 'deploymnt'", "did you mean 'deployment'"]),
+        (
+            [("[federated.deployment]", "[federated.deploymnt]")],
+            ["unknown key 'federated.deploymnt'", "did you mean 'federated.deployment'"],
+        ),
         ([('"a", "b"', '"a", "a"')], ["federated.deployment.sites: got a name twice"]),
         ([('wait = "0.5 s"', "start = 3")], ["federated.deployment.start: got 3, expected at most the 2 sites"]),
         (

@@ -133,7 +133,7 @@ def test_a_site_reports_on_its_own_client_only(report: ExecutorReport, words: st
     with pytest.raises(PeerError, match="sent ExecutorDrained before it had joined"):
         receiver.on_report("oslo", ExecutorDrained(phase=PHASE), None, {})
     joined = ExecutorJoined(samples=10)
-    with pytest.raises(PeerError, match=r"joined with 11 samples, expected 10: aggregation\.most_samples"):
+    with pytest.raises(PeerError, match=r"joined with 11 samples, expected 10: federated\.aggregation\.most_samples"):
         receiver.on_report("oslo", ExecutorJoined(samples=11), None, {})
     assert receiver.on_report("oslo", joined, None, {}) is joined
     assert notes == ["site oslo takes part with at most 10 samples"], "its own number stays with it"

@@ -127,7 +127,6 @@ def _steps(url: str) -> list[int]:
     return sorted(int(commit[-6:]) for commit in commits_in(Store(url).names()))
 
 
-@pytest.mark.long
 def test_killed_in_an_upload_it_goes_on_from_the_bucket(s3: Gate, whole: Path) -> None:
     """Another checkpoint's upload is cut off in its middle, and the machine is lost with all of its files."""
     url = "s3://bucket/runs/first"
