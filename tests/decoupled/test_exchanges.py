@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isthmus.accelerators import HOST
 from isthmus.api.replica_models import plan_again
+from isthmus.errors import PeerError
 from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Prepared, prepare
@@ -160,3 +161,10 @@ def test_a_stage_adds_amounts_before_the_step_and_its_state_is_still_that_of_who
     assert exchanges.end(2) == 7
     assert not exchanges.before
     assert exchanges.end(3) == 3
+    several = torch.tensor([2.0**24, 2.0**24, 1.0, 1.0, 1.0, 1.0])  # their sum leads to 2^24 + 4, twice
+    exchanges.opened(OpenedExchange(order, exchange, {"a": several}))
+    exchanges.begin(3)
+    assert engine.held["op_a"].tolist() == [2.0**24, 2.0**24 + 4]
+    for wrong in (torch.ones(3), torch.ones(0)):
+        with pytest.raises(PeerError, match=r"sent amounts \[.\] of a \[2\]"):
+            exchanges.opened(OpenedExchange(order, exchange, {"a": wrong}))

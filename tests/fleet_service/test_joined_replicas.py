@@ -179,8 +179,7 @@ def test_a_submitted_job_of_pipelines_is_trained(fleet: Fleet, tmp_path: Path) -
 def test_a_pipeline_and_a_device_that_joined_go_on_as_others_leave_and_return_and_are_resumed(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    """No bits are compared: while a pipeline plans again the other goes on, and versions that come meanwhile are added
-    up before they are added, which rounds otherwise."""
+    """While a pipeline plans again the other goes on: versions that come meanwhile are added one after the other."""
     run = _Running(fleet, tmp_path, _job(tmp_path, replicas=[NAMES[:3], NAMES[3:]]))
     devices = Devices(fleet, tmp_path, ("a", "b", "d"))
     soon(lambda: "d" in run.contributors)
@@ -191,9 +190,12 @@ def test_a_pipeline_and_a_device_that_joined_go_on_as_others_leave_and_return_an
     given = run.contributors.count("a+b+c")
     soon(lambda: run.contributors.count("a+b+c") > given)
     run.end()
+    run.check_bits()
+    saved = shutil.copytree(latest_checkpoint(run.folder / "checkpoints"), tmp_path / "saved")
     merged = len(run.contributors)
     run = _Running(fleet, tmp_path, run.job, resume=True)
     soon(lambda: {"a+b+c", "d"} <= {*run.contributors[merged:]})
     run.end()
+    run.check_bits(saved)
     for joined in (devices, third):
         joined.stop()

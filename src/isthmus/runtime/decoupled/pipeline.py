@@ -243,7 +243,7 @@ class PipelineReplica:
             return
         for parameter, part in zip(parameters, added.split([p.numel() for p in parameters]), strict=True):
             for name in self._names[parameter]:
-                self._amounts[name] = self._amounts[name] + part if name in self._amounts else part
+                self._amounts[name] = torch.cat([self._amounts[name], part]) if name in self._amounts else part
         self._taken.add(sent, self.steps)
 
     def _give(self, asked: CollectChanges, found: Mapping[str, Tensor]) -> None:

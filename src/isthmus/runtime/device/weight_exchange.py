@@ -22,7 +22,8 @@ class OpenedExchange(NamedTuple):
     order: OpenItem
     exchange: WeightExchange
     amounts: Mapping[str, Tensor]
-    """Amounts that are added to parameters before the step, by the module's own names, [elements]."""
+    """Amounts that are added to parameters before the step, by the module's own names, [amounts of a parameter,
+    elements]: one after the other, since their sum would round otherwise."""
 
 
 class StageExchanges:
@@ -44,7 +45,8 @@ class StageExchanges:
             raise PeerError(f"coordinator: opened an item with the rate of step {step}, the run has {self._steps}")
         for op in self._train.variables():
             got, shape = found.amounts.get(op.target), op.outputs[0].shape_at(1)
-            if got is not None and got.numel() != math.prod(shape):
+            size = math.prod(shape)
+            if got is not None and (got.numel() < size or got.numel() % max(size, 1)):
                 raise PeerError(f"coordinator: sent amounts {list(got.shape)} of {op.target} {list(shape)}")
         self._opened[found.order.item.index] = found
         return found.order
@@ -61,7 +63,7 @@ class StageExchanges:
         self.before = {name: held[own[name]].clone() for name in found.amounts if name in own}
         if self.before:
             amounts = all_to_device(self._engine.accelerator, {name: found.amounts[name] for name in self.before})
-            added = {own[name]: value + amounts[name].view(value.shape) for name, value in self.before.items()}
+            added = {own[name]: _added(value, amounts[name]) for name, value in self.before.items()}
             self._engine.set_parameters(added)
         if wanted := {name: held[own[name]] for name in found.exchange.wanted if name in own}:
             self._read(item, wanted)
@@ -71,3 +73,9 @@ class StageExchanges:
         found, self._rate_step = self._rate_step, None
         self.before = {}
         return step if found is None else found
+
+
+def _added(value: Tensor, amounts: Tensor) -> Tensor:
+    for amount in amounts.view(amounts.numel() // max(value.numel(), 1), *value.shape):
+        value = value + amount
+    return value
