@@ -147,7 +147,7 @@ def test_points_of_a_sweep_count_from_its_file(elsewhere: Path) -> None:
         {"data.options.files": "texts/*.txt", "training.steps": 1}, folder_of(elsewhere / "sweep.toml")
     )
     assert point == {"data.options.files": str(elsewhere / "texts/*.txt"), "training.steps": 1}
-    _check(elsewhere / "job.toml", point)
+    _check(elsewhere / "job.toml", point, on_fleet=False)
 
 
 def test_a_callable_of_the_user_gets_its_options_as_they_are() -> None:

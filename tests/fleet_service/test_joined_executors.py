@@ -10,7 +10,7 @@ import pytest
 import isthmus
 from isthmus.api.job_overrides import federated_job_of
 from isthmus.api.observer import Observer
-from isthmus.api.rounds import check_rounds
+from isthmus.api.programs import program_of
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
@@ -186,7 +186,7 @@ def test_simulations_that_devices_cannot_carry_out_are_refused(
     overrides: dict[str, object], key: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as raised:
-        check_rounds(_job(tmp_path, **overrides), on_fleet=True)
+        program_of(_job(tmp_path, **overrides)).check(on_fleet=True)
     assert str(raised.value).startswith(f"{key}: ")
 
 
