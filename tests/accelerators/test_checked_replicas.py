@@ -24,6 +24,7 @@ from tests.decoupled.small import job_of
 from tests.decoupled.test_graph_trainer import ordered
 
 
+@pytest.mark.long
 def test_a_replica_computes_the_same_on_an_accelerator() -> None:
     job = job_of(codec="none")
     run, order, kept = ordered(job, "b")

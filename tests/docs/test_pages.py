@@ -102,6 +102,7 @@ def test_a_long_page_works_as_it_is_written(page: str, machine: dict[str, str], 
     type_in(script_of_page(page), tmp_path, machine)
 
 
+@pytest.mark.long
 def test_nothing_is_read_from_the_checkout(machine: dict[str, str], tmp_path: Path) -> None:
     where = type_in("python -c 'import isthmus; print(isthmus.__file__)'", tmp_path, machine)
     assert "venv" in where and str(ROOT / "src") not in where

@@ -11,7 +11,7 @@ from tests.goldens.files import read
 from tests.goldens.schedules import CASES, PROGRAMS, digest, simulated
 from tests.tiers import represented_by
 
-KEPT = [("pipeline", 5), *((program, 0) for program in PROGRAMS)]
+KEPT = [(program, 0) for program in PROGRAMS]
 
 
 @pytest.mark.parametrize(("program", "block"), represented_by(CASES, *KEPT))

@@ -161,6 +161,7 @@ class Looks(Tagger):
         return super().forward(x, labels) if bool(x.sum() > 0) else {}
 
 
+@pytest.mark.long
 def test_what_micro_batches_make_of_a_loss_is_said_before_the_first_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,7 @@ def written(run: Path) -> int:
 def test_a_killed_executor_costs_nothing_but_time(reference: bytes, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(
-        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [120.0, 120.0]")), "--run", run
+        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [40.0, 40.0]")), "--run", run
     )
     wait_until(lambda: written(run), process)
     os.kill(children(process.pid)[1], signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_the_run_goes_on_when_nobody_reads_what_it_says(reference: bytes, tmp_pa
 def test_interrupted_and_resumed(reference: bytes, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(
-        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [120.0, 120.0]")), "--run", run
+        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [40.0, 40.0]")), "--run", run
     )
     wait_until(lambda: RoundHistory(run / "rounds.jsonl").lines(), process)
     os.killpg(process.pid, signal.SIGINT)

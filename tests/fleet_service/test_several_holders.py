@@ -110,6 +110,7 @@ def test_holders_of_different_files_feed_a_device_without_any(
     equals_plain(tmp_path / "run", read_here(longer, data))
 
 
+@pytest.mark.long
 def test_labels_and_samples_stay_with_holders_that_run_both_ends_of_the_chain(
     joined: Joined, tmp_path: Path, coordinator: Path
 ) -> None:

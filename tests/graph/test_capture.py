@@ -239,6 +239,7 @@ def test_builders_may_read_small_tensors_and_choose_a_type():
     assert {op.outputs[0].dtype for op in half.ops if op.kind == "placeholder"} == {"bfloat16", "int64"}
 
 
+@pytest.mark.long
 def test_capturing_twice_gives_the_same_graph_and_leaves_the_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)

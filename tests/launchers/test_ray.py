@@ -168,6 +168,7 @@ def test_agents_end_where_the_command_is_killed(cluster: RayCluster, tmp_path: P
     check_nothing_is_left(cluster, up.token)
 
 
+@pytest.mark.long
 def test_more_agents_than_nodes_are_refused(cluster: RayCluster, tmp_path: Path) -> None:
     launcher = RayLauncher(RayOptions())
     launcher.check()

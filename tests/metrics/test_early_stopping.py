@@ -98,7 +98,6 @@ def test_a_function_says_itself_whether_low_values_are_good(tmp_path: Path) -> N
     assert runs["said"].outcome == "done" and runs["otherwise"].outcome == "stopped"
 
 
-@pytest.mark.long
 def test_a_pipeline_stops_with_a_checkpoint(tmp_path: Path) -> None:
     run = isthmus.train(
         model=Classifier(),
@@ -173,6 +172,7 @@ class Lines(isthmus.Observer):
         self.lines.append(text)
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_was_not_stopped(tmp_path: Path) -> None:
     asked, notes = Asked(), Lines()
     run = isthmus.train(

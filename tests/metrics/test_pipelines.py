@@ -106,6 +106,7 @@ def test_of_three_stages(fleet: str, tmp_path: Path) -> None:
     assert entry.metrics == run.heldout[0].metrics
 
 
+@pytest.mark.long
 def test_of_two_replicas(fleet: str, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, [PlanLayout(("d-0",), (), 3), PlanLayout(("d-1", "d-2"), (4,), 1)], fleet=fleet)
     check(train(tmp_path, plan=plan, fleet=fleet), Classifier())

@@ -57,7 +57,6 @@ def test_auto_is_within_two_percent_of_brute_force_and_above_its_bound(
     represented_by(
         ("random:2:5", "random:4:1", "random:6:7", "random:8:3", "dtfm-case2", "three-sites"),
         "random:2:5",
-        "dtfm-case2",
     ),
 )
 def test_auto_is_no_worse_than_the_others(fleet: str) -> None:

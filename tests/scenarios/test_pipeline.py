@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.simulator import Fault
+from tests.tiers import represented_by
 
 from .ports import TIMEOUT_S, Port, Scenario, play
 
@@ -150,8 +151,12 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
 }
 
 
-@pytest.mark.parametrize("port", ["simulated", "real"])
-@pytest.mark.parametrize("name", SCENARIOS)
+SLOW = ("a device is silent", "a link is cut", "a device becomes slow")
+CASES: list[tuple[str, Port]] = [(name, port) for name in SCENARIOS for port in ("simulated", "real")]
+QUICK = [(name, port) for name, port in CASES if name not in SLOW or port == "simulated"]
+
+
+@pytest.mark.parametrize(("name", "port"), represented_by(CASES, *QUICK))
 def test_the_same_decisions(name: str, port: Port, tmp_path: Path) -> None:
     scenario, expected = SCENARIOS[name]
     assert play(port, scenario, tmp_path) == expected

@@ -82,6 +82,7 @@ def test_a_run_without_executors_says_so() -> None:
         run(FederatedCosts(lines=lines(1)), Fault(device="e0", time_s=0.5))
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_run() -> None:
     costs = FederatedCosts(lines=lines(*SPEEDS), noise=0.3, latency_s=0.001)
     first, second = run(costs, steals=True), run(costs, steals=True)

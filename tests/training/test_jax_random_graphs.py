@@ -114,6 +114,7 @@ def _compiled_quickly() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", range(20 if THOROUGH else 1))
+@pytest.mark.long
 def test_random_graphs_train_alike(seed: int) -> None:
     config = EngineConfig(
         micro_batches=1, micro_batch_size=2, steps=3, optimizers=(OptimizerConfig(name="sgd", lr=0.05),)

@@ -21,6 +21,7 @@ from isthmus.training.engine import EngineConfig
 
 CONFIG = EngineConfig(micro_batches=3, micro_batch_size=2)
 CUTS = 3
+SLOW = {"Recurrent", "Encoder", "hf-bert", "hf-llama", "unet"}
 FUSED_IN_EVAL = {"Encoder"}
 """Eager evaluation runs a fused kernel where gradients are off."""
 
@@ -41,7 +42,7 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], *, bitwise
 
 
 @pytest.mark.parametrize("seed", represented_by(range(CUTS), 0))
-@pytest.mark.parametrize("name", [*MODELS, *CASES])
+@pytest.mark.parametrize("name", represented_by([*MODELS, *CASES], *({*MODELS, *CASES} - SLOW)))
 def test_loss_gradients_and_buffers_equal_the_plain_module(name: str, seed: int):
     build, columns = model(name)
     data = batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, seed)
