@@ -70,10 +70,11 @@ def refuses_unknown_peers(address: tuple[str, int]) -> None:
 
 
 def readable_by_others(folder: Path) -> list[bytes]:
-    """Contents of the files in a folder that others may look into; a run may replace files meanwhile."""
+    """Contents of the files in a folder that others may look into; a run may replace files and folders meanwhile."""
     told = []
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-                told.append(path.read_bytes())
+    for parent, _, names in os.walk(folder):  # passes over a folder that is gone
+        for path in (Path(parent) / name for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+                    told.append(path.read_bytes())
     return told
