@@ -162,6 +162,18 @@ def test_a_federated_job_gives_the_bits_of_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_agents_of_this_machine_import_the_modules_of_the_job(tmp_path: Path) -> None:
+    """Beside the job's file, wherever the command is called: with an algorithm and a model of one's own."""
+    command = [sys.executable, "-m", "isthmus"]
+    folder, options = tmp_path / "own", ["--on", "local", "--nodes", "2", "--set", "federated.rounds=1"]
+    subprocess.run([*command, "init", str(folder), "--task", "federated"], check=True, timeout=WITHIN_S)
+    for where, job in ((folder, "job.toml"), (tmp_path, "own/job.toml")):
+        up = [*command, "up", job, *options]
+        subprocess.run([*up, "--run", str(tmp_path / f"run-{where.name}")], cwd=where, check=True, timeout=WITHIN_S)
+    assert model(tmp_path / f"run-{folder.name}") == model(tmp_path / f"run-{tmp_path.name}")
+
+
+@pytest.mark.long
 def test_a_replica_that_is_a_pipeline_trains_on_agents(tmp_path: Path) -> None:
     file, names = _job(tmp_path, 2), [f"{tmp_path.name}-{n}" for n in range(2)]
     file.write_text(file.read_text().replace("[plan]", "").replace(f'data_holder = "{names[-1]}"', ""))

@@ -140,4 +140,7 @@ def test_a_copy_for_a_fleet_imports_nothing_from_the_folder_where_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/other")
     assert safe_path([str(tmp_path), "", "/lib", ".", str(tmp_path / "lib")]) == ["/lib", str(tmp_path / "lib")]
+    monkeypatch.setenv("PYTHONPATH", f"/other:{tmp_path}")
+    assert safe_path([str(tmp_path), "", "/lib"]) == [str(tmp_path), "/lib"], "its owner names the folder"

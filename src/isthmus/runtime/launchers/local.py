@@ -28,7 +28,12 @@ SERVER = "isthmus.runtime.launchers.agent_fork_server"
 
 def fork_agents_early() -> None:
     """For a command that will start agents here: see `early_fork`."""
-    fork_early([sys.executable], os.environ, SERVER)
+    fork_early([sys.executable], _environment(), SERVER)
+
+
+def _environment() -> dict[str, str]:
+    """The environment of agents: they import modules from where this process does, as its user owns them."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class ForkedAgents:
@@ -80,7 +85,7 @@ class ForkedAgents:
 
     def _server_for(self, log: int) -> ForkServer:
         if self._server is None or self._server.gone:
-            how = [sys.executable], os.environ
+            how = [sys.executable], _environment()
             self._server = standing_for(*how, SERVER) or ForkServer(*how, log, SERVER)
         return self._server
 

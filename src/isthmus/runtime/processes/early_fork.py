@@ -117,5 +117,6 @@ def _serve(line: socket.socket, theirs: socket.socket, like: _Like) -> None:
 
 
 def safe_path(path: Sequence[str]) -> list[str]:
-    """Where modules are looked for but in the current folder, as by `python -P`."""
-    return [entry for entry in path if os.path.abspath(entry) != os.getcwd()]
+    """Where modules are looked for but in the current folder, as by `python -P`: there too if PYTHONPATH names it."""
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [entry for entry in path if os.path.abspath(entry) != os.getcwd() or (entry and entry in named)]
