@@ -208,6 +208,7 @@ TESTED = {
     ("options of a simulation", "decoupled"): "test_a_mistake_is_answered_in_one_line",
     ("streams", "own data"): "test_a_description_has_the_layout",
     ("options of plans", "federated"): "test_a_federated_simulation_has_no_trace",
+    ("steps", "federated"): "test_a_federated_simulation_has_no_trace",
     ("streams", "federated"): "test_a_federated_job_is_refused_in_one_line",
     ("faults of links", "federated"): "test_faults_that_no_site_can_have",
     ("options of rounds", "pipeline"): "test_a_pipelines_job_is_no_federated_one",

@@ -42,6 +42,8 @@ def test_a_federated_simulation_has_no_trace() -> None:
     done = isthmus("simulate", EXAMPLES / "fed-digits.toml", "--trace", "t.json")
     refused(done, 2, "--trace: got ", "t.json in a federated job")
     assert "Path(" not in done.err and "--scheme" not in done.err
+    steps = isthmus("train", EXAMPLES / "fed-digits.toml", "--steps", "3")
+    refused(steps, 2, "--steps: got 3 in a federated job, expected `--set federated.rounds=N`")
 
 
 @pytest.mark.parametrize("option", ["--scheme", "--executors", "--rounds"])

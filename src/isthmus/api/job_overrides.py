@@ -127,6 +127,8 @@ def read_job(
                 raise refused("options of rounds", "pipeline", str(value), option)
         return changes.of(job_of(path, overrides))
     for option, value in {**_options(changes), **others}.items():
+        if value is not None and option == "--steps":
+            raise refused("steps", "federated", str(value), option)
         if value is not None:
             raise refused("options of plans", "federated", str(value), option)
     return federated.of(federated_job_of(path, overrides))

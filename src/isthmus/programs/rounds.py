@@ -668,7 +668,7 @@ class Rounds(Policy[RoundPort], Session):
         missing = set(filterfalse(self.is_here, self.executors)) if joining else set[str]()
         if self._calls_devices:
             waiting = self.waiting
-            missing = {f"{waiting.needed} devices"} if waiting is not None and not waiting.goes_on else set()
+            missing = {f"at least {waiting.needed}"} if waiting is not None and not waiting.goes_on else set()
         what = "for sites that left" if self._has_sites and missing - self._missing else "to join"
         until = self._until(missing)
         if self._has_sites and self._all_left(missing):
@@ -685,7 +685,7 @@ class Rounds(Policy[RoundPort], Session):
         if (waiting := self.waiting) is None:
             return ""
         if self._calls_devices:
-            return f" ({len(self.connected)} are here)"
+            return f" (executors of {len(self.connected)} devices have connected)"
         count = len(self.executors)
         here = f"{count - len(missing)} of {count} sites are here"
         end = f"the round begins with {waiting.needed}"
