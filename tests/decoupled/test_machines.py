@@ -686,6 +686,34 @@ def test_a_device_that_is_lost_or_stopped_while_the_coordinator_is_away_comes_wh
     assert not any(name == "b" and time_s > 20 for time_s, name, _ in found.steps)
 
 
+@pytest.mark.parametrize(
+    ("faults", "from_s"),
+    [
+        ((Fault(kind="join", device="d", time_s=18), Fault(kind="coordinator", time_s=20, lasts_s=10)), 30),
+        (
+            (
+                Fault(kind="join", device="d", time_s=18),
+                Fault(kind="link", device="a", other="d", time_s=20, lasts_s=10),
+            ),
+            30,
+        ),
+        (
+            (
+                Fault(kind="coordinator", time_s=20, lasts_s=10),
+                Fault(kind="link", device="a", other="d", time_s=25, lasts_s=30),
+            ),
+            55,
+        ),
+    ],
+)
+def test_a_process_that_finds_no_way_to_the_coordinator_at_first_connects_when_there_is_one(
+    faults: tuple[Fault, ...], from_s: float
+) -> None:
+    """It had started meanwhile, and was never connected before."""
+    first_s = min(time_s for time_s, name, _ in struck(*faults).steps if name == "d" and time_s > 20)
+    assert from_s < first_s < from_s + 5
+
+
 def test_messages_of_a_replica_wait_for_its_link() -> None:
     found = struck(Fault(kind="link", device="a", other="d", time_s=10, lasts_s=30))
     assert found.finish == Finish("done") and not found.notes

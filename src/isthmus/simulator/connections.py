@@ -124,7 +124,7 @@ class Connections(Generic[WorkerT]):
 
     def _redial(self, worker_id: str) -> None:
         def again() -> None:
-            if self._world.worker(worker_id) is not None:
+            if self._world.dials(worker_id):
                 self.join(worker_id)
 
         self._world.later(self._options.recovery.redial_s, ("dial", worker_id), again)

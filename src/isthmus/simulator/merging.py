@@ -445,6 +445,10 @@ class MergingSimulation(Parties[_Replica]):
     def reaches(self, worker_id: str) -> bool:
         return self._unreachable_s(worker_id) == 0.0
 
+    def dials(self, worker_id: str) -> bool:
+        """A process does while it lives, also one that was never connected."""
+        return worker_id in self.devices
+
     def _unreachable_s(self, replica: str) -> float:
         """Seconds until a message of a replica, or to it, can pass."""
         first = (self._models[replica].devices or (replica,))[0]

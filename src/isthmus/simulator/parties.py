@@ -64,6 +64,10 @@ class Parties(Generic[WorkerT]):
         """Whether the links of a worker's device to the coordinator are whole."""
         return True
 
+    def dials(self, worker_id: str) -> bool:
+        """Whether a worker that is not connected tries again."""
+        return self.worker(worker_id) is not None
+
     def latency_s(self, source: str, target: str) -> float:
         """Seconds until one device notices what happens at the end of another one's link."""
         return 0.0
