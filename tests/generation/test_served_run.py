@@ -289,6 +289,19 @@ def test_what_the_command_reads() -> None:
         sampling_of(top_p=0.0)
 
 
+def test_a_run_of_decoupled_replicas_which_has_no_plan_is_served_where_its_fleet_file_is_not(
+    run: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "plan.json").unlink()
+    job = msgspec.json.decode((folder / "job.json").read_bytes())
+    (folder / "job.json").write_bytes(msgspec.json.encode(job | {"fleet": "elsewhere.toml"}))
+    notes: list[str] = []
+    with served_run(folder, ServingChoices(), notes.append) as service:
+        (found,) = generate(service, [(1, 2, 3)], Sampling(max_tokens=5)).answers
+    assert len(found.tokens) == 5 and any(note.startswith("stages on ") for note in notes)
+
+
 def test_a_service_is_predicted_also_under_faults(run: Path) -> None:
     asked = ("generate", run, "--tokens", "1,2,3", "--max-tokens", "20")
     quiet, lost = isthmus(*asked, "--simulate"), isthmus(*asked, "--simulate", "--fault", "d1@1ms")

@@ -268,6 +268,11 @@ class RunFolder:
         """UserError where it is missing, or is none."""
         return self._decode(self.graph.name, OpGraph)
 
+    @property
+    def planned(self) -> bool:
+        """Whether the run has one plan: decoupled replicas have none, or their own."""
+        return (self.path / PLAN).is_file()
+
     def plan(self) -> Plan:
         return load_plan(self.path / PLAN)
 

@@ -46,7 +46,8 @@ class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
     """How a run's model is served."""
 
     objective: Objective | None = None
-    """Plan a chain of devices for least time per token, or most tokens per second; None: as the run's plan has it."""
+    """Plan a chain of devices for least time per token, or most tokens per second; None: as the run's plan has
+    it, or for latency where the run is of decoupled replicas."""
     at_once: int = 16  # requests in flight
     joined: Serving | None = None  # devices that joined compute, coordinated from here; None: processes on this machine
 
@@ -294,7 +295,7 @@ def served_run(
     )
     failures: list[Exception] = []
     with contextlib.ExitStack() as stack:
-        backend: Backend = LocalBackend(places=places_of(job))
+        backend: Backend = LocalBackend(places=places_of(job, fleet))
         if choices.joined is not None:
             backend = stack.enter_context(serving_fleet(choices.joined, note))
         session = stack.enter_context(backend.at_work(call, host.acceptor))
@@ -322,8 +323,8 @@ def _serve(host: GenerationHost, session: DevicesAtWork, failures: list[Exceptio
 
 
 def _first_chain(folder: RunFolder, problem: ServingProblem, objective: Objective | None) -> Chain:
-    if objective is not None:
-        return plan_chain(problem, objective)
+    if objective is not None or not folder.planned:
+        return plan_chain(problem, objective or "latency")
     plan, train = folder.plan(), Flow(folder.captured_graph())
     stages = plan.replicas[0].stages
     stage_of = align(train, problem.flow, assign(train, [stage.first for stage in stages[1:]]))

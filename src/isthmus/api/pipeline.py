@@ -99,9 +99,10 @@ class Pipeline:
         return fleet_of(self.job).names
 
 
-def places_of(job: Job) -> dict[str, ProcessPlace]:
-    """Return the places of device processes on this machine. UserError for an unknown device, accelerator or engine."""
-    fleet = fleet_for(job)
+def places_of(job: Job, fleet: Fleet | None = None) -> dict[str, ProcessPlace]:
+    """Return where device processes of the job's fleet, or of a run's, are on this machine. UserError for an unknown
+    device, accelerator or engine."""
+    fleet = fleet or fleet_for(job)
     return local_places(job.runtime.device, fleet.names, {d.name: d.engine for d in fleet.devices})
 
 
