@@ -126,14 +126,14 @@ def check_code(job: FederatedJob) -> None:
     if not is_built_in(job.model) and (":" in job.model.name or job.model.name not in model_names()):
         raise UserError(
             f"model.name: got {job.model.name!r}, expected a model that is installed here: nothing else is imported "
-            "for somebody else"
+            "for somebody else (if all is yours: isthmus join --one-owner)"
         )
     if job.model.name == "hf":
         raise UserError("model.name: got 'hf', expected no weights in files: nothing is read for somebody else")
     if ":" in job.federated.algorithm:
         raise UserError(
             f"federated.algorithm: got {job.federated.algorithm!r}, expected one that is installed here: nothing else "
-            "is imported for somebody else"
+            "is imported for somebody else (if all is yours: isthmus join --one-owner)"
         )
 
 
