@@ -23,7 +23,9 @@ from isthmus.graph.partition import StageGraph
 from isthmus.graph.schema import base_name
 
 Outputs = tuple[Tensor, Tensor | None, dict[str, Tensor]]
-_OVER_LABELS: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
+_OVER_LABELS: dict[Callable[..., Tensor], inspect.Signature] = {
+    func: inspect.signature(func) for func in (F.cross_entropy, F.nll_loss)
+}
 _OVER_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 _EVEN = frozenset(  # operators that take a mean over as many items in every micro-batch of a size
     (
@@ -74,8 +76,7 @@ class LabelMeans(TorchFunctionMode):
         self._in_float32 = in_float32
         self._uneven = uneven
         self._columns = list(columns)
-        # They move labels by one token, and leave the first of every sample out.
-        self._only_moves = any(is_hugging_face(part) for part in module.modules())
+        self._module = module
         self._found: list[_LabelMean] = []
 
     def __torch_function__(
@@ -87,7 +88,7 @@ class LabelMeans(TorchFunctionMode):
         if func is torch.arange:  # classes that are the samples' own numbers: every one counts
             self._columns.append(result)
         if func in _OVER_LABELS:
-            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound = _OVER_LABELS[func].bind(*args, **(kwargs or {}))
             bound.apply_defaults()
             # An in-place sum keeps the object: a term of the model's own may be in it.
             self._found.append(_LabelMean(result, result._version, func, dict(bound.arguments)))
@@ -118,7 +119,10 @@ class LabelMeans(TorchFunctionMode):
             return False
         if self._uneven or call["weight"] is not None or call["ignore_index"] >= 0:
             return True
-        return not self._only_moves and _storage(target) not in {_storage(column) for column in self._columns}
+        if _storage(target) in {_storage(column) for column in self._columns}:
+            return False
+        # Models of transformers move labels by one token, and leave the first of every sample out.
+        return not any(is_hugging_face(part) for part in self._module.modules())
 
 
 def _is_loss(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
