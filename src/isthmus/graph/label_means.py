@@ -23,9 +23,7 @@ from isthmus.graph.partition import StageGraph
 from isthmus.graph.schema import base_name
 
 Outputs = tuple[Tensor, Tensor | None, dict[str, Tensor]]
-_OVER_LABELS: dict[Callable[..., Tensor], inspect.Signature] = {
-    func: inspect.signature(func) for func in (F.cross_entropy, F.nll_loss)
-}
+_OVER_LABELS = {func: inspect.signature(func) for func in (F.cross_entropy, F.nll_loss)}
 _OVER_CLASSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 _EVEN = frozenset(  # operators that take a mean over as many items in every micro-batch of a size
     (
