@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import torch
 
 from isthmus.api.decoupled import replica_plans
-from isthmus.api.replica_models import plan_again
+from isthmus.api.make_plan import plan_for
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import OptimizerConfig
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job, TrainingConfig, prepare
 from isthmus.models import ModelSpec
+from isthmus.planners import least
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.data_holders import DataHolders
@@ -31,6 +33,27 @@ NAMES = ("a", "b", "c", "d")
 STEP_S = (0.4, 0.4, 0.2, 0.1)
 """Speeds 1:1:2:4."""
 LINK = Link(0.02, 20e6 / 8)
+PAIR = """
+name = "pair"
+[[device]]
+name = "a"
+region = "x"
+compute = "{} MFLOPS"
+memory = "1 GiB"
+count = 1
+[[device]]
+name = "b"
+region = "y"
+compute = "{} MFLOPS"
+memory = "1 GiB"
+count = 1
+[[link]]
+from = "x"
+to = "y"
+latency = "5 ms"
+bandwidth = "100 Mbit/s"
+"""
+"""Two devices in two regions; their MFLOPS are given."""
 SIZES = FragmentBytes(delta=(20_000,) * 2, change=(20_000,) * 2, whole=(140_000,) * 2)
 
 
@@ -72,7 +95,7 @@ def replicas_of(job: Job, fleet: Fleet, backend: LocalBackend | None = None) -> 
         plans=replica_plans(prepared, fleet),
         backend=backend,
         holders=holders,
-        replan=plan_again,
+        replan=partial(plan_for, bound=least),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST
-from isthmus.api.replica_models import plan_again
+from isthmus.api.make_plan import plan_for
 from isthmus.errors import PeerError
 from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Prepared, prepare
+from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import NEVER, CollectChanges, Contributed, FragmentSent, StepsMade
 from isthmus.protocol.run_messages import Halt, OpenItem, WeightExchange
@@ -108,9 +110,9 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
     known = pipeline.ReplicaPipeline(
         prepared=prepared,
         module=seeded_model(job),
-        plan=plan_again(prepared, fleet),
+        plan=plan_for(prepared, fleet, bound=least),
         fleet=fleet,
-        replan=lambda fleet: plan_again(prepared, fleet),
+        replan=partial(plan_for, prepared, bound=least),
         folder=tmp_path,
         began_s=0.0,
         backend=LocalBackend(),

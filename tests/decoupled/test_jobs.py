@@ -42,28 +42,9 @@ from isthmus_testing.replica_trainer import ReplicaTrainer
 from tests.runtime.commands import isthmus as isthmus_command
 from tests.runtime.commands import refused
 
-from .small import job_of
+from .small import PAIR, job_of
 
-FLEET = """
-name = "pair"
-[[device]]
-name = "a"
-region = "x"
-compute = "100 MFLOPS"
-memory = "1 GiB"
-count = 1
-[[device]]
-name = "b"
-region = "y"
-compute = "200 MFLOPS"
-memory = "1 GiB"
-count = 1
-[[link]]
-from = "x"
-to = "y"
-latency = "5 ms"
-bandwidth = "100 Mbit/s"
-"""
+FLEET = PAIR.format(100, 200)
 
 
 @pytest.fixture

@@ -17,28 +17,7 @@ from isthmus.runtime.decoupled.trainer import merged_fragments
 from isthmus.trace import Trace
 from tests.runtime.commands import isthmus as isthmus_command
 
-from .small import job_of
-
-FLEET = """
-name = "pair"
-[[device]]
-name = "a"
-region = "x"
-compute = "{} MFLOPS"
-memory = "1 GiB"
-count = 1
-[[device]]
-name = "b"
-region = "y"
-compute = "{} MFLOPS"
-memory = "1 GiB"
-count = 1
-[[link]]
-from = "x"
-to = "y"
-latency = "5 ms"
-bandwidth = "100 Mbit/s"
-"""
+from .small import PAIR, job_of
 
 
 def merges_of(trace: Trace) -> list[str]:
@@ -51,7 +30,7 @@ def names_of(trace: Trace) -> set[tuple[str, str, str, str]]:
 
 def test_a_real_run_and_a_simulated_one_have_the_same_trace(tmp_path: Path) -> None:
     """A merge is due each 128 samples, and the run ends after 320: whatever the time of a step, these are three."""
-    (tmp_path / "fleet.toml").write_text(FLEET.format(4, 8))
+    (tmp_path / "fleet.toml").write_text(PAIR.format(4, 8))
     job = job_of()
     job = msgspec.structs.replace(
         job,

@@ -28,11 +28,6 @@ PLANNING_S = 2.0
 benchmarks/everything measured it."""
 
 
-def plan_again(prepared: Prepared, fleet: Fleet) -> Plan:
-    """While devices wait."""
-    return plan_for(prepared, fleet, bound=least)
-
-
 def replica_models(prepared: Prepared, fleet: Fleet, plans: Mapping[str, Plan]) -> list[ReplicaModel]:
     """The times of the fleet's replicas. `plans` are their first ones."""
     job = prepared.job
@@ -67,7 +62,7 @@ def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> 
     def planned(present: frozenset[str]) -> PlannedStep | None:
         left = fleet.subset([name for name in fleet.names if name in present]) if present else None
         try:
-            plan = None if left is None else known.get(present) or plan_again(own, left)
+            plan = None if left is None else known.get(present) or plan_for(own, left, bound=least)
         except UserError:  # of too little memory, for example
             return None
         if plan is None or left is None:
