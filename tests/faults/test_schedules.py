@@ -1,6 +1,7 @@
 """Thousands of runs of each program in which things go wrong. `python -m tests.faults SEED` runs a pipeline's again.
 
-`make test` has every fifth block of pipelines' schedules and the first one of each other program, `make test-long` all.
+`make test` has the first block of each program's schedules, `make test-long` all. That faults do harm is counted in the
+first block: its runs are always the same, and another block may be lucky.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ KEPT = [(program, 0) for program in PROGRAMS]
 @pytest.mark.parametrize(("program", "block"), represented_by(CASES, *KEPT))
 def test_a_run_ends_and_what_it_does_counts_once(program: str, block: int) -> None:
     runs = list(simulated(program, block))
-    PROGRAMS[program].check_harm(runs)
+    if (program, block) in KEPT:
+        PROGRAMS[program].check_harm(runs)
     kept = read("schedules")[f"{program} {block}"]
     assert digest(program, runs) == kept, "python -m tests.goldens schedules, if this is meant"
 

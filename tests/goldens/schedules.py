@@ -17,7 +17,7 @@ class Schedules(NamedTuple):
 
     drawn: Callable[[int], Any]  # the run of a seed, at its end; AssertionError where it violates something
     line: Callable[[Any], str]  # how it ended
-    check_harm: Callable[[Sequence[Any]], None]  # AssertionError where faults of many runs change too little
+    check_harm: Callable[[Sequence[Any]], None]  # AssertionError where faults of the first block change too little
     blocks: int = 10
 
 
