@@ -24,6 +24,18 @@ def test_plan_says_what_runs_a_federated_job(more: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("graph", "clients train the whole model"),
+        ("describe-data", "clients' data are described by their partition"),
+        ("probe --job", "its rounds measure executors"),
+    ],
+)
+def test_commands_of_stages_say_what_a_federated_job_has_in_their_place(command: str, why: str) -> None:
+    refused(isthmus(*command.split(), EXAMPLES / "fed-digits.toml"), 2, "got a federated job", why)
+
+
+@pytest.mark.parametrize(
     ("command", "option", "value"),
     [
         ("simulate", "--devices", "2"),

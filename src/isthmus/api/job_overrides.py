@@ -22,9 +22,10 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 AnyJob = TypeVar("AnyJob", bound=JobDocument)
 
 
-def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
-    """The job with overrides, as `training.steps`. UserError for a file that is no pipeline's job."""
-    return _job(job, overrides, PIPELINE)
+def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}, *, command: str = "isthmus plan") -> Job:
+    """The job with overrides, as `training.steps`. UserError for a file that is no pipeline's job, by what the command
+    does with one."""
+    return _job(job, overrides, PIPELINE, command)
 
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
@@ -43,7 +44,9 @@ def kind_of_file(path: Path) -> Literal["pipeline", "federated"]:
     return kind_of(read_toml(path, "job file"))
 
 
-def _job(job: AnyJob | str | Path, overrides: Mapping[str, object], reader: JobReader[AnyJob]) -> AnyJob:
+def _job(
+    job: AnyJob | str | Path, overrides: Mapping[str, object], reader: JobReader[AnyJob], command: str = ""
+) -> AnyJob:
     if isinstance(job, reader.struct):
         return reader.overridden(job, overrides)
     if not isinstance(job, str | Path):
@@ -51,7 +54,7 @@ def _job(job: AnyJob | str | Path, overrides: Mapping[str, object], reader: JobR
     path = Path(job)
     if reader is PIPELINE:
         if kind_of_file(path) != "pipeline":
-            raise refused("isthmus plan", "a federated job", field=str(path))
+            raise refused(command, "a federated job", field=str(path))
         refuse_other_file(path)
     return reader.load(path, overrides)
 

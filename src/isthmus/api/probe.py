@@ -10,15 +10,14 @@ from typing import Unpack
 import msgspec
 
 from isthmus.accelerators import accelerator_names, resolve_accelerator
-from isthmus.api.job_overrides import kind_of_file
+from isthmus.api.job_overrides import job_of
 from isthmus.api.join import accelerators_of, memory_of, part_of
 from isthmus.api.serve import Where
 from isthmus.api.serving_fleet import Serving, serving_fleet
-from isthmus.combinations import refused
 from isthmus.engines import check_engine
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-from isthmus.job import Job, load_job, prepare
+from isthmus.job import Job, prepare
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.device_probe import probe_machine
 from isthmus.runtime.service.fleet_probe import NO_JOB, probe_fleet
@@ -44,7 +43,7 @@ def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) 
     for option in (name for name, given in ours.items() if given and asked.names):
         raise UserError(f"{option}: it is for this machine, expected it without names of devices that joined")
     places = {} if asked.names else _places(asked)
-    job = None if asked.job is None else _job(asked.job)
+    job = None if asked.job is None else job_of(asked.job, command="isthmus probe")
     prepared = None if job is None else prepare(job)
     compute = NO_JOB if prepared is None else speed_question(prepared)
     description = "" if prepared is None else _described(prepared.job)
@@ -53,12 +52,6 @@ def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) 
     with serving_fleet(serving, log) as service:
         service.wait_for(asked.names)
         return probe_fleet(service, asked.names, log, compute, description)
-
-
-def _job(path: Path) -> Job:
-    if kind_of_file(path) != "pipeline":
-        raise refused("isthmus probe", "a federated job")
-    return load_job(path)
 
 
 def _described(job: Job) -> str:

@@ -161,7 +161,7 @@ def graph(
     json: JsonOption = False,
 ) -> None:
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
-    weights = api.job_plans.weigh_model(api.job_overrides.job_of(job_file))
+    weights = api.job_plans.weigh_model(api.job_overrides.job_of(job_file, command="isthmus graph"))
     show(weights, lambda: api.output.graph_table(weights, operators=operators), json=json)
 
 
@@ -178,7 +178,7 @@ def describe_data(
     There `[data] description` names the file.
     """
     api.output.check_file("--out", target)
-    text = api.job_plans.describe_data(api.job_overrides.job_of(job_file))
+    text = api.job_plans.describe_data(api.job_overrides.job_of(job_file, command="isthmus describe-data"))
     if target is None:
         typer.echo(text.decode(), nl=False)
         return
