@@ -73,7 +73,7 @@ FIGURES: Mapping[str, Figure] = {  # figures by the name of the field, in the or
     "planned_s": Figure("longest executor, planned", kind="time"),
     "tokens_per_s": Figure("tokens/s", "{} tokens/s"),
     "samples_per_s": Figure("samples/s", "{} samples/s"),
-    "sent_bytes": Figure("bytes sent", "{} sent", "bytes"),
+    "sent_bytes": Figure("bytes over links", "{} over links", "bytes"),
 }
 
 

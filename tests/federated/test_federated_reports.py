@@ -55,7 +55,7 @@ def test_a_round_is_said_in_one_line() -> None:
         progress.step(round_step(msgspec.structs.replace(line(1), record=late, rules="deadline 4 s"), 3))
     assert isinstance(console.file, io.StringIO)
     refused, ended = "client 4: got nan", "ended by the deadline (deadline 4 s)"
-    figures = "4 s, 15 samples/s, 2.93 KiB sent"
+    figures = "4 s, 15 samples/s, 2.93 KiB over links"
     assert console.file.getvalue().splitlines() == [
         f"round 1/3, 3 clients, 1 refused, {figures}, {refused}",
         f"round 2/3, 3 clients, 1 refused, 1 late, {figures}, {ended}, {refused}, 1 s left",

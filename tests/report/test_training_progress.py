@@ -53,7 +53,7 @@ def test_slow_steps_print_every_five_seconds() -> None:
 
 def test_a_line_says_what_matters_and_is_never_wrapped() -> None:
     line = plain(steps=100, each_s=1.0)[1]
-    assert line == "step 6/100, loss 1.6667, 12,346 tokens/s, 2 MiB sent, 1.57 min left"
+    assert line == "step 6/100, loss 1.6667, 12,346 tokens/s, 2 MiB over links, 1.57 min left"
 
 
 def test_a_note_cannot_steer_the_terminal() -> None:
