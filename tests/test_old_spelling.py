@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from isthmus.api.status import progressed
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.old_spelling import MOVED, new_key, respelled
+from isthmus.report.settings_reference import described
 from isthmus.run_files import parse_job, read_job
 from isthmus.runtime.service.job_queue import JobQueue
 from tests.federated.test_federated_runs import model, write
-from tests.runtime.commands import isthmus
+from tests.runtime.commands import isthmus, refused
 
 OLD = """
 name = "small"
@@ -94,14 +96,21 @@ def test_a_file_and_overrides_give_the_same_job(old: Path, tmp_path: Path, capfd
 
 def test_a_key_in_both_spellings_is_refused(old: Path) -> None:
     old.write_text(old.read_text() + "[runtime]\nexecutors = 2\n")
-    with pytest.raises(UserError, match=r"runtime\.executors: got it in its old spelling execution\.executors too"):
+    words = "runtime.executors: got it in its old spelling execution.executors too"
+    with pytest.raises(UserError, match=f"^{re.escape(f'{old}: {words}')}"):
         load_federated_job(old)
+    refused(isthmus("train", old), 2, f"{old}: {words}")
+
+
+def test_an_old_table_is_described_by_its_new_name(capfd: pytest.CaptureFixture[str]) -> None:
+    assert described("execution.ray") == described("runtime.ray")
+    assert "execution.ray is now runtime.ray" in capfd.readouterr().err
 
 
 def test_what_the_version_before_wrote_is_read(tmp_path: Path) -> None:
     job = load_federated_job(write(tmp_path))
     before = spelled_as_before(job)
-    assert {"execution", "local"} <= before.keys() and respelled(before) == msgspec.to_builtins(job)
+    assert {"execution", "local"} <= before.keys() and respelled(before, "job.json") == msgspec.to_builtins(job)
     text = json.dumps(before).encode()
     (tmp_path / "job.json").write_bytes(text)
     assert read_job(tmp_path, FederatedJob) == job == parse_job(text, FederatedJob, "job")

@@ -40,11 +40,11 @@ def new_key(key: str) -> str:
     return MOVED[old] + key.removeprefix(old) if old else key
 
 
-def respelled(job: Mapping[str, object], told: list[str] | None = None) -> dict[str, object]:
-    """The document of a job in the new spelling; `told` gets each old key that it has. UserError for one that it has in
-    both spellings.
+def respelled(job: Mapping[str, object], source: str, told: list[str] | None = None) -> dict[str, object]:
+    """The document of a job in the new spelling; `told` gets each old key that it has. UserError, which names the
+    source, for one that it has in both spellings.
 
-    >>> respelled({"execution": {"engine": "ray", "threads": 2}, "runtime": {"executors": 4}})
+    >>> respelled({"execution": {"engine": "ray", "threads": 2}, "runtime": {"executors": 4}}, "job.toml")
     {'runtime': {'executors': 4, 'backend': 'ray', 'threads': 2}}
     """
     found = copy.deepcopy(dict(job))
@@ -56,33 +56,34 @@ def respelled(job: Mapping[str, object], told: list[str] | None = None) -> dict[
         value = cast("dict[str, object]", inner).pop(key)
         whole = not table and isinstance(value, dict)
         for name, each in cast("dict[str, object]", value).items() if whole else [("", value)]:
-            _place(found, f"{new}.{name}".rstrip("."), each, f"{old}.{name}".rstrip("."))
+            spelled = f"{old}.{name}".rstrip(".")
+            _place(found, f"{new}.{name}".rstrip("."), each, spelled, source)
             if told is not None:
-                told.append(f"{old}.{name}".rstrip("."))
+                told.append(spelled)
     return found
 
 
 def respelled_overrides(overrides: Mapping[str, object], told: list[str]) -> dict[str, object]:
     """Return the same as `respelled`, of values by key with its tables."""
-    told += [key for key in overrides if new_key(key) != key]
+    told += overrides
     return {new_key(key): value for key, value in overrides.items()}
 
 
 def say_new(told: list[str]) -> None:
-    """Say the new spelling of these keys in one line on standard error, once in this process."""
-    if new := [key for key in dict.fromkeys(told) if key not in _said]:
+    """Say the new spelling of the old ones of these keys in one line on standard error, once in this process."""
+    if new := [key for key in dict.fromkeys(told) if key not in _said and new_key(key) != key]:
         _said.update(new)
         keys = ", ".join(f"{key} is now {new_key(key)}" for key in new)
         print(f"old spelling, which the next version does not read: {keys}", file=sys.stderr)
 
 
-def _place(job: dict[str, object], key: str, value: object, old: str) -> None:
+def _place(job: dict[str, object], key: str, value: object, old: str, source: str) -> None:
     *tables, last = key.split(".")
     for table in tables:
         inner = job.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise UserError(f"{table}: got {inner!r:.80}, expected a table")
+            raise UserError(f"{source}: {table}: got {inner!r:.80}, expected a table")
         job = cast("dict[str, object]", inner)
     if last in job:
-        raise UserError(f"{key}: got it in its old spelling {old} too, expected one of them")
+        raise UserError(f"{source}: {key}: got it in its old spelling {old} too, expected one of them")
     job[last] = value

@@ -38,15 +38,15 @@ def read_overrides(
     return found
 
 
-def overridden(tables: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+def overridden(tables: Mapping[str, object], overrides: Mapping[str, object], source: str) -> dict[str, object]:
     """The tables of a job with these values: by key with its tables, as `training.steps`; of lists by number, as
     `optimizer.0.lr`. UserError for a key inside of what is no table.
 
-    >>> overridden({"training": {"steps": 9}}, {"training.steps": 2, "data.kind": "text"})
+    >>> overridden({"training": {"steps": 9}}, {"training.steps": 2, "data.kind": "text"}, "job.toml")
     {'training': {'steps': 2}, 'data': {'kind': 'text'}}
     """
     told: list[str] = []
-    found = respelled(tables, told)
+    found = respelled(tables, source, told)
     for key, value in respelled_overrides(overrides, told).items():
         *path, last = key.split(".")
         at: object = found
@@ -60,7 +60,7 @@ def overridden(tables: Mapping[str, object], overrides: Mapping[str, object]) ->
 def overridden_struct(config: Config, overrides: Mapping[str, object], source: str) -> Config:
     """Return the same as `overridden`, of a struct, whose own values are checked too: it may come from Python."""
     tables = cast("dict[str, object]", msgspec.to_builtins(config))
-    return convert(overridden(tables, overrides), type(config), source)
+    return convert(overridden(tables, overrides, source), type(config), source)
 
 
 def _inside(at: object, part: str, key: str) -> object:

@@ -86,7 +86,7 @@ def parse_job(text: bytes, kind: type[Found], source: str) -> Found:
 
 
 def _job(document: dict[str, object], kind: type[Found], source: str) -> Found:
-    return reading.parse_json(msgspec.json.encode(respelled(document)), kind, source)
+    return reading.parse_json(msgspec.json.encode(respelled(document, source)), kind, source)
 
 
 def read_json(path: Path, kind: type[Found], remedy: str = "") -> Found | None:

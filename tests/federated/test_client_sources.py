@@ -300,7 +300,7 @@ def test_a_number_of_thousands_of_digits_is_no_number_of_anything() -> None:
     """Python's int refuses it by a ValueError."""
     many = "9" * 5000
     with pytest.raises(UserError, match=r"expected a key of a table, or the number of one of 1"):
-        overridden({"optimizer": [{"lr": 1.0}]}, {f"optimizer.{many}.lr": 2.0})
+        overridden({"optimizer": [{"lr": 1.0}]}, {f"optimizer.{many}.lr": 2.0}, "job")
     with pytest.raises(UserError, match="expected a whole number from 1"):
         check_count(many)
     with pytest.raises(UserError, match=r"port: got .*, expected a number up to 65535"):

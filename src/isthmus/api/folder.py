@@ -225,7 +225,7 @@ class RunFolder:
     @property
     def kind(self) -> Literal["pipeline", "federated"]:
         """The kind of its job."""
-        return kind_of(self.read(dict[str, object]))
+        return kind_of(self.read(dict[str, object]), str(self.path))
 
     def check_kind(self, kind: str) -> None:
         """UserError where a run of another kind has begun here."""

@@ -41,7 +41,7 @@ def any_job_of(job: Job | FederatedJob | str | Path, overrides: Mapping[str, obj
 
 def kind_of_file(path: Path) -> Literal["pipeline", "federated"]:
     """Return the program of a job file. UserError for none."""
-    return kind_of(read_toml(path, "job file"))
+    return kind_of(read_toml(path, "job file"), str(path))
 
 
 def _job(

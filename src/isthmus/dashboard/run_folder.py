@@ -154,7 +154,7 @@ class WatchedRun:
 
     @property
     def job(self) -> dict[str, object]:
-        return respelled(self.document(JOB, dict[str, object]) or {})
+        return respelled(self.document(JOB, dict[str, object]) or {}, JOB)
 
     @property
     def summary(self) -> ComparisonSummary | None:

@@ -191,9 +191,9 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
 
-def kind_of(job: Mapping[str, object]) -> Literal["pipeline", "federated"]:
+def kind_of(job: Mapping[str, object], source: str) -> Literal["pipeline", "federated"]:
     """The program of a job's document."""
-    return "federated" if "federated" in respelled(job) else "pipeline"
+    return "federated" if "federated" in respelled(job, source) else "pipeline"
 
 
 def _counted_from(job: FederatedJob, folder: str) -> FederatedJob:

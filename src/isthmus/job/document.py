@@ -79,7 +79,7 @@ class JobReader(Generic[AnyJob]):
         """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
         folder = folder_of(path)
         given = counted_from(overrides, os.getcwd()) if folder else overrides
-        job = convert(overridden(read_toml(path, "job file"), given), self.struct, str(path))
+        job = convert(overridden(read_toml(path, "job file"), given, str(path)), self.struct, str(path))
         job = self.located(job, folder)
         try:
             return self.checked(job)

@@ -18,6 +18,7 @@ from isthmus.fleet.toml import TABLES as FLEET_TABLES
 from isthmus.job import Job
 from isthmus.job.sweep import SweepFile
 from isthmus.models import describe_model, model_names, summarize_model
+from isthmus.old_spelling import new_key, say_new
 from isthmus.option_docs import OptionDoc, option_docs
 from isthmus.report.tables import new_table
 from isthmus.trackers import describe_tracker, tracker_names
@@ -94,13 +95,13 @@ def described(name: str) -> list[Described]:
 
     Raises UserError where it means nothing, or what it means cannot be read.
     """
+    say_new([name])
+    name, files = new_key(name), tables_by_file()
+    named = [(table.heading.strip("[]") or file.lower(), file, table) for file in files for table in files[file]]
     found = [
-        Described(
-            kind="table", name=table.heading or "at the top", where=file, summary=table.summary, options=table.options
-        )
-        for file, tables in tables_by_file().items()
-        for table in tables
-        if (table.heading.strip("[]") or file.lower()) == name
+        Described(kind="table", name=t.heading or "at the top", where=file, summary=t.summary, options=t.options)
+        for heading, file, t in named
+        if heading == name
     ]
     for kind, (where, names, describe) in KINDS.items():
         # a callable is shown by its arguments, whatever it is for
@@ -108,9 +109,8 @@ def described(name: str) -> list[Described]:
             summary, options = describe(name)
             found.append(Described(kind=kind, name=name, where=where, summary=summary, options=options))
     if not found:
-        headings = {t.heading.strip("[]") or file.lower() for file, tables in tables_by_file().items() for t in tables}
         known = {one for _, names, _ in KINDS.values() for one in names()}
-        raise unknown_name("name", name, known | headings)
+        raise unknown_name("name", name, known.union(heading for heading, _, _ in named))
     return found
 
 
