@@ -64,6 +64,28 @@ def test_the_fastest_pass_counts_and_the_first_does_not() -> None:
         assert speed.seconds(HOST, act) == pytest.approx(2.0)
 
 
+def test_a_cpu_has_the_memory_that_is_free_and_the_speed_of_two_large_matrices() -> None:
+    """Whatever else is faster: plans go by `compute` times `scale`, and `scale` may be above 1."""
+    times = {"mm": iter([0.01, 0.2]), "bmm": iter([1e-9])}
+    asked = MeasureSpeed(run="", operators=(MatrixProduct(1, 8, 8, 8),))
+
+    def timed(_: object, act: Callable[[], object]) -> float:
+        with _Called() as called:
+            act()
+        return next(times[next(name for name in times if name in called.names)])
+
+    sides = mock.patch.object(speed, "MATRIX_SIDES", (4, 8, 16))
+    free = mock.patch.object(speed, "available_bytes", lambda: 12345)
+    with sides, free, mock.patch.object(speed, "seconds", timed):
+        found = speed.measure(HOST, asked)
+    assert found.memory_bytes == 12345
+    assert found.peak_flops_per_s == 2 * 8**3 / 0.2 < found.figures[0].flops_per_s
+    answer = MeasuredSpeed(run="", figures=found.figures, peak_flops_per_s=found.peak_flops_per_s, memory_bytes=12345)
+    device = measured_device("a", "r", answer, asked, lambda _: None)
+    assert (device.flops_per_s, device.memory_bytes) == (pytest.approx(5120, rel=1e-3), 12345)
+    assert device.sustained_flops_per_s == pytest.approx(found.figures[0].flops_per_s, rel=1e-2)
+
+
 class _Called(TorchDispatchMode):
     """Names of the operators that torch computes."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isthmus.accelerators.accelerator import DeviceEvent, MemoryUse, Stream
 from isthmus.errors import InternalError
+from isthmus.free_memory import available_bytes, kilobytes
 
 GENERATOR = threading.Lock()
 """Torch draws from one generator per process and device, and the stages of several devices may run in its threads."""
@@ -111,21 +112,13 @@ HOST = Host()
 
 def _free_bytes(total: int) -> int:
     """Without swapping, and of what this process may have; where the system does not tell, all there is."""
-    with contextlib.suppress(OSError):
-        available = _kilobytes("/proc/meminfo", "MemAvailable:")
-        most, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        if most == resource.RLIM_INFINITY:
-            return available
-        return max(0, min(available, most - _kilobytes("/proc/self/status", "VmData:")))
-    return total
-
-
-def _kilobytes(path: str, field: str) -> int:
-    """In bytes. OSError where the file is not there or does not say."""
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{path} has no {field}")
+    available = available_bytes()
+    if available is None:
+        return total
+    most, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY:
+        return available
+    return max(0, min(available, most - (kilobytes(Path("/proc/self/status"), "VmData") or 0)))
 
 
 def _resident_bytes(page: int) -> int:

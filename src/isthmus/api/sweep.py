@@ -28,6 +28,7 @@ from isthmus.api.sweep_process import SweepProcess, Task
 from isthmus.documents import folder_of
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
+from isthmus.free_memory import available_bytes
 from isthmus.job import Job
 from isthmus.job.sweep import SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
@@ -36,7 +37,6 @@ from isthmus.report.rounds_table import summarized
 from isthmus.report.sweep_table import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
 from isthmus.run_files import read_json, write_json
 from isthmus.runtime.launchers.registry import open_launcher
-from isthmus.runtime.processes.memory_use import available_bytes
 from isthmus.runtime.processes.signals import Stop
 from isthmus.units import format_duration
 

@@ -97,7 +97,7 @@ class ProbeOptions:
         typer.Option("--devices", metavar="all|0,cpu", help="These devices here, as `isthmus join` has them."),
     ] = ""
     memory: Annotated[
-        str, typer.Option("--memory", help="What may be taken of each of this machine's devices: 4GiB; default: all.")
+        str, typer.Option("--memory", help="What may be taken of each device here: 4GiB; default: all that is free.")
     ] = ""
     engine: Annotated[str, typer.Option("--engine", help=f"What computes on this machine's: {_ENGINES}.")] = "torch"
 

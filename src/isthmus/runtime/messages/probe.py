@@ -161,9 +161,9 @@ class MeasuredSpeed(Message, frozen=True, kw_only=True):
 
     figures: Annotated[tuple[SpeedSample, ...], Meta(max_length=16)] = ()
     shorter: Text = ""  # why not all of the trial's stages were measured, where that is no matter of time
-    peak_flops_per_s: NotNegative = 0.0  # the speed of a matrix product in fp32 alone
+    peak_flops_per_s: NotNegative = 0.0  # the speed of a product of two large matrices in fp32
     host_bytes_per_s: NotNegative = 0.0  # between accelerator and host, the slower way; 0 on the CPU
-    memory_bytes: Amount = 0  # bytes of an accelerator that one process can have now
+    memory_bytes: Amount = 0  # bytes that one process can have now
     hardware: Text = ""
     engine: EngineName = "torch"  # the engine that was measured, and computes the device's stages
     failure: Text = ""

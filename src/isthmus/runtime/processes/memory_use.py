@@ -1,18 +1,14 @@
-"""How much memory processes use now, and how much is left."""
+"""How much memory processes use now."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import defaultdict
 from pathlib import Path
 
+from isthmus.free_memory import kilobytes
+
 _PROC = Path("/proc")
-
-
-def available_bytes() -> int | None:
-    """Return the bytes that new processes could take without swapping; None where the system does not say."""
-    return _kilobytes(_PROC / "meminfo", "MemAvailable")
 
 
 def family_bytes(pid: int) -> int:
@@ -27,13 +23,5 @@ def family_bytes(pid: int) -> int:
     while waiting:
         one = waiting.pop()
         waiting += children[one]
-        found += _kilobytes(_PROC / str(one) / "smaps_rollup", "Pss") or 0
+        found += kilobytes(_PROC / str(one) / "smaps_rollup", "Pss") or 0
     return found
-
-
-def _kilobytes(path: Path, key: str) -> int | None:
-    """Return the number as bytes."""
-    with contextlib.suppress(OSError):
-        if line := re.search(rf"^{key}:\s+(\d+) kB", path.read_text(errors="replace"), re.MULTILINE):
-            return int(line[1]) << 10
-    return None

@@ -21,6 +21,7 @@ from torch import nn
 
 from isthmus.accelerators import Accelerator, open_accelerator
 from isthmus.engines import EngineName, check_engine
+from isthmus.free_memory import available_bytes
 from isthmus.job.settings import DTYPES, Precision
 from isthmus.runtime.messages.probe import AttentionShape, Kind, MatrixProduct, MeasureSpeed, SpeedSample
 from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
@@ -83,6 +84,7 @@ def measure(
     figures: list[SpeedSample] = []
     shorter = ""
     memory = accelerator.memory()
+    host_bytes = machine_memory_bytes() if (available := available_bytes()) is None else available
     if asked.trial is not None:
         asked.trial.engine.kernels.use(accelerator)
         found, shorter = measure_layers(
@@ -97,14 +99,12 @@ def measure(
             figures += measure_operators(accelerator, asked, precision, by_engine)
             if not any(figure.precision == precision for figure in figures):
                 figures += measure_convolutions(accelerator, precision, by_engine)
-    peak_flops_per_s = measure_peak(accelerator, by_engine)
-    peak_flops_per_s = max([peak_flops_per_s, *(f.flops_per_s for f in figures if f.precision == "fp32")])
     return TimedWork(
         figures=tuple(figures),
         shorter=shorter,
-        peak_flops_per_s=peak_flops_per_s,
+        peak_flops_per_s=measure_peak(accelerator, by_engine),
         host_bytes_per_s=measure_copies(accelerator) if accelerator.asynchronous else 0.0,
-        memory_bytes=memory.free + memory.reserved if accelerator.asynchronous else machine_memory_bytes(),
+        memory_bytes=memory.free + memory.reserved if accelerator.asynchronous else host_bytes,
     )
 
 
@@ -187,17 +187,18 @@ def _where_it_fits() -> Generator[None]:
 
 
 def measure_peak(accelerator: Accelerator, by_engine: ByEngine = by_torch) -> float:
-    """FLOP/s of products of square matrices, up to the first that is long enough."""
-    best, product = 0.0, by_engine(lambda a, b: (ATEN.mm.default(a, b),))
+    """FLOP/s of the product of two large square matrices: of the first size that is long enough, or the largest that
+    fits."""
+    found, product = 0.0, by_engine(lambda a, b: (ATEN.mm.default(a, b),))
     for side in MATRIX_SIDES:
         taken_s = LEAST_PRODUCT_S
         with _where_it_fits():
             a, b = (torch.randn(side, side).to(accelerator.device) for _ in range(2))
             taken_s = seconds(accelerator, partial(product, a, b))
-            best = max(best, 2 * side**3 / taken_s)
+            found = 2 * side**3 / taken_s
         if taken_s >= LEAST_PRODUCT_S:
             break
-    return best
+    return found
 
 
 def measure_copies(accelerator: Accelerator) -> float:
