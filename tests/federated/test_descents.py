@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.data import ColumnSpec
+from isthmus.federated import AlgorithmSpec, ClientTrainer, TrainingTask, load_algorithm
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.job import load_federated_job
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.local_steps import StepsByRound
-from isthmus.federated.resident import Resident, pieces_of
+from isthmus.federated.resident import Resident, mean_loss, pieces_of
 from isthmus.federated.stacked import Stacked, StackedLocal
+from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
 from isthmus.runtime.federated.own_means import own_mean_of
 from isthmus.runtime.federated.run import FederatedRun
+from tests.federated.populations import ListedData
 from tests.federated.test_run_folders import JOB
 
 
@@ -143,6 +147,71 @@ def test_labels_that_are_left_out_do_not_count_and_none_at_all_change_nothing() 
     assert torch.allclose(stacked, torch.stack([expected, torch.zeros_like(expected)]), rtol=1e-9, atol=1e-15)
     evaluated = Evaluator(resident, {"x": x, "labels": uneven}).evaluate(weights)
     assert evaluated.loss == pytest.approx(loss.item(), rel=1e-9)
+
+
+class Weighted(Tagger):
+    """Whose classes weigh little: a batch's labels together less than 1."""
+
+    def __init__(self, **more: float) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(torch.tensor([0.01, 0.02, 0.03]), **more)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.loss(self.head(self.embed(x)).flatten(0, 1), labels.flatten())}
+
+
+class Padded(Weighted):
+    """Leaves out labels that are 0."""
+
+    def __init__(self) -> None:
+        super().__init__(ignore_index=0)
+        self.loss.weight = None
+
+
+def test_a_mean_over_weights_below_one_is_torchs() -> None:
+    resident = Resident(Weighted())
+    batch = {"x": torch.arange(20).reshape(4, 5) % 8, "labels": torch.arange(20).reshape(4, 5) % 3}
+    expected, found = (mean_loss(resident.module, batch, uneven=uneven) for uneven in (False, True))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+class Tagged(ListedData):
+    """Clients with all labels, with some, and with none."""
+
+    def __init__(self, left_out: int) -> None:
+        x, labels = torch.arange(20).reshape(4, 5) % 8, torch.arange(20).reshape(4, 5) % 3
+        some, none = labels.clone(), torch.full((4, 5), left_out)
+        some[0], some[1, 1:] = left_out, left_out
+        super().__init__([{"x": x, "labels": found} for found in (labels, some, none, labels.clamp(max=0))])
+
+    @property
+    def columns(self) -> dict[str, ColumnSpec]:
+        return {name: ColumnSpec(dtype="int64", shape=(5,)) for name in ("x", "labels")}
+
+
+@pytest.mark.parametrize(("build", "counted"), [(Tagger, [1, 2]), (Weighted, [0, 1, 2, 3]), (Padded, [0, 1, 2, 3])])
+def test_labels_are_counted_where_some_are_left_out_and_change_no_bits_elsewhere(
+    build: Callable[[], nn.Module], counted: list[int]
+) -> None:
+    """One by one and together. A trainer that has not warmed up does not know the loss, and counts all."""
+    algorithm = load_algorithm(AlgorithmSpec(name="fedavg"))
+    task = TrainingTask(algorithm=algorithm, local=LocalConfig(batch_size=2), seed=1)
+    torch.manual_seed(0)
+    module = build()
+    warm, cold = (
+        ClientTrainer(task, each, Tagged(0 if build is Padded else -100), None) for each in (module, deepcopy(module))
+    )
+    warm.warm_up()
+    model = warm.resident.vector()
+    for clients in ([0], [1], [2], [3], [0, 1], [1, 3], [2, 3]):
+        opening = PhaseSetup(phase=PhaseId(0), clients=4, samples=16)
+        for trainer in (warm, cold):
+            trainer.open(opening, {"model": model})
+            _, refused = trainer.train([ClientTask(client, 4) for client in clients])
+            assert not refused
+        assert warm.resident.uneven == bool({*counted} & {*clients}) and cold.resident.uneven
+        ((found,), (expected,)) = (trainer.partial.tensors().values() for trainer in (warm, cold))
+        assert torch.equal(found, expected) if len(clients) == 1 else torch.allclose(found, expected, rtol=1e-5)
 
 
 class OwnMean(Tagger):

@@ -14,7 +14,7 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device, to_host
 from isthmus.combinations import refused
 from isthmus.data.clients import ClientData, Redrawn
-from isthmus.data.dataset import any_left_out
+from isthmus.data.dataset import may_be_left_out
 from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import checked, first_state, named, refusal_of, unwritten
 from isthmus.federated.algorithms import Algorithm, ClientUpdate, Combine, LocalTrainer, Pass, Values
@@ -69,7 +69,9 @@ class ClientTrainer:
         told of states that are lost."""
         self.resident = Resident(module, accelerator)
         self.resident.micro_batches = work.local.micro_batches
-        self.resident.uneven = any_left_out(data.columns)
+        self._labels = [name for name, column in data.columns.items() if may_be_left_out(column)]
+        self.resident.uneven = self._counts = bool(self._labels)
+        """Whether labels are counted for every client: else only for clients with one that is left out."""
         self._accelerator = accelerator
         self._work = work
         self._steps = StepsByRound(work.local, work.rounds)
@@ -84,23 +86,18 @@ class ClientTrainer:
         self.averages_buffers = not isinstance(work.algorithm, Wrapping)
         """Whether what training changes of buffers is averaged; else it may change none."""
         self._workspace = Workspace(self.resident)
-        self._draws = False
-        """Whether a client's training draws from torch's generator."""
-        self._tried: set[int] = set()
-        """Passes of which a client was trained, and seen to draw or not."""
+        self._draws = False  # whether a client's training draws from torch's generator
+        self._tried: set[int] = set()  # passes of which a client was trained, and seen to draw or not
         self._stacked = Stacked(self.resident)
         self._compared: set[int] = set()
         """Passes of which a client was trained by itself too, after it was together with others."""
         self._broadcast: Values = {}
-        self._past: list[Values] = []
-        """The broadcast of the round before, and so on."""
+        self._past: list[Values] = []  # the broadcast of the round before, and so on
         self.add_up_in([{}] * len(self._passes))
         self._scale = (1, 1)
         self._phase_id: PhaseId | None = None
-        self._renewed: set[int] = set()
-        """Clients of this phase whose state of before is lost."""
-        self._written: list[tuple[int, int]] = []
-        """(client, state) of this phase."""
+        self._renewed: set[int] = set()  # clients of this phase whose state of before is lost
+        self._written: list[tuple[int, int]] = []  # (client, state) of this phase
         self._replaced: list[tuple[int, int, int]] = []
         """(state, the one in its place, the round that is to be on disk before it can go)."""
 
@@ -137,6 +134,9 @@ class ClientTrainer:
             self.resident.descend(model, few, 0.0, out=model)
         changed = self._changes({})
         self._draws = self.resident.draws(few)
+        if self._labels and self.resident.micro_batches == 1:  # parts of a batch round as those of a pipeline do
+            self._counts = self.resident.counts(few)
+            self.resident.uneven = self._is_uneven(columns)
         if shapes and (self._draws or changed):
             raise refused("random numbers" if self._draws else "running statistics", "clients together", "some")
         for rows, samples in shapes:
@@ -240,15 +240,6 @@ class ClientTrainer:
         self._pacer.begin()
         round_ = self._phase_id.round - tasks[0].late
         rows = [*tasks, *[tasks[0]] * (rows_for(len(tasks)) - len(tasks))]
-        local = StackedLocal(
-            self._stacked,
-            self._work.local,
-            self._load(rows),
-            steps=self._steps.at(round_),
-            seed=self._work.seed,
-            round_=round_,
-            clients=[task.client for task in rows],
-        )
         whole_broadcast = self._broadcast_to(tasks[0])
         self.resident.set_buffers(buffers_of(whole_broadcast))
         broadcast = {name: value for name, value in whole_broadcast.items() if not is_buffer(name)}
@@ -263,6 +254,15 @@ class ClientTrainer:
             if any(is_buffer(name) for name in alone.values):
                 raise refused("running statistics", "clients together", "some")
             self._pacer.begin()
+        local = StackedLocal(
+            self._stacked,
+            self._work.local,
+            self._load(rows),
+            steps=self._steps.at(round_),
+            seed=self._work.seed,
+            round_=round_,
+            clients=[task.client for task in rows],
+        )
         with users_code(f"{len(tasks)} clients together"):
             update = self._returned(broadcast, lambda one: one.client(local, broadcast, states))
         _check_rows(update.values, len(rows))
@@ -364,7 +364,7 @@ class ClientTrainer:
         return admitted
 
     def _load(self, tasks: Sequence[ClientTask]) -> dict[str, Tensor]:
-        """The samples of all of them, one client after another."""
+        """The samples of all of them, one client after another. They are to be trained before others are loaded."""
         assert self._phase_id is not None, "a phase is open"
         several = len(tasks) > 1
         source = self._data
@@ -376,7 +376,11 @@ class ClientTrainer:
             who = "clients" if several else "client"
             named = ", ".join(str(t.client) for t in tasks)
             raise UserError(f"{who} {named}: the data has {samples} samples, expected {expected}")
+        self.resident.uneven = self._is_uneven(data)
         return self._cast(data)
+
+    def _is_uneven(self, data: Mapping[str, Tensor]) -> bool:
+        return self._counts or any(bool((data[name] < 0).any()) for name in self._labels)
 
     def _cast(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = self.resident.dtype

@@ -17,6 +17,7 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.errors import UserError
 from isthmus.federated.buffers import ModuleBuffers, numbers_form
+from isthmus.graph.label_means import LabelMeans
 from isthmus.graph.outputs import Batch, loss_and_count, split_outputs
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -46,15 +47,12 @@ class Resident:
         self._sizes = [p.numel() for p in self._parameters]
         self._buffers = ModuleBuffers(module)
         self.size = sum(self._sizes)
-        self._gradient: Tensor | None = None
-        """Not before somebody asks for one: most algorithms only descend."""
+        self._gradient: Tensor | None = None  # not before somebody asks for one: most algorithms only descend
         self._known: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """Vectors that were bound last and their views, by address: held, so that nobody else gets the address."""
         self._bound = 0
-        self.micro_batches = 1
-        """Into how many parts a batch is cut, at most."""
-        self.uneven = False
-        """Whether a loss may leave labels out (-100)."""
+        self.micro_batches = 1  # into how many parts a batch is cut, at most
+        self.uneven = False  # whether a loss may leave labels out (-100), or counts them itself
         module.train()
 
     def _moved(self, module: nn.Module) -> nn.Module:
@@ -136,25 +134,19 @@ class Resident:
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of the batch's mean loss, [P]. It lasts until the next call."""
-        self.bind(weights)
         if self._gradient is None:
             self._gradient = self.empty(self.size)
-        for view, part in zip(self.views(self._gradient), self._parts(batch), strict=True):
+        for view, part in zip(self.views(self._gradient), self.gradients(weights, batch), strict=True):
             if part is None:
                 view.zero_()
             else:
                 view.copy_(part.to_dense())  # of an embedding it may be sparse
         return self._gradient
 
-    def gradients(self, weights: Tensor, batch: Batch) -> Sequence[Tensor | None]:
-        """Return the gradients of the batch's mean loss by parameter; None where the loss does not depend on one."""
-        self.bind(weights)
-        return self._parts(batch)
-
     def descend(self, weights: Tensor, batch: Batch, rate: float, *, out: Tensor) -> None:
         """out <- weights - rate x gradient, without a vector of the gradient in between. `out` may be the weights."""
-        self.bind(weights)
-        for view, to, part in zip(self._views(weights), self._views(out), self._parts(batch), strict=True):
+        parts = self.gradients(weights, batch)
+        for view, to, part in zip(self._views(weights), self._views(out), parts, strict=True):
             if part is not None:
                 torch.sub(view, part, alpha=rate, out=to)
             elif to is not view:
@@ -163,8 +155,8 @@ class Resident:
     def arrive(self, weights: Tensor, batch: Batch, rate: float, model: Tensor, *, out: Tensor) -> None:
         """out <- weights - model - rate x gradient: the change that a descent from the model ends with. The weights may
         be the model, and `out` the weights."""
-        self.bind(weights)
-        each = zip(self._views(weights), self._views(model), self._views(out), self._parts(batch), strict=True)
+        parts = self.gradients(weights, batch)
+        each = zip(self._views(weights), self._views(model), self._views(out), parts, strict=True)
         for view, start, to, part in each:
             if part is None:
                 torch.sub(view, start, out=to)
@@ -173,8 +165,9 @@ class Resident:
             else:
                 torch.sub(view, start, out=to).sub_(part, alpha=rate)
 
-    def _parts(self, batch: Batch) -> Sequence[Tensor | None]:
-        """Each parameter's gradient; None of one that the loss does not depend on."""
+    def gradients(self, weights: Tensor, batch: Batch) -> Sequence[Tensor | None]:
+        """Return the gradients of the batch's mean loss by parameter; None where the loss does not depend on one."""
+        self.bind(weights)
         if self.micro_batches > 1:
             return self._summed_parts(batch, pieces_of(len(next(iter(batch.values()))), self.micro_batches))
         loss = mean_loss(self.module, batch, uneven=self.uneven)
@@ -200,6 +193,14 @@ class Resident:
                     sums[number] = part.clone() if before is None else before.add_(part)
         return sums if counted is None else [part if part is None else part.div_(counted or 1.0) for part in sums]
 
+    def counts(self, batch: Batch) -> bool:
+        """Return whether the module's loss counts labels though none of them is negative. Its buffers are the first
+        ones then."""
+        with torch.no_grad(), LabelMeans(self.module, batch.values(), uneven=False) as means:
+            loss, *_ = split_outputs(self.module(**batch))
+        self.set_buffers({})
+        return not means.is_plain(loss)
+
     def draws(self, batch: Batch) -> bool:
         """Return whether the module draws random numbers while it trains. Its buffers are the first ones then."""
         before = self.accelerator.random_state()
@@ -217,14 +218,7 @@ def pieces_of(samples: int, most: int) -> int:
 
 
 def mean_loss(module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[..., object] | None = None) -> Tensor:
-    """A batch's mean loss. Where labels may be left out (`uneven`) and all are, it is 0, and so is its gradient."""
-    if not uneven:
-        return loss_of((call or module)(**batch))
-    loss, count, _ = loss_and_count(module, batch, uneven=True, call=call)
-    return loss if count is None else loss / count.clamp(min=1)
-
-
-def loss_of(output: object) -> Tensor:
-    """The mean loss in what a model returns: a scalar, a dict with `loss` (and `count`), or (loss_sum, count, ...)."""
-    loss, count, _ = split_outputs(output)
-    return loss if count is None else loss / count
+    """A batch's mean loss. Where all labels are left out (`uneven`: some may be) it is 0, and so is its gradient."""
+    call = call or module
+    loss, count, _ = loss_and_count(module, batch, uneven=True, call=call) if uneven else split_outputs(call(**batch))
+    return loss if count is None else loss / count.masked_fill(count == 0, 1)  # weights of classes may be below 1

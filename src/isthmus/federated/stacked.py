@@ -35,6 +35,7 @@ APART, ROUNDING = 0.05, 1e-6
 """Two ways to train one client may differ by this share of a value's norm, as long training amplifies roundings, and
 by so much in every number."""
 Parts = Sequence[Tensor]
+Shapes = tuple[bool | torch.Size, ...]  # after whether labels are counted
 
 
 class Stacked:
@@ -47,8 +48,8 @@ class Stacked:
     def __init__(self, resident: Resident) -> None:
         self._resident = resident
         self._names = list(resident.names)
-        self._calls: Counter[tuple[torch.Size, ...]] = Counter()
-        self._traced: dict[tuple[torch.Size, ...], Operation] = {}
+        self._calls: Counter[Shapes] = Counter()
+        self._traced: dict[Shapes, Operation] = {}
 
     def up(self, tensor: Tensor) -> Tensor:
         """Where the models are."""
@@ -69,7 +70,7 @@ class Stacked:
                 view.sub_(part, alpha=rate)
 
     def _gradients(self, weights: Tensor, batch: Batch) -> Operation:
-        shapes = (weights.shape, *(column.shape for column in batch.values()))
+        shapes = self._shapes(weights, batch)
         if (traced := self._traced.get(shapes)) is not None:
             return traced
         self._calls[shapes] += 1
@@ -77,10 +78,13 @@ class Stacked:
 
     def trace(self, weights: Tensor, batch: Batch) -> Operation:
         """Write down the operators for these shapes now."""
-        shapes = (weights.shape, *(column.shape for column in batch.values()))
+        shapes = self._shapes(weights, batch)
         given = [*self._resident.views(weights), *batch.values()]
         self._traced[shapes] = written_down(self._untraced(list(batch)), given)
         return self._traced[shapes]
+
+    def _shapes(self, weights: Tensor, batch: Batch) -> Shapes:
+        return self._resident.uneven, weights.shape, *(column.shape for column in batch.values())
 
     def _untraced(self, columns: Sequence[str]) -> Operation:
         names, module, uneven = self._names, self._resident.module, self._resident.uneven

@@ -95,10 +95,18 @@ class LabelMeans(TorchFunctionMode):
     def summed(self, loss: Tensor, count: Tensor | None, others: dict[str, Tensor]) -> Outputs:
         """Return the outputs of `split_outputs` with a sum over labels and their count (or weight) in place of a mean
         over a number of labels that differs between micro-batches."""
-        mean = next((m for m in self._found if m.result is loss and m.version == loss._version), None)
+        mean = self._mean(loss)
         if count is not None or mean is None or not self._differs(mean.arguments):
             return loss, count, others
         return mean.function(**{**mean.arguments, "reduction": "sum"}), _counted(mean.arguments), others
+
+    def is_plain(self, loss: Tensor) -> bool:
+        """Return whether a mean over labels that are all 0 or more has the bits of the sum over their count."""
+        mean, coarse = self._mean(loss), loss.dtype.itemsize < torch.float32.itemsize
+        return mean is None or not (coarse or self._differs(mean.arguments) or mean.arguments.get("label_smoothing"))
+
+    def _mean(self, loss: Tensor) -> _LabelMean | None:
+        return next((m for m in self._found if m.result is loss and m.version == loss._version), None)
 
     def compared(self) -> Compared | None:
         """The logits and labels of a loss with one cross-entropy of classes; None of any other loss."""
@@ -109,11 +117,8 @@ class LabelMeans(TorchFunctionMode):
 
     def _differs(self, call: Mapping[str, Any]) -> bool:
         target = cast(Tensor, call["target"])
-        if target.is_floating_point() or (call["reduction"], call["size_average"], call["reduce"]) != (
-            "mean",
-            None,
-            None,
-        ):
+        asked = (call["reduction"], call["size_average"], call["reduce"])
+        if target.is_floating_point() or asked != ("mean", None, None):
             return False
         if self._uneven or call["weight"] is not None or call["ignore_index"] >= 0:
             return True
@@ -186,7 +191,7 @@ def is_even(graph: OpGraph | StageGraph, *, uneven: bool = False) -> bool:
         name = base_name(op.target)
         if name in _EVEN:
             every = name not in _OVER_CLASSES or not (uneven or _leaves_out(op))
-            return every and _reduction(op) == _MEAN and all(of_samples[r.op] for r in refs)
+            return every and _argument(op, "reduction", _MEAN) == _MEAN and all(of_samples[r.op] for r in refs)
         many = name in ("add", "sub")
         return name in _LINEAR and (many or refs == [op.args[0]]) and all(even(r) for r in refs)
 
@@ -213,11 +218,6 @@ def _leaves_out(op: Op) -> bool:
     """Return whether classes have weights, or one of them is left out."""
     ignored = _argument(op, "ignore_index", -100)
     return _argument(op, "weight", None) is not None or not isinstance(ignored, int) or ignored >= 0
-
-
-def _reduction(op: Op) -> object:
-    """The number of its reduction; that of a mean where it has none."""
-    return _argument(op, "reduction", _MEAN)
 
 
 def _argument(op: Op, name: str, otherwise: object) -> object:
