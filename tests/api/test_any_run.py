@@ -12,6 +12,7 @@ import isthmus
 from isthmus.api.run_entries import ENTRIES, run_entries, run_state
 from isthmus.errors import UserError
 from isthmus.run_files import LOSSES
+from tests.federated.sites import write_job
 
 LOSS = nn.functional.mse_loss
 ALONE = {"runtime.executors": 1}
@@ -58,6 +59,14 @@ def test_a_federated_job_is_trained_by_train_and_takes_no_plan(tmp_path: Path) -
     with pytest.raises(UserError, match=r"^plan: got .*plan.json in a federated job, expected none"):
         isthmus.train(job, run=tmp_path / "planned", plan=tmp_path / "plan.json", quiet=True)
     assert not (tmp_path / "planned" / "job.json").exists()
+
+
+def test_a_job_with_sites_that_is_trained_here_says_that_its_clients_are_simulated(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = isthmus.train(write_job(tmp_path, ("a", "b"), rounds=1), overrides=ALONE, run=tmp_path / "run")
+    assert run.outcome == "done" and "sites take no part: their clients are simulated here" in capfd.readouterr().err
+    assert {timed.client for timed in run.rounds[0].record.trained["executor-0"]} == {0, 1}
 
 
 def test_the_record_of_a_run_that_fails_says_why(tmp_path: Path) -> None:
