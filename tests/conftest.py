@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -81,10 +81,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else -1)
 
 
-def pytest_collection_finish() -> None:
-    """What modules made stays: half a million objects that collections of garbage need not go through again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What modules make stays: half a million objects that no garbage collection need go through."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
