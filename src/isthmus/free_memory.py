@@ -25,8 +25,7 @@ def _group_bytes() -> Iterator[int]:
             _, controllers, path = line.split(":", 2)
             first = controllers != ""  # version 2 has one hierarchy for all controllers, without their names
             limit, used = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
-            root = _CONTROL_GROUPS / controllers
-            group = root / path.strip("/")
+            group = (root := _CONTROL_GROUPS / controllers) / path.strip("/")
             for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
                 limit_bytes = _number(folder / f"memory.{limit}", r"^(\d+)$")
                 used_bytes = _number(folder / f"memory.{used}", r"^(\d+)$")
