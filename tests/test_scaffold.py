@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ def test_a_first_federated_job_is_read_with_its_own_algorithm(tmp_path: Path, mo
     job = load_federated_job(Path("job.toml"))
     assert (job.federated.rounds, job.runtime.executors) == (3, 1)
     assert type(job.algorithm(12)).__name__ == "MyAlgorithm"
+
+
+@pytest.mark.parametrize("clients", [1, 9, 11])
+def test_a_round_of_a_first_federated_job_has_no_more_clients_than_there_are(clients: int, tmp_path: Path) -> None:
+    write_first_job(tmp_path, FirstJob(name="first", task="federated", clients=clients))
+    tables = tomllib.loads((tmp_path / "job.toml").read_text())["federated"]
+    assert (tables["partition"]["clients"], tables["participation"]["clients"]) == (clients, min(clients, 10))
 
 
 def test_own_text_and_own_images(tmp_path: Path) -> None:

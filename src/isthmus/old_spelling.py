@@ -58,8 +58,7 @@ def respelled(job: Mapping[str, object], source: str, told: list[str] | None = N
         for name, each in cast("dict[str, object]", value).items() if whole else [("", value)]:
             spelled = f"{old}.{name}".rstrip(".")
             _place(found, f"{new}.{name}".rstrip("."), each, spelled, source)
-            if told is not None:
-                told.append(spelled)
+            (told if told is not None else []).append(spelled)
     return found
 
 

@@ -133,15 +133,14 @@ def _examples() -> Path:
     return next(path for path in (HERE / "examples", HERE.parent.parent / "examples") if path.is_dir())
 
 
-def _filled(path: Path, values: Mapping[str, str]) -> str:
+def _filled(path: Path, values: Mapping[str, object]) -> str:
     text = path.read_text(encoding="utf-8")
     return Template(text).substitute(values) if path.suffix == ".toml" else text
 
 
-def _values(first: FirstJob) -> dict[str, str]:
-    steps = first.steps or STEPS[first.task]
-    values = {"name": first.name, "steps": str(steps), "half": str(max(1, steps // 2))}
-    others = str(first.devices - 1)
+def _values(first: FirstJob) -> dict[str, object]:
+    steps, others = first.steps or STEPS[first.task], first.devices - 1
+    values: dict[str, object] = {"name": first.name, "steps": steps, "half": max(1, steps // 2)}
     match first.task:  # speeds that two cores keep up with
         case "text":
             files = _quoted(_text_files(first.data))
@@ -149,7 +148,8 @@ def _values(first: FirstJob) -> dict[str, str]:
         case "images":
             return {**values, "others": others, **_images(first.data), "fast": "0.6 GFLOPS", "slow": "0.3 GFLOPS"}
         case "federated":
-            return {**values, "clients": str(first.clients), "executors": str(first.devices)}
+            counts = {"clients": first.clients, "asked": min(first.clients, 10), "executors": first.devices}
+            return values | counts
 
 
 def _text_files(data: str) -> str:
