@@ -10,6 +10,7 @@ refused; a bare number is taken as the SI base value.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -106,6 +107,7 @@ _COMPUTE = _Quantity(
 )
 
 
+@functools.lru_cache
 def exact(share: float) -> Fraction:
     """The decimal number that was written: 0.29 of 100 are 29, of the binary float next to it 28.999..."""
     return Fraction(repr(float(share)))
