@@ -285,6 +285,14 @@ def test_a_site_that_is_too_late_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"site {late}: {ended}; rounds do not wait for this site until it is in time again" in said
 
 
+@pytest.mark.long
+def test_a_function_of_the_coordinators_chooses_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the samples that they said, all but the smallest in odd rounds."""
+    select = 'select = "tests.federated.test_selection:largest"'
+    served(tmp_path, monkeypatch, select, dict.fromkeys(("a", "b", "c"), 0.01), rounds=2)
+    assert [set(by_site(line)) for line in lines(tmp_path / "run")] == [{"a", "b", "c"}, {"b", "c"}]
+
+
 def newest_round(run: Path) -> int:
     return int(sorted((run / "rounds").glob("round-*"))[-1].stem.removeprefix("round-"))
 

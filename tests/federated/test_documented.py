@@ -6,14 +6,19 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from isthmus.protocol.federated_participation import Participation, cohort
 from tests.federated.test_run_folders import JOB, server_model
 from tests.runtime.commands import isthmus
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "federated.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+CHOOSERS: list[str] = []
+BLOCKS: list[str] = []
+for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+    (BLOCKS if re.search(r"^class ", block, re.M) else CHOOSERS).append(block)
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
@@ -30,6 +35,18 @@ def test_an_algorithm_of_the_docs_trains(number: int, tmp_path: Path, monkeypatc
         (tmp_path / "ours.toml").write_text(text)
         assert isthmus("train", tmp_path / "ours.toml", "--run", tmp_path / "ours").code == 0
         assert server_model(tmp_path / "runs" / "small").equal(server_model(tmp_path / "ours"))
+
+
+def test_clients_are_chosen_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = CHOOSERS
+    monkeypatch.delitem(sys.modules, "choice", raising=False)
+    (tmp_path / "choice.py").write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (name,) = re.findall(r'"(choice:\w+)"', PAGE)
+    rules, sizes = Participation(clients=4, select=name), np.array([3, 9, 1, 8, 2, 2, 2, 2])
+    rounds = [set(cohort(rules, sizes, 0, round_).tolist()) for round_ in range(9)]
+    assert all({1, 3} < clients and len(clients) == 4 for clients in rounds)
+    assert set().union(*rounds) == set(range(8))
 
 
 def test_there_is_one() -> None:

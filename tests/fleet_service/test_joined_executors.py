@@ -102,7 +102,8 @@ class _Tickets:
 
 @pytest.mark.long
 def test_a_served_job_gives_the_bits_of_one_process(tmp_path: Path) -> None:
-    job, tickets, ended = _job(tmp_path), _Tickets(), list[object]()
+    own = {"federated.participation.select": "tests.federated.test_selection:largest"}
+    job, tickets, ended = _job(tmp_path, **own), _Tickets(), list[object]()
     where = {"state": tmp_path / "fleet", "port": 0, "tickets": 2, "ticket": tickets.given.append}
 
     def serve() -> None:

@@ -326,7 +326,7 @@ def _short(job: FederatedJob) -> FederatedJob:
     clients = max(CLIENTS_EACH, 2 * job.runtime.clients_per_vmap) * count if job.scheme.per == "given" else count
     clients = min(max(clients, rules.minimum), rules.needed(population))
     runtime = msgspec.structs.replace(job.runtime, slow_down=(), unstable=False, noise=0.0)
-    few = Participation(clients=clients, minimum=rules.minimum, weighted=rules.weighted)
+    few = Participation(clients=clients, minimum=rules.minimum, weighted=rules.weighted, select=rules.select)
     rounds = min(MOST_ROUNDS, job.federated.rounds)
     return msgspec.structs.replace(job, runtime=runtime).altered(rounds=rounds, participation=few)
 

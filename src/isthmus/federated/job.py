@@ -51,7 +51,7 @@ from isthmus.job.document import JobDocument, JobReader
 from isthmus.models import build_model
 from isthmus.old_spelling import respelled
 from isthmus.planners.cohort import COHORT_ALGORITHMS
-from isthmus.protocol.federated_participation import Participation, cohort
+from isthmus.protocol.federated_participation import Participation, cohort, selector
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.units import parse_duration
 
@@ -303,6 +303,11 @@ def check_combining(job: FederatedJob) -> None:
         raise UserError(f"federated.participation.round_length: got {rules.round_length!r}, expected more than 0 s")
     if rules.poisson and (rules.weighted or rules.over_select > 1):
         raise refused("weighted clients", "Poisson sampling", "weighted" if rules.weighted else "over_select")
+    if rules.select is not None:
+        if rules.weighted or rules.poisson:
+            other = "weighted" if rules.weighted else "poisson"
+            raise UserError(f"federated.participation: got select and {other}, expected one of them")
+        selector(rules)
 
 
 def check_deployment(job: FederatedJob) -> None:

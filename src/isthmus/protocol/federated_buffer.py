@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.protocol.federated_participation import Integers, Participation
+from isthmus.protocol.federated_participation import Integers, Participation, selected
 from isthmus.rng import stream
 
 KEPT = 4  # rounds that may be asked for again without playing from the first one on
@@ -77,15 +77,16 @@ class Buffer:
         """Begin with others until so many are at work again. Whose update is in already begins in a later round: an
         update counts once a round."""
         while len(self._busy) < self.at_work:
-            client = self._draw(done, among, sums)
+            client = self._draw(round_, done, among, sums)
             if client is None:
                 return
             self._busy.add(client)
             lasts = float(self._sizes[client]) * abs(float(self._draws.standard_normal()))
             heapq.heappush(self._working, (self._now + lasts, client, round_))
 
-    def _draw(self, done: Mapping[int, int], among: Integers, sums: NDArray[np.float64]) -> int | None:
-        for _ in range(TRIES if len(among) else 0):
+    def _draw(self, round_: int, done: Mapping[int, int], among: Integers, sums: NDArray[np.float64]) -> int | None:
+        own = self._rules.select is not None
+        for _ in range(TRIES if len(among) and not own else 0):
             place = np.searchsorted(sums, self._draws.random() * sums[-1], side="right")
             client = int(among[min(int(place), len(among) - 1)])
             if client not in self._busy and client not in done:
@@ -93,5 +94,7 @@ class Buffer:
         free = np.array([c for c in among.tolist() if c not in self._busy and c not in done], dtype=np.int64)
         if not len(free):
             return None
+        if own:
+            return int(selected(self._rules, round_, free, self._sizes, 1, self._draws)[0])
         shares = self._sizes[free] / self._sizes[free].sum() if self._rules.weighted else None
         return int(self._draws.choice(free, p=shares))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from typing import Annotated, cast
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from isthmus.errors import UserError
+from isthmus.errors import IsthmusError, UserError
+from isthmus.extensions import import_object
 from isthmus.rng import stream
 from isthmus.units import exact, parse_duration
 
 Integers = NDArray[np.int64]
+_SELECT = "federated.participation.select"
 
 
 class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +30,9 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     poisson: bool = False
     """Draw every client by itself, so that their number varies: what differential privacy counts on. A round of nobody
     has its noise and changes nothing else."""
+    select: str | None = None
+    """Choose clients by `package.module:function` of your own, in place of a draw: a pure function of the round, the
+    clients that can take part, their samples, how many to choose at most, and a generator of random numbers."""
     min_samples: Annotated[int, Meta(ge=1)] = 1
     """Clients with fewer samples never take part: batch norm, say, cannot train on one."""
     availability: str | None = None  # A CSV file of clients and the times from and to which they can take part.
@@ -91,6 +97,33 @@ def at_least(share: float, count: int) -> int:
     return math.ceil(exact(share) * count)
 
 
+def selector(rules: Participation) -> Callable[..., Iterable[int]]:
+    """Return the user's own function. UserError for a name that is none."""
+    found = import_object(_SELECT, rules.select or "")
+    if not callable(found):
+        raise UserError(f"{_SELECT} {rules.select!r}: expected a function, got {found!r}")
+    return cast("Callable[..., Iterable[int]]", found)
+
+
+def selected(
+    rules: Participation, round_: int, among: Integers, sizes: Integers, wanted: int, draws: np.random.Generator
+) -> Integers:
+    """(chosen,) clients, by the user's own function; none where nobody can take part. UserError where it fails, or
+    chooses what it must not."""
+    if wanted == 0:
+        return among[:0]
+    try:
+        found = [int(client) for client in selector(rules)(round_, among.copy(), sizes[among], wanted, draws)]
+    except IsthmusError:
+        raise
+    except Exception as e:  # the user's own code
+        raise UserError(f"{_SELECT}: {rules.select} raised {type(e).__name__}: {e}") from e
+    if not 1 <= len(set(found)) == len(found) <= wanted or not set(found) <= set(among.tolist()):
+        what = f"expected 1 to {wanted} of the clients that it was given, each once"
+        raise UserError(f"{_SELECT}: {rules.select} chose {found!s:.80} in round {round_}, {what}")
+    return np.array(found, dtype=np.int64)
+
+
 def cohort(rules: Participation, sizes: Integers, seed: int, round_: int, here: Integers | None = None) -> Integers:
     """(drawn,) client numbers, ascending; those that drop out are drawn and left out.
 
@@ -101,7 +134,9 @@ def cohort(rules: Participation, sizes: Integers, seed: int, round_: int, here: 
     among = rules.candidates(sizes, here)
     wanted = rules.asked(len(sizes), len(among))
     draws = stream(seed, "cohort", round_)
-    if rules.poisson:
+    if rules.select is not None:
+        drawn = selected(rules, round_, among, sizes, wanted, draws)
+    elif rules.poisson:
         drawn = among[draws.random(len(among)) < rules.needed(len(sizes)) / len(sizes)]
     elif wanted == len(among):
         drawn = among
