@@ -21,7 +21,10 @@ from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.federated.joined import _allowed, check_code
 from isthmus.runtime.identity import Identity, Ticket, decode_ticket
 from isthmus.runtime.processes.signals import Stop
+from isthmus.scaffold import FirstJob, write_first_job
 from tests.federated.test_federated_runs import model, write
+from tests.runtime.commands import isthmus as isthmus_command
+from tests.runtime.commands import start, wait_until
 
 from .parties import Fleet, outcomes, soon
 from .test_fleet_runs import Devices
@@ -189,6 +192,27 @@ def test_simulations_that_devices_cannot_carry_out_are_refused(
     with pytest.raises(UserError) as raised:
         program_of(_job(tmp_path, **overrides)).check(on_fleet=True)
     assert str(raised.value).startswith(f"{key}: ")
+
+
+@pytest.mark.long
+def test_a_device_of_one_owner_imports_code_from_the_folder_in_which_it_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job of `isthmus init`, with its own algorithm and model."""
+    own, home, ticket = tmp_path / "own", tmp_path / "fleet", tmp_path / "ticket"
+    write_first_job(own, FirstJob(name="first", task="federated", devices=1, clients=4, steps=1))
+    monkeypatch.chdir(own)
+    serve = start("serve", "job.toml", "--state", home, "--port", "0", "--tickets", "0", "--run", tmp_path / "run")
+    wait_until(lambda: (home / "status.json").exists(), serve)
+    ticket.touch(0o600)
+    ticket.write_text(isthmus_command("ticket", "--state", home).out)
+    join = start("join", "--one-owner", "--state", tmp_path / "device", "--ticket-file", ticket)
+    try:
+        assert serve.wait(120) == 0, serve.communicate()
+    finally:
+        for process in (serve, join):
+            process.terminate()
+            process.communicate(timeout=30)
 
 
 def test_devices_of_one_owner_open_any_file_that_the_job_names(tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     folder = joining.state or state_folder("device")
     timeout_s = read_timeout(joining.timeout)
     site = None if joining.site is None else load_site(joining.site)
+    if joining.one_owner:  # device processes import the owner's modules from this folder, as a site's process does
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     if (site is None and "WORLD_SIZE" not in os.environ) or (site is not None and site.pipeline is not None):
         fork_before_threads(fleet=site is None)
     island = island_here(folder)
