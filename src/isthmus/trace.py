@@ -170,16 +170,31 @@ def step_times(trace: Trace) -> dict[int, float]:
 
 
 def steady_step_s(trace: Trace) -> float:
-    """Duration of a step between those that fill the pipeline and the one that drains it: the mean over a period of
-    averaging, the median of periods. The first period and the last step are left out, if a whole period is left, else
-    the first step. UserError when no step was finished."""
-    times = sorted(step_times(trace).items())
-    if not times:
+    """Duration of a step between those that fill the pipeline and the one that drains it: the slope of step ends over
+    whole periods of averaging.
+
+    The first period and the last step are left out where others are left, else the first step. So are periods with an
+    evaluation, and those that take half longer than the median (a recovery). UserError when no step was finished.
+    """
+    bounds = [bounds for _, bounds in sorted(step_bounds(trace).items())]
+    if not bounds:
         raise UserError(f"trace {trace.run!r}: no training step was finished")
-    between = [duration for _, duration in times[trace.period : -1]]
-    if len(between) < trace.period:
-        between = [duration for _, duration in times[1:] or times]
-    return statistics.median(map(statistics.fmean, in_periods(between, trace.period)))
+    period, last = trace.period, len(bounds) - 1
+    averaged_s = max((span.end_s for span in trace.spans if span.name == "average"), default=-math.inf)
+    if len(bounds) == period and averaged_s > bounds[-1][1]:  # no later step shows what the period's end takes
+        return (averaged_s - bounds[0][0]) / period
+    periods = [range(first, first + period) for first in range(1, len(bounds) - period + 1)]
+    periods = (
+        [steps for steps in periods if steps[0] >= period and last not in steps]
+        or [steps for steps in periods if last not in steps]
+        or periods
+        or [range(min(1, last), last + 1)]
+    )
+    evaluations = sorted(span.start_s for span in trace.spans if span.track == "compute" and span.name == "E")
+    between = [(bounds[steps[0]][0], bounds[steps[-1]][1]) for steps in periods]
+    between = [(a, b) for a, b in between if bisect.bisect(evaluations, a) == bisect.bisect(evaluations, b)] or between
+    times = [(end_s - start_s) / len(periods[0]) for start_s, end_s in between]
+    return statistics.fmean(time for time in times if time <= 1.5 * statistics.median(times))
 
 
 def in_periods(steps: Sequence[T], period: int) -> list[Sequence[T]]:

@@ -40,6 +40,26 @@ def test_a_step_that_averages_counts_as_often_as_it_comes():
     assert steady_step_s(few) == pytest.approx(31 / 7), "no whole period: the mean of what there is"
 
 
+def test_a_period_that_is_the_whole_trace_counts_its_averages():
+    sent_late = Span(device="a", track="receive", name="average", start_s=12, end_s=30, step=2, other="b")
+    whole = Trace(source="simulator", run="r", spans=(*steps_ending(4, 8, 12), sent_late), period=3)
+    assert steady_step_s(whole) == 10
+
+
+def test_steps_that_take_turns_count_alike():
+    """Two steps may take turns without a period of averages: the slope of their ends is neither one's duration."""
+    assert steady_step_s(trace(*steps_ending(9, 11, 14, 16, 19, 20))) == 2.5
+    overlapping = Trace(source="simulator", run="r", spans=steps_ending(9, 11, 14, 16, 19, 21, 22), period=2)
+    assert steady_step_s(overlapping) == 2.5, "periods begin at any step"
+
+
+def test_what_happens_between_steps_is_no_part_of_them():
+    evaluation = compute("E", 12.0, 13.0)
+    assert steady_step_s(trace(*steps_ending(9, 11, 14, 16, 19), evaluation)) == 2
+    assert steady_step_s(trace(*steps_ending(9, 14), compute("E", 12.0, 13.0))) == 5, "unless no other step is left"
+    assert steady_step_s(trace(*steps_ending(9, 11, 13, 55, 57, 59, 61))) == 2, "the fourth is done after a recovery"
+
+
 def test_the_period_is_within_steps_and_of_one_device():
     first = [compute("B", end - 1, end) for end in (1, 3, 5)]
     second = [compute("B", end - 1, end, 1) for end in (100, 102)]
