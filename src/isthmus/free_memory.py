@@ -24,11 +24,10 @@ def _group_bytes() -> Iterator[int]:
         for line in (_PROC / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             first = controllers != ""  # version 2 has one hierarchy for all controllers, without their names
-            limit, used = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
+            names = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
             group = (root := _CONTROL_GROUPS / controllers) / path.strip("/")
             for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
-                limit_bytes = _number(folder / f"memory.{limit}", r"^(\d+)$")
-                used_bytes = _number(folder / f"memory.{used}", r"^(\d+)$")
+                limit_bytes, used_bytes = (_number(folder / f"memory.{name}", r"^(\d+)$") for name in names)
                 cached_bytes = _number(folder / "memory.stat", rf"^{'total_' * first}inactive_file (\d+)$") or 0
                 if limit_bytes is not None and used_bytes is not None:
                     yield max(0, limit_bytes - used_bytes + cached_bytes)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from isthmus.federated.selection import chooser
 from isthmus.protocol.federated_participation import Participation, cohort
 from tests.federated.test_run_folders import JOB, server_model
 from tests.runtime.commands import isthmus
@@ -44,7 +45,7 @@ def test_clients_are_chosen_as_documented(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     (name,) = re.findall(r'"(choice:\w+)"', PAGE)
     rules, sizes = Participation(clients=4, select=name), np.array([3, 9, 1, 8, 2, 2, 2, 2])
-    rounds = [set(cohort(rules, sizes, 0, round_).tolist()) for round_ in range(9)]
+    rounds = [set(cohort(rules, sizes, 0, round_, choose=chooser(rules)).tolist()) for round_ in range(9)]
     assert all({1, 3} < clients and len(clients) == 4 for clients in rounds)
     assert set().union(*rounds) == set(range(8))
 

@@ -13,6 +13,7 @@ from isthmus.api.federated_simulation import simulate_rounds
 from isthmus.errors import UserError
 from isthmus.federated.history import RoundHistory
 from isthmus.federated.job import load_federated_job
+from isthmus.federated.selection import chooser
 from isthmus.programs.round_records import RoundRecord
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_participation import Integers, Participation, cohort
@@ -37,7 +38,7 @@ def bad(round_: int, clients: Integers, samples: Integers, count: int, draws: np
 
 def chosen(round_: int, **options: Any) -> list[int]:
     rules = Participation(clients=4, select=f"{HERE}:largest", **options)
-    return cohort(rules, SIZES, 7, round_).tolist()
+    return cohort(rules, SIZES, 7, round_, choose=chooser(rules)).tolist()
 
 
 def test_the_users_function_chooses() -> None:
@@ -48,14 +49,14 @@ def test_the_users_function_chooses() -> None:
     assert len(chosen(0, over_select=2.0)) == 8
     assert set(chosen(0, min_samples=9)) <= {8, 9, 10, 11}
     assert set(chosen(0, dropout=0.5)) < set(chosen(0))
-    here = cohort(Participation(clients=4, select=f"{HERE}:largest"), SIZES, 7, 0, np.array([2, 4]))
-    assert here.tolist() == [2, 4]
-    assert not len(cohort(Participation(clients=4, select=f"{HERE}:largest"), SIZES, 7, 0, SIZES[:0]))
+    rules = Participation(clients=4, select=f"{HERE}:largest")
+    assert cohort(rules, SIZES, 7, 0, np.array([2, 4]), chooser(rules)).tolist() == [2, 4]
+    assert not len(cohort(rules, SIZES, 7, 0, SIZES[:0], chooser(rules)))
 
 
 def test_where_rounds_overlap_it_chooses_each_that_begins() -> None:
     rules = Participation(clients=4, staleness=2, select=f"{HERE}:largest")
-    seen = {client for round_ in range(4) for client in Buffer(rules, SIZES, 0).round(round_)}
+    seen = {client for round_ in range(4) for client in Buffer(rules, SIZES, 0, choose=chooser(rules)).round(round_)}
     assert min(seen) > 3, "one that is free is the largest of those"
 
 
@@ -71,8 +72,9 @@ def test_where_rounds_overlap_it_chooses_each_that_begins() -> None:
     ],
 )
 def test_what_it_must_not_choose_ends_the_run_in_one_line(round_: int, words: str) -> None:
+    rules = Participation(clients=4, select=f"{HERE}:bad")
     with pytest.raises(UserError, match=rf"federated\.participation\.select: {HERE}:bad {words}"):
-        cohort(Participation(clients=4, select=f"{HERE}:bad"), SIZES, 0, round_)
+        cohort(rules, SIZES, 0, round_, choose=chooser(rules))
 
 
 @pytest.mark.parametrize(

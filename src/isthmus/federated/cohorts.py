@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, availability, members
+from isthmus.federated.selection import chooser
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_participation import Participation
 
@@ -35,7 +36,7 @@ class Cohorts:
         check_enough(job.federated.participation, sizes)
         self._available = availability(job, len(sizes))
         rules = job.federated.participation
-        self._buffer = Buffer(rules, sizes, job.training.seed, self._here) if rules.staleness else None
+        self._buffer = Buffer(rules, sizes, job.training.seed, self._here, chooser(rules)) if rules.staleness else None
 
     def _here(self, round_: int) -> Integers | None:
         return None if self._available is None else self._available.at_round(round_)

@@ -46,12 +46,13 @@ from isthmus.federated.runtime import FederatedRuntime, RayRuntime
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
 from isthmus.federated.secure.site_noise import check_site_noise
+from isthmus.federated.selection import chooser
 from isthmus.federated.server import RunIdentity
 from isthmus.job.document import JobDocument, JobReader
 from isthmus.models import build_model
 from isthmus.old_spelling import respelled
 from isthmus.planners.cohort import COHORT_ALGORITHMS
-from isthmus.protocol.federated_participation import Participation, cohort, selector
+from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.units import parse_duration
 
@@ -303,11 +304,7 @@ def check_combining(job: FederatedJob) -> None:
         raise UserError(f"federated.participation.round_length: got {rules.round_length!r}, expected more than 0 s")
     if rules.poisson and (rules.weighted or rules.over_select > 1):
         raise refused("weighted clients", "Poisson sampling", "weighted" if rules.weighted else "over_select")
-    if rules.select is not None:
-        if rules.weighted or rules.poisson:
-            other = "weighted" if rules.weighted else "poisson"
-            raise UserError(f"federated.participation: got select and {other}, expected one of them")
-        selector(rules)
+    chooser(rules)
 
 
 def check_deployment(job: FederatedJob) -> None:
@@ -364,7 +361,8 @@ def members(
     job: FederatedJob, sizes: NDArray[np.int64], round_: int, here: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
     """The cohort of a round; with `here`, of those clients only."""
-    return cohort(job.federated.participation, sizes, job.training.seed, round_, here)
+    rules = job.federated.participation
+    return cohort(rules, sizes, job.training.seed, round_, here, chooser(rules))
 
 
 def availability(job: FederatedJob, population: int) -> Availability | None:

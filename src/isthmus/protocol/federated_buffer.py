@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.protocol.federated_participation import Integers, Participation, selected
+from isthmus.protocol.federated_participation import Choose, Integers, Participation
 from isthmus.rng import stream
 
 KEPT = 4  # rounds that may be asked for again without playing from the first one on
@@ -33,11 +33,13 @@ class Buffer:
         sizes: Integers,
         seed: int,
         here: Callable[[int], Integers | None] = lambda round_: None,
+        choose: Choose | None = None,
     ) -> None:
-        """`sizes` (population,) in samples; `here` gives the clients that can begin in a round, None for all."""
+        """`sizes` (population,) in samples; `here` gives the clients that can begin in a round, None for all. `choose`
+        is as in `cohort`."""
         self.at_work = rules.asked(len(sizes))
         self.size = min(self.at_work, rules.expected(len(sizes)))  # k, of the paper
-        self._rules, self._sizes, self._seed, self._here = rules, sizes, seed, here
+        self._rules, self._sizes, self._seed, self._here, self._choose = rules, sizes, seed, here, choose
         self._begin()
 
     def _begin(self) -> None:
@@ -85,8 +87,7 @@ class Buffer:
             heapq.heappush(self._working, (self._now + lasts, client, round_))
 
     def _draw(self, round_: int, done: Mapping[int, int], among: Integers, sums: NDArray[np.float64]) -> int | None:
-        own = self._rules.select is not None
-        for _ in range(TRIES if len(among) and not own else 0):
+        for _ in range(TRIES if len(among) and self._choose is None else 0):
             place = np.searchsorted(sums, self._draws.random() * sums[-1], side="right")
             client = int(among[min(int(place), len(among) - 1)])
             if client not in self._busy and client not in done:
@@ -94,7 +95,7 @@ class Buffer:
         free = np.array([c for c in among.tolist() if c not in self._busy and c not in done], dtype=np.int64)
         if not len(free):
             return None
-        if own:
-            return int(selected(self._rules, round_, free, self._sizes, 1, self._draws)[0])
+        if self._choose is not None:
+            return int(self._choose(round_, free, self._sizes[free], 1, self._draws)[0])
         shares = self._sizes[free] / self._sizes[free].sum() if self._rules.weighted else None
         return int(self._draws.choice(free, p=shares))

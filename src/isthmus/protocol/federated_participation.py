@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Annotated, cast
+from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from isthmus.errors import IsthmusError, UserError
-from isthmus.extensions import import_object
+from isthmus.errors import UserError
 from isthmus.rng import stream
 from isthmus.units import exact, parse_duration
 
 Integers = NDArray[np.int64]
-_SELECT = "federated.participation.select"
+Choose = Callable[[int, Integers, Integers, int, np.random.Generator], Integers]
+"""Chooses clients: of a round, of these (clients,) with so many samples, at most so many."""
 
 
 class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,45 +97,25 @@ def at_least(share: float, count: int) -> int:
     return math.ceil(exact(share) * count)
 
 
-def selector(rules: Participation) -> Callable[..., Iterable[int]]:
-    """Return the user's own function. UserError for a name that is none."""
-    found = import_object(_SELECT, rules.select or "")
-    if not callable(found):
-        raise UserError(f"{_SELECT} {rules.select!r}: expected a function, got {found!r}")
-    return cast("Callable[..., Iterable[int]]", found)
-
-
-def selected(
-    rules: Participation, round_: int, among: Integers, sizes: Integers, wanted: int, draws: np.random.Generator
+def cohort(
+    rules: Participation,
+    sizes: Integers,
+    seed: int,
+    round_: int,
+    here: Integers | None = None,
+    choose: Choose | None = None,
 ) -> Integers:
-    """(chosen,) clients, by the user's own function; none where nobody can take part. UserError where it fails, or
-    chooses what it must not."""
-    if wanted == 0:
-        return among[:0]
-    try:
-        found = [int(client) for client in selector(rules)(round_, among.copy(), sizes[among], wanted, draws)]
-    except IsthmusError:
-        raise
-    except Exception as e:  # the user's own code
-        raise UserError(f"{_SELECT}: {rules.select} raised {type(e).__name__}: {e}") from e
-    if not 1 <= len(set(found)) == len(found) <= wanted or not set(found) <= set(among.tolist()):
-        what = f"expected 1 to {wanted} of the clients that it was given, each once"
-        raise UserError(f"{_SELECT}: {rules.select} chose {found!s:.80} in round {round_}, {what}")
-    return np.array(found, dtype=np.int64)
-
-
-def cohort(rules: Participation, sizes: Integers, seed: int, round_: int, here: Integers | None = None) -> Integers:
     """(drawn,) client numbers, ascending; those that drop out are drawn and left out.
 
-    `sizes` (population,) in samples; `here` are the clients that can take part, ascending, None for all. The same
-    for the same arguments, on every machine. Where there are candidates only `poisson` draws nobody: else, if all would
-    drop out, the first stays.
+    `sizes` (population,) in samples; `here` are the clients that can take part, ascending, None for all; `choose` is
+    what `rules.select` names, and None draws. The same for the same arguments, on every machine. Where there are
+    candidates only `poisson` draws nobody: else, if all would drop out, the first stays.
     """
     among = rules.candidates(sizes, here)
     wanted = rules.asked(len(sizes), len(among))
     draws = stream(seed, "cohort", round_)
-    if rules.select is not None:
-        drawn = selected(rules, round_, among, sizes, wanted, draws)
+    if choose is not None:
+        drawn = choose(round_, among, sizes[among], wanted, draws)
     elif rules.poisson:
         drawn = among[draws.random(len(among)) < rules.needed(len(sizes)) / len(sizes)]
     elif wanted == len(among):
