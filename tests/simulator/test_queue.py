@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.runtime.commands import isthmus as isthmus_command
+from tests.runtime.commands import refused
 
 from isthmus.simulator.options import Fault
 from isthmus.simulator.queue import RunOfJob, SimulatedJob, faults_since, simulate_queue
@@ -54,7 +55,11 @@ def test_several_jobs_are_simulated_one_after_another() -> None:
     assert found.code == 0 and (first["state"], second["state"]) == ("done", "done")
     assert second["began_s"] == first["ended_s"]
     assert second["ended_s"] == pytest.approx(2 * first["ended_s"])
-    refused = isthmus_command("simulate", example, example, "--picture", "x.png")
-    assert refused.code == 2 and "--picture: got it with 2 jobs, expected one" in refused.err
-    unknown = isthmus_command("simulate", example, example, "--fault", "nobody@1s")
-    assert unknown.code == 2 and "nobody" in unknown.err
+    pictured = isthmus_command("simulate", example, example, "--picture", "x.png")
+    refused(pictured, 2, "--picture: got it with 2 jobs, expected one")
+    refused(isthmus_command("simulate", example, example, "--fault", "nobody@1s"), 2, "nobody")
+
+
+def test_jobs_of_a_queue_are_on_one_fleet() -> None:
+    done = isthmus_command("simulate", EXAMPLES / "decoupled.toml", EXAMPLES / "two-machines.toml")
+    refused(done, 2, "two-machines: fleet: got ", "expected 'three-sites' as of the job before")

@@ -10,8 +10,9 @@ from isthmus.api.decoupled_simulation import simulate_decoupled
 from isthmus.api.fault_simulation import simulate_faults
 from isthmus.api.federated_simulation import simulate_rounds
 from isthmus.api.observer import Observer
-from isthmus.errors import PeerError, unknown_name
+from isthmus.errors import PeerError, UserError, unknown_name
 from isthmus.federated.job import FederatedJob
+from isthmus.fleet import resolve_fleet
 from isthmus.job import Job, fleet_of
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
@@ -41,9 +42,12 @@ class SimulatedQueue(msgspec.Struct, frozen=True, kw_only=True):
 def simulate_jobs(
     jobs: Sequence[Job | FederatedJob], faults: Sequence[Fault], observer: Observer, stop: Stop
 ) -> SimulatedQueue:
-    """Simulate them as `isthmus serve` runs what is submitted. UserError for a job that cannot run, or a fault that
-    none of its devices can have."""
-
+    """Simulate them as `isthmus serve` runs what is submitted. UserError for a job that cannot run, one on another
+    fleet, or a fault that none of its devices can have."""
+    named = [(job, resolve_fleet(job.fleet)) for job in jobs if job.fleet]
+    for job, fleet in named:
+        if fleet != named[0][1]:
+            raise UserError(f"{job.name}: fleet: got {job.fleet!r}, expected {named[0][1].name!r} as of the job before")
     fleets = [set[str]() if isinstance(job, FederatedJob) else set(fleet_of(job).names) for job in jobs]
     known = set[str]().union(*fleets)
     for fault in faults:
