@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
 import math
 import statistics
@@ -171,29 +172,23 @@ def step_times(trace: Trace) -> dict[int, float]:
 
 def steady_step_s(trace: Trace) -> float:
     """Duration of a step between those that fill the pipeline and the one that drains it: the slope of step ends over
-    whole periods of averaging.
-
-    The first period and the last step are left out where others are left, else the first step. So are periods with an
-    evaluation, and those that take half longer than the median (a recovery). UserError when no step was finished.
-    """
+    whole periods of averaging. The first period and the last step are left out where others are left, else the first
+    step; so are periods with an evaluation, and those that take half longer than the median (a recovery). UserError
+    when no step was finished."""
     bounds = [bounds for _, bounds in sorted(step_bounds(trace).items())]
     if not bounds:
         raise UserError(f"trace {trace.run!r}: no training step was finished")
-    period, last = trace.period, len(bounds) - 1
     averaged_s = max((span.end_s for span in trace.spans if span.name == "average"), default=-math.inf)
-    if len(bounds) == period and averaged_s > bounds[-1][1]:  # no later step shows what the period's end takes
-        return (averaged_s - bounds[0][0]) / period
-    periods = [range(first, first + period) for first in range(1, len(bounds) - period + 1)]
-    periods = (
-        [steps for steps in periods if steps[0] >= period and last not in steps]
-        or [steps for steps in periods if last not in steps]
-        or periods
-        or [range(min(1, last), last + 1)]
-    )
+    if len(bounds) == trace.period and averaged_s > bounds[-1][1]:  # no later step shows what a period's end takes
+        return (averaged_s - bounds[0][0]) / trace.period
+    period = min(trace.period, max(1, len(bounds) - 1))
+    last = len(bounds) - period
+    firsts = range(min(1, last), last + 1)
+    firsts = [k for k in firsts if trace.period <= k < last] or [k for k in firsts if 0 < k < last] or firsts
+    between = [(bounds[first][0], bounds[first + period - 1][1]) for first in firsts]
     evaluations = sorted(span.start_s for span in trace.spans if span.track == "compute" and span.name == "E")
-    between = [(bounds[steps[0]][0], bounds[steps[-1]][1]) for steps in periods]
     between = [(a, b) for a, b in between if bisect.bisect(evaluations, a) == bisect.bisect(evaluations, b)] or between
-    times = [(end_s - start_s) / len(periods[0]) for start_s, end_s in between]
+    times = [(end_s - start_s) / period for start_s, end_s in between]
     return statistics.fmean(time for time in times if time <= 1.5 * statistics.median(times))
 
 
@@ -220,12 +215,10 @@ def period_s(trace: Trace, device: str) -> float:
 
 def busy_share(trace: Trace) -> dict[str, float]:
     """Share of the trace's whole duration that each device's compute lane was at work, by device."""
-    busy: dict[str, float] = {}
+    busy: dict[str, float] = dict.fromkeys((span.device for span in trace.spans), 0.0)
     for span in trace.spans:
-        at_work = span.end_s - span.start_s if span.track == "compute" else 0.0
-        busy[span.device] = busy.get(span.device, 0.0) + at_work
-    starts, ends = [span.start_s for span in trace.spans], [span.end_s for span in trace.spans]
-    whole = max(ends, default=0.0) - min(starts, default=0.0)
+        busy[span.device] += span.end_s - span.start_s if span.track == "compute" else 0.0
+    whole = max((span.end_s for span in trace.spans), default=0.0) - min((s.start_s for s in trace.spans), default=0.0)
     return {device: seconds / whole if whole else 0.0 for device, seconds in busy.items()}
 
 
@@ -240,8 +233,8 @@ def hidden_share(trace: Trace, tracks: Collection[Track] = ("send", "down", "up"
                 spells[-1] = (spells[-1][0], max(spells[-1][1], span.end_s))
             else:
                 spells.append((span.start_s, span.end_s))
-    whole: dict[str, float] = {}
-    hidden: dict[str, float] = {}
+    whole: dict[str, float] = collections.defaultdict(float)
+    hidden: dict[str, float] = collections.defaultdict(float)
     for span in trace.spans:
         if span.track not in tracks or span.end_s <= span.start_s:
             continue
@@ -249,16 +242,15 @@ def hidden_share(trace: Trace, tracks: Collection[Track] = ("send", "down", "up"
         first = max(0, bisect.bisect_right(spells, span.start_s, key=lambda spell: spell[0]) - 1)
         last = bisect.bisect_left(spells, span.end_s, key=lambda spell: spell[0])
         inside = sum(max(0.0, min(span.end_s, end) - max(span.start_s, start)) for start, end in spells[first:last])
-        whole[span.device] = whole.get(span.device, 0.0) + span.end_s - span.start_s
-        hidden[span.device] = hidden.get(span.device, 0.0) + inside
+        whole[span.device] += span.end_s - span.start_s
+        hidden[span.device] += inside
     return {device: hidden[device] / seconds for device, seconds in whole.items()}
 
 
 def link_bytes(trace: Trace) -> dict[tuple[str, str], int]:
     """Tensor bytes sent, by (source, target) device."""
-    total: dict[tuple[str, str], int] = {}
+    total: dict[tuple[str, str], int] = collections.Counter()
     for span in trace.spans:
         if span.track == "send":
-            pair = (span.device, span.other)
-            total[pair] = total.get(pair, 0) + span.size_bytes
-    return total
+            total[span.device, span.other] += span.size_bytes
+    return dict(total)
