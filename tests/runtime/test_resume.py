@@ -65,7 +65,7 @@ class Say(isthmus.Callback):
 
     def start(self, started):
         self._say("start", started.run, started.first_step, started.steps, started.settings["training"]["steps"],
-            started.plan.used == (), *started.pictures)
+            started.plan.used == ())
 
     def step(self, done):
         self._say("step", done.step, done.heldout_loss, *done.learning_rates, ",".join(done.devices), done.period,
@@ -169,7 +169,7 @@ def test_a_whole_run(whole: Done) -> None:
     }
     assert {"unused", "scale", "table.weight"} <= saved.keys()
     said = Path("callback.log").read_text().splitlines()
-    assert said[0] == f"start whole 0 {STEPS} {STEPS} False plan"
+    assert said[0] == f"start whole 0 {STEPS} {STEPS} False"
     steps = [line.split()[1] for line in said if line.startswith("step")]
     assert steps == [str(n + 1) for n in range(STEPS)]
     heldout = {p.step: str(p.loss) for p in points if p.split == "heldout"}

@@ -39,14 +39,7 @@ def _trackio_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def started(run: Path, first_step: int = 0) -> RunStarted:
-    return RunStarted(
-        run=run,
-        kind="pipeline",
-        steps=STEPS,
-        first_step=first_step,
-        settings=SETTINGS,
-        pictures={"plan": run / "plan.png"},
-    )
+    return RunStarted(run=run, kind="pipeline", steps=STEPS, first_step=first_step, settings=SETTINGS)
 
 
 def session(callback: TrackerCallback, run: Path, first: int, last: int) -> None:
@@ -58,7 +51,8 @@ def session(callback: TrackerCallback, run: Path, first: int, last: int) -> None
         if step == 4:
             callback.fault(RunFault(step=step, kind="lost", device="laptop-1", text="killed by SIGKILL"))
     callback.evaluation(Evaluated(step=last, loss=0.75))
-    callback.end(RunEnded(run=run, outcome="done" if last == STEPS else "interrupted"))
+    outcome = "done" if last == STEPS else "interrupted"
+    callback.end(RunEnded(run=run, outcome=outcome, pictures={"plan": run / "plan.png"}))
 
 
 def tracked(tmp_path: Path, name: str) -> Found:

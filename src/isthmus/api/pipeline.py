@@ -215,8 +215,7 @@ def _carry_out(planned: _Planned, start: Start, watch: Watch, stop: Stop) -> Out
     def begin() -> None:
         _begin_folder(planned, start, folder, observer)
         started = run_started(prepared.job, folder.path, start.step, stop.request)
-        pictures = {"plan": folder.plan_picture} if folder.plan_picture.is_file() else {}
-        watch.began(msgspec.structs.replace(started, plan=plan, pictures=pictures))
+        watch.began(msgspec.structs.replace(started, plan=plan))
 
     watcher = Watcher(
         accepted=begin,
@@ -233,10 +232,7 @@ def _carry_out(planned: _Planned, start: Start, watch: Watch, stop: Stop) -> Out
     observer.began(f"{plan.model} on {plan.fleet}, {stages} stages")
     options = msgspec.structs.replace(_options(planned, start), stop=stop)
     with audits:
-        outcome = run_plan(prepared, plan, fleet, folder.path, options, watcher)
-    if start.record is not None:
-        draw_plan(plan, fleet, folder.plan_picture)
-    return outcome
+        return run_plan(prepared, plan, fleet, folder.path, options, watcher)
 
 
 def _begin_folder(planned: _Planned, start: Start, folder: RunFolder, observer: Observer) -> None:
@@ -250,11 +246,11 @@ def _begin_folder(planned: _Planned, start: Start, folder: RunFolder, observer: 
     folder.graph.write_bytes(encode(prepared.captured.train))
     if planned.backend.survives_coordinator:
         keep_prepared(prepared, folder.captured)
-    draw_plan(plan, fleet, folder.plan_picture)
 
 
 def _explain(planned: _Planned, outcome: Outcome, folder: RunFolder, observer: Observer) -> None:
     """Traces, pictures, summary and measured speeds, in the folder."""
+    draw_plan(planned.plan, planned.fleet, folder.plan_picture)
     predicted = predict_periods(planned.prepared, outcome.periods)
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=planned.plan.period)
     folder.write_traces(predicted, measured, outcome.periods)

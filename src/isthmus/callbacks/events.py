@@ -35,7 +35,6 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
     metrics: tuple[str, ...] = ()  # Names of the job's metrics.
     lower_is_better: frozenset[str] = frozenset({"loss"})  # Those, and the loss, of which low values are good.
     plan: Plan | None = None  # None in a federated run.
-    pictures: Mapping[str, Path] = {}  # PNG files that are there, by name: `plan`.
     stop: Callable[..., None] = _nothing
     """Ends the run with a checkpoint; the outcome is `stopped`. One argument is the reason, in words. May be called
     later too, from any thread."""
@@ -119,4 +118,4 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Ends as in exit codes: done and stopped 0, interrupted 130, lost 4, diverged and failed 1 or 2. `stopped`: a
     callback asked for it."""
     reason: str = ""  # Empty where it went well; of `stopped`, the callback and its reason.
-    pictures: Mapping[str, Path] = {}  # PNG files that are there, by name, as `timeline`, `loss`, `metrics`.
+    pictures: Mapping[str, Path] = {}  # PNG files that are there, by name, as `plan`, `timeline`, `loss`, `metrics`.

@@ -10,8 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import cast
 
 from isthmus.callbacks import Callback, Evaluated, RunEnded, RunFault, RunStarted, StepDone
@@ -127,7 +126,6 @@ class TrackerCallback(Callback):
         if started.kind == "pipeline":  # while its devices start; executors of federated runs are forked from here
             for tracker in self._trackers:
                 tracker.begin()
-        self._put_pictures(started.pictures)
 
     def step(self, done: StepDone) -> None:
         self._step = done.step
@@ -151,7 +149,8 @@ class TrackerCallback(Callback):
         self._put(lambda tracker: tracker.log(step, {"faults": count}))
 
     def end(self, ended: RunEnded) -> None:
-        self._put_pictures(ended.pictures)
+        for name, path in ended.pictures.items():
+            self._put(lambda tracker, name=name, path=path: tracker.picture(name, path))
         if ended.reason:
             step, reason = self._step, f"{ended.outcome}: {ended.reason}"
             self._put(lambda tracker: tracker.event(step, reason))
@@ -168,10 +167,6 @@ class TrackerCallback(Callback):
         for tracker in self._trackers:
             tracker.put(act, figures=figures)
         self._complain()
-
-    def _put_pictures(self, pictures: Mapping[str, Path]) -> None:
-        for name, path in pictures.items():
-            self._put(lambda tracker, name=name, path=path: tracker.picture(name, path))
 
     def _complain(self) -> None:
         for tracker in self._trackers:
