@@ -131,7 +131,6 @@ def _shown(message: Warning | str, category: type[Warning], filename: str, linen
 
 def main() -> None:
     """Run the command line; one line on stderr and an exit code for every error that is ours to explain."""
-    debug = "--debug" in sys.argv
     warnings.showwarning = _shown
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     gc.set_threshold(700, 10, 100)  # ten times fewer full collections: while torch is imported they took 0.3 s
@@ -148,7 +147,7 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         code = 130
     except Exception as e:
-        if debug:
+        if "--debug" in sys.argv:
             raise
         if isinstance(e, ModuleNotFoundError):
             extensions = importlib.import_module("isthmus.extensions")  # it reads what is installed
