@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.runtime.commands import isthmus
 from tests.tiers import represented_by
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(script: str, *options: str) -> None:
+def run(command: str, *options: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "BENCHMARK_TIMES": "any"}
+    script, *documented = shlex.split(command)
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, *options],
+        [sys.executable, ROOT / "benchmarks" / script, *documented, *options],
         capture_output=True,
         text=True,
         env=environment,
@@ -28,19 +31,24 @@ def run(script: str, *options: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+BARE = ("--quick", "--repeats", "1", "--sides", "bare loop", "ours, 1 executor")
 SMALL: dict[str, tuple[str, ...]] = {
     "cohort/run.py": ("--quick",),
     "compression_convergence/longer.py": ("--only", "GPT", "--steps", "2"),
     "dream/run.py": ("--quick",),
-    "dtfm/run.py": ("--quick", "--only", "placement"),
+    "dtfm/run.py --only end-to-end": ("--quick", "--fleets", "dtfm-case5"),
+    "dtfm/run.py --only end-to-end --fleets fluidstack": ("--quick",),
     "dtfm/search_curves.py": ("--cases", "5", "--candidates", "102"),
-    "federated/run.py": ("--quick", "--repeats", "1", "--sides", "bare loop", "ours, 1 executor"),
+    "federated/run.py": BARE,
+    "federated/run.py --only CNN": BARE,
     "federated_convergence/run.py": ("--quick",),
-    "federated_memory/run.py": ("--quick", "--only", "tiny"),
-    "federated_scheduling/real.py": ("--quick", "--only", "clocks"),
+    "federated_memory/run.py --only schemes": ("--quick",),
+    "federated_scheduling/real.py --only clocks": ("--quick",),
     "federated_scheduling/run.py": ("--quick",),
     "fusion/run.py": ("--quick",),
+    "fusion/table1.py": (),
     "parrot_figures/run.py": ("--quick",),
+    "parrot_figures/run.py --only 9": ("--quick",),
     "sky/iteration.py": ("--quick",),
     "sky/run.py": ("--quick",),
     "sync/published.py": (),
@@ -48,28 +56,96 @@ SMALL: dict[str, tuple[str, ...]] = {
     "sync_convergence/frequency.py": ("--workers", "2", "--seeds", "1", "--steps", "6"),
     "sync_convergence/run.py": ("--quick", "--model", "gpt"),
 }
-"""Each script that docs/papers names, with options that make it short."""
-LOOKED_AT = ("compression_convergence/longer.py", "dtfm/search_curves.py", "sky/iteration.py")
+"""Each script that docs/papers names, as it is called there, with options that make it short."""
+END_TO_END = [command for command in SMALL if command.startswith("dtfm/run.py")]
+LOOKED_AT = ("compression_convergence/longer.py", "dtfm/search_curves.py", "sky/iteration.py", *END_TO_END)
 """Those of whose results a test of their own says something."""
+PAGES = "".join(page.read_text() for page in sorted((ROOT / "docs" / "papers").glob("*.md")))
+COMMANDS = sorted(set(re.findall(r"`isthmus ([^`]+)`", PAGES)))
+MODES = sorted(set(re.findall(r'`\[(\w+)\] (\w+) = "(\w+)"`', PAGES)))
 
 
 def test_every_script_of_the_papers_pages_is_here() -> None:
-    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "papers").glob("*.md")))
-    assert set(re.findall(r"`python benchmarks/(\S+\.py)", pages)) == set(SMALL)
+    assert set(re.findall(r"`python benchmarks/([^`]+)`", PAGES)) == set(SMALL)
 
 
-@pytest.mark.parametrize("script", represented_by(sorted(SMALL.keys() - set(LOOKED_AT)), "dream/run.py"))
-def test_a_script_of_the_papers_pages_ends_well(script: str, tmp_path: Path) -> None:
-    run(script, *SMALL[script], "--json", str(tmp_path / "found.json"))
+@pytest.mark.parametrize("command", represented_by(sorted(SMALL.keys() - set(LOOKED_AT)), "dream/run.py"))
+def test_a_script_of_the_papers_pages_ends_well(command: str, tmp_path: Path) -> None:
+    run(command, *SMALL[command], "--json", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text())
 
 
+JOB = """
+name = "papers"
+fleet = "slow.toml"
+run_dir = "runs"
+[model]
+name = "mlp"
+options = { features = 64, width = 16, layers = 6, classes = 10 }
+[data]
+kind = "digits"
+options = { flat = true, holdout = 0.5 }
+[training]
+steps = 2
+batch_size = 16
+micro_batches = 2
+[[optimizer]]
+name = "sgd"
+lr = 0.1
+"""
+
+
+FLEET = """
+name = "slow"
+[[device]]
+name = "slow"
+region = "lab"
+compute = "1 MFLOPS"
+memory = "1 GiB"
+count = 4
+[links]
+default = { latency = "1 us", bandwidth = "1 GB/s" }
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """Computation is what takes time, so that there are several stages or replicas."""
+    (tmp_path / "slow.toml").write_text(FLEET)
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path / "job.toml"
+
+
+@pytest.mark.parametrize("text", COMMANDS)
+def test_a_command_of_the_papers_pages_ends_well(text: str, job: Path) -> None:
+    command, *options = text.split()
+    done = isthmus(command, *([job] if command == "plan" else []), *(word for word in options if word != "JOB"))
+    assert done.code == 0 and done.out, done.err
+
+
+@pytest.mark.parametrize(("table", "key", "value"), MODES)
+def test_a_mode_of_the_papers_pages_runs(table: str, key: str, value: str, job: Path, tmp_path: Path) -> None:
+    clients, one = ROOT / "examples" / "fed-digits.toml", "federated.rounds=1"
+    needed = {
+        "compression": ["simulate", job, "--set", "compression.ratio=10", "--planner", "even"],
+        "sync": ["simulate", job, "--set", "sync.period=2"],
+        "runtime": ["train", clients, "--set", one, "--run", tmp_path / "run"],
+    }
+    done = isthmus(*needed[table], "--set", f"{table}.{key}={value}")
+    assert done.code == 0 and done.out and "averages nothing" not in done.out, done
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("fleet", ["dtfm-case5", "fluidstack"])
-def test_layouts_of_whole_iterations_are_simulated(fleet: str, tmp_path: Path) -> None:
-    """The other part of dtfm/run.py: each takes minutes."""
-    where = str(tmp_path / "found.json")
-    run("dtfm/run.py", "--quick", "--only", "end-to-end", "--fleets", fleet, "--json", where)
+def test_placements_are_compared(tmp_path: Path) -> None:
+    """The other part of dtfm/run.py."""
+    run("dtfm/run.py", "--quick", "--only", "placement", "--json", str(tmp_path / "found.json"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", END_TO_END)
+def test_layouts_of_whole_iterations_are_simulated(command: str, tmp_path: Path) -> None:
+    """Each takes minutes."""
+    run(command, *SMALL[command], "--json", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found-end-to-end.json").read_text())["rows"]
 
 

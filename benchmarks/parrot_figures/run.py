@@ -1,6 +1,6 @@
-"""FedML Parrot's figures 7, 10 and 4d on the virtual clock, on its cluster A; and the clock against a real run.
+"""FedML Parrot's figures 7, 9, 10 and 4d on the virtual clock, on its clusters; and the clock against a real run.
 
-`python benchmarks/parrot_figures/run.py [--quick] [--json PATH]`
+`python benchmarks/parrot_figures/run.py [--quick] [--only 9] [--json PATH]`
 
 No client is trained but for counting: a federated job with `fleet = "parrot-a"` is simulated, as `isthmus simulate`
 does it. Times are FLOPs over the cards' peak, so they are lower bounds of the paper's; what can be compared are ratios.
@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -48,8 +49,11 @@ EXECUTORS = (4, 8, 16, 32)
 ROUNDS, SKIPPED = 12, 4
 """The first rounds are scheduled without knowing the executors."""
 ALGORITHMS = ("fedavg", "fedprox", "fednova", "mime", "scaffold", "feddyn")
+FIGURES = ("7", "9", "10", "4d")
 FIGURE_4D_EXECUTORS = 8
 """The paper does not say how many."""
+FIGURE_9_ETA = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5)
+"""Of eight cards, where they are made unequal: a card sleeps so many times what it computes. The paper gives none."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +129,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """With sums, a round."""
     wall_s: float
     """That the simulation took here."""
+    fleet: str = FLEET
 
 
 class Clocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,11 +204,12 @@ class Bench:
             round_s=statistics.fmean(r.seconds for r in steady),
             messages=0 if scheme == "sp" else statistics.fmean(messages),
             wall_s=wall_s,
+            fleet=Path(fleet).stem,
         )
         self.cells.append(cell)
         self._console.print(
-            f"{figure}: {cell.workload} {cell.algorithm} {scheme}, {cell.per_round} on {cell.executors}: "
-            f"{cell.round_s:.3f} s ({wall_s:.1f} s here)",
+            f"{figure}: {cell.workload} {cell.algorithm} {scheme}, {cell.per_round} on {cell.executors}, "
+            f"{cell.fleet}: {cell.round_s:.3f} s ({wall_s:.1f} s here)",
             highlight=False,
         )
 
@@ -215,12 +221,34 @@ class Bench:
         path.write_text(f'name = "cards"\n[[device]]\n{card}\n[links]\n{links}\n')
         return str(path)
 
+    def figures(self, workload: Workload, wanted: Collection[str], *, quick: bool) -> None:
+        if "7" in wanted:
+            self.figure_7(workload, (4, 32) if quick else EXECUTORS)
+        if "9" in wanted:
+            self.figure_9(workload)
+        if "10" in wanted:
+            self.figure_10(workload, (8,) if quick else (8, 32))
+
     def figure_7(self, workload: Workload, executors: tuple[int, ...]) -> None:
         self.cell("7", workload, "sp")
         self.cell("7", workload, "sd", fleet=self.one_card_each(100))
         for count in executors:
             for scheme in SCHEMES:
                 self.cell("7", workload, scheme, executors=count)
+
+    def unequal_cards(self) -> str:
+        """A fleet file: a card of the cluster on each of eight nodes, which all but the first slow down."""
+        path = self._folder / "parrot-a-unequal.toml"
+        card = 'memory = "11 GB"\ncompute = "{:g} GFLOPS"\nregion = "node-{}"\nname = "card-{}"'
+        cards = (card.format(13450 / (1 + eta), k, k) for k, eta in enumerate(FIGURE_9_ETA))
+        links = '[links]\ndefault = { latency = "0.1 ms", bandwidth = "10 Gbit/s" }'
+        path.write_text("\n".join(['name = "unequal cards"', *(f"[[device]]\n{one}" for one in cards), links]))
+        return str(path)
+
+    def figure_9(self, workload: Workload) -> None:
+        for fleet in (FLEET, self.unequal_cards(), "parrot-c"):
+            for scheme in list(SCHEMES)[1:]:
+                self.cell("9", workload, scheme, executors=len(FIGURE_9_ETA), fleet=fleet)
 
     def figure_10(self, workload: Workload, executors: tuple[int, ...]) -> None:
         for per_round in (100, 1000):
@@ -291,36 +319,43 @@ def _who(record: RoundRecord) -> dict[str, list[int]]:
 
 def main() -> None:
     parser = options_of(__doc__, LATEST, quick="FEMNIST alone, 4 and 32 devices, two algorithms; no picture")
+    parser.add_argument("--only", choices=FIGURES, help="one figure; the file keeps its rows of the others")
     options = parser.parse_args()
     console = Console()
     quick: bool = options.quick
+    wanted = [options.only] if options.only else list(FIGURES)
+    before = (
+        msgspec.json.decode(options.json.read_bytes(), type=Figures) if options.only and options.json.exists() else None
+    )
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(console, Path(name))
         for workload in (FEMNIST,) if quick else (FEMNIST, IMAGENET):
-            bench.figure_7(workload, (4, 32) if quick else EXECUTORS)
-            bench.figure_10(workload, (8,) if quick else (8, 32))
-        bench.figure_4d(("fedavg", "scaffold") if quick else ALGORITHMS)
-        compared = clocks(Path(name), 6 if quick else 12)
+            bench.figures(workload, wanted, quick=quick)
+        if "4d" in wanted:
+            bench.figure_4d(("fedavg", "scaffold") if quick else ALGORITHMS)
+        compared = before.clocks if before and before.clocks else clocks(Path(name), 6 if quick else 12)
     console.print(table(bench.cells))
+    cells = [*bench.cells, *(cell for cell in (before.cells if before else []) if cell.figure not in wanted)]
+    counting_s = bench.counting_s + (before.counting_s if before else 0.0)
     console.print(
         f"{compared.rounds} rounds on three emulated devices: {sum(compared.run_s):.2f} s, simulated "
         f"{sum(compared.simulated_s):.2f} s, off {compared.off:+.1%}; same clients: {compared.same_clients}"
     )
     when = datetime.now(UTC).strftime("%Y-%m-%d")
-    figures = Figures(when=when, machine=machine(), counting_s=bench.counting_s, cells=bench.cells, clocks=compared)
+    figures = Figures(when=when, machine=machine(), counting_s=counting_s, cells=cells, clocks=compared)
     write_figures(options.json, figures)
-    if not quick:
+    if not quick and not options.only:
         draw(bench.cells, PICTURE)
     if not compared.same_clients:
         sys.exit("the run and its simulation gave clients to other executors")
 
 
 def table(cells: list[Cell]) -> Table:
-    found = Table("figure", "workload", "algorithm", "scheme", "clients", "executors", "round", "messages")
+    found = Table("figure", "workload", "fleet", "algorithm", "scheme", "clients", "executors", "round", "messages")
     for c in cells:
         round_s, messages = f"{c.round_s:.3f} s", f"{c.messages:g}"
         found.add_row(
-            c.figure, c.workload, c.algorithm, c.scheme, str(c.per_round), str(c.executors), round_s, messages
+            c.figure, c.workload, c.fleet, c.algorithm, c.scheme, str(c.per_round), str(c.executors), round_s, messages
         )
     return found
 
