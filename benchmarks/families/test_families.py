@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.lazy import Lazy
+import pytest
 
-configs = Lazy("configs")  # with transformers
+pytest.importorskip("transformers")
+from configs import VOCABULARY, shrunk
 
 
 def test_sizes_layers_and_dropout_of_a_config_become_small() -> None:
@@ -20,8 +21,8 @@ def test_sizes_layers_and_dropout_of_a_config_become_small() -> None:
         "text_config": text,
         "hidden_act": "gelu",
     }
-    assert configs.shrunk(known) == {
-        "vocab_size": configs.VOCABULARY,
+    assert shrunk(known) == {
+        "vocab_size": VOCABULARY,
         "image_size": 32,
         "attention_dropout": 0.0,
         "layer_types": ["full", "sliding"],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
@@ -24,6 +27,9 @@ from isthmus.planners.search.local_search import share_out
 from isthmus.planners.search.one_pipeline import chain
 from isthmus.planners.search.replicas import replica_counts
 from isthmus.plans import Constraints, Plan
+from isthmus.protocol import RunSpec
+from isthmus.simulator import simulate
+from isthmus.trace import step_bounds
 
 
 def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -114,11 +120,34 @@ def test_the_scorer_has_the_last_word() -> None:
         seen.append(plan)
         return -len(seen)
 
-    found = auto(problem, prefers_the_last)
+    found = auto(replace(problem, schedule="zero-bubble"), prefers_the_last)  # which has no descent by the steady step
     assert found.replicas == seen[-1].replicas
     cuts = [frozenset((x.order, x.boundaries) for x in layouts_of(plan)) for plan in seen]
     assert 3 < len(seen) <= 32 and len(set(cuts)) == len(cuts), "each cut once, and more than the first few"
     assert [p.predicted.step_s for p in seen] == sorted(p.predicted.step_s for p in seen)
+
+
+def simulated_s(problem: Problem, plan: Plan) -> float:
+    spec = RunSpec(steps=6, micro_batches=problem.micro_batches, micro_batch_size=problem.micro_batch_size)
+    ends = [end_s for _, end_s in step_bounds(simulate(plan, problem.fleet, spec)).values()]
+    return ends[-1] - ends[-2]
+
+
+def test_the_descent_by_the_steady_step_is_one_by_simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the same search without it."""
+    gains = list[float]()
+    monkeypatch.setattr("isthmus.planners.search.auto.MOST_STEADY", 3000)
+    for seed in range(8):
+        source = random.Random(seed)
+        fleet = fleet_of([source.uniform(1, 4) for _ in range(source.randint(2, 5))], seed)
+        flow, count = Flow(random_graph(seed, source.randint(5, 9))), source.choice((1, 4, 8))
+        problem = Problem(flow=flow, fleet=fleet, micro_batch_size=1, micro_batches=count)
+        judge = partial(simulated_s, problem)
+        found = judge(auto(problem, judge))
+        with monkeypatch.context() as patched:
+            patched.setattr("isthmus.planners.search.auto.is_steady", lambda _: False)
+            gains.append(judge(auto(problem, judge)) / found)
+    assert min(gains) >= 1 - 1e-9 and max(gains) > 1.02, gains
 
 
 def flat_fleet(memory_bytes: Sequence[int], speeds: Sequence[float]) -> Fleet:

@@ -95,7 +95,7 @@ def test_a_descent_only_improves_and_says_what_the_closed_form_says(seed: int) -
     descent = Descent(problem, network_of(problem), Blocks(problem), 4_000)
     found = descent.run(layouts_of(start), start.predicted.step_s)
     if found is not None:
-        assert build_replicas(problem, found, planner="auto").predicted.step_s < start.predicted.step_s
+        assert build_replicas(problem, found[1], planner="auto").predicted.step_s < start.predicted.step_s
 
 
 def test_a_large_fleet_is_narrowed_and_the_bound_is_over_all(monkeypatch: pytest.MonkeyPatch) -> None:

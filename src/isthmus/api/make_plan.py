@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -56,11 +57,7 @@ def make(
     as `proving` says; `timed` lets the planner minimise time, whatever its plan is judged by.
     """
 
-    def simulated_s(candidate: Plan) -> float:
-        spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS + candidate.period)
-        counts = problem.flow.graph.count is not None
-        options = SimulationOptions(clips=job.training.exchanges_norms, counts=counts, header_bytes=HEADER_BYTES)
-        return steady_step_s(simulate(candidate, problem.fleet, spec, options))
+    simulated_s = partial(simulated_step_s, job, problem.fleet, problem.flow.graph.count is not None)
 
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
@@ -68,7 +65,18 @@ def make(
     plan = over_counts(problem, job.counts, planned, simulated_s, bound)
     if bound is None:
         plan = as_proven(problem, plan, job.counts, proving, simulated_s)
-    return _with_boundary(job, plan)
+    return _with_boundary(job, _steady(plan, simulated_s(plan)))
+
+
+def simulated_step_s(job: Job, fleet: Fleet, counts: bool, plan: Plan) -> float:
+    """Seconds of a steady step. `counts`: the model's loss is a sum over a count."""
+    spec = msgspec.structs.replace(plan_spec(job, plan), steps=SCORED_STEPS + plan.period)
+    options = SimulationOptions(clips=job.training.exchanges_norms, counts=counts, header_bytes=HEADER_BYTES)
+    return steady_step_s(simulate(plan, fleet, spec, options))
+
+
+def _steady(plan: Plan, steady_s: float) -> Plan:
+    return msgspec.structs.replace(plan, predicted=msgspec.structs.replace(plan.predicted, steady_s=steady_s))
 
 
 def _with_boundary(job: Job, plan: Plan) -> Plan:
@@ -108,10 +116,14 @@ def plan_for(
     except UserError as e:
         raise type(e)(f"plan file {document}: {e}") from None
     alike = _but_memory(as_limited) == _but_memory(plan.replicas)
-    if alike and (again.predicted, again.sync) == (plan.predicted, plan.sync):
-        return msgspec.structs.replace(plan, replicas=as_limited)  # other limits need other memory
-    note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"
-    return msgspec.structs.replace(again, notes=(*again.notes, note))
+    said = msgspec.structs.replace(plan.predicted, steady_s=0.0)  # which edited limits may change
+    if alike and (again.predicted, again.sync) == (said, plan.sync):
+        again = msgspec.structs.replace(plan, replicas=as_limited)  # other limits need other memory
+    else:
+        note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"
+        again = msgspec.structs.replace(again, notes=(*again.notes, note))
+    counts = prepared.captured.train.count is not None
+    return _steady(again, simulated_step_s(prepared.job, fleet, counts, again))
 
 
 def _but_memory(replicas: Sequence[Replica]) -> list[object]:

@@ -76,7 +76,7 @@ class NotebookObserver(Observer):
 
     def planned(self, plan: Plan, fleet: Fleet, graph: OpGraph) -> None:
         self._rows["plan"] = f"{plan.model} on {', '.join(plan.used)} of fleet {fleet.name}"
-        self._rows["predicted step"] = f"{plan.predicted.step_s:.3g} s"
+        self._rows["predicted step"] = f"{plan.predicted.expected_s:.3g} s"
         self._show()
 
     def stepped(self, done: StepDone) -> None:

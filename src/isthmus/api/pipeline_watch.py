@@ -41,7 +41,7 @@ class PipelineWatch:
         """The run goes on with this plan; it may be the plan of before."""
         self._running = True
         if plan != self._plan:
-            step_s = format_duration(plan.predicted.step_s)
+            step_s = format_duration(plan.predicted.expected_s)
             text = f"{step_s} a step on {', '.join(plan.used)}, as predicted"
             self.watch.fault(RunFault(step=self.watch.done, kind="plan", text=text, plan=plan))
         self._plan, self._epoch = plan, epoch

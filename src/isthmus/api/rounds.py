@@ -89,11 +89,11 @@ def _run(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran |
     else:
         if service is not None:
             job = on_devices(job, max(1, job.runtime.executors))
+        run = FederatedRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done, backend=service)
         if job.has_sites:
             observer.note(
                 "the job's sites take no part: their clients are simulated here; `isthmus serve` trains at sites"
             )
-        run = FederatedRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done, backend=service)
         if run.state_form is not None:
             seen.keeps_states(run.state_form.size_bytes)
         count = len(run.machine.executors)

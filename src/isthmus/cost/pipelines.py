@@ -15,6 +15,7 @@ from isthmus.cost.cut_table import CutTable
 from isthmus.cost.kernel import Bools, Floats, Ints, MessageTimes
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.problem import Problem
+from isthmus.cost.steady import StageTasks
 
 ROUNDING = 1e-12  # relative: so much later is still in time
 
@@ -141,6 +142,28 @@ def timed(
     )
 
 
+def stage_tasks(
+    problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int, recompute: Bools | None = None
+) -> StageTasks:
+    """These pipelines as tasks and messages, with the limits in flight that plans have (`limits.in_flight_limits`) for
+    so many micro-batches: below one where a stage does not fit. `recompute` is that of `timed`."""
+    table, cuts, order = trials.table, trials.cuts, trials.order
+    again = np.zeros(order.shape, dtype=bool) if recompute is None else recompute
+    speed = network.speed[order]
+    forward_s = table.forward_work[cuts] / speed
+    backward_s = table.backward_work[cuts] / speed + again * forward_s
+    messages, held = list(_messages(network, trials)), _held(problem, network, trials, again)
+    if problem.schedule != "gpipe":
+        busy_s = kernel.busiest_s(order, forward_s + backward_s, messages, list(_uplinks_s(problem, trials)))
+        hiding = np.ceil(kernel.round_trips_s(forward_s, backward_s, messages) / busy_s[:, None]) + 1
+        hiding[:, -1] = 1
+        held = np.minimum(held, np.maximum(hiding, order.shape[1] - np.arange(order.shape[1])))
+    else:
+        held = np.where(held < micro_batches, 0, held)
+    held = np.minimum(held, micro_batches)
+    return StageTasks(forward_s, backward_s, held, messages, list(_shared(network, trials)))
+
+
 def joined(several: Sequence[Pipelines]) -> Pipelines:
     """All of them, of equally many stages."""
     return Pipelines(
@@ -171,6 +194,24 @@ def _messages(network: FleetNetwork, trials: Trials) -> Iterator[MessageTimes]:
             forward_wire_s=forward_wire_s,
             backward_wire_s=backward_wire_s,
             sent=forward > 0,
+        )
+
+
+def _shared(network: FleetNetwork, trials: Trials) -> Iterator[MessageTimes]:
+    """Yield the messages of parameters: what two stages share travels as one."""
+    table, cuts = trials.table, trials.cuts
+    for owner, user in table.sharing:
+        there, back = trials.order[:, owner], trials.order[:, user]
+        size = table.shared[cuts, owner, user]
+        wire_s, back_wire_s = size * network.byte_s[there, back], size * network.byte_s[back, there]
+        yield MessageTimes(
+            owner,
+            user,
+            forward_s=wire_s + network.latency[there, back],
+            backward_s=back_wire_s + network.latency[back, there],
+            forward_wire_s=wire_s,
+            backward_wire_s=back_wire_s,
+            sent=size > 0,
         )
 
 

@@ -229,7 +229,7 @@ def _stages(run: WatchedRun, now: Moment, period: PlanPeriod) -> list[Shown]:
             busy=now.last.busy.get(stage.device),
             predicted_busy=(stage.forward_s + stage.backward_s)
             * plan.replicas[stage.replica].micro_batches
-            / (plan.predicted.step_s or 1.0),
+            / (plan.predicted.expected_s or 1.0),
         )
         for number, stage in enumerate(plan_summary(plan, period.fleet).stages)
     ]

@@ -240,6 +240,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     sync_s: float = 0.0  # averaging with other replicas, after the last backward; the mean over the steps of a period
     eq3_step_s: float  # FusionLLM Eq. 3, forward and backward, latency counted in the bottleneck term.
     bottleneck: str  # which device or link sets the period
+    steady_s: float = 0.0  # seconds of a steady step as the simulator has it; 0 where it was not asked
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds per step: the simulator's, or else the closed form's."""
+        return self.steady_s or self.step_s
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):

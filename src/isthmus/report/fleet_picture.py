@@ -253,7 +253,7 @@ def _draw_words(
     slowest: Sequence[tuple[UsedLink, Sequence[PictureSlot]]],
 ) -> None:
     left, top = 0.12 / shape.width, 1 - 0.1 / shape.height
-    title = f"{plan.model} on {plan.fleet}: a step of {format_duration(plan.predicted.step_s)}"
+    title = f"{plan.model} on {plan.fleet}: a step of {format_duration(plan.predicted.expected_s)}"
     figure.text(left, top, title, ha="left", va="top", fontsize=11, fontweight="bold", color=_INK, parse_math=False)
     devices = (
         f"{len(plan.used)} devices in {len(plan.replicas)} replicas"

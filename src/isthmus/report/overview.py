@@ -81,7 +81,7 @@ def _lines(plan: PlanSummary) -> list[str]:
             if replicas > 1
             else []
         ),
-        f"One step should take {format_duration(plan.predicted.step_s)}: {plan.samples_per_s:.4g} samples/s. "
+        f"One step should take {format_duration(plan.predicted.expected_s)}: {plan.samples_per_s:.4g} samples/s. "
         f"What limits it: {_limit(plan.predicted)}.",
     ]
     if plan.price_per_1000_steps:

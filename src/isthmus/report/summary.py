@@ -171,9 +171,9 @@ def plan_summary(plan: Plan, fleet: Fleet) -> PlanSummary:
             stage for number, replica in enumerate(plan.replicas) for stage in _stages(number, replica, fleet)
         ),
         predicted=predicted,
-        samples_per_s=_rate(plan.batch, predicted.step_s),
+        samples_per_s=_rate(plan.batch, predicted.expected_s),
         eq4_samples_per_s=_rate(plan.batch, predicted.eq3_step_s),
-        flops_per_s=_rate(flops, predicted.step_s),
+        flops_per_s=_rate(flops, predicted.expected_s),
         price_per_1000_steps=1000 * step_price(plan, fleet).total,
         constraints=plan.constraints,
         certificate=plan.certificate,

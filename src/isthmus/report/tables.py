@@ -248,12 +248,12 @@ def proof_text(certificate: Certificate) -> str:
     costs = certificate.objective == "cost"
     whose = "possible plan" if is_of_any_plan(certificate.question) else "plan of this planner's kind"
     if certificate.gap == 0:
-        return f"No {whose} is {'cheaper' if costs else 'faster'}: this is proven"
+        return f"By the formula no {whose} is {'cheaper' if costs else 'faster'}: this is proven"
     takes = certificate.lower_bound * (1 + certificate.gap)
     here = f"{1000 * takes:.4g}" if costs else format_duration(takes)
     more = f"{1 + certificate.gap:.1f} times" if certificate.gap >= 1 else f"{100 * certificate.gap:.1f} % more"
     can, this = ("cost less", "this one costs") if costs else ("be faster", "this one takes")
-    return f"No {whose} can {can} than {bound_text(certificate)}; {this} {here} ({more})"
+    return f"By the formula no {whose} can {can} than {bound_text(certificate)}; {this} {here} ({more})"
 
 
 def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:

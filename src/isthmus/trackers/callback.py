@@ -181,7 +181,10 @@ class TrackerCallback(Callback):
             file.write_text(id_ + "\n", encoding="utf-8")
         settings = flat(started.settings)
         if started.plan is not None:
-            settings |= {"plan.predicted_step_s": started.plan.predicted.step_s, "plan.devices": len(started.plan.used)}
+            settings |= {
+                "plan.predicted_step_s": started.plan.predicted.expected_s,
+                "plan.devices": len(started.plan.used),
+            }
         return TrackedRun(
             name=folder.name,
             project=self._track.project,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from isthmus.errors import UserError
 from isthmus.expected_loss import expected_increase
@@ -28,10 +28,13 @@ from isthmus.verification.timing import StepTiming
 _UNCHECKED = BoundCheck(status="unchecked", text="not checked: this is no plan for the problem")
 
 
-def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
+def verify(
+    plan: Plan, question: Question, *, effort: float = 1.0, simulated_s: Callable[[Plan], float] | None = None
+) -> Verdict:
     """Every figure of the document beside one computed from the graph and the fleet alone.
 
-    `effort` is a share of the work that the search for plans below the bound may be.
+    `effort` is a share of the work that the search for plans below the bound may be. `simulated_s` tells seconds of a
+    simulated step, which documents of planned jobs state; without it these are not judged.
 
     Raises UserError where the graph itself cannot be planned; what is wrong with the document is in the verdict.
     """
@@ -63,6 +66,8 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
         pipelines.append(timed(question, packed, [stage.device for stage in replica.stages], again))
     averaging_s = _sync(ledger, plan, graphs, question)
     step_s = _predicted(ledger, plan, pipelines, averaging_s)
+    if plan.predicted.steady_s and simulated_s is not None and not ledger.differences:
+        ledger.close("predicted.steady_s", plan.predicted.steady_s, simulated_s(plan))
     sync = (
         plan.sync if not ledger.differences else ReplicaSync()
     )  # what is not well formed has no rounds to be paid for

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from isthmus.cost import Problem, build_replicas, is_priced, layouts_of, preference
+from isthmus.cost import PlanLayout, Problem, build_replicas, is_priced, layouts_of, preference
 from isthmus.cost.blocks import Blocks, coarse
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.network import FleetNetwork, network_of
@@ -30,6 +30,7 @@ from isthmus.planners.search.exhaustive import exhaustive_plan
 from isthmus.planners.search.one_pipeline import chain, fed, unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
+from isthmus.planners.search.steady_descent import SteadyDescent, is_steady
 from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, rebuilt, recombined
 from isthmus.plans import Plan
 
@@ -45,6 +46,7 @@ MOST_KICKED, MOST_KICKED_ALONE = 100_000, 200_000
 KICKS_EACH, MOST_KICKING = 8, 20  # random beginnings near it, for each of so many devices
 MOST_REPLICAS_KICKED = 12
 """Replicas up to which random moves are tried: with more a neighbour takes milliseconds, and moves gained nothing."""
+STEADY_STARTS, MOST_STEADY = 3, 20_000  # plans from which the descent by the steady step starts, and its work
 DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0  # times the best plan known, up to which another is a start
 MOST_WHOLE = 256  # devices up to which `op_fence` is asked for a plan of all of them
@@ -83,6 +85,7 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         plan = min(found, key=lambda plan: preference(problem, plan))
         return [_certified(problem, plan, relaxed(problem, network, blocks, None), near.fleet.names)]
     refused: FleetTooSmall | None = None
+    steady = score is not None and is_steady(problem)
     plans: list[Plan] = []
     part("one pipeline")
     try:
@@ -110,7 +113,7 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         part("a replica per device")
         plans += replicas_per_device(problem)
         part("moves of cuts and devices")
-        plans += _descended(problem, network, plans)
+        plans += _descended(problem, network, plans, kicked=not steady)
     if not plans:
         assert refused is not None, "a plan of chain is a plan"
         raise refused
@@ -118,7 +121,11 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
         part("simulating the best")
-        plans = sorted(_to_score(plans), key=lambda plan: preference(problem, plan, score(plan)))
+        plans = _judged(problem, _to_score(plans), score)
+    if score is not None and steady:
+        part("moves by simulated time")
+        moved = {_cut_of(plan): plan for plan in _steadily(problem, network, plans)}
+        plans = _judged(problem, [plans[0], *moved.values()], score) + plans[1:]
     return [_certified(problem, plans[0], least, problem.fleet.names), *plans[1:]]
 
 
@@ -153,21 +160,31 @@ def _to_score(plans: Sequence[Plan]) -> list[Plan]:
     """The best of each cut, best first: plans that differ in a codec or a share alone take about the same time."""
     cuts: dict[object, Plan] = {}
     for plan in plans:
-        cuts.setdefault(frozenset((x.order, x.boundaries) for x in layouts_of(plan)), plan)
+        cuts.setdefault(_cut_of(plan), plan)
     tasks = itertools.accumulate(sum(len(r.stages) * r.micro_batches for r in plan.replicas) for plan in cuts.values())
     affordable = sum(total <= MOST_TASKS_SCORED for total in tasks)
     return list(cuts.values())[: min(MOST_SCORED, max(LEAST_SCORED, affordable))]
+
+
+def _cut_of(plan: Plan) -> object:
+    return frozenset((x.order, x.boundaries) for x in layouts_of(plan))
+
+
+def _judged(problem: Problem, plans: Sequence[Plan], score: Score) -> list[Plan]:
+    """The best first."""
+    return sorted(plans, key=lambda plan: preference(problem, plan, score(plan)))
 
 
 def _best_s(plans: Sequence[Plan]) -> float:
     return min((plan.predicted.step_s for plan in plans), default=float("inf"))
 
 
-def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:
-    """Yield the results of the descent from the best plans of one replica and of several, whatever has a limit."""
+def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan], *, kicked: bool) -> Iterator[Plan]:
+    """Yield the results of the descent from the best plans of one replica and of several, whatever has a limit, and
+    from random moves of the best."""
     free = problem.unlimited(problem.constraints.objective)
     value = {id(plan): preference(free, plan)[0] for plan in plans}
-    best, rough = sorted(plans, key=lambda plan: value[id(plan)]), coarse(Blocks(problem), DESCENT_BLOCKS)
+    best = sorted(plans, key=lambda plan: value[id(plan)])
     first_of = {len(plan.replicas): plan for plan in reversed(best)}  # the best with so many replicas
     others = sorted(first_of.values(), key=lambda plan: value[id(plan)])[:MOST_STARTS]
     starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1], *others]
@@ -176,13 +193,12 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
 
     def descended(start: Plan, most: int, kicks: int = 0) -> tuple[Plan | None, int]:
         """Return the plan after the descent, if it is better, and how many neighbours were looked at."""
-        used = {stage.first for replica in start.replicas for stage in replica.stages}
-        descent = Descent(problem, network, Blocks(problem, sorted({*rough.places[1:-1], *used} - {0})), most)
+        descent = Descent(problem, network, _places(problem, layouts_of(start)), most)
         better = descent.run(layouts_of(start), preference(free, start)[0], kicks)
         made = None
         if better is not None:
             with contextlib.suppress(FleetTooSmall):  # two stages may share a device's memory
-                made = keep(build_replicas(problem, better, planner="auto"))
+                made = keep(build_replicas(problem, better[1], planner="auto"))
         return made, most - descent.left
 
     once = {tuple(layouts_of(plan)): plan for plan in starts}.values()
@@ -195,13 +211,36 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
         if left <= 0:
             break
     yield from made
-    if starts:
+    if starts and kicked:
         best_made = min((*made, *starts), key=lambda plan: preference(free, plan))
         if len(best_made.replicas) <= MOST_REPLICAS_KICKED:
             most = MOST_KICKED if len(best_made.replicas) > 1 else MOST_KICKED_ALONE
             plan, _ = descended(best_made, most, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING))
             if plan is not None:
                 yield plan
+
+
+def _steadily(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:
+    """Yield the results of descents by the steady step: from the best plans, and from random moves of the best."""
+    left, kicks = MOST_STEADY, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING)
+    best = float("inf"), layouts_of(plans[0])
+    first_of = {len(plan.replicas): plan for plan in reversed(plans)}  # the best with so many replicas
+    starts = {_cut_of(plan): plan for plan in (*plans[:STEADY_STARTS], *list(first_of.values())[-STEADY_STARTS:])}
+    for plan in (*starts.values(), None):
+        layouts = layouts_of(plan) if plan is not None else best[1]
+        descent = SteadyDescent(problem, network, _places(problem, layouts), left)
+        step_s = descent.step_s(layouts)
+        found = descent.run(layouts, step_s, 0 if plan is not None else kicks)
+        left, best = descent.left, min(best, found or (step_s, layouts), key=lambda pair: pair[0])
+        if found is not None:
+            with contextlib.suppress(FleetTooSmall):
+                yield keep(build_replicas(problem, found[1], planner="auto"))
+
+
+def _places(problem: Problem, layouts: Sequence[PlanLayout]) -> Blocks:
+    """Where cuts may be moved to: so many places, and their own."""
+    used = {position for layout in layouts for position in layout.boundaries}
+    return Blocks(problem, sorted({*coarse(Blocks(problem), DESCENT_BLOCKS).places[1:-1], *used}))
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:

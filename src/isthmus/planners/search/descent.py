@@ -61,7 +61,7 @@ Change = Mapping[int, Sequence[Stages]]
 
 class Found(NamedTuple):
     replicas: Replicas
-    shares: tuple[int, ...] | None  # None of the plan that the descent began with
+    shares: tuple[int, ...]
     value: float  # seconds or money of a step
 
 
@@ -75,11 +75,12 @@ class Descent:
         self._priced = problem.constraints.objective == "cost"
         self._kept: dict[tuple[Stages, int], Pipelines] = {}
 
-    def run(self, layouts: Sequence[PlanLayout], known: float, kicks: int = 0) -> list[PlanLayout] | None:
-        """Better layouts than these, which take `known`, seconds or money by the objective; None where none was found.
-        Cuts are places of `blocks`. After the descent, so many times random moves and a descent from there."""
-        now = self._descended(Found(self._replicas(layouts), None, known))
-        source = random.Random(0)
+    def run(self, layouts: Sequence[PlanLayout], known: float, kicks: int = 0) -> tuple[float, list[PlanLayout]] | None:
+        """Better layouts than these, which take `known`, and what they take, in seconds or money by the objective; None
+        where none was found. Cuts are places of `blocks`. After the descent, so many times random moves and a descent
+        from there."""
+        start = Found(self._replicas(layouts), tuple(layout.micro_batches for layout in layouts), known)
+        now, source = self._descended(start), random.Random(0)
         for _ in range(kicks):
             kicked = self._kicked(now, source)
             if kicked is None or self.left <= 0 or stopped(0):
@@ -87,13 +88,11 @@ class Descent:
             other = self._descended(kicked)
             if other.value < now.value * (1 - TOLERANCE):
                 now = other
-        if now.shares is None:
-            return None
-        names = self.network.names
-        return [
-            PlanLayout(tuple(names[d] for d in r.order), tuple(self.blocks.boundaries(r.ends[1:-1])), share)
-            for r, share in zip(now.replicas, now.shares, strict=True)
-        ]
+        return None if now is start else (now.value, list(map(self._layout, now.replicas, now.shares)))
+
+    def _layout(self, stages: Stages, share: int) -> PlanLayout:
+        order = tuple(self.network.names[d] for d in stages.order)
+        return PlanLayout(order, tuple(self.blocks.boundaries(stages.ends[1:-1])), share)
 
     def _replicas(self, layouts: Sequence[PlanLayout]) -> Replicas:
         number = {name: d for d, name in enumerate(self.network.names)}
@@ -113,7 +112,7 @@ class Descent:
             for change in self._changes(now.replicas):
                 if stopped(len(next(iter(change.values())))):
                     return now
-                found = self._best(now.replicas, change, now.value * (1 - TOLERANCE))
+                found = self._best(now, change, now.value * (1 - TOLERANCE))
                 if found is not None:
                     now, quiet = found, False
                     break
@@ -127,7 +126,7 @@ class Descent:
                 change = source.choice(changes)
                 k = source.randrange(len(next(iter(change.values()))))
                 one = {r: [several[k]] for r, several in change.items()}
-                moved = self._best(now.replicas, one, MOST_LOST * now.value)
+                moved = self._best(now, one, MOST_LOST * now.value)
                 if moved is not None:
                     break
             if moved is None:
@@ -135,17 +134,17 @@ class Descent:
             now = moved
         return now
 
-    def _best(self, now: Replicas, change: Change, goal: float) -> Found | None:
+    def _best(self, now: Found, change: Change, goal: float) -> Found | None:
         """The best of the neighbours, if it is below the goal."""
-        count = len(next(iter(change.values())))
+        count, replicas = len(next(iter(change.values()))), now.replicas
         self.left -= count
-        share = -(-self.problem.micro_batches // len(now))
+        share = -(-self.problem.micro_batches // len(replicas))
         pipelines = [
             self._timed(change[r], share) if r in change else self._as_it_is(stages, share)
-            for r, stages in enumerate(now)
+            for r, stages in enumerate(replicas)
         ]
         rows = np.stack(
-            [np.arange(count) if r in change else np.zeros(count, dtype=np.int64) for r in range(len(now))], axis=1
+            [np.arange(count) if r in change else np.zeros(count, dtype=np.int64) for r in range(len(replicas))], axis=1
         )
         fits = np.all([p.held[rows[:, r]].min(axis=1) >= 1 for r, p in enumerate(pipelines)], axis=0)
         rows = rows[fits]
@@ -158,8 +157,8 @@ class Descent:
         if found is None:
             return None
         k = max(found.rows[r] for r in change)
-        replicas = tuple(change[r][k] if r in change else s for r, s in enumerate(now))
-        return Found(replicas, found.shares, found.value)
+        changed = tuple(change[r][k] if r in change else s for r, s in enumerate(replicas))
+        return Found(changed, found.shares, found.value)
 
     def _as_it_is(self, stages: Stages, share: int) -> Pipelines:
         if (stages, share) not in self._kept:
@@ -167,10 +166,11 @@ class Descent:
         return self._kept[stages, share]
 
     def _timed(self, several: Sequence[Stages], share: int) -> Pipelines:
+        return likely_choice(self.problem, self.network, self._trials(several), share)
+
+    def _trials(self, several: Sequence[Stages]) -> Trials:
         ends, cuts = np.unique(np.array([s.ends for s in several]), axis=0, return_inverse=True)
-        order = np.array([s.order for s in several])
-        trials = Trials(cut_table(self.blocks, ends), cuts.reshape(-1), order)
-        return likely_choice(self.problem, self.network, trials, share)
+        return Trials(cut_table(self.blocks, ends), cuts.reshape(-1), np.array([s.order for s in several]))
 
     def _changes(self, now: Replicas) -> Iterator[Change]:
         used = {d for stages in now for d in stages.order}
@@ -316,7 +316,7 @@ def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro
     plain = timed(problem, network, trials, sent=sent)
     hindered = _hindered(problem, plain) if problem.recompute else np.zeros(len(trials.order), dtype=bool)
     best, best_s = plain, plain.step_s(micro_batches)
-    for stages in (_throttling(plain), plain.held < problem.micro_batches) if hindered.any() else ():
+    for stages in (throttling(plain), plain.held < problem.micro_batches) if hindered.any() else ():
         chosen = stages & hindered[:, None]
         if chosen.any():
             other = timed(problem, network, trials, chosen, sent)
@@ -345,10 +345,10 @@ def _hindered(problem: Problem, plain: Pipelines) -> Bools:
     """[pipelines]: whether memory throttles them, or does not hold what gpipe asks."""
     if problem.schedule == "gpipe":
         return np.less(plain.most, problem.micro_batches)
-    return np.asarray(_throttling(plain).any(axis=1))
+    return np.asarray(throttling(plain).any(axis=1))
 
 
-def _throttling(plain: Pipelines) -> Bools:
+def throttling(plain: Pipelines) -> Bools:
     """[pipelines, stages]: stages whose round trip over what they hold is longer than anything is busy."""
     return np.greater(plain.round_trip_s, plain.busy_s[:, None] * np.maximum(plain.held, 1))
 
