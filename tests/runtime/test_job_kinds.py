@@ -66,6 +66,18 @@ def test_a_pipelines_job_is_no_federated_one(option: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("store.url=nowhere://bucket/run",), "store nowhere://bucket/run: "),
+        (("runtime.backend=ray", "runtime.ray.address=127.0.0.1:1"), "runtime.backend"),
+    ],
+)
+def test_a_dry_run_looks_for_the_store_and_the_cluster(overrides: tuple[str, ...], words: str) -> None:
+    given = [word for override in overrides for word in ("--set", override)]
+    refused(isthmus("train", EXAMPLES / "fed-digits.toml", "--dry-run", *given), 2, words)
+
+
 def test_a_sites_file_is_no_job_and_no_job_a_sites_file(tmp_path: Path) -> None:
     job = write_job(tmp_path, ("a", "b"))
     for command in ("plan", "train", "simulate", "submit", "serve"):

@@ -108,13 +108,10 @@ class FederatedChanges(msgspec.Struct, frozen=True, kw_only=True):
         return FEDERATED.checked(msgspec.structs.replace(job, runtime=runtime, federated=federated))
 
 
-AS_IT_SAYS = FederatedChanges()
-
-
 def read_job(
     path: Path,
     changes: Changes,
-    federated: FederatedChanges = AS_IT_SAYS,
+    federated: FederatedChanges | None = None,
     overrides: Mapping[str, object] = {},
     *,
     others: Mapping[str, object] = {},
@@ -124,6 +121,7 @@ def read_job(
     UserError for an option that the kind of job does not have. `others` are further options, by name, that a federated
     job does not have; None: not given.
     """
+    federated = federated or FederatedChanges()
     if kind_of_file(path) == "pipeline":
         for option, value in _options(federated).items():
             if value is not None:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from isthmus.api.observer import Observer
 from isthmus.api.programs import program_of
+from isthmus.api.ray_executors import USER
 from isthmus.api.run import Run
 from isthmus.api.run_session import Choices, run_session
+from isthmus.api.stored_run import open_store
 from isthmus.errors import PeerError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.run_files import keep_stop, stop_reason
+from isthmus.runtime.launchers.ray_connection import check_cluster
 from isthmus.runtime.processes.signals import Stop
+
+
+def check_here(job: Job | FederatedJob) -> None:
+    """UserError for a job that cannot run here, and for a store or a cluster that it would not have."""
+    program_of(job).check(on_fleet=False)
+    if job.store is not None:
+        open_store(job.store)
+    if isinstance(job, FederatedJob) and job.runtime.backend == "ray":
+        check_cluster(job.runtime.ray.address, USER)
 
 
 def run_job(job: Job | FederatedJob, choices: Choices, observer: Observer, stop: Stop) -> Run:

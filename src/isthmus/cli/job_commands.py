@@ -213,6 +213,7 @@ def train(
     changes = api.job_overrides.FederatedChanges(**vars(federated))
     job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
     if dry_run:
+        api.run_job.check_here(job)
         job = _simulated(job, None, json=json)
         api.pipeline.places_of(job)
         return _plan(job, explain=False, picture=None, json=json, prove=None)

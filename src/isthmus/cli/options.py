@@ -112,13 +112,8 @@ class JobOptions:
 
     def any_job(self, path: Path, federated: FederatedChanges | None = None, **others: object) -> Job | FederatedJob:
         """UserError for options of another kind of job; `others` are further ones that a federated job lacks."""
-        return api.job_overrides.read_job(
-            path,
-            self._changes,
-            federated or api.job_overrides.AS_IT_SAYS,
-            read_overrides(self.overrides or ()),
-            others={f"--{name}": value for name, value in others.items()},
-        )
+        given, options = read_overrides(self.overrides or ()), {f"--{name}": value for name, value in others.items()}
+        return api.job_overrides.read_job(path, self._changes, federated, given, others=options)
 
     def refuse_without_job(self, others: Mapping[str, object]) -> None:
         """UserError for an option that says something of a job; `others` are further ones."""
