@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import isthmus
@@ -162,11 +163,14 @@ def test_a_federated_job_gives_the_bits_of_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_agents_of_this_machine_import_the_modules_of_the_job(tmp_path: Path) -> None:
-    """Beside the job's file, wherever the command is called: with an algorithm and a model of one's own."""
+def test_agents_of_this_machine_have_the_modules_and_the_data_of_the_job(tmp_path: Path) -> None:
+    """Beside the job's file, wherever the command is called: an algorithm, a model and a data file of one's own."""
     command = [sys.executable, "-m", "isthmus"]
     folder, options = tmp_path / "own", ["--on", "local", "--nodes", "2", "--set", "federated.rounds=1"]
     subprocess.run([*command, "init", str(folder), "--task", "federated"], check=True, timeout=WITHIN_S)
+    np.savez(folder / "own.npz", pixel_values=np.ones((600, 1, 8, 8), np.float32), labels=np.arange(600) % 10)
+    text = (folder / "job.toml").read_text().replace('"digits"', '"npz"')
+    (folder / "job.toml").write_text(text.replace("{ holdout = 0.2 }", '{ path = "own.npz", holdout = 0.2 }'))
     for where, job in ((folder, "job.toml"), (tmp_path, "own/job.toml")):
         up = [*command, "up", job, *options]
         subprocess.run([*up, "--run", str(tmp_path / f"run-{where.name}")], cwd=where, check=True, timeout=WITHIN_S)
@@ -198,9 +202,9 @@ def test_agents_of_a_fleet_have_the_names_of_its_machines(tmp_path: Path) -> Non
     asked = UpChoices(engine="local")
     names = agent_names(asked, fleet, None)
     assert names == fleet.names
-    (spec, _) = agent_specs(names, asked, fleet, here=True)
+    (spec, _) = agent_specs(names, asked, fleet, Path())
     assert "--devices" not in spec.arguments, "each machine is one device there"
-    (spec,) = agent_specs(agent_names(asked, None, 1), asked, None, here=False)
+    (spec,) = agent_specs(agent_names(asked, None, 1), asked, None)
     assert (spec.name, spec.arguments[-2:]) == (*numbered_names(1), ("--devices", "auto"))
 
 

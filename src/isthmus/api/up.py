@@ -51,7 +51,8 @@ def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer,
     program = program_of(job)
     fleet = program.engine_fleet(asked.measure)
     launcher.check()
-    specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
+    here = None if launcher.head or job.data is None else Path(job.data.folder)
+    specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here)
     serving = serving_towards(launcher.head, asked.timeout, asked.host, asked.port, asked.addresses)
     folder = folder_of(job, Choices(resume=asked.resume, run=asked.run), observer.note)
     try:
@@ -84,7 +85,7 @@ def rendered(job: Job | FederatedJob, asked: UpChoices) -> str:
     if not isinstance(launcher, Renders):
         raise UserError(f"--dry-run: --on {asked.engine} is handed no file; slurm, kubernetes and skypilot are")
     fleet = program_of(job).engine_fleet(asked.measure)
-    specs = agent_specs(agent_names(asked, fleet, None), asked, fleet, here=False)
+    specs = agent_specs(agent_names(asked, fleet, None), asked, fleet)
     return launcher.render(specs, Path(job.run_dir).absolute())
 
 

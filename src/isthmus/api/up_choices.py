@@ -83,13 +83,15 @@ def agent_names(asked: UpChoices, fleet: Fleet | None, engine_has: int | None) -
     return machines
 
 
-def agent_specs(names: Sequence[str], asked: UpChoices, fleet: Fleet | None, *, here: bool) -> list[AgentSpec]:
-    """Without tickets. `here`: the nodes are this machine."""
+def agent_specs(
+    names: Sequence[str], asked: UpChoices, fleet: Fleet | None, here: Path | None = None
+) -> list[AgentSpec]:
+    """Without tickets. `here` is the folder of the job's data where the nodes are this machine."""
     island = asked.devices_per_node == ISLAND
     arguments = ["--one-owner", "--timeout", asked.timeout, *_devices(asked.devices_per_node, fleet)]
-    data = asked.data or (Path() if here else None)
+    data = asked.data or here
     if data is not None:
-        arguments += ["--data", str(data.absolute() if here else data)]
+        arguments += ["--data", str(data if here is None else data.absolute())]
     if asked.memory:
         arguments += ["--memory", asked.memory]
     return [AgentSpec(name=name, arguments=tuple(arguments), ticket="", island=island) for name in names]
