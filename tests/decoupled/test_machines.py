@@ -461,6 +461,19 @@ def test_a_device_that_is_to_leave_while_it_starts_leaves_when_it_has_come() -> 
     assert str(alone[1]).startswith("no device is left")
 
 
+def test_a_device_that_left_and_is_offered_again_is_called_and_stays() -> None:
+    """It was asked to leave in each of its lives, after one step."""
+    host = Host(calls=True)
+    called = host.look(offers="a")
+    host.join("a")
+    assert whom(host.release("a")) == ["a"]
+    host.machine.disconnected("a")
+    assert ("note", "a has left") in host.look()
+    assert host.look(offers="a") == called
+    host.join("a")
+    assert host.look() == []
+
+
 def closing(host: Host) -> None:
     """Three replicas that have made their last step, one after the other."""
     host.join("a", "b", "c")

@@ -305,6 +305,7 @@ class Merger(Policy[MergerPort], Session):
         absent = self._admissible.intersection(seen.offers) - self.connected
         for device in self._again.due(absent, self.now_s):
             self._processes.add(device)
+            self._leaving.discard(device)  # it left, and has come back
             self.port.note(f"{device} is here, and is called to train")
             self.port.call(device)
 
