@@ -77,7 +77,7 @@ class ClientTrainer:
         self._steps = StepsByRound(work.local, work.rounds)
         if not work.local.is_plain:
             self._steps.check_parameters(self.resident.named(self.resident.vector()))
-        self._data = data
+        self._data, self._redrawn = data, data if isinstance(data, Redrawn) else None
         self._states = states
         self._pacer = pacer or Pacer(lambda seconds, _: seconds)
         self._admit = admit
@@ -368,8 +368,8 @@ class ClientTrainer:
         assert self._phase_id is not None, "a phase is open"
         several = len(tasks) > 1
         source = self._data
-        if isinstance(source, Redrawn):
-            source = source.of_round(self._work.seed, self._phase_id.round - tasks[0].late)
+        if self._redrawn is not None:
+            source = self._redrawn.of_round(self._work.seed, self._phase_id.round - tasks[0].late)
         data = source.load_many([t.client for t in tasks]) if several else source.load(tasks[0].client)
         samples, expected = len(next(iter(data.values()))), sum(t.samples for t in tasks)
         if samples != expected:
