@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator, Mapping
 from unittest import mock
 
-from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, NoDevices, RunRequest
+from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, RunRequest
 from isthmus.runtime.device import stage_runner
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
@@ -15,7 +15,7 @@ from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
 
 
-class _Threads(NoDevices):
+class _Threads(DevicesAtWork):
     def __init__(self, backend: ThreadCrew, call: RunRequest, coordinator: tuple[str, int]) -> None:
         self._ended: dict[str, str] = {}
         self.threads = {

@@ -11,7 +11,7 @@ import torch
 
 from isthmus.data import load_dataset
 from isthmus.protocol.decoupled_events import MergeChanges
-from isthmus.runtime.coordinator.backend import NoDevices
+from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.decoupled import device_replica
 from isthmus.runtime.decoupled.device_replica import serve_replica
 from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
@@ -53,7 +53,7 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
         for name in NAMES[:2]
     ]
 
-    class Devices(NoDevices):
+    class Devices(DevicesAtWork):
         def starting(self, device: str) -> bool:
             return device in NAMES[:2]
 

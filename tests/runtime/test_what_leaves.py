@@ -18,7 +18,7 @@ from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, prepare
 from isthmus.plans.plan import worker_id
-from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, NoDevices, RunRequest
+from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, RunRequest
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device_process import worker_ids
@@ -33,7 +33,7 @@ from .joined_loop import Plain
 FIRST_CLASS, CLASSES, FEATURES = 100, 200, 8
 
 
-class _Working(NoDevices):
+class _Working(DevicesAtWork):
     def starting(self, device: str) -> bool:
         return True
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Generator
 
-from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, NoDevices, RunRequest
+from isthmus.runtime.coordinator.backend import DevicesAtWork, LocalBackend, RunRequest
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.transport.acceptor import Acceptor
@@ -17,7 +17,7 @@ class Crash(Exception):
     """The coordinator ends at once."""
 
 
-class _Working(NoDevices):
+class _Working(DevicesAtWork):
     def starting(self, device: str) -> bool:
         return True
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from isthmus.runtime.coordinator.backend import DevicesAtWork, NoDevices
+from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
@@ -43,7 +43,7 @@ class SessionHost(Generic[SessionT]):
         self.session = session
         self.run = run
         self.timeout_s = timeout_s
-        self.devices: DevicesAtWork = NoDevices()
+        self.devices = DevicesAtWork()
         self.lanes: dict[str, SendLane] = {}  # to the workers that are connected
         self.addresses: dict[str, Address] = {}
         self.over = threading.Event()  # set when nothing follows

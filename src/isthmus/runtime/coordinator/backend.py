@@ -44,44 +44,42 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: Stop = msgspec.field(default_factory=Stop)  # devices are waited for no longer
 
 
-class DevicesAtWork(Protocol):
-    """Devices at work for a run."""
+class DevicesAtWork:
+    """Devices at work for a run; these come by themselves."""
 
     def ended(self) -> Mapping[str, str]:
         """Return how each device's process ended, for those that failed."""
-        ...
+        return {}
 
     def starting(self, device: str) -> bool:
         """Return whether a process of it is known to be there, or on its way."""
-        ...
+        return False
 
     def returns(self, device: str) -> bool:
         """Return whether one that is lost is expected among the offers."""
-        ...
+        return False
 
     def queued(self) -> Collection[str]:
         """Return who waits in the queue of an engine, which starts it at any time."""
-        ...
+        return ()
 
     def offers(self) -> Collection[str]:
         """Return who could work and does not, as far as is known here."""
-        ...
+        return ()
 
     def call(self, device: str) -> None:
         """Have one of them connect to the acceptor, with all its workers."""
-        ...
 
     def leaving(self) -> Collection[str]:
         """Return who is to leave without loss; each is called once."""
-        ...
+        return ()
 
     def bandwidth(self, source: str, target: str) -> float | None:
         """Bytes/s of a link between two devices, probed now; None where that cannot be. Any thread; takes seconds."""
-        ...
+        return None
 
     def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
         """The device has a stage, and has got to others in these ways."""
-        ...
 
 
 def paths_of(device: str, paths: Sequence[PeerPath], worker_ids: Collection[str]) -> list[PeerPath]:
@@ -90,38 +88,7 @@ def paths_of(device: str, paths: Sequence[PeerPath], worker_ids: Collection[str]
     return [msgspec.structs.replace(way, device=other) for other, way in found.items() if other != device]
 
 
-class NoDevices:
-    """Devices come by themselves."""
-
-    def ended(self) -> Mapping[str, str]:
-        return {}
-
-    def starting(self, device: str) -> bool:
-        return False
-
-    def returns(self, device: str) -> bool:
-        return False
-
-    def queued(self) -> Collection[str]:
-        return ()
-
-    def offers(self) -> Collection[str]:
-        return ()
-
-    def call(self, device: str) -> None:
-        pass
-
-    def leaving(self) -> Collection[str]:
-        return ()
-
-    def bandwidth(self, source: str, target: str) -> float | None:
-        return None
-
-    def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
-        pass
-
-
-class StartedProcesses(NoDevices):
+class StartedProcesses(DevicesAtWork):
     """Processes that were started for the run, one for each device: each runs until it is known to have ended."""
 
     def __init__(self, ended: Callable[[], Mapping[str, str]]) -> None:
@@ -262,7 +229,7 @@ class _LocalDataQueries:
         return one[1] == other[1]
 
 
-class _LocalDevices:
+class _LocalDevices(DevicesAtWork):
     def __init__(self, backend: LocalBackend, call: RunRequest, launcher: DeviceProcesses) -> None:
         self._backend = backend
         self._call = call
@@ -278,9 +245,6 @@ class _LocalDevices:
     def returns(self, device: str) -> bool:
         return self._respawn_after_s is not None
 
-    def queued(self) -> Collection[str]:
-        return ()
-
     @property
     def _respawn_after_s(self) -> float | None:
         if self._backend.starts_again and not self._launcher.any_runs:
@@ -295,15 +259,6 @@ class _LocalDevices:
                 if now_s - self._ended_s.setdefault(device, now_s) >= after_s:
                     found.append(device)
         return found
-
-    def leaving(self) -> Collection[str]:
-        return ()
-
-    def bandwidth(self, source: str, target: str) -> float | None:
-        return None
-
-    def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
-        pass
 
     def call(self, device: str) -> None:
         self._ended_s.pop(device, None)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import Tensor
@@ -31,7 +32,7 @@ from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import DevicesAtWork, paths_of
 from isthmus.runtime.coordinator.joiners import Joiners
-from isthmus.runtime.coordinator.run_callbacks import Outcome, RunCallbacks
+from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage, content
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
@@ -44,6 +45,9 @@ from isthmus.runtime.session_host import SessionHost
 from isthmus.trace import Span
 from isthmus.training.layout import header_of
 
+if TYPE_CHECKING:
+    from isthmus.runtime.coordinator.run import RunController
+
 MOST_SPANS = 500_000  # the most spans that a trace keeps: those of days of training would not fit in memory
 FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Diverged, "failed": UserError}
 """The error that each ending of a failed run raises."""
@@ -54,7 +58,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
     """The port of a run's machine."""
 
     def __init__(
-        self, machine: Pipeline, run: str, callbacks: RunCallbacks, *, timeout_s: float, others: Sequence[str] = ()
+        self, machine: Pipeline, run: str, callbacks: RunController, *, timeout_s: float, others: Sequence[str] = ()
     ) -> None:
         """`others` may join besides the devices of the first plan."""
         super().__init__(machine, run, {*machine.devices, *others}, timeout_s=timeout_s)

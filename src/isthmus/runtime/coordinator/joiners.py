@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.runtime.coordinator.run_callbacks import RunCallbacks
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.training.snapshot import stretch_bytes
+
+if TYPE_CHECKING:
+    from isthmus.runtime.coordinator.run import RunController
 
 MOST_STRETCH_BYTES = 1 << 20
 MOST_WAITING = 32
@@ -21,7 +24,7 @@ MOST_WAITING = 32
 class Joiners:
     """Joiners and whom they follow. `check` may be called by any thread, all else by one."""
 
-    def __init__(self, run: str, callbacks: RunCallbacks, lanes: Mapping[str, SendLane]) -> None:
+    def __init__(self, run: str, callbacks: RunController, lanes: Mapping[str, SendLane]) -> None:
         """`lanes` to the devices that are here."""
         self._run = run
         self._callbacks = callbacks

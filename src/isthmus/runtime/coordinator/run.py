@@ -220,9 +220,11 @@ class RunController:
             self._values.load(checkpoint)
 
     def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
+        """A plan for these devices, with its figures. Any thread. UserError when there is none."""
         return self._plans.make(request)
 
     def begin(self, start: EpochStart, layout: StateLayout) -> None:
+        """An epoch begins. What it goes on from is on record when this returns."""
         self._plans.begin(layout)
         self._reached = start.step
         self.peaks.clear()
@@ -253,9 +255,11 @@ class RunController:
         return tuple(msgspec.structs.replace(p, since_s=max(0.0, p.since_s - origin_s)) for p in found)
 
     def give(self, tensors: Mapping[str, Tensor]) -> None:
+        """Parts of the state that the epoch goes on from, out of a device's memory."""
         self._values.give(tensors)
 
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        """Before they are received: PeerError unless they are parts of the model. Any thread."""
         self.now.check_parts(tensors)
 
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
@@ -274,6 +278,7 @@ class RunController:
         return self._holders.digests if self._holders is not None else {}
 
     def is_known(self, device: str) -> bool:
+        """Return whether plans can be made with a device that came: it was asked what data it has."""
         return self._holders is None or self._holders.is_known(device)
 
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
@@ -282,15 +287,18 @@ class RunController:
         return self._values.of(names, prefixes, replica=self.now.replica(device), without=own)
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        """Before they are received: PeerError unless they are the device's part of a checkpoint. Any thread."""
         self.now.check_state(device, tensors)
 
     def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
         return self.now.shapes(parts)
 
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
+        """The parts that optimizers update, and the engine's settings for that."""
         return self.now.owned, self.job.engine()
 
     def opened(self, item: Item) -> WeightAmounts | None:
+        """Devices are about to hear of the item: what it makes leave them is on record when this returns."""
         if self._ledger is not None:
             self._ledger.opened(item, self.job.micro_batch_size, self.now.protection)
         exchanges = self._options.exchanges
@@ -307,6 +315,7 @@ class RunController:
         self._watcher.evaluated(item, sums)
 
     def emulated(self, link: Pair) -> float | None:
+        """Bytes/s of a link that is emulated here. Any thread."""
         return self._plans.emulated(link, self._reached)
 
     def note(self, text: str) -> None:

@@ -1,8 +1,8 @@
-"""Callbacks of a coordinator for its work besides coordination, and the outcome of a run."""
+"""What a coordinator's host and the run around it say to each other: the outcome of a run, weights from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -11,18 +11,12 @@ from torch import Tensor
 from isthmus.disclosure import PrivacySpent
 from isthmus.errors import IsthmusError
 from isthmus.plans import PlanPeriod
-from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.protocol.recovery import StateLayout
 from isthmus.protocol.run_messages import WeightExchange
-from isthmus.protocol.run_ports import Ending, EpochStart, PlanRequest
+from isthmus.protocol.run_ports import Ending
 from isthmus.protocol.work import Item
-from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
-from isthmus.training.engine import EngineConfig
-from isthmus.training.layout import TensorHeader
 
 FaultKind = Literal["joined", "lost", "left"]
 
@@ -69,92 +63,4 @@ class WeightExchanges(Protocol):
     def collected(self, item: Item, values: Mapping[str, Tensor]) -> None:
         """A device's part of what the step's exchange wanted, when the step begins there. It comes again where the step
         is made again."""
-        ...
-
-
-class RunCallbacks(Protocol):
-    """The work of a run besides coordination: plans, assignments, weights, checkpoints, progress."""
-
-    def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
-        """A plan for these devices, with its figures where the run can tell plans apart. Any thread. UserError when
-        there is none."""
-        ...
-
-    def begin(self, start: EpochStart, layout: StateLayout) -> None:
-        """An epoch begins. What it goes on from is to be on record when this returns."""
-        ...
-
-    def give(self, tensors: Mapping[str, Tensor]) -> None:
-        """Parts of the state that the epoch goes on from, out of a device's memory."""
-        ...
-
-    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]: ...
-
-    def is_known(self, device: str) -> bool:
-        """Return whether plans can be made with a device that came: it was asked what data it has."""
-        ...
-
-    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
-        """Return the weights that a device's stage needs, but for the parts that it has itself."""
-        ...
-
-    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
-        """Before they are received: PeerError unless they are the device's part of a checkpoint. Any thread."""
-        ...
-
-    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
-        """Before they are received: PeerError unless they are parts of the model. Any thread."""
-        ...
-
-    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of parts of the model."""
-        ...
-
-    def updates(self) -> tuple[frozenset[str], EngineConfig]:
-        """Return the parts that optimizers update, and the engine's settings for that."""
-        ...
-
-    def opened(self, item: Item) -> WeightAmounts | None:
-        """Devices are about to hear of the item: what it makes leave them is to be on record when this returns. What
-        comes with it, if anything does."""
-        ...
-
-    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
-        """Every device has finished the item; `spans` are those reported since the last call."""
-        ...
-
-    def evaluated(self, item: Item, sums: Sequence[float]) -> None:
-        """A part of an evaluation is done: its losses, counts, and sums and counts of metrics."""
-        ...
-
-    def emulated(self, link: tuple[str, str]) -> float | None:
-        """Bytes/s of a link that is emulated here. Any thread."""
-        ...
-
-    def acknowledged(self, step: int) -> None:
-        """The state after this step is held by more than one device."""
-        ...
-
-    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
-        """A device's part of a checkpoint is here, and the most memory that it had so far."""
-        ...
-
-    def weights_read(self, item: Item, weights: Mapping[str, Tensor]) -> None:
-        """A device's part of what the step's exchange wanted is here."""
-        ...
-
-    def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:
-        """A device's fingerprints of steps are here."""
-        ...
-
-    def commit(self, item: Item, *, finite: bool) -> None:
-        """All parts are here; `finite`: their weights are."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Something that a person may want to know."""
-        ...
-
-    def fault(self, kind: FaultKind, worker: str, reason: str = "") -> None:
-        """A device's worker joins, is lost or leaves."""
         ...

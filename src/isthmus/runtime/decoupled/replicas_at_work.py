@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from isthmus.errors import FleetTooSmall, Interrupted, PeerError
-from isthmus.runtime.coordinator.backend import DevicesAtWork, NoDevices
+from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.decoupled.groups import Groups
 from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.session.failures import reason_and_fault
@@ -18,7 +18,7 @@ END_S = 10.0
 """For a pipeline to end its run by itself."""
 
 
-class ReplicasAtWork(NoDevices):
+class ReplicasAtWork(DevicesAtWork):
     """A pipeline works while its thread runs, and could work if one of its devices is free. A context manager: on
     leaving, pipelines that still run are stopped."""
 

@@ -489,7 +489,7 @@ class FleetCoordinator:
         return frozenset()
 
 
-class _FleetDevices:
+class _FleetDevices(DevicesAtWork):
     def __init__(self, service: FleetCoordinator, call: RunRequest) -> None:
         self._service = service
         self._call = call
