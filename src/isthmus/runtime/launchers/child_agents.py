@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Protocol
 
 from isthmus.errors import PeerError
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
-from isthmus.runtime.processes.children import wait_for_children
+from isthmus.runtime.processes.children import SIGNAL_S, Child, end_children, kill_child
 
 GRACE_S = 15.0  # for an agent to end by itself, with its device processes
-SIGNAL_S = 2.0
+
+
+class AgentProcess(Child, Protocol):
+    """A `Child` whose parent-death pipe is its standard input."""
+
+    def write(self, data: bytes) -> None:
+        """To its standard input; nothing where it has ended."""
+        ...
 
 
 class ChildAgents:
@@ -26,23 +33,46 @@ class ChildAgents:
 
     def __init__(self, log: Callable[[str, str], None]) -> None:
         self._log = log
-        self._agents: dict[str, _ChildAgent] = {}
+        self._agents: dict[str, AgentProcess] = {}
+        self._reading: list[threading.Thread] = []
 
     def start(self, agent: AgentSpec, command: Sequence[str]) -> None:
         """In place of one of this name that has ended. PeerError where the command cannot be run."""
         before = self._agents.pop(agent.name, None)
         if before is not None:
-            before.signal(signal.SIGKILL)
-            before.let_go()
-        self._agents[agent.name] = _ChildAgent(agent, command, self._log)
+            kill_child(before)
+        process, output = self.begin(agent.name, command)
+        self._agents[agent.name] = process
+        process.write(f"{agent.ticket}\n".encode())
+        thread = threading.Thread(target=self._read, args=(agent.name, output), name="agent output", daemon=True)
+        self._reading.append(thread)
+        thread.start()
+
+    def begin(self, name: str, command: Sequence[str]) -> tuple[AgentProcess, IO[bytes]]:
+        """Return the process of an agent, and what it prints."""
+        process = _ChildAgent(name, command)
+        return process, process.output
 
     def states(self) -> Mapping[str, AgentState]:
         return {name: state_of(agent.poll()) for name, agent in self._agents.items()}
 
     def stop(self) -> None:
-        """Each ends by itself once its input closes. What does not is killed, with its process group."""
-        _end(self._agents.values())
+        """Each ends by itself once its input closes. What does not is killed."""
+        for agent in self._agents.values():
+            agent.let_go()
+        end_children(self._agents.values(), GRACE_S)
+        self.close()
+        for thread in self._reading:
+            thread.join(SIGNAL_S)
         self._agents.clear()
+
+    def close(self) -> None:
+        """All agents have ended."""
+
+    def _read(self, name: str, output: IO[bytes]) -> None:
+        with output:
+            for line in output:
+                self._log(name, line.decode(errors="replace").rstrip())
 
 
 def state_of(code: int | None) -> AgentState:
@@ -52,39 +82,23 @@ def state_of(code: int | None) -> AgentState:
     return AgentState.LOST if code else AgentState.ENDED
 
 
-def _end(agents: Collection[_ChildAgent]) -> None:
-    for agent in agents:
-        agent.close_input()
-    wait_for_children(agents, GRACE_S)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for agent in agents:
-            agent.signal(number)
-        wait_for_children(agents, SIGNAL_S)
-    for agent in agents:
-        agent.let_go()
-
-
 class _ChildAgent:
-    """A `Child`, leader of a process group: Ctrl-C reaches the command that started it alone."""
+    """Leader of a process group: Ctrl-C reaches the command that started it alone."""
 
-    def __init__(self, agent: AgentSpec, command: Sequence[str], log: Callable[[str, str], None]) -> None:
+    def __init__(self, name: str, command: Sequence[str]) -> None:
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
             )
         except OSError as e:
-            raise PeerError(f"{agent.name}: cannot start {command[0]}: {e.strerror or e}") from None
-        assert self._process.stdin is not None, "asked for"
-        with contextlib.suppress(OSError):  # it has ended, as its state tells
-            self._process.stdin.write(f"{agent.ticket}\n".encode())
-            self._process.stdin.flush()
-        self._reading = threading.Thread(target=self._read, args=(agent.name, log), name="agent output", daemon=True)
-        self._reading.start()
+            raise PeerError(f"{name}: cannot start {command[0]}: {e.strerror or e}") from None
+        assert self._process.stdin is not None and self._process.stdout is not None, "asked for"
+        self._input, self.output = self._process.stdin, self._process.stdout
 
-    def _read(self, name: str, log: Callable[[str, str], None]) -> None:
-        assert self._process.stdout is not None, "asked for"
-        for line in self._process.stdout:
-            log(name, line.decode(errors="replace").rstrip())
+    def write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has ended, as its state tells
+            self._input.write(data)
+            self._input.flush()
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -98,14 +112,6 @@ class _ChildAgent:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
-    def close_input(self) -> None:
-        assert self._process.stdin is not None, "asked for"
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-
     def let_go(self) -> None:
-        """The process has ended, or cannot be ended."""
-        self.close_input()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(SIGNAL_S)
-        self._reading.join(SIGNAL_S)
+        with contextlib.suppress(OSError):
+            self._input.close()

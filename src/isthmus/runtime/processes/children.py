@@ -38,16 +38,22 @@ class Child(Protocol):
         ...
 
 
-def end_children(children: Collection[Child], *, halted: bool) -> None:
-    """End those that still run. With `halted`, they were asked to halt, and first get the time to do so."""
-    if halted:
-        wait_for_children(children, HALT_S)
+def end_children(children: Collection[Child], within_s: float = 0.0) -> None:
+    """End those that still run; `within_s`: for so long they may end by themselves first, as they were asked to."""
+    wait_for_children(children, within_s)
     for number in (signal.SIGTERM, signal.SIGKILL):
         for child in children:
             child.signal(number)
         wait_for_children(children, SIGNAL_S)
     for child in children:
         child.let_go()
+
+
+def kill_child(child: Child) -> None:
+    """At once: another takes its place."""
+    child.signal(signal.SIGKILL)
+    child.let_go()
+    wait_for_children([child], SIGNAL_S)
 
 
 def wait_for_children(children: Collection[Child], timeout_s: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from isthmus.runtime.processes.children import SIGNAL_S, end_children, how_it_ended, wait_for_children
+from isthmus.runtime.processes.children import HALT_S, end_children, how_it_ended, kill_child
 from isthmus.runtime.processes.early_fork import fork_early, standing_for
 from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
 from isthmus.runtime.processes.place import ProcessOptions, ProcessPlace
@@ -84,9 +83,7 @@ class DeviceProcesses:
         on."""
         before = self._children.get(device)
         if before is not None:
-            before.signal(signal.SIGKILL)
-            before.let_go()
-            wait_for_children([before], SIGNAL_S)
+            kill_child(before)
         given = ProcessOptions(
             coordinator=self._coordinator,
             device=device,
@@ -133,7 +130,7 @@ class DeviceProcesses:
 
     def end(self, *, halted: bool = True) -> None:
         """End the processes that still run. With `halted`, they were asked to halt, and first get the time to do so."""
-        end_children(self._children.values(), halted=halted)
+        end_children(self._children.values(), HALT_S if halted else 0.0)
         if self._kept is None:
             self._fork_servers.end()
 

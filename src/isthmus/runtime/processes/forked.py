@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from isthmus.errors import InternalError, IsthmusError, UserError
-from isthmus.runtime.processes.children import end_children, end_with_parent, how_it_ended
+from isthmus.runtime.processes.children import HALT_S, end_children, end_with_parent, how_it_ended
 
 
 class _Copy:
@@ -89,7 +89,7 @@ class Forked:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end_children(self._copies.values(), halted=kind is None)  # after an error nobody told them
+        end_children(self._copies.values(), HALT_S if kind is None else 0.0)  # after an error nobody told them
 
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
