@@ -8,16 +8,13 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
+from isthmus.report.drawing import COLOURS, INK, figure_of, save, style
 
-# Okabe and Ito's palette, as in the other pictures.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_INK, _FAINT = "#222222", "#666666"
 MOST_EXECUTORS = 24
 MOST_SITES = 10  # clients or sites that have a line of their own
 MOST_EDGED = 100  # clients of an executor that are drawn with a gap between them
@@ -39,12 +36,12 @@ def draw_evaluations(evaluations: Sequence[tuple[int, Evaluation]], path: Path, 
     first.remove()
     for place, (name, points, each) in enumerate(shown):
         axes = figure.add_subplot(len(shown), 1, place + 1)
-        _style(axes)
+        style(axes)
         _draw_metric(axes, name, points, each)
         if place == 0:
             _legend_above(axes)
-    figure.axes[-1].set_xlabel(axis, color=_INK)
-    _save(figure, path)
+    figure.axes[-1].set_xlabel(axis, color=INK)
+    save(figure, path)
     return True
 
 
@@ -53,23 +50,23 @@ def _draw_metric(
 ) -> None:
     if points:
         dot = "o" if len(points) == 1 else ""
-        axes.plot(*zip(*points, strict=True), color=_COLOURS[0], linewidth=1.8, marker=dot, label="held-out samples")
+        axes.plot(*zip(*points, strict=True), color=COLOURS[0], linewidth=1.8, marker=dot, label="held-out samples")
     if each:
         numbers = [number for number, _ in each]
         mean = np.array([c.mean for _, c in each])
         spread = np.array([c.deviation for _, c in each])
         low, high, label = mean - spread, mean + spread, "one standard deviation"
-        axes.fill_between(numbers, low, high, color=_COLOURS[2], alpha=0.15, linewidth=0, label=label)
-        axes.plot(numbers, mean, color=_COLOURS[2], linewidth=1.4, label="mean of clients, each on its own data")
+        axes.fill_between(numbers, low, high, color=COLOURS[2], alpha=0.15, linewidth=0, label=label)
+        axes.plot(numbers, mean, color=COLOURS[2], linewidth=1.4, label="mean of clients, each on its own data")
         worst = [c.worst_decile for _, c in each]
-        axes.plot(numbers, worst, color=_COLOURS[1], linewidth=1.4, label="mean of the worst tenth of clients")
+        axes.plot(numbers, worst, color=COLOURS[1], linewidth=1.4, label="mean of the worst tenth of clients")
         names = sorted({who for _, c in each for who in c.each})
         for number, who in enumerate(names if len(names) <= MOST_SITES else ()):
             own = [(at, c.each[who]) for at, c in each if who in c.each]
             said = f"client {who}" if who.isdigit() else who
-            style, colour = (":", "-.")[number // len(_COLOURS)], _COLOURS[number % len(_COLOURS)]
+            style, colour = (":", "-.")[number // len(COLOURS)], COLOURS[number % len(COLOURS)]
             axes.plot(*zip(*own, strict=True), color=colour, linewidth=0.8, linestyle=style, label=said)
-    axes.set_ylabel(name, color=_INK)
+    axes.set_ylabel(name, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     if name.endswith("accuracy"):
         axes.set_ylim(-0.02, 1.02)  # lines at 0 and 1 are seen
@@ -85,18 +82,18 @@ def draw_round_timeline(line: RoundLine, path: Path) -> None:
         bars = list(zip(np.cumsum(seconds) - seconds, seconds, strict=True))
         edge = 0.4 if len(bars) <= MOST_EDGED else 0.0  # of many, edges would be all that is seen
         axes.broken_barh(
-            bars, (row - 0.35, 0.7), facecolors=(_COLOURS[0], _COLOURS[5]), edgecolor="white", linewidth=edge
+            bars, (row - 0.35, 0.7), facecolors=(COLOURS[0], COLOURS[5]), edgecolor="white", linewidth=edge
         )
     if line.record.predicted_s is not None:
-        axes.axvline(line.record.predicted_s, color=_INK, linewidth=1, linestyle=(0, (5, 3)), label="planned")
+        axes.axvline(line.record.predicted_s, color=INK, linewidth=1, linestyle=(0, (5, 3)), label="planned")
         _legend_above(axes)
     axes.set_yticks(range(len(names)), labels=names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
     of = f", {len(names)} of {len(line.record.trained)} executors" if len(names) < len(line.record.trained) else ""
     last = ", last pass" if line.record.earlier_s else ""
-    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}{last}{of}", color=_INK)
-    _save(figure, path)
+    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}{last}{of}", color=INK)
+    save(figure, path)
 
 
 def draw_throughput(lines: Sequence[RoundLine], path: Path) -> bool:
@@ -106,8 +103,8 @@ def draw_throughput(lines: Sequence[RoundLine], path: Path) -> bool:
         return False
     last = planned[-1]
     figure, axes = _figure()
-    names = sorted(last.record.lines, key=lambda name: (len(name), name))[: len(_COLOURS)]
-    for name, colour in zip(names, _COLOURS, strict=False):
+    names = sorted(last.record.lines, key=lambda name: (len(name), name))[: len(COLOURS)]
+    for name, colour in zip(names, COLOURS, strict=False):
         points = [(t.samples, t.seconds) for line in planned[-20:] for t in line.record.trained.get(name, ())]
         if not points:
             continue
@@ -116,12 +113,12 @@ def draw_throughput(lines: Sequence[RoundLine], path: Path) -> bool:
         ends = np.array([0.0, samples.max()])
         fitted = last.record.lines[name]
         axes.plot(ends, fitted.fixed_s + fitted.seconds_per_sample * ends, color=colour, linewidth=1.6, label=name)
-    axes.set_xlabel("samples of a client", color=_INK)
-    axes.set_ylabel("seconds", color=_INK)
+    axes.set_xlabel("samples of a client", color=INK)
+    axes.set_ylabel("seconds", color=INK)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save(figure, path)
     return True
 
 
@@ -131,20 +128,6 @@ def _legend_above(axes: Axes) -> None:
 
 
 def _figure(height: float = 4.5) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7.5, height), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _style(axes)
+    figure, axes = figure_of(7.5, height, dpi=160)
+    style(axes)
     return figure, axes
-
-
-def _style(axes: Axes) -> None:
-    axes.tick_params(colors=_FAINT, labelsize=9)
-    axes.grid(color="#E4E4E4", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, format="png", metadata={"Software": "isthmus"})

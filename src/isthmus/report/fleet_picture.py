@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
+from isthmus.report.drawing import FAINT, INK, Look, save, write
 from isthmus.report.link_uses import UsedLink, link_uses_of
 from isthmus.units import format_bandwidth, format_duration, format_size
 
@@ -36,7 +37,7 @@ MOST_MARKED = 5
 MOST_HARDWARE = 3
 MOST_WRITTEN = 10  # devices up to which each cell holds its figures
 
-_INK, _FAINT, _FRAME, _SLOW = "#222222", "#666666", "#111111", "#D55E00"
+_FRAME, _SLOW = "#111111", "#D55E00"
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#F7F4EC", "#C9D3DC", "#8AA4BC", "#4D6F93", "#1D3C66"])
 _DPI = 160
 
@@ -77,7 +78,7 @@ def draw_plan(plan: Plan, fleet: Fleet, path: Path) -> None:
     _draw_words(figure, plan, shape, undrawn, [(use, slots) for use in slowest])
     if hardware:
         _draw_faint(figure, 0.12 / shape.width, 1 - 0.54 / shape.height, hardware, "top", 8.5)
-    figure.savefig(path, format="png", metadata={"Software": "isthmus"})
+    save(figure, path)
 
 
 def _shape(slots: Sequence[PictureSlot], marked: int) -> _FleetShape:
@@ -111,36 +112,15 @@ def _frame(axes: Axes, uses: Sequence[UsedLink], slowest: Sequence[UsedLink], sh
         frame = _inside(use)
         frame.set(facecolor="none", edgecolor=_SLOW, linewidth=1.6 * thin, zorder=5, path_effects=halo)
         axes.add_patch(frame)
+        circle: Look = {"facecolor": "white", "edgecolor": _SLOW, "linewidth": 0.8}
+        look: Look = {"fontweight": "bold", "color": INK, "zorder": 6}
         if shape.cell >= 0.25:
-            axes.annotate(
-                str(rank),
-                (use.target - 0.5, use.source - 0.5),
-                (3, -3),
-                textcoords="offset points",
-                ha="left",
-                va="top",
-                fontsize=8,
-                fontweight="bold",
-                color=_INK,
-                zorder=6,
-                bbox={"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": _SLOW, "linewidth": 0.8},
-            )
+            look["bbox"] = {"boxstyle": "circle,pad=0.15", **circle}
+            write(axes, str(rank), (use.target - 0.5, use.source - 0.5), (3, -3), "left top", 8, **look)
         else:  # the number stands beside a small cell, on the side away from the diagonal
-            side = 1 if use.target > use.source else -1
-            axes.annotate(
-                str(rank),
-                (use.target, use.source),
-                (side * 9, side * 9),
-                textcoords="offset points",
-                ha="center",
-                va="center",
-                fontsize=8,
-                fontweight="bold",
-                color=_INK,
-                zorder=6,
-                annotation_clip=False,
-                bbox={"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": _SLOW, "linewidth": 0.8},
-            )
+            side = 9 if use.target > use.source else -9
+            look |= {"bbox": {"boxstyle": "circle,pad=0.12", **circle}, "annotation_clip": False}
+            write(axes, str(rank), (use.target, use.source), (side, side), "center center", 8, **look)
 
 
 def _inside(use: UsedLink) -> Rectangle:
@@ -170,7 +150,7 @@ def _write_cells(axes: Axes, fleet: Fleet, slots: Sequence[PictureSlot], norm: L
 
 def _ink_on(ground: str | tuple[float, float, float]) -> str:
     red, green, blue = to_rgb(ground)
-    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else _INK
+    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else INK
 
 
 def _draw_slots(axes: Axes, slots: Sequence[PictureSlot], shape: _FleetShape) -> None:
@@ -188,38 +168,20 @@ def _draw_slots(axes: Axes, slots: Sequence[PictureSlot], shape: _FleetShape) ->
             )
         if slot.label and shape.cell >= 0.2:
             middle = -0.5 - gap - strip / 2
+            small = min(8.0, size)
             for x, y in ((middle, k), (k, middle)):
-                axes.text(
-                    x,
-                    y,
-                    slot.label,
-                    ha="center",
-                    va="center",
-                    fontsize=min(8.0, size),
-                    color=_ink_on(slot.colour),
-                    clip_on=False,
-                )
+                axes.text(x, y, slot.label, ha="center", va="center", size=small, color=_ink_on(slot.colour))
         away = -0.5 - 2 * gap - strip
-        colour = _INK if slot.label else _FAINT
+        colour = INK if slot.label else FAINT
         for x, y, across, along, turned in ((away, k, "right", "center", 0), (k, away, "center", "bottom", 90)):
-            axes.text(
-                x,
-                y,
-                _short(slot.device),
-                ha=across,
-                va=along,
-                rotation=turned,
-                fontsize=size,
-                color=colour,
-                clip_on=False,
-                parse_math=False,
-            )
+            place: Look = {"ha": across, "va": along, "rotation": turned}
+            axes.text(x, y, _short(slot.device), fontsize=size, color=colour, parse_math=False, **place)
     axes.set_xlim(-0.5, count - 0.5)
     axes.set_ylim(count - 0.5, -0.5)
     axes.xaxis.set_major_locator(NullLocator())
     axes.yaxis.set_major_locator(NullLocator())
     for spine in axes.spines.values():
-        spine.set_color(_FAINT)
+        spine.set_color(FAINT)
         spine.set_linewidth(0.6)
     axes.set_facecolor("white")
 
@@ -241,8 +203,8 @@ def _draw_bar(figure: Figure, norm: LogNorm, shape: _FleetShape, bottom: float) 
     axes.yaxis.set_major_locator(LogLocator(10) if wide else FixedLocator(list(np.geomspace(low, high, 4))))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda bits, _: format_bandwidth(bits / 8)))
-    axes.tick_params(labelsize=7.5, colors=_FAINT)
-    axes.set_title("bandwidth", fontsize=8, color=_FAINT, loc="left")
+    axes.tick_params(labelsize=7.5, colors=FAINT)
+    axes.set_title("bandwidth", fontsize=8, color=FAINT, loc="left")
 
 
 def _draw_words(
@@ -254,7 +216,7 @@ def _draw_words(
 ) -> None:
     left, top = 0.12 / shape.width, 1 - 0.1 / shape.height
     title = f"{plan.model} on {plan.fleet}: a step of {format_duration(plan.predicted.expected_s)}"
-    figure.text(left, top, title, ha="left", va="top", fontsize=11, fontweight="bold", color=_INK, parse_math=False)
+    figure.text(left, top, title, ha="left", va="top", fontsize=11, fontweight="bold", color=INK, parse_math=False)
     devices = (
         f"{len(plan.used)} devices in {len(plan.replicas)} replicas"
         if len(plan.replicas) > 1
@@ -273,7 +235,7 @@ def _draw_words(
         ha="left",
         va="center",
         fontsize=8.5,
-        color=_INK,
+        color=INK,
     )
     for rank, (use, slots) in enumerate(slowest):
         text = (
@@ -284,7 +246,7 @@ def _draw_words(
 
 
 def _draw_faint(figure: Figure, x: float, y: float, text: str, along: str, size: float) -> None:
-    figure.text(x, y, text, ha="left", va=along, fontsize=size, color=_FAINT, parse_math=False)
+    figure.text(x, y, text, ha="left", va=along, fontsize=size, color=FAINT, parse_math=False)
 
 
 def _hardware(plan: Plan, fleet: Fleet) -> str:

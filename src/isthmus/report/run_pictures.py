@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
 from isthmus.errors import UserError
+from isthmus.report.drawing import COLOURS, FAINT, INK, OF_ROWS, Look, figure_of, save, style, write
 
-# Okabe and Ito's palette, as in the timeline.
-_TRAIN, _HELD_OUT, _INK, _FAINT = "#0072B2", "#D55E00", "#222222", "#666666"
+_TRAIN, _HELD_OUT = COLOURS[:2]
 _LOG_RANGE = 20.0  # from this ratio of largest to smallest loss on, a linear axis would flatten the end of the run
 
 
@@ -38,39 +36,18 @@ def draw_loss(
     losses = np.concatenate([train[:, 1], held[:, 1]])
     if not losses.size:
         raise UserError("loss: got no finite loss to draw, expected at least one")
-    figure = Figure(figsize=(7.5, 4.5), dpi=200, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = figure_of(7.5, 4.5, dpi=200)
     _draw_train(axes, train)
     if len(held):
-        axes.plot(
-            held[:, 0],
-            held[:, 1],
-            color=_HELD_OUT,
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            linewidth=1.2,
-            label="held out",
-            zorder=4,
-        )
-        axes.annotate(
-            f"{held[-1, 1]:.3g}",
-            (held[-1, 0], held[-1, 1]),
-            (0, 7),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            fontsize=9,
-            color=_HELD_OUT,
-            fontweight="bold",
-            zorder=5,
-        )
+        dots: Look = {"marker": "o", "markersize": 5, "markeredgecolor": "white"}
+        axes.plot(held[:, 0], held[:, 1], color=_HELD_OUT, linewidth=1.2, label="held out", zorder=4, **dots)
+        look: Look = {"color": _HELD_OUT, "fontweight": "bold", "zorder": 5}
+        write(axes, f"{held[-1, 1]:.3g}", (held[-1, 0], held[-1, 1]), (0, 7), "right bottom", 9, **look)
     drawn = {name: value for name, value in references.items() if math.isfinite(value)}
     everything = np.concatenate([losses, np.array(list(drawn.values()), dtype=float)])
     _draw_references(axes, drawn)
     _draw_axes(axes, everything, unit)
-    figure.savefig(path, format="png", metadata={"Software": "isthmus"})
+    save(figure, path)
 
 
 def smoothed(losses: NDArray[np.float64], window: int) -> NDArray[np.float64]:
@@ -102,19 +79,9 @@ def _draw_train(axes: Axes, train: NDArray[np.float64]) -> None:
 
 def _draw_references(axes: Axes, references: Mapping[str, float]) -> None:
     for name, value in references.items():
-        axes.axhline(value, color=_FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
-        axes.annotate(
-            f"{name} {value:.3g}",
-            (1, value),
-            (-4, 2),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            fontsize=8,
-            color=_FAINT,
-            parse_math=False,
-        )
+        axes.axhline(value, color=FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
+        text = f"{name} {value:.3g}"
+        write(axes, text, (1, value), (-4, 2), "right bottom", 8, xycoords=OF_ROWS, parse_math=False)
 
 
 def _draw_axes(axes: Axes, losses: NDArray[np.float64], unit: str) -> None:
@@ -123,21 +90,17 @@ def _draw_axes(axes: Axes, losses: NDArray[np.float64], unit: str) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel(f"loss ({unit})", color=_INK, parse_math=False)
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel(f"loss ({unit})", color=INK, parse_math=False)
     axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
-    axes.tick_params(colors=_FAINT, labelsize=9)
-    axes.grid(color="#E4E4E4", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    style(axes)
     for side in ("left", "bottom"):
-        axes.spines[side].set_color(_FAINT)
+        axes.spines[side].set_color(FAINT)
     axes.margins(x=0.02)
     axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=9, loc="upper right")
 
 
-_LINE, _FAULT, _STOPPED = "#0072B2", "#D55E00", "#F0E442"  # Okabe and Ito's palette
+_LINE, _FAULT, _STOPPED = *COLOURS[:2], "#F0E442"
 
 
 def draw_faults(
@@ -149,9 +112,7 @@ def draw_faults(
     seconds: float,
 ) -> None:
     """`done_s`: when each step was done; `faults`: time and name; `stopped_s`: from when to when no device trained."""
-    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = figure_of(8.0, 4.0, dpi=150)
     times = [0.0, *(time_s for time_s, _ in done_s), seconds]
     steps = [0, *(step + 1 for _, step in done_s), done_s[-1][1] + 1 if done_s else 0]
     for number, (start_s, end_s) in enumerate(stopped_s):
@@ -167,4 +128,4 @@ def draw_faults(
     axes.set_ylabel("steps")
     axes.set_ylim(bottom=0)
     axes.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)

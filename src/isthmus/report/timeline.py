@@ -27,6 +27,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from isthmus.errors import UserError
+from isthmus.report.drawing import FAINT, INK, OF_ROWS, Look, save, write
 from isthmus.report.summary import prediction_error
 from isthmus.trace import Span, Trace, steady_step_s, step_bounds
 
@@ -54,7 +55,7 @@ _MARGIN = 8.0  # points between the figure's edge and its text
 _GAP = 8.0  # points between two texts of one line
 _BOLD = 1.15  # how much wider a text is in bold, at most
 _NOTES = 3  # at most, and how many more there are
-_INK, _FAINT, _GROUND = "#222222", "#666666", "#F1F1F1"
+_GROUND = "#F1F1F1"
 
 
 class _Window(NamedTuple):
@@ -126,8 +127,8 @@ def draw_timeline(
     _draw_heading(figure, predicted, measured, shape, height, windows)
     for line, text in enumerate(reversed(notes)):
         place = _MARGIN / 72 / shape.width, (0.06 + 0.18 * line) / height
-        figure.text(*place, text, ha="left", va="bottom", fontsize=8, color=_INK)
-    figure.savefig(path, format="png", metadata={"Software": "isthmus"})
+        figure.text(*place, text, ha="left", va="bottom", fontsize=8, color=INK)
+    save(figure, path)
 
 
 def _window(trace: Trace, steps: int) -> _Window:
@@ -198,17 +199,9 @@ def _draw_panel(
             if span.track == "compute":
                 busy_s += span.end_s - span.start_s
                 if bar.left >= 0 and _fits(span, number_size, points_per_s):
-                    axes.text(
-                        bar.left + bar.width / 2,
-                        bar.top + bar.height / 2,
-                        str(span.micro_batch),
-                        color=_INK,
-                        ha="center",
-                        va="center_baseline",
-                        fontsize=number_size,
-                        zorder=3,
-                        clip_on=True,
-                    )
+                    middle = bar.left + bar.width / 2, bar.top + bar.height / 2
+                    place: Look = {"ha": "center", "va": "center_baseline", "zorder": 3, "clip_on": True}
+                    axes.text(*middle, str(span.micro_batch), color=INK, fontsize=number_size, **place)
         _draw_names(axes, row, device, busy_s / window.end_s, shape)
     for colour, group in bars.items():
         _draw_bars(axes, colour, group, points_per_s)
@@ -232,7 +225,7 @@ def _draw_bars(axes: Axes, colour: str, bars: list[_Bar], points_per_s: float) -
 def _draw_steps(axes: Axes, window: _Window, shape: _TimelineShape, points_per_s: float) -> None:
     """Labels over their steps, moved to the right where they would touch what is written before them."""
     for start in window.starts_s:
-        axes.axvline(start, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=4)
+        axes.axvline(start, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=4)
     taken = _MARGIN - shape.left * 72 + _text_width_in(window.title, 10) * 72 * _BOLD
     for number, (start, end) in enumerate(pairwise(window.starts_s)):
         label = f"step {window.step + number}: {_time(end - start)}"
@@ -240,41 +233,11 @@ def _draw_steps(axes: Axes, window: _Window, shape: _TimelineShape, points_per_s
         left = max((start + end) / 2 * points_per_s - width / 2, taken + _GAP)
         if left + width > shape.plot_width * 72:  # steps that are short beside their tails: no room for all labels
             break
-        axes.annotate(
-            label,
-            (0, 1),
-            (left, 3),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            ha="left",
-            va="bottom",
-            fontsize=8,
-            color=_FAINT,
-        )
+        write(axes, label, (0, 1), (left, 3), "left bottom", 8, xycoords="axes fraction")
         taken = left + width
-    axes.annotate(
-        window.title,
-        (0, 1),
-        (_MARGIN - shape.left * 72, 4),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        ha="left",
-        va="bottom",
-        fontsize=10,
-        fontweight="bold",
-        color=_INK,
-    )
-    axes.annotate(
-        "busy",
-        (1, 1),
-        (5, 3),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        ha="left",
-        va="bottom",
-        fontsize=8,
-        color=_FAINT,
-    )
+    bold = {"xycoords": "axes fraction", "fontweight": "bold", "color": INK}
+    write(axes, window.title, (0, 1), (_MARGIN - shape.left * 72, 4), "left bottom", 10, **bold)
+    write(axes, "busy", (1, 1), (5, 3), "left bottom", 8, xycoords="axes fraction")
 
 
 def _lane(span: Span) -> tuple[float, float]:
@@ -309,61 +272,29 @@ def _fits(span: Span, size: float, points_per_s: float) -> bool:
 
 def _draw_names(axes: Axes, row: int, device: str, busy: float, shape: _TimelineShape) -> None:
     middle = row + 0.5
+    of_row = {"xycoords": OF_ROWS, "annotation_clip": False}
     if shape.row >= 0.5:
         for (top, height), label in ((_SEND, "send"), (_RECEIVE, "receive")):
-            axes.annotate(
-                label,
-                (0, row + top + height / 2),
-                (-4, 0),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                fontsize=6,
-                color=_FAINT,
-                annotation_clip=False,
-            )
+            write(axes, label, (0, row + top + height / 2), (-4, 0), "right center", 6, **of_row)
         middle = row + _COMPUTE[0] + _COMPUTE[1] / 2
-    axes.annotate(
-        _short(device),
-        (0, middle),
-        (_MARGIN - shape.left * 72, 0),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="left",
-        va="center",
-        fontsize=9,
-        color=_INK,
-        annotation_clip=False,
-        parse_math=False,
-    )
-    axes.annotate(
-        f"{busy:.0%}",
-        (1, middle),
-        (5, 0),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="left",
-        va="center",
-        fontsize=8,
-        color=_FAINT,
-        annotation_clip=False,
-    )
+    left = (_MARGIN - shape.left * 72, 0)
+    write(axes, _short(device), (0, middle), left, "left center", 9, color=INK, parse_math=False, **of_row)
+    write(axes, f"{busy:.0%}", (1, middle), (5, 0), "left center", 8, **of_row)
 
 
 def _draw_axis(axes: Axes, labelled: bool, end_s: float) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_FAINT)
+    axes.spines["bottom"].set_color(FAINT)
     axes.set_yticks([])
-    axes.tick_params(axis="x", labelsize=8, colors=_FAINT, labelbottom=labelled)
+    axes.tick_params(axis="x", labelsize=8, colors=FAINT, labelbottom=labelled)
     axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 2.5, 5, 10]))
     factor, unit = (1e3, "ms") if end_s < 2 else (1, "s")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * factor:g}"))
     axes.grid(axis="x", color="white", linewidth=0.8)
     axes.set_axisbelow(True)
     if labelled:
-        axes.set_xlabel(f"time since the start of the first step drawn ({unit})", fontsize=9, color=_INK)
+        axes.set_xlabel(f"time since the start of the first step drawn ({unit})", fontsize=9, color=INK)
 
 
 def _draw_heading(
@@ -382,7 +313,7 @@ def _draw_heading(
         title = f"Step time: predicted {_time(expected_s)}, measured {_time(step_s)} (prediction error {error:+.1%})"
     left = _MARGIN / 72 / shape.width
     top = 1 - _MARGIN / 72 / height
-    figure.text(left, top, title, ha="left", va="top", fontsize=13, fontweight="bold", color=_INK)
+    figure.text(left, top, title, ha="left", va="top", fontsize=13, fontweight="bold", color=INK)
     drawn = {_colour(span) for window in windows for span in window.spans}
     entries = [Patch(color=colour, label=label) for label, colour in _LEGEND if colour in drawn]
     figure.legend(
