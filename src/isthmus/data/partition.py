@@ -5,10 +5,10 @@ Every scheme gives each sample to one client at most, and every client at least 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -84,27 +84,25 @@ def partition(spec: PartitionSpec, samples: int, columns: Mapping[str, NDArray[n
         )
     if spec.clients > samples:
         raise UserError(f"federated.partition.clients: got {spec.clients}, expected at most the {samples} samples")
-    owner = _SCHEMES[spec.scheme](spec, spec.clients, samples, columns, stream(seed, "partition"))
+    asked = _Asked(spec, spec.clients, samples, columns, stream(seed, "partition"))
+    owner = _SCHEMES[spec.scheme](asked)
     return _grouped(_fed(owner, spec.clients), spec.clients)
 
 
-def _iid(
-    spec: PartitionSpec,
-    clients: int,
-    samples: int,
-    columns: Mapping[str, NDArray[np.generic]],
-    draws: np.random.Generator,
-) -> Integers:
-    return draws.permutation(np.arange(samples) % clients)
+class _Asked(NamedTuple):
+    spec: PartitionSpec
+    clients: int
+    samples: int
+    columns: Mapping[str, NDArray[np.generic]]
+    draws: np.random.Generator
 
 
-def _dirichlet(
-    spec: PartitionSpec,
-    clients: int,
-    samples: int,
-    columns: Mapping[str, NDArray[np.generic]],
-    draws: np.random.Generator,
-) -> Integers:
+def _iid(asked: _Asked) -> Integers:
+    return asked.draws.permutation(np.arange(asked.samples) % asked.clients)
+
+
+def _dirichlet(asked: _Asked) -> Integers:
+    spec, clients, samples, columns, draws = asked
     labels = _whole(columns, spec.label)
     owner = np.empty(samples, dtype=np.int64)
     for label in np.unique(labels):
@@ -113,25 +111,15 @@ def _dirichlet(
     return owner
 
 
-def _quantity(
-    spec: PartitionSpec,
-    clients: int,
-    samples: int,
-    columns: Mapping[str, NDArray[np.generic]],
-    draws: np.random.Generator,
-) -> Integers:
+def _quantity(asked: _Asked) -> Integers:
+    spec, clients, samples, _, draws = asked
     owner = np.empty(samples, dtype=np.int64)
     owner[draws.permutation(samples)] = _cut(draws.dirichlet(np.full(clients, spec.alpha)), samples)
     return owner
 
 
-def _shards(
-    spec: PartitionSpec,
-    clients: int,
-    samples: int,
-    columns: Mapping[str, NDArray[np.generic]],
-    draws: np.random.Generator,
-) -> Integers:
+def _shards(asked: _Asked) -> Integers:
+    spec, clients, samples, columns, draws = asked
     pieces = clients * spec.shards
     if pieces > samples:
         raise UserError(
@@ -144,9 +132,7 @@ def _shards(
     return owner
 
 
-_SCHEMES: Mapping[
-    str, Callable[[PartitionSpec, int, int, Mapping[str, NDArray[np.generic]], np.random.Generator], Integers]
-] = {"iid": _iid, "dirichlet": _dirichlet, "quantity": _quantity, "shards": _shards}
+_SCHEMES = {"iid": _iid, "dirichlet": _dirichlet, "quantity": _quantity, "shards": _shards}
 
 
 def _cut(shares: NDArray[np.float64], count: int) -> Integers:
