@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import export as export
     from isthmus.api import fault_simulation as fault_simulation
     from isthmus.api import federated_simulation as federated_simulation
+    from isthmus.api import forecast as forecast
     from isthmus.api import generation as generation
     from isthmus.api import job_overrides as job_overrides
     from isthmus.api import job_plans as job_plans
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import output as output
     from isthmus.api import pipeline as pipeline
     from isthmus.api import probe as probe
+    from isthmus.api import programs as programs
     from isthmus.api import queue_simulation as queue_simulation
     from isthmus.api import run as run
     from isthmus.api import run_job as run_job

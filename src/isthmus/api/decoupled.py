@@ -11,9 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus import api
 from isthmus.api.callbacks import run_started
+from isthmus.api.forecast import Forecast, Simulating
 from isthmus.api.make_plan import plan_for
 from isthmus.api.merge_period import with_period
+from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Pipeline, places_of, plan_again, start_of
 from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.api.run import draw_metrics
@@ -78,6 +81,14 @@ class Decoupled(Pipeline):
             replan=lambda own, left: plan_again(own, backend, holders, left),
         )
         return _watched(replicas, DecoupledRun(replicas, watch.folder.path, start.checkpoint), watch, stop)
+
+    def simulated(self, how: Simulating, observer: Observer, stop: Stop) -> Forecast:
+        if how.given:
+            raise refused("options of a simulation", "decoupled", how.given[0])
+        return api.decoupled_simulation.simulate_decoupled(self.job, how.faults)
+
+    def rehearsed(self, observer: Observer, stop: Stop) -> Forecast | None:
+        return self.simulated(Simulating(), observer, stop)
 
 
 def _watched(replicas: Replicas, run: DecoupledRun, watch: Watch, stop: Stop) -> Ran:

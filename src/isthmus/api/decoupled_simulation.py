@@ -6,15 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from isthmus.api.decoupled import replica_plans, step_text
-from isthmus.api.fault_simulation import fault_text
+from isthmus.api.forecast import Forecast, happened, happened_lines
 from isthmus.api.merge_period import batch_seconds, busiest_link, with_period
 from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.cost import Price, is_priced, step_price
 from isthmus.cost.price import GB, SECONDS_PER_HOUR
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.job import Job, fleet_of, prepare
@@ -25,12 +23,13 @@ from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.decoupled.trainer import merged_fragments
 from isthmus.simulator import Fault
 from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel, SimulatedReplicas
+from isthmus.simulator.queue import RunOfJob
 from isthmus.simulator.simulate import check_faults
 from isthmus.trace import Trace
 from isthmus.units import format_duration
 
 
-class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
+class DecoupledForecast(Forecast, frozen=True, kw_only=True):
     """A simulated run beside its devices that are never disturbed."""
 
     run: SimulatedReplicas
@@ -42,9 +41,8 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
     note: str  # why, where that was planned; else empty
 
     @property
-    def exit_code(self) -> int:
-        """Return the exit code that a real run would end with."""
-        return PeerError.exit_code if self.run.finish.outcome == "lost" else 0
+    def as_job(self) -> RunOfJob:
+        return RunOfJob(self.run.seconds, self.run.finish.reason)
 
     @property
     def goodput(self) -> float:
@@ -62,21 +60,16 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
 
     def timeline(self) -> list[tuple[float, str]]:
         """Return what happened, in words, by second of the run."""
-        happened = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
-        return sorted(happened + self.run.notes, key=lambda entry: entry[0])
+        return happened(self.faults, self.run.seconds, self.run.notes)
 
     def lines(self) -> list[str]:
         """The replicas, what happened, and what came of it."""
         run = self.run
-        found = [f"{time_s:8.1f} s  {text}" for time_s, text in self.timeline()]
-        too_late = [fault_text(fault) for fault in self.faults if fault.time_s > run.seconds]
-        after = [f"after the end of the run, so without effect: {'; '.join(too_late)}"] if too_late else []
         steps = ", ".join(f"{name} {count}" for name, count in self.steps.items())
         return [
             *(step_text(name, plan, self.step_s[name]) for name, plan in self.plans.items()),
             *([self.note] if self.note else []),
-            *found,
-            *after,
+            *happened_lines(self.timeline(), self.faults, run.seconds),
             f"steps: {steps}",
             f"{len(run.merges)} merges; {run.late} contributions came too late, and counted in a later one",
             f"devices computed {100 * run.used:.1f} % of the time that they were there",
@@ -85,7 +78,6 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def summary(self) -> dict[str, object]:
-        """Return the summary as JSON has it."""
         run = self.run
         return {
             "outcome": run.finish.outcome,

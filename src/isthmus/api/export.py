@@ -1,28 +1,30 @@
-"""Exports of a finished run: its trace for a viewer, and its model."""
+"""Exports of a finished run: its trace for a viewer, and its model, which may be pushed to the Hugging Face hub that
+HF_ENDPOINT names, with the token HF_TOKEN."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
 
 from isthmus.api import round_files
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
-from isthmus.api.hub import HubRepository
+from isthmus.api.programs import program_of
 from isthmus.api.stored_run import local_copy
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError
+from isthmus.extensions import import_extra
 from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob
+from isthmus.job import Job
 from isthmus.models import (
     ModelSpec,
     build_model,
@@ -40,7 +42,7 @@ from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary, run_summary
 from isthmus.report.replicas_table import ReplicasTraced, replicas_traced
 from isthmus.trace import write_perfetto
-from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_manifest, read_weights
+from isthmus.training.checkpoint import latest_checkpoint, read_manifest, read_weights
 
 
 class Traced(NamedTuple):
@@ -99,16 +101,10 @@ def push_model(
 
 def _export(folder: RunFolder, directory: Path, *, merge: bool) -> tuple[Exported, list[str]]:
     notes: list[str] = []
-    if folder.kind == "federated":
-        unit, job = "rounds", folder.read(FederatedJob)
-        module, done = round_files.trained_model(folder, job, notes.append)
-    elif is_given(job := folder.job()):
+    job = folder.any_job()
+    if isinstance(job, Job) and is_given(job):
         return _export_given(folder, job.model.name, directory), notes
-    else:
-        unit = "steps"
-        torch.manual_seed(job.training.seed)  # what a checkpoint leaves out may have been drawn: a new head
-        module = build_model(job.model)
-        done = load_checkpoint(module, latest_checkpoint(folder.checkpoints))
+    module, done = program_of(job).trained(folder, notes.append)
     if merge:
         if not is_peft(module):
             raise UserError("export: --merge: the run's model has no LoRA, expected a job with [model.lora]")
@@ -129,7 +125,7 @@ def _export(folder: RunFolder, directory: Path, *, merge: bool) -> tuple[Exporte
             save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
             follow_umask(directory / "model.safetensors")
             (directory / "model.json").write_bytes(msgspec.json.encode(model))
-    return Exported(directory, done, unit), notes
+    return Exported(directory, done, job.LENGTH.rpartition(".")[2]), notes
 
 
 @contextlib.contextmanager
@@ -158,3 +154,34 @@ def _export_given(folder: RunFolder, model: str, directory: Path) -> Exported:
         save_file(weights, directory / "model.safetensors")
         follow_umask(directory / "model.safetensors")
     return Exported(directory, read_manifest(checkpoint).step, "steps")
+
+
+class HubRepository:
+    """A repository of this name, to push to. UserError for a name that is none, and where no token is known."""
+
+    def __init__(self, name: str, *, public: bool = False) -> None:
+        """`public` is of a repository that is made: one that is there stays as it is."""
+        if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+            raise UserError(f"--push: got {name!r}, expected USER/NAME")
+        self._hub: Any = import_extra("huggingface_hub", "isthmus export --push")
+        if self._hub.get_token() is None:
+            raise UserError(f"--push {name}: no token: set HF_TOKEN, or run `hf auth login`")
+        self._name, self._public = name, public
+
+    def push(self, directory: Path, message: str) -> str:
+        """Make the repository if it is not there, and commit the directory's files; returns its address. UserError."""
+        api = self._hub.HfApi()
+        try:
+            made = api.create_repo(self._name, private=not self._public, exist_ok=True)
+            api.upload_folder(repo_id=self._name, folder_path=str(directory), commit_message=message)
+        except Exception as e:  # of httpx, of the hub, of its checks of names
+            raise UserError(f"--push {self._name}: {_reason(e)}") from None
+        return str(made)
+
+
+def _reason(error: Exception) -> str:
+    """Return the hub's reason, without the request's number and address."""
+    said, response = getattr(error, "server_message", None), getattr(error, "response", None)
+    if said and response is not None:
+        return f"refused with {response.status_code}: {' '.join(str(said).split())}"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
+from rich.console import RenderableType
 
+from isthmus.api.forecast import Forecast, concluded, fault_text, happened, happened_lines
 from isthmus.api.make_plan import eval_edges, fleet_for, plan_for, simulation_options
 from isthmus.api.observer import Observer
 from isthmus.api.search import searched
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
-from isthmus.job import Job, Prepared, prepare
+from isthmus.job import Job, prepare
 from isthmus.planners import least
 from isthmus.plans import Plan
-from isthmus.protocol import RunSpec, StateLayout
-from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.run_ports import PlanRequest
-from isthmus.report import draw_faults
+from isthmus.report import draw_faults, plan_overview
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.processes.signals import Stop
 from isthmus.session.session import START_S
-from isthmus.simulator import Fault, RecoveryTimes, SimulatedRun, SimulationOptions, simulate_run
+from isthmus.simulator import Fault, RecoveryTimes, SimulatedRun, simulate_run
 from isthmus.simulator.options import parse_fault
+from isthmus.simulator.queue import RunOfJob
 from isthmus.simulator.run import RunSimulation
 from isthmus.simulator.simulate import check_faults
 from isthmus.trace import Trace
@@ -40,7 +39,7 @@ def read_faults(options: Mapping[str, Sequence[str] | None]) -> tuple[Fault, ...
     return tuple(sorted(found, key=lambda fault: fault.time_s))
 
 
-class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
+class FaultedRun(Forecast, frozen=True, kw_only=True):
     """The simulated run, beside the same run without faults."""
 
     run: SimulatedRun
@@ -55,9 +54,8 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
         return self.run.trace
 
     @property
-    def exit_code(self) -> int:
-        """Return the exit code that a real run would end with."""
-        return PeerError.exit_code if self.run.finish.outcome == "lost" else 0
+    def as_job(self) -> RunOfJob:
+        return RunOfJob(self.run.seconds, self.run.finish.reason, self.plan.used)
 
     @property
     def steps(self) -> int:
@@ -76,32 +74,25 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     def timeline(self) -> list[tuple[float, str]]:
         """Return what happened, in words, by second of the run."""
-        found = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
-        found += self.run.notes
+        found = [*self.run.notes]
         for number, period in enumerate(self.run.periods[1:], 1):
             step_s, devices = period.plan.predicted.step_s, ", ".join(dict.fromkeys(period.plan.devices))
             found.append((period.since_s, f"plan {number}: {devices}; a step should take {format_duration(step_s)}"))
-        return sorted(found, key=lambda entry: entry[0])
+        return happened(self.faults, self.run.seconds, found)
+
+    def table(self) -> RenderableType:
+        return plan_overview(self.plan, self.fleet, self.graph)
 
     def lines(self) -> list[str]:
-        """The timeline, and what came of it."""
-        happened = [f"{time_s:8.1f} s  {text}" for time_s, text in self.timeline()]
-        too_late = [fault_text(fault) for fault in self.faults if fault.time_s > self.run.seconds]
-        after = [f"after the end of the run, so without effect: {'; '.join(too_late)}"] if too_late else []
-        return [*happened, *after, self._conclusion()]
+        return [*happened_lines(self.timeline(), self.faults, self.run.seconds), self._conclusion()]
 
     def _conclusion(self) -> str:
         run = self.run
-        text = (
-            f"{run.finish.outcome} after {self.steps} steps in {format_duration(run.seconds)}: "
-            f"{self.goodput:.3g} steps/s; {self.redone} done twice"
-        )
-        if run.finish.outcome == "done":
-            text += f"; without faults {format_duration(self.undisturbed_s)}"
-        return f"{text}. {run.finish.reason}".rstrip(" .") + "."
+        rate = f"{self.goodput:.3g} steps/s; {self.redone} done twice"
+        done = f"{self.steps} steps in {format_duration(run.seconds)}: {rate}"
+        return concluded(run.finish.outcome, run.finish.reason, done, self.undisturbed_s)
 
     def summary(self) -> dict[str, object]:
-        """Return the summary as JSON has it. Times are seconds since the first item."""
         run = self.run
         return {
             "outcome": run.finish.outcome,
@@ -130,7 +121,7 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
         return begin_s - max(before) if before and not recovery.reason.startswith("the plan is changed") else None
 
     def draw(self, path: Path) -> None:
-        """Steps over time, with faults and recoveries. UserError for a path that cannot be written."""
+        """Steps over time, with faults and recoveries."""
         marks = [(fault.time_s, fault_text(fault)) for fault in self.faults]
         draw_faults(self.run.done_s, marks, self.run.recovered_s, path, seconds=self.run.seconds)
 
@@ -155,65 +146,25 @@ def simulate_faults(
     prepared = prepared.cut_into(plan.micro_batches)
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
     replan = partial(plan_for, again, bound=least)  # nobody reads what is proven of these
-    planner = _Planner(prepared, Plans(prepared, plan, fleet, replan, emulate=False))
+    planner = _Planner(prepared, plan, fleet, replan, emulate=False)
     ways = {name: 1.0 / fleet.line_bytes_per_s(name) for name in fleet.names}
     times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S, control_s_per_byte=ways)
     unused = tuple(Fault(kind="join", device=name, time_s=0) for name in present if name not in plan.devices)
     options = msgspec.structs.replace(simulation_options(prepared, plan), faults=(*unused, *faults), recovery=times)
     spec = run_spec(prepared)
-    run = RunSimulation(plan, fleet, spec, options, planner=planner, layout=planner.layout).run()
+    run = RunSimulation(plan, fleet, spec, options, planner=planner, layout=planner.now.layout).run()
     return FaultedRun(
         run=run,
         plan=plan,
         fleet=fleet,
         graph=prepared.captured.train,
         faults=faults,
-        undisturbed_s=_undisturbed_s(plan, fleet, spec, options),
+        undisturbed_s=simulate_run(plan, fleet, spec, msgspec.structs.replace(options, faults=())).seconds,
     )
 
 
-def _undisturbed_s(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions) -> float:
-    return simulate_run(plan, fleet, spec, msgspec.structs.replace(options, faults=())).seconds
-
-
-class _Planner:
+class _Planner(Plans):
     """The plans of a run that is simulated: those that the real one would make."""
-
-    def __init__(self, prepared: Prepared, plans: Plans) -> None:
-        self._prepared = prepared
-        self._plans = plans
-
-    @property
-    def layout(self) -> StateLayout:
-        return self._plans.now.layout
-
-    def adaptation(self) -> Adaptation:
-        return self._plans.adaptation()
-
-    def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
-        return self._plans.make(request)
-
-    def begin(self, layout: StateLayout) -> None:
-        self._plans.begin(layout)
 
     def eval_edges(self, plan: Plan) -> Mapping[tuple[int, int], int]:
         return eval_edges(self._prepared, plan)
-
-
-def fault_text(fault: Fault) -> str:
-    lasts = f" for {format_duration(fault.lasts_s)}" if math.isfinite(fault.lasts_s) else ""
-    match fault.kind:
-        case "lost":
-            return f"{fault.device}: its process dies" + (f"; it could work again after{lasts[4:]}" if lasts else "")
-        case "silent":
-            return f"{fault.device} is silent{lasts}"
-        case "link":
-            return f"nothing passes between {fault.device} and {fault.other}{lasts}"
-        case "coordinator":
-            return f"the coordinator is away{lasts}"
-        case "slow":
-            return f"{fault.device}: computing takes {fault.factor:g} times as long"
-        case "join":
-            return f"{fault.device} could join"
-        case "leave":
-            return f"{fault.device} is to leave"

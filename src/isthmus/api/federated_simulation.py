@@ -14,12 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from rich.console import RenderableType
 
-from isthmus.api.fault_simulation import fault_text
+from isthmus.api.forecast import Forecast, concluded, fault_text, happened, happened_lines
 from isthmus.api.make_plan import plan_for
 from isthmus.combinations import refused
 from isthmus.data.clients import ClientData
@@ -39,6 +39,7 @@ from isthmus.federated.promise import promised
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
 from isthmus.protocol.federated_participation import Participation
+from isthmus.report.rounds_table import simulated_table
 from isthmus.runtime.federated.emulation import counted_costs
 from isthmus.runtime.federated.pipeline_plans import PipelinePlans
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
@@ -46,6 +47,7 @@ from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.sizing import with_executors
 from isthmus.sanitize import sanitize
 from isthmus.simulator.options import Fault
+from isthmus.simulator.queue import RunOfJob
 from isthmus.simulator.rounds import (
     FederatedCosts,
     MessageCosts,
@@ -79,7 +81,7 @@ class SimulatedPipeline(msgspec.Struct, frozen=True, kw_only=True):
     round_s: float  # seconds of all local steps
 
 
-class SimulatedRounds(NamedTuple):
+class SimulatedRounds(Forecast, frozen=True):
     rounds: list[SimulatedRound]
     executors: int
     line: LinearFit  # seconds of a client as measured here, or the mean over the fleet's devices
@@ -92,12 +94,15 @@ class SimulatedRounds(NamedTuple):
     privacy: Guarantee | None = None  # the guarantee of a run of all rounds; None without privacy
 
     @property
-    def exit_code(self) -> int:
-        """Return the exit code that a real run would end with."""
-        return PeerError.exit_code if self.timeline is not None and self.timeline.run.finish.outcome == "lost" else 0
+    def as_job(self) -> RunOfJob:
+        if self.timeline is None:
+            return RunOfJob(sum(r.seconds for r in self.rounds))
+        return RunOfJob(self.timeline.run.seconds, self.timeline.run.finish.reason)
+
+    def table(self) -> RenderableType:
+        return simulated_table(self.rounds, self.line, self.fleet)
 
     def lines(self) -> list[str]:
-        """For people, below the table."""
         found = [
             f"{sanitize(one.site)}: a pipeline over {len(one.devices)} devices, {format_duration(one.step_s)} a step, "
             f"{format_duration(one.round_s)} a round"
@@ -107,7 +112,6 @@ class SimulatedRounds(NamedTuple):
         return found + (self.timeline.lines() if self.timeline is not None else [])
 
     def summary(self) -> dict[str, object]:
-        """Return the summary as JSON has it."""
         found: dict[str, object] = {
             "rounds": len(self.rounds),
             "executors": self.executors,
@@ -142,7 +146,8 @@ def simulate_rounds(
         raise refused("an executor for each client", "simulation", repr(job.runtime.scheme))
     check_simulation(job)
     data = client_data(job)
-    return _simulated(job, data, faults, counted)._replace(privacy=promised(job, len(data.sizes)))
+    found = _simulated(job, data, faults, counted)
+    return msgspec.structs.replace(found, privacy=promised(job, len(data.sizes)))
 
 
 def _simulated(
@@ -352,26 +357,21 @@ class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
     def entries(self) -> list[tuple[float, str]]:
         """Return the events by second of the run."""
-        found = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
-        found += [(event.time_s, event.text) for event in self.run.events]
-        return sorted(found, key=lambda entry: entry[0])
+        return happened(self.faults, self.run.seconds, ((event.time_s, event.text) for event in self.run.events))
 
     def lines(self) -> list[str]:
         """Times with what happened, faults that came too late, and how the run ended."""
-        happened = [f"{time_s:8.1f} s  {text}" for time_s, text in self.entries()]
-        if len(happened) > MOST_LINES:
-            happened = [*happened[:MOST_LINES], f"{len(happened) - MOST_LINES} more such lines: see --json"]
-        late = [fault_text(fault) for fault in self.faults if fault.time_s > self.run.seconds]
-        after = [f"after the end of the run, so without effect: {'; '.join(late)}"] if late else []
-        return [*happened, *after, self._conclusion()]
+        entries = self.entries()
+        found = happened_lines(entries[:MOST_LINES], self.faults, self.run.seconds)
+        if (more := len(entries) - MOST_LINES) > 0:
+            found.insert(MOST_LINES, f"{more} more such lines: see --json")
+        return [*found, self._conclusion()]
 
     def _conclusion(self) -> str:
         run = self.run
         hourly = f": {3600 * len(run.rounds) / run.seconds:.3g} rounds/h" if run.seconds else ""
-        text = f"{run.finish.outcome} after {len(run.rounds)} rounds in {format_duration(run.seconds)}{hourly}"
-        if run.finish.outcome == "done" and self.undisturbed_s is not None:
-            text += f"; without faults {format_duration(self.undisturbed_s)}"
-        return f"{text}. {run.finish.reason}".rstrip(" .") + "."
+        done = f"{len(run.rounds)} rounds in {format_duration(run.seconds)}{hourly}"
+        return concluded(run.finish.outcome, run.finish.reason, done, self.undisturbed_s)
 
     def summary(self) -> dict[str, object]:
         """Return the summary as JSON has it. Times are seconds since the run's beginning."""

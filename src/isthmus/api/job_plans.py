@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from rich.console import RenderableType
 
+from isthmus.api.forecast import Forecast
 from isthmus.api.make_plan import fleet_for, make, plan_spec, predict, read_plan, simulated_step_s, simulation_options
 from isthmus.api.observer import Observer
 from isthmus.api.proof import Proving, proven, raised
@@ -31,7 +33,16 @@ from isthmus.planners import (
     planner_names,
 )
 from isthmus.plans import Plan, load_plan, schedule_of
-from isthmus.report import ComparedPlan, Comparison, Explanation, explain, least_headroom, plan_summary, ranked
+from isthmus.report import (
+    ComparedPlan,
+    Comparison,
+    Explanation,
+    explain,
+    least_headroom,
+    plan_overview,
+    plan_summary,
+    ranked,
+)
 from isthmus.report.graph_table import GraphWeights, graph_weights
 from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.private_feedback import check_feedback
@@ -75,8 +86,10 @@ def weigh_model(job: Job) -> GraphWeights:
     return graph_weights(prepared.flow, prepared.job.micro_batch_size)
 
 
-class Simulated(NamedTuple):
-    trace: Trace
+class Simulated(Forecast, frozen=True):
+    """The steps of one plan."""
+
+    trace: Trace  # pyright: ignore[reportIncompatibleMethodOverride]
     plan: Plan
     fleet: Fleet
     graph: OpGraph | None  # None of a plan that was given: the model is not captured for it
@@ -93,6 +106,9 @@ class Simulated(NamedTuple):
             "plan": msgspec.to_builtins(plan_summary(self.plan, self.fleet)),
         }
 
+    def table(self) -> RenderableType:
+        return plan_overview(self.plan, self.fleet, self.graph)
+
     def lines(self) -> list[str]:
         """In words: a step's time, and how much of it each device computes."""
         predicted = self.plan.predicted
@@ -102,10 +118,6 @@ class Simulated(NamedTuple):
             f"by FusionLLM's Eq. 3 {format_duration(predicted.eq3_step_s)}: with the latency of every micro-batch",
             *(f"  {device}: computing {share:.0%}" for device, share in busy_share(self.trace).items()),
         ]
-
-    def draw(self, path: Path) -> None:
-        """UserError: the picture is of faults."""
-        raise UserError(f"--picture {path}: draws a run with faults, expected --fault, --slow, --join or --leave")
 
 
 def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None = None) -> Simulated:

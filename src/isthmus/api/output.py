@@ -23,7 +23,7 @@ from isthmus.report.boundary_table import boundary_table
 from isthmus.report.fleet_tables import device_text, fitted_text, matrix_table
 from isthmus.report.graph_table import graph_table
 from isthmus.report.replicas_table import replicas_table
-from isthmus.report.rounds_table import rounds_table, simulated_table
+from isthmus.report.rounds_table import rounds_table
 from isthmus.report.sweep_table import sweep_table
 from isthmus.trace import busy_share, steady_step_s, write_perfetto
 
@@ -44,7 +44,6 @@ __all__ = [
     "plan_table",
     "replicas_table",
     "rounds_table",
-    "simulated_table",
     "steady_step_s",
     "sweep_table",
     "verdict_table",

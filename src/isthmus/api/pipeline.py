@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from torch import nn
 
+from isthmus import api
 from isthmus.api.audit import Audited, IdleDevices, audit_run
 from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.callbacks import run_started
 from isthmus.api.folder import RunFolder
+from isthmus.api.forecast import Forecast, Simulating
+from isthmus.api.job_overrides import Changes
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline_watch import PipelineWatch
@@ -31,6 +35,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, fleet_of, keep_prepared, kept_prepared, prepare
 from isthmus.models import model_names
+from isthmus.models.registry import own_names
 from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
@@ -49,12 +54,19 @@ from isthmus.runtime.coordinator.run import (
 )
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
+from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.device_processes import fork_before_threads as fork_before_threads
 from isthmus.runtime.processes.signals import Stop
 from isthmus.sanitize import sanitize
 from isthmus.trace import Trace
-from isthmus.training.checkpoint import check_shapes, newest_whole_checkpoint, read_manifest
+from isthmus.training.checkpoint import (
+    check_shapes,
+    latest_checkpoint,
+    load_checkpoint,
+    newest_whole_checkpoint,
+    read_manifest,
+)
 from isthmus.training.engine_operators import engine_operators
 
 
@@ -79,6 +91,31 @@ class Pipeline:
         explain = partial(_explain, planned, outcome, folder, observer)
         return Ran(outcome.outcome, outcome.reason, outcome.failure, explain)
 
+    def simulated(self, how: Simulating, observer: Observer, stop: Stop) -> Forecast:
+        """The run on a virtual clock. UserError as of `check`, and for an option that is not for this program."""
+        if how.steps is None:
+            return api.fault_simulation.simulate_faults(self.job, how.faults, observer, stop, how.plan)
+        return api.job_plans.simulate_job(Changes(steps=how.steps).of(self.job), observer, stop, how.plan)
+
+    def rehearsed(self, observer: Observer, stop: Stop) -> Forecast | None:
+        """The run that `train` would make here; None where its plan says how it goes."""
+        places_of(self.job)
+
+    def trained(self, folder: RunFolder, note: Callable[[str], None] = lambda _: None) -> tuple[nn.Module, int]:
+        """The run's model with the newest weights that are whole, and how many steps or rounds that is."""
+        model = seeded_model(self.job)  # what a checkpoint leaves out may have been drawn: a new head
+        return model, self.load(folder, model)
+
+    def load(self, folder: RunFolder, model: nn.Module) -> int:
+        """Put them into a module like the run's."""
+        named = partial(own_names, self.job.model.name)
+        return load_checkpoint(model, latest_checkpoint(folder.checkpoints), named)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices that it waits for."""
+        return fleet_of(self.job).names
+
     def engine_fleet(self, measure: bool | None) -> Fleet | None:
         """The fleet that names an engine's devices; None where those that join are taken. UserError as of `check`."""
         if not is_known(self.job.fleet, measure):
@@ -91,12 +128,12 @@ class Pipeline:
         return self.job if measured is None else measured(self.job)
 
     def submitted(self) -> tuple[str, ...]:
-        """Names of the devices that it waits for. UserError where a coordinator elsewhere could not run it."""
+        """Return `devices`. UserError where a coordinator elsewhere could not run it."""
         self.check(on_fleet=True)
         if ":" not in self.job.model.name and self.job.model.name not in model_names():
             raise unknown_name("model", self.job.model.name, model_names())
         refuse_paths(self.job.data)
-        return fleet_of(self.job).names
+        return self.devices
 
 
 def places_of(job: Job, fleet: Fleet | None = None) -> dict[str, ProcessPlace]:

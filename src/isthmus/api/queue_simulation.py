@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from isthmus.api.decoupled_simulation import simulate_decoupled
-from isthmus.api.fault_simulation import simulate_faults
-from isthmus.api.federated_simulation import simulate_rounds
+from isthmus.api.forecast import Simulating
 from isthmus.api.observer import Observer
+from isthmus.api.programs import program_of
 from isthmus.errors import PeerError, UserError, unknown_name
 from isthmus.federated.job import FederatedJob
 from isthmus.fleet import resolve_fleet
-from isthmus.job import Job, fleet_of
+from isthmus.job import Job
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
 from isthmus.simulator.queue import RunOfJob, SimulatedJob, simulate_queue
@@ -48,26 +47,18 @@ def simulate_jobs(
     for job, fleet in named:
         if fleet != named[0][1]:
             raise UserError(f"{job.name}: fleet: got {job.fleet!r}, expected {named[0][1].name!r} as of the job before")
-    fleets = [set[str]() if isinstance(job, FederatedJob) else set(fleet_of(job).names) for job in jobs]
+    programs = [program_of(job) for job in jobs]
+    fleets = [set(program.devices) for program in programs]
     known = set[str]().union(*fleets)
     for fault in faults:
         if all(fleets) and not _names(fault) <= known:
             raise unknown_name(f"device in {fault.option}", min(_names(fault) - known), known)
 
     def run(number: int, faults: tuple[Fault, ...]) -> RunOfJob:
-        job, fleet = jobs[number], fleets[number]
-        observer.note(f"simulating {job.name} ...")
+        fleet = fleets[number]
+        observer.note(f"simulating {jobs[number].name} ...")
         faults = tuple(f for f in faults if _names(f) <= fleet or not (fleet or _names(f) & known))
-        if isinstance(job, FederatedJob):
-            found = simulate_rounds(job, faults)
-            struck = found.timeline.run if found.timeline is not None else None
-            seconds = sum(one.seconds for one in found.rounds) if struck is None else struck.seconds
-            return RunOfJob(seconds, "" if struck is None else struck.finish.reason)
-        if job.sync.mode == "decoupled":
-            replicas = simulate_decoupled(job, faults).run
-            return RunOfJob(replicas.seconds, replicas.finish.reason)
-        struck = simulate_faults(job, faults, observer, stop)
-        return RunOfJob(struck.run.seconds, struck.run.finish.reason, struck.plan.used)
+        return programs[number].simulated(Simulating(faults), observer, stop).as_job
 
     return SimulatedQueue(jobs=tuple(simulate_queue([job.name for job in jobs], run, faults)))
 

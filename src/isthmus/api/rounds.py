@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from torch import nn
 
+from isthmus import api
 from isthmus.api.callbacks import run_started
+from isthmus.api.folder import RunFolder
+from isthmus.api.forecast import Forecast, Simulating
+from isthmus.api.observer import Observer
 from isthmus.api.ray_executors import executors_on_ray
+from isthmus.api.round_files import trained_model
 from isthmus.api.run_session import Choices
 from isthmus.api.stored_run import RoundUploads
 from isthmus.api.up_choices import is_known
@@ -24,6 +30,7 @@ from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.job import Job
+from isthmus.models.registry import WithLoss
 from isthmus.programs.merging import Why
 from isthmus.programs.round_records import refusal_texts
 from isthmus.run_files import keep_stop
@@ -54,6 +61,25 @@ class Rounds(NamedTuple):
     def run(self, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
         return _run(self.job, choices, watch, stop)
 
+    def simulated(self, how: Simulating, observer: Observer, stop: Stop) -> Forecast:
+        return api.federated_simulation.simulate_rounds(self.job, how.faults)
+
+    def rehearsed(self, observer: Observer, stop: Stop) -> Forecast | None:
+        return Rounds(self.job.altered(deployment=None)).simulated(Simulating(), observer, stop)
+
+    def trained(self, folder: RunFolder, note: Callable[[str], None] = lambda _: None) -> tuple[nn.Module, int]:
+        return trained_model(folder, self.job, note)
+
+    def load(self, folder: RunFolder, model: nn.Module) -> int:
+        found, done = self.trained(folder)
+        module = found.model if isinstance(found, WithLoss) and not isinstance(model, WithLoss) else found
+        model.load_state_dict(module.state_dict())
+        return done
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return ()
+
     def engine_fleet(self, measure: bool | None) -> Fleet | None:
         if self.job.has_sites:
             raise refused("sites", "isthmus up", "sites")
@@ -67,7 +93,7 @@ class Rounds(NamedTuple):
 
     def submitted(self) -> tuple[str, ...]:
         self.check(on_fleet=True)
-        return ()
+        return self.devices
 
 
 def _run(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
@@ -80,7 +106,7 @@ def _run(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran |
     observer.began(f"{job.federated.algorithm}, {job.federated.rounds} rounds")
 
     def began() -> None:
-        seen.began(run.first_round)
+        seen.began(run.store.first_round)
 
     service = choices.backend
     if job.has_sites and isinstance(service, FleetCoordinator):
@@ -99,9 +125,9 @@ def _run(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran |
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}" if service is None else "devices of the fleet"
         where = f"{len(run.data.sizes)} clients, {several}, scheme {job.runtime.scheme}"
-    if run.first_round >= job.federated.rounds:
+    if run.store.first_round >= job.federated.rounds:
         asked = f"the job asks for {job.federated.rounds}"
-        observer.note(f"nothing left to do: {folder} has {run.first_round} rounds, {asked}")
+        observer.note(f"nothing left to do: {folder} has {run.store.first_round} rounds, {asked}")
         return None
     observer.note(f"{job.federated.algorithm} over {where}; a round ends with {run.machine.rules.description}")
     try:
@@ -113,7 +139,7 @@ def _run(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran |
         seen.ended()
     except PeerError as e:
         raise PeerError(f"{e}; {choices.going_on(folder)}") from e
-    return Ran(finish.outcome, finish.reason, explain=lambda: _draw(run.history.lines(), folder))
+    return Ran(finish.outcome, finish.reason, explain=lambda: _draw(run.store.history.lines(), folder))
 
 
 def _draw(lines: list[RoundLine], folder: Path) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 import isthmus
+from isthmus import api
 from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
 from isthmus.api.notebook import picture_of, table_of
 from isthmus.api.observer import Observer
-from isthmus.api.round_files import trained_model
 from isthmus.api.run_entries import run_entries, run_state
 from isthmus.data.description import DataDescription
 from isthmus.disclosure import PrivacySpent, read_spent
@@ -27,7 +26,7 @@ from isthmus.federated.privacy import Guarantee
 from isthmus.figures import FIGURES
 from isthmus.fleet import Fleet
 from isthmus.job import Job
-from isthmus.models.registry import WithLoss, own_names
+from isthmus.models.registry import WithLoss
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary
@@ -35,10 +34,9 @@ from isthmus.report.federated_trace import trace_of
 from isthmus.run_files import CLIENT_NAMES, stop_reason
 from isthmus.run_files import read_json as read_document
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
-from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
-from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, newest_checkpoint
+from isthmus.training.checkpoint import newest_checkpoint
 from isthmus.units import format_metrics
 
 PICTURES = ("plan", "timeline", "loss", "metrics", "round", "paces")
@@ -174,11 +172,7 @@ class Run:
     def model(self) -> nn.Module:
         """With the newest checkpoint's weights, or the server's after the last committed round; of one that was given
         beside a loss, without it."""
-        job = self.job
-        if isinstance(job, FederatedJob):
-            found = trained_model(self._folder, job)[0]
-        else:
-            self.load(found := seeded_model(job))
+        found, _ = api.programs.program_of(self.job).trained(self._folder)
         return found.model if isinstance(found, WithLoss) else found
 
     @property
@@ -227,14 +221,7 @@ class Run:
         >>> run.load(copy.deepcopy(model))
         4
         """
-        job = self.job
-        if isinstance(job, FederatedJob):
-            found, done = trained_model(self._folder, job)
-            module = found.model if isinstance(found, WithLoss) and not isinstance(model, WithLoss) else found
-            model.load_state_dict(module.state_dict())
-            return done
-        named = partial(own_names, job.model.name)
-        return load_checkpoint(model, latest_checkpoint(self._folder.checkpoints), named)
+        return api.programs.program_of(self.job).load(self._folder, model)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import msgspec
 import typer
@@ -135,23 +135,12 @@ def simulate(
         show(queue.summary(), lambda: "\n".join(queue.lines()), json=json)
         raise typer.Exit(queue.exit_code)
     job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
-    given = [n for n, on in (("plan", plan_file), ("picture", picture)) if on]
-    job = _simulated(job, faults, given, trace_file, json=json)
-    if faults:
-        found = api.fault_simulation.simulate_faults(job, faults, _terminal(), isthmus.Stop(), plan_file)
-        code = found.exit_code
-    else:
-        code = 0
-        job = api.job_overrides.Changes(steps=asked.steps or STEPS).of(job)
-        found = api.job_plans.simulate_job(job, _terminal(), isthmus.Stop(), plan_file)
+    given = tuple(f"--{n}" for n, on in (("plan", plan_file), ("picture", picture)) if on)
+    how = api.forecast.Simulating(faults, None if faults else asked.steps or STEPS, plan_file, given)
+    found = api.programs.program_of(job).simulated(how, _terminal(), isthmus.Stop())
     api.output.write_file("--trace", trace_file, lambda path: api.output.write_perfetto([found.trace], path))
     api.output.write_file("--picture", picture, found.draw)
-    if json:
-        print_json(found.summary())
-    else:
-        out().print(api.output.plan_overview(found.plan, found.fleet, found.graph))
-        out().print("\n".join(found.lines()), highlight=False)
-    raise typer.Exit(code)
+    _show(found, json=json)
 
 
 @app.command()
@@ -214,8 +203,9 @@ def train(
     job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
     if dry_run:
         api.run_job.check_here(job)
-        job = _simulated(job, None, json=json)
-        api.pipeline.places_of(job)
+        if (found := api.programs.program_of(job).rehearsed(_terminal(), stop)) is not None:
+            _show(found, json=json)
+        assert isinstance(job, isthmus.Job), "rounds are rehearsed"
         return _plan(job, explain=False, picture=None, json=json, prove=None)
     if job.kind == "pipeline":
         api.pipeline.fork_before_threads()
@@ -295,28 +285,11 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     return 0 if holds else 1
 
 
-def _simulated(
-    job: isthmus.Job | isthmus.FederatedJob,
-    faults: tuple[api.fault_simulation.Fault, ...] | None,
-    given: Sequence[str] = (),
-    trace: Path | None = None,
-    *,
-    json: bool,
-) -> isthmus.Job:
-    """Return the job of a pipeline, for which `given` options are. Rounds and replicas are simulated, which ends the
-    command; without `faults` as they would go here."""
-    if isinstance(job, isthmus.FederatedJob):
-        job = job.altered(deployment=None) if faults is None else job
-        rounds = api.federated_simulation.simulate_rounds(job, faults or ())
-        show(rounds.summary(), lambda: api.output.simulated_table(rounds.rounds, rounds.line, rounds.fleet), json=json)
-        if (lines := rounds.lines()) and not json:
-            out().print("\n".join(lines), highlight=False)
-        raise typer.Exit(rounds.exit_code)
-    if job.sync.mode == "decoupled":
-        if given:
-            raise refused("options of a simulation", "decoupled", f"--{given[0]}")
-        replicas = api.decoupled_simulation.simulate_decoupled(job, faults or ())
-        api.output.write_file("--trace", trace, lambda path: api.output.write_perfetto([replicas.trace], path))
-        show(replicas.summary(), lambda: "\n".join(replicas.lines()), json=json)
-        raise typer.Exit(replicas.exit_code)
-    return job
+def _show(found: api.forecast.Forecast, *, json: bool) -> NoReturn:
+    """Show what was simulated; the exit code is the run's."""
+    if json:
+        print_json(found.summary())
+    else:
+        shown = [found.table(), "\n".join(found.lines())]
+        out().print(*filter(None, shown), sep="\n", highlight=False)
+    raise typer.Exit(found.exit_code)
