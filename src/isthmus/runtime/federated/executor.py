@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -36,13 +36,22 @@ from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SharesDelivered, UnmaskAsked
 from isthmus.runtime.federated.shared_memory import SharedMemory
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.federated import FromExecutor, StateFileGiven, StatesFound, SummedValues, ToExecutor
-from isthmus.runtime.messages.run import JoinRun
+from isthmus.runtime.messages.federated import (
+    FromExecutor,
+    StateFileGiven,
+    StatesFound,
+    SummedValues,
+    TaskMessage,
+    ToExecutor,
+    TrainClients,
+)
+from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.channel import MessageChannel, dial
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, direct, reporting
 
 Broadcast = dict[str, Tensor]
+First = TypeVar("First", bound=TrainClients | TaskMessage)
 
 
 class Executor:
@@ -180,6 +189,18 @@ class Executor:
         self._sender.put(message, list(tensors.values()))
         self._sender.flush()  # the sums' memory is used again
         self.site.clear()
+
+
+def first_message(connection: OpenConnection[MessageSender], kind: type[First], what: str) -> First | None:
+    """Wait for what is to be trained; None when the run is over before it began. PeerError for another message."""
+    while True:
+        message, _ = connection.next()
+        if isinstance(message, kind):
+            return message
+        if isinstance(message, ToExecutor) and isinstance(message.body, Halt):
+            return None
+        if not isinstance(message, Heartbeat):
+            raise PeerError(f"coordinator: sent {type(message).__name__}, expected {what}")
 
 
 def serve(

@@ -26,15 +26,14 @@ from isthmus.federated.states import StateStore
 from isthmus.models import model_names
 from isthmus.models.registry import is_built_in
 from isthmus.protocol.federated_messages import ExecutorJoined
-from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.device.coordinator_link import AWAY_TIMEOUTS
 from isthmus.runtime.device.peer_connections import Endpoint
-from isthmus.runtime.federated.executor import Executor, take_part
+from isthmus.runtime.federated.executor import Executor, first_message, take_part
 from isthmus.runtime.federated.fleet_states import RemoteFiles
 from isthmus.runtime.federated.trainer import remote_trainer
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
-from isthmus.runtime.messages.federated import FromExecutor, StateFileGiven, StatesFound, ToExecutor, TrainClients
-from isthmus.runtime.messages.run import Heartbeat, JoinRun
+from isthmus.runtime.messages.federated import FromExecutor, StateFileGiven, StatesFound, TrainClients
+from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages
 from isthmus.runtime.transport.channel import dial
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender
@@ -64,7 +63,7 @@ def _lost(outage: Outage) -> None:
 
 def _take_part(site: Endpoint, connection: OpenConnection[MessageSender]) -> None:
     """One connection, until it ends or the run does."""
-    if (order := _order(connection)) is None:
+    if (order := first_message(connection, TrainClients, "a job")) is None:
         return
     with _allowed(_job(order), site) as job:
         torch.set_num_threads(job.runtime.threads)
@@ -77,20 +76,6 @@ def _take_part(site: Endpoint, connection: OpenConnection[MessageSender]) -> Non
         trainer = remote_trainer(job, order.fingerprint, 0, states, None)
         connection.sender.put(FromExecutor(run=connection.run, body=ExecutorJoined()))
         FleetExecutor(trainer, connection, job.runtime.clients_per_vmap, files).run()
-
-
-def _order(connection: OpenConnection[MessageSender]) -> TrainClients | None:
-    """Wait for what is to be trained; None when the run is over before it began."""
-    while True:
-        match connection.next()[0]:
-            case TrainClients() as order:
-                return order
-            case ToExecutor(body=Halt()):
-                return None
-            case Heartbeat():
-                pass
-            case other:
-                raise PeerError(f"coordinator: sent {type(other).__name__}, expected a job")
 
 
 def _job(order: TrainClients) -> FederatedJob:

@@ -21,7 +21,7 @@ from isthmus.federated.admission import first_state
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.evaluators import evaluator
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.history import RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
@@ -152,14 +152,6 @@ class FederatedRun:
         self.store.evaluator = evaluator(job, self.data, personal=personal)
         if personal and (states := self._states(0)) is not None:
             self.store.own_models = OwnModels(self._algorithm, states)  # which writes nothing
-
-    @property
-    def first_round(self) -> int:
-        return self.store.first_round
-
-    @property
-    def history(self) -> RoundHistory:
-        return self.store.history
 
     def begin(self, note: Callable[[str], None] = lambda _: None) -> None:
         """The folder is this run's from now on."""

@@ -23,7 +23,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.deployment import Deployment
 from isthmus.federated.evaluators import site_evaluator
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.history import RoundLine
 from isthmus.federated.job import (
     FederatedJob,
     build,
@@ -114,15 +114,7 @@ class SiteRun:
         check_updates(job, self.server)
         self.store.evaluator = site_evaluator(job)
         sizes = np.zeros(population, dtype=np.int64)
-        self.machine = site_coordinator(job, self.deployment, sizes, self.first_round, self.store.states)
-
-    @property
-    def first_round(self) -> int:
-        return self.store.first_round
-
-    @property
-    def history(self) -> RoundHistory:
-        return self.store.history
+        self.machine = site_coordinator(job, self.deployment, sizes, self.store.first_round, self.store.states)
 
     def run(
         self, service: FleetCoordinator, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None
@@ -174,7 +166,7 @@ class SiteRun:
         job = self.job
         local = job.local.tabled(job.federated.rounds)
         whole = self.store.guarantee(job.federated.rounds)
-        so_far = self.store.guarantee(self.first_round) if self.first_round else None
+        so_far = self.store.guarantee(self.store.first_round) if self.store.first_round else None
 
         def task_spec(client: int) -> TaskSpec:
             return TaskSpec(

@@ -19,7 +19,7 @@ from isthmus.accelerators import HOST, open_accelerator
 from isthmus.data import load_dataset
 from isthmus.data.dataset import NothingHeldOut
 from isthmus.data.description import DataDescription
-from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import load_algorithm
 from isthmus.federated.approval import allowed_devices, described, digest_of, refusal
@@ -36,9 +36,8 @@ from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.graph.metrics import Metrics
 from isthmus.models import build_model
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId
-from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.secure_graph import COMPLETE_BELOW, LEAST_SUMMED
-from isthmus.runtime.federated.executor import take_part
+from isthmus.runtime.federated.executor import first_message, take_part
 from isthmus.runtime.federated.own_means import own_mean_of
 from isthmus.runtime.federated.pipeline_plans import MakePlan, PipelinePlans
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
@@ -46,9 +45,9 @@ from isthmus.runtime.federated.site_executor import SharesOf, SiteExecutor, Site
 from isthmus.runtime.federated.site_pipeline import SitePipeline
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.keys import DeviceSigner
-from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
+from isthmus.runtime.messages.federated import FromExecutor, TaskMessage
 from isthmus.runtime.messages.fleet import StartRun
-from isthmus.runtime.messages.run import Heartbeat, JoinRun
+from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.device_processes import ForkServers
 from isthmus.runtime.processes.signals import ComputeThreads
 from isthmus.runtime.transport.channel import dial
@@ -144,9 +143,10 @@ class SiteRunner:
 
     def _take_part(self, connection: OpenConnection[MessageSender]) -> None:
         """One connection, until it ends or the run does."""
-        task_spec = _task_spec(connection)
-        if task_spec is None:
+        message = first_message(connection, TaskMessage, "a task specification")
+        if message is None:
             return
+        task_spec = message.task_spec
         task_spec.check_site(self._name)
         if not self._is_allowed(task_spec, connection.ended):
             return
@@ -287,17 +287,3 @@ class SiteRunner:
 
 def _said_no(task_spec: TaskSpec) -> UserError:
     return UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
-
-
-def _task_spec(connection: OpenConnection[MessageSender]) -> TaskSpec | None:
-    """Wait for the task; None when the run is over before it began."""
-    while True:
-        match connection.next()[0]:
-            case TaskMessage(task_spec=task_spec):
-                return task_spec
-            case ToExecutor(body=Halt()):
-                return None
-            case Heartbeat():
-                pass
-            case other:
-                raise PeerError(f"coordinator: sent {type(other).__name__}, expected a task specification")
