@@ -38,7 +38,6 @@ class DeviceEvent(Protocol):
 
     def synchronize(self) -> None:
         """The host waits until it is done."""
-        ...
 
     def seconds_to(self, later: DeviceEvent) -> float:
         """Seconds of the hardware's clock. Both must have been recorded with `timed` and be done."""
@@ -77,12 +76,10 @@ class Accelerator(Protocol):
 
     def wait(self, event: DeviceEvent) -> None:
         """Work that this thread queues on its current stream from now on waits for the event; the host does not."""
-        ...
 
     def used_here(self, tensor: Tensor) -> None:
         """This thread's current stream works with a tensor that was allocated on another one: its memory is given to
         nobody else before that work is done."""
-        ...
 
     def host_buffer(self, size_bytes: int) -> Tensor:
         """uint8 [size_bytes] in host memory that copies reach without waiting (pinned, where that exists)."""
@@ -98,7 +95,6 @@ class Accelerator(Protocol):
 
     def set_random_state(self, state: Tensor) -> None:
         """Set the state that `random_state` gave."""
-        ...
 
     def memory(self) -> MemoryUse: ...
 
@@ -106,11 +102,9 @@ class Accelerator(Protocol):
 
     def release_cached(self) -> None:
         """Gives what the allocator has reserved and no tensor uses to other processes."""
-        ...
 
     def synchronize(self) -> None:
         """The host waits for all streams."""
-        ...
 
 
 ANCHOR_S = 30.0

@@ -42,8 +42,7 @@ class BackgroundAudits:
         self._stop = Stop()
         self._starting = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self.working: threading.Thread | None = None
-        """The thread of the newest audit; it ends with it."""
+        self.working: threading.Thread | None = None  # the thread of the newest audit; it ends with it
 
     def __enter__(self) -> BackgroundAudits:
         return self

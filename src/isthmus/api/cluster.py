@@ -43,8 +43,7 @@ class Cluster:
         self._note = note
         self._tickets: dict[str, str] = {}
         self._restarts: dict[str, AgentRestarts] = {}
-        self._devices: dict[str, list[str]] = {}
-        """Devices by agent, once all have joined."""
+        self._devices: dict[str, list[str]] = {}  # devices by agent, once all have joined
         self._queued: frozenset[str] = frozenset()
         """Agents that the run waits for while the engine has no node for them."""
         self._over = threading.Event()

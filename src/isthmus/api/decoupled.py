@@ -182,8 +182,7 @@ class _Watch:
         self._losses: list[float] = []
         self._ended_s: defaultdict[str, list[float]] = defaultdict(list)  # seconds at which each replica's steps ended
         self.merger = MergerWatch(stepped=self._stepped, merged=self._merged, note=self._watch.noted)
-        self._spans: deque[Span] = deque()
-        """Spans that are not written yet, which threads of links add to."""
+        self._spans: deque[Span] = deque()  # spans that are not written yet, which threads of links add to
         run.machine.trace.add = self._spans.append
 
     def start(self, fleet: Fleet, stop: Stop) -> None:

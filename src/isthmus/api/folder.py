@@ -78,8 +78,7 @@ class RunFolder:
         self.captured = path / "captured.safetensors"
         self._described = path / "described.json"
         self._losses = losses_file(path)
-        self._made: list[Path] = []
-        """Directories that are there for this run only, outermost first."""
+        self._made: list[Path] = []  # directories that are there for this run only, outermost first
 
     @classmethod
     def chosen(cls, parent: Path, name: str, *, resume: bool, run: Path | None) -> RunFolder:

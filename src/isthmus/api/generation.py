@@ -148,12 +148,9 @@ class ModelService:
         self._host = host
         self._served = served
         self._tokenizer = tokenizer
-        self.name = name
-        """The name of the model in requests."""
-        self.context = served.context
-        """Tokens of a prompt and its answer together, at most."""
-        self.ends = served.ends
-        """Tokens with which the model ends a text."""
+        self.name = name  # the name of the model in requests
+        self.context = served.context  # tokens of a prompt and its answer together, at most
+        self.ends = served.ends  # tokens with which the model ends a text
 
     @property
     def statistics(self) -> ServingStatistics:

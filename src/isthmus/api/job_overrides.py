@@ -16,8 +16,7 @@ from isthmus.job import PIPELINE, Job, JobDocument, JobReader
 from isthmus.plans import Objective
 from isthmus.units import parse_duration
 
-READERS: Mapping[str, JobReader[Any]] = {"pipeline": PIPELINE, "federated": FEDERATED}
-"""Readers by the job's kind."""
+READERS: Mapping[str, JobReader[Any]] = {"pipeline": PIPELINE, "federated": FEDERATED}  # readers by the job's kind
 Config = TypeVar("Config", bound=msgspec.Struct)
 AnyJob = TypeVar("AnyJob", bound=JobDocument)
 

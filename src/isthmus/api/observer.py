@@ -27,7 +27,6 @@ class Search(SearchObserver, Protocol):
 
     def show(self) -> None:
         """Called now and then, by another thread than the planner's: that may be in a solver."""
-        ...
 
 
 class Observer(Protocol):

@@ -124,10 +124,8 @@ class RunLog:
         self._writes = False
         self._began_s = self._step_s = 0.0
         self._spans = 0
-        self._reason = ""
-        """The reason of the last lost device: the run also notes it, which is not written again."""
-        self._held: RunEntry | None = None
-        """A step that was not written, as it came soon after another one."""
+        self._reason = ""  # the reason of the last lost device: the run also notes it, which is not written again
+        self._held: RunEntry | None = None  # A step that was not written, as it came soon after another one
 
     def began(self, started: RunStarted) -> None:
         """A session goes on."""

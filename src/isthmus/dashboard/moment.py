@@ -15,10 +15,8 @@ class Moment:
         self.period: PlanPeriod | None = None
         self.last = self.heldout = RunEntry(at_s=0.0, kind="step")
         self.step, self.plans, self.ended = 0, 0, ""
-        self.rows: list[int] = [0]
-        """Rows of the trace after each of the last steps of this plan."""
-        self._gone: dict[str, str] = {}
-        """Devices that are lost or have left."""
+        self.rows: list[int] = [0]  # rows of the trace after each of the last steps of this plan
+        self._gone: dict[str, str] = {}  # devices that are lost or have left
         self._paused = False
         for entry in entries:
             self._take(entry)

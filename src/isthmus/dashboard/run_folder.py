@@ -35,8 +35,7 @@ class GrowingFile(Generic[Item]):
         self._path, self._kind, self._decoder = path, kind, msgspec.json.Decoder(kind)
         self._at, self._inode = 0, -1
         self._found: list[Item] = []
-        self.unread = 0
-        """Lines that are none."""
+        self.unread = 0  # lines that are none
 
     def fresh(self) -> tuple[list[Item], bool]:
         """Whole lines that were added since the last call, and whether those of before are void."""

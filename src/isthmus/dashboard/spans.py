@@ -53,8 +53,7 @@ class SpanTable:
         self.clear()
 
     def clear(self) -> None:
-        self.times = np.empty((0, 2))
-        """Start and end, seconds."""
+        self.times = np.empty((0, 2))  # start and end, seconds
         self.whole = np.empty((0, 7), dtype=np.int64)
         """Numbers of device, track, name and other; step, micro-batch, bytes."""
 

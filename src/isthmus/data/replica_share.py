@@ -11,10 +11,8 @@ from torch import Tensor
 from isthmus.data.dataset import Dataset, Indices, SamplesOf, batch_at, joined, sample_order
 from isthmus.wire_types import Place, Positive, Seed
 
-MOST_STEPS = 1 << 32
-"""Steps of a replica for which there are samples: more than any run has."""
-MOST_BATCH = (1 << 63) // MOST_STEPS - 1
-"""So that the last sample's place is a whole number of 64 bits."""
+MOST_STEPS = 1 << 32  # steps of a replica for which there are samples: more than any run has
+MOST_BATCH = (1 << 63) // MOST_STEPS - 1  # so that the last sample's place is a whole number of 64 bits
 
 
 class ReplicaShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

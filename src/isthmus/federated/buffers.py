@@ -45,8 +45,7 @@ class ModuleBuffers:
         self._names: dict[int, str] = {}
         self.own: dict[str, Tensor] = {}
         """Memory that stays the module's; a buffer that several modules share is there once."""
-        self._cached: set[str] = set()
-        """Not in a state dict: one that changes its shape is no state."""
+        self._cached: set[str] = set()  # not in a state dict: one that changes its shape is no state
         for prefix, owner in module.named_modules():
             slots = dict(owner._buffers)  # pyright: ignore[reportPrivateUsage]
             self._slots.append((owner, slots))

@@ -56,8 +56,7 @@ class FixedSum:
         self._blocks = [numbers[start : start + _BLOCK] for start in range(0, size, _BLOCK)] or [numbers]
         self._work = torch.empty(min(size, _BLOCK), dtype=torch.float64)
         self._rounded = self._work.numpy().view(np.int64)
-        self._merged: list[Tensor] = []
-        """Not read yet."""
+        self._merged: list[Tensor] = []  # not read yet
         self.begin(exponent)
 
     def begin(self, exponent: int) -> None:
@@ -264,8 +263,7 @@ class DeviceSum(FixedSum):
 
     def begin(self, exponent: int) -> None:
         super().begin(exponent)
-        self._ahead = False
-        """Something was added since `total` was asked for."""
+        self._ahead = False  # something was added since `total` was asked for
 
     def add(self, term: Tensor, weight: float = 1.0) -> None:
         self._add(term.detach().reshape(1, -1), weight)

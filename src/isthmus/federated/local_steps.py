@@ -84,8 +84,7 @@ class StepsByRound:
         rate = given if isinstance(given, float | int) else RATE
         self._optimizers = config.optimizer or (AnyOptimizerConfig(name="sgd", lr=rate),)
         self._clip_norm = config.clip_norm
-        self._rounds = 1 if schedule == CONSTANT else rounds
-        """With a rate of their own."""
+        self._rounds = 1 if schedule == CONSTANT else rounds  # with a rate of their own
         with _named():
             self._settings = [settings_of(one, schedule, rounds) for one in self._optimizers]
         self._found: tuple[int, RoundSteps] | None = None

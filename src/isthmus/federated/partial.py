@@ -64,8 +64,7 @@ class PartialSum:
         self._exponents["sum"] = self._exponents["mean"]
         self._most_weight = float(max(total_samples, 1))
         self._collected: dict[int, Values] = {}
-        self._unknown: set[str] = set()
-        """Sums of which the terms' sizes are not known, but those of parts."""
+        self._unknown: set[str] = set()  # sums of which the terms' sizes are not known, but those of parts
         self._weights: dict[int, int] = {}
         self._weight = 0
         self.clients = 0

@@ -28,8 +28,7 @@ class OwnModels:
     def __init__(self, algorithm: Algorithm, states: States) -> None:
         self._algorithm = algorithm
         self._states = states
-        self._lost: set[tuple[int, int]] = set()
-        """Clients and places of which that was said."""
+        self._lost: set[tuple[int, int]] = set()  # clients and places of which that was said
 
     def after(self, model: Tensor, places: NDArray[int32], log: Callable[[str], None]) -> Callable[[int], Tensor]:
         """Each client's, [P], after a round that left the server this model and the clients' states in these places.

@@ -89,10 +89,8 @@ class Server:
         self._population = population
         self._most_past = past
         self._faint: set[str] = set()
-        self.notices: list[str] = []
-        """Lines for the run's log that are not there yet."""
-        self._past: list[Values] = []
-        """Broadcasts of a round before, two rounds before, and so on."""
+        self.notices: list[str] = []  # lines for the run's log that are not there yet
+        self._past: list[Values] = []  # broadcasts of a round before, two rounds before, and so on
         self.phase: PhaseId | None = None
         self.keeps = first_state(algorithm, self.values["model"]) is not None
         """Whether clients keep something from round to round."""

@@ -78,8 +78,7 @@ class StateForm:
         self._before_digest = header[round_ + len(_ROUND) : self._digest_at]
         self._tail = header[self._digest_at + len(_SHA256) :]
         self._length = len(header)
-        self.size_bytes = self._length + at
-        """Bytes of a whole state on disk."""
+        self.size_bytes = self._length + at  # bytes of a whole state on disk
 
     def __len__(self) -> int:
         return self._length

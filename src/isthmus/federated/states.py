@@ -46,8 +46,7 @@ class StateLost(UserError):
 
     def __init__(self, clients: Collection[int], reason: str) -> None:
         super().__init__(reason)
-        self.clients = frozenset(clients)
-        """Whose states are lost."""
+        self.clients = frozenset(clients)  # whose states are lost
 
     def refusal(self) -> IsthmusError:
         """Return the error of an algorithm whose clients cannot begin anew."""
@@ -59,7 +58,6 @@ class States(Protocol):
 
     def expect(self, places: Iterable[int]) -> None:
         """These are read next, in this order. Nothing happens on errors: `read` will tell."""
-        ...
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
         """The clients' states, stacked. StateLost for one that is not there or not whole."""
@@ -72,11 +70,9 @@ class States(Protocol):
 
     def flush(self) -> None:
         """Other executors can read from now on what was written. UserError for a full disk."""
-        ...
 
     def free(self, places: Iterable[int]) -> None:
         """Nobody will read these any more. To be called for every phase: it may be another executor that frees one."""
-        ...
 
 
 class _Batch(NamedTuple):
@@ -111,12 +107,9 @@ class StateStore:
         self._disk: Executor = ThreadPoolExecutor(1, "states") if self._large else _AtOnce()
         """Does one thing after the other."""
         self._batch: _Batch | None = None
-        self._waiting: list[int] = []
-        """The places of the batch's first states, which are to be written."""
-        self._owners: list[int] = []
-        """Their clients."""
-        self._round = 0
-        """The round of all states that wait."""
+        self._waiting: list[int] = []  # the places of the batch's first states, which are to be written
+        self._owners: list[int] = []  # their clients
+        self._round = 0  # the round of all states that wait
         self._writing: Future[None] | None = None
         self._ahead: dict[int, tuple[Future[_Batch], int]] = {}
         """Read before they are asked for: where, and the row there."""

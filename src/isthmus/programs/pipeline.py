@@ -95,11 +95,9 @@ class Pipeline(Policy[PipelinePort], Session):
         self.devices = tuple(devices)
         self.spec = spec
         self.layout = layout or StateLayout(parts={})
-        self.survives = layout is not None
-        """Whether the run goes on when a device is lost."""
+        self.survives = layout is not None  # whether the run goes on when a device is lost
         self._lineage = lineage or Lineage()
-        self.leases = Leases(spec, self.layout)
-        """Items that devices may be at work on."""
+        self.leases = Leases(spec, self.layout)  # items that devices may be at work on
         self._step = self._saved = self._done_step = spec.start_step
         self._began = self._restarted = lineage is not None
         """Whether there may be more than the checkpoint to go on from; whether devices may be at work for an epoch
@@ -109,24 +107,19 @@ class Pipeline(Policy[PipelinePort], Session):
         self._transfer: StateTransfer | None = None
         """The state transfer that prepares joining devices for the next plan."""
         self._transfers = 0
-        self._awaited: set[str] = set()
-        """Who is to be ready, or to have given what it holds."""
+        self._awaited: set[str] = set()  # who is to be ready, or to have given what it holds
         self._reports = ItemReports()
-        self._due: dict[str, int] = dict.fromkeys(self.devices, 0)
-        """The item that each worker reports next."""
+        self._due: dict[str, int] = dict.fromkeys(self.devices, 0)  # the item that each worker reports next
         self._divergence = Divergence(spec.non_finite_steps)
         self._attempts = Attempts(spec.recovery_attempts)
         self._suspects = Suspects()
         self._recalls = Restarts()
         self._planned_for: frozenset[str] = frozenset()
-        self._without_plan: frozenset[str] = frozenset()
-        """There is no plan for these devices."""
+        self._without_plan: frozenset[str] = frozenset()  # there is no plan for these devices
         self._ending: Literal["done", "interrupted"] = "done"
         self._reason = ""
-        self._verdict = ""
-        """On the device that was lost last."""
-        self._short = False
-        """Whether memory was short on a device since the last step."""
+        self._verdict = ""  # on the device that was lost last
+        self._short = False  # whether memory was short on a device since the last step
         self._offered: frozenset[str] = frozenset()
         self._leaving: set[str] = set()
         self._queued: frozenset[str] = frozenset()

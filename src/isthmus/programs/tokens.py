@@ -73,10 +73,8 @@ class Tokens(Program[ServingPort]):
         self._waiting: deque[Prompt] = deque()
         self._restarts: deque[int] = deque()
         """Prompts in flight when stages are loaded anew, which have not started again."""
-        self._tried: int | None = None
-        """The one of them that has started and has no token since."""
-        self._one_by_one = False
-        """Whether a device was lost while prompts ran: one of them may have ended it."""
+        self._tried: int | None = None  # the one of them that has started and has no token since
+        self._one_by_one = False  # whether a device was lost while prompts ran: one of them may have ended it
         self._retries = 0
 
     # What users ask

@@ -51,8 +51,7 @@ class Adaptation:
         Without `adapts` only shortages of memory change what is believed. `outdated`: the first plan was made for
         another fleet."""
         self.believed = believed
-        self.plan = plan
-        """In force."""
+        self.plan = plan  # in force
         self._plans: dict[int, Plan] = {number: plan}
         self._steps = steps
         self._adapts = adapts
@@ -63,10 +62,8 @@ class Adaptation:
         """Bytes of memory that a device has, where that turned out to be less than stated."""
         self._policy = ReplanPolicy()
         self._reprobe = LinkReprobe(RETRY_S)
-        self._change_s = 0.0
-        """Seconds that the change to the newest plan costs; 0 for a change that must be made."""
-        self._reached = 0
-        """Steps that are done."""
+        self._change_s = 0.0  # seconds that the change to the newest plan costs; 0 for a change that must be made
+        self._reached = 0  # steps that are done
         if adapts and outdated:
             self._policy.changed()
 

@@ -38,14 +38,10 @@ class StageArrivals:
         self._view, self._share, self._names = view, share, names
         self._ahead = lease_ahead
         self._eval_micro_batches, self._eval_rest = eval_micro_batches, eval_rest
-        self._step = start_step
-        """The step of the training item that is opened next."""
-        self._kept_step = -1
-        """The step of the newest snapshot."""
-        self._opens = self._reports = first_item
-        """The item that is opened next, and the one that is reported next."""
-        self._first = first_item
-        """Arrivals for items before this one come too late and are refused."""
+        self._step = start_step  # the step of the training item that is opened next
+        self._kept_step = -1  # the step of the newest snapshot
+        self._opens = self._reports = first_item  # the item that is opened next, and the one that is reported next
+        self._first = first_item  # arrivals for items before this one come too late and are refused
         self._parts: dict[int, Item] = {}
         """The part of each opened item that this stage's replica does, by the item's index."""
         self._seen: dict[int, dict[Key, Arrived | PartsArrived]] = {}

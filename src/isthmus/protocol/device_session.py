@@ -55,8 +55,7 @@ class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
 
     def __init__(self) -> None:
         super().__init__("idle")
-        self.epoch = 0
-        """The epoch of the plan in force."""
+        self.epoch = 0  # the epoch of the plan in force
         self.memory: StateInventory[Value] = StateInventory()
         self._step = 0
         self._connected = False

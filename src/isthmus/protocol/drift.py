@@ -83,8 +83,7 @@ class RateEstimator:
     def __init__(self, stated: float) -> None:
         self.stated = stated
         self.believed = stated
-        self.first: float | None = None
-        """The median of the first whole window, whether or not it was believed."""
+        self.first: float | None = None  # the median of the first whole window, whether or not it was believed
         self._window: deque[tuple[float, float]] = deque()
 
     def add(self, time_s: float, rate: float) -> bool:
@@ -155,8 +154,7 @@ class Drift:
         self._halves: dict[int, dict[tuple[str, str, str, int], Span]] = {}
         """Messages that one end has reported, by step: that end's span by source, target, name and micro-batch."""
         self._first = 0
-        self.fits = 0
-        """Devices and links whose rate the first steps have shown."""
+        self.fits = 0  # devices and links whose rate the first steps have shown
 
     def begin(self, plan: Plan, step: int) -> None:
         """A plan is in force from this step on. The step itself is not measured: its devices and links are cold."""

@@ -43,10 +43,8 @@ class Exchange:
     def __init__(self, groups: Sequence[GroupView], port: PartsPort) -> None:
         self._port = port
         self._rounds = {g.group: g.rounds for g in groups}
-        self._at: dict[int, int] = {}
-        """Groups at work: in which round each is."""
-        self._items: dict[int, int] = {}
-        """For which item."""
+        self._at: dict[int, int] = {}  # groups at work: in which round each is
+        self._items: dict[int, int] = {}  # for which item
         self._arrived: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
         """Who has sent, by (item, group, round)."""
 

@@ -65,8 +65,7 @@ class Attempts:
         """`limit`: attempts without a step that end the run; 0 for none."""
         self._limit = limit
         self._lost: set[str] = set()
-        self._at_it = True
-        """Whether the run has begun since the last loss that counts."""
+        self._at_it = True  # whether the run has begun since the last loss that counts
         self.fruitless = 0
 
     def began(self) -> None:

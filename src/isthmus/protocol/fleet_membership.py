@@ -96,8 +96,7 @@ class FleetMembership:
 
     def __init__(self, port: FleetPort) -> None:
         self.port = port
-        self.names: dict[str, str] = {}
-        """Names of the devices that were here and are not revoked, by id."""
+        self.names: dict[str, str] = {}  # names of the devices that were here and are not revoked, by id
         self.brought_back: frozenset[str] = frozenset()
         """Devices that will join again if they are lost: a run that has too few devices waits for them."""
         self.in_queue: frozenset[str] = frozenset()

@@ -26,10 +26,8 @@ class Interruptions:
         """`note` gets one line when an interruption begins, when its epoch begins, and when training goes on."""
         self.recoveries: list[Recovery] = []
         self._note = note
-        self._ongoing: tuple[float, str] | None = None
-        """Since when, and why."""
-        self._begun: tuple[EpochStart, int] | None = None
-        """The epoch that began last, and how many steps it repeats."""
+        self._ongoing: tuple[float, str] | None = None  # since when, and why
+        self._begun: tuple[EpochStart, int] | None = None  # the epoch that began last, and how many steps it repeats
         self._done = 0
 
     def begin(self, cause: str, now_s: float) -> None:

@@ -32,12 +32,10 @@ class Leases:
         self._peeked: Item | None = None
         self._done: set[tuple[str, int, int]] = {("save", spec.start_step, 0)}
         """Evaluations and checkpoints that need not be done again: kind, step, first sample."""
-        self._keep_step = spec.start_step
-        """The step of the newest snapshot that was leased."""
+        self._keep_step = spec.start_step  # the step of the newest snapshot that was leased
         self._waits: set[str] | None = None
         """Devices whose copies of that snapshot are not complete, and "" while not all devices have made theirs."""
-        self.acknowledged = -1
-        """Step of the newest complete snapshot; below 0 for none."""
+        self.acknowledged = -1  # step of the newest complete snapshot; below 0 for none
         self.open: dict[int, Item] = {}
         self.leased = self.finished = 0
         self.begin(spec.start_step, layout, due=False)
@@ -49,8 +47,7 @@ class Leases:
         self._peeked = None
         self._done = {mark for mark in self._done if mark[1] <= step}
         self.open.clear()
-        self.last_step = self._keep_step = step
-        """Steps that are leased, from the run's beginning on."""
+        self.last_step = self._keep_step = step  # steps that are leased, from the run's beginning on
         self._waits = None
         self.acknowledged = min(self.acknowledged, step)
         self._keep_next = due and self.keeps and self.at_period and step < self._spec.steps

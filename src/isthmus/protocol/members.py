@@ -9,10 +9,8 @@ from isthmus.protocol.recovery import StateHolding
 
 class Members:
     def __init__(self) -> None:
-        self.here: set[str] = set()
-        """Devices with a process that has joined the run."""
-        self._offered: set[str] = set()
-        """Devices that could be called."""
+        self.here: set[str] = set()  # devices with a process that has joined the run
+        self._offered: set[str] = set()  # devices that could be called
         self._leaving: set[str] = set()
         self._held: dict[str, Sequence[StateHolding]] = {}
 
@@ -82,15 +80,12 @@ class Restarts:
     """Devices that were lost while their machine stayed, and how often the run waited for such devices."""
 
     def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}
-        """Why each device was lost that is not back."""
+        self._reasons: dict[str, str] = {}  # why each device was lost that is not back
         self._returning: set[str] = set()
         self._in_queue: frozenset[str] = frozenset()
         self._step = -1
-        self.count = 0
-        """How often the run was begun anew from the state that it was begun from last."""
-        self._counted = False
-        """Whether the last time has no plan yet."""
+        self.count = 0  # how often the run was begun anew from the state that it was begun from last
+        self._counted = False  # whether the last time has no plan yet
 
     @property
     def awaited(self) -> frozenset[str]:

@@ -29,8 +29,7 @@ class ReportChecks:
         self._epoch = epoch
         self._most_steps = {epoch: steps}
         """Steps that a device can have done in each epoch at most, from the run's beginning on."""
-        self._transfer = (0, 0)
-        """Number and first step of the newest state transfer."""
+        self._transfer = (0, 0)  # number and first step of the newest state transfer
 
     def began(self, begun: EpochStart) -> None:
         self._epoch = begun.epoch

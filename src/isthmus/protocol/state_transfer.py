@@ -32,16 +32,14 @@ class StateTransfer:
         self.number = number
         self._epoch = epoch
         self.step = step
-        self.donated = state_donors(needs, holds)
-        """Parts that each device at work gives."""
+        self.donated = state_donors(needs, holds)  # parts that each device at work gives
         self.donors = {
             device: tuple(donor for donor, parts in sorted(self.donated.items()) if parts & wanted)
             for device, wanted in sorted(needs.items())
         }
         """Donors of each joining device."""
         self._at: dict[tuple[str, str], int] = {}
-        self._copied: int | None = None
-        """Steps that the first copies took."""
+        self._copied: int | None = None  # steps that the first copies took
         self._first_lag = 0
 
     def begin(self, port: PipelinePort) -> None:

@@ -117,8 +117,7 @@ class _Tasklets:
         self.forwards = self.backwards = 0
         self.waiting: list[int] = []
         """Micro-batches between their forward and their backward, in the order of their forwards."""
-        self.weights: deque[int] = deque()
-        """Their backward is done but for the weight gradients."""
+        self.weights: deque[int] = deque()  # their backward is done but for the weight gradients
 
     @property
     def in_flight(self) -> int:
@@ -182,11 +181,9 @@ class Worker(Policy[StagePort]):
         self._last = -1
         self._busy = False
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
-        self._not_finite: set[int] = set()
-        """Items of which a stage said so."""
+        self._not_finite: set[int] = set()  # items of which a stage said so
         self._exchange = Exchange(view.groups, port)
-        self._awaited: tuple[int, ...] = ()
-        """The groups whose sums are to be taken next."""
+        self._awaited: tuple[int, ...] = ()  # the groups whose sums are to be taken next
 
     def statistics(self) -> WorkerStatistics:
         item = self._item.index if self._item else self._last

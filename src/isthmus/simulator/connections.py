@@ -22,7 +22,6 @@ class Hearing(Protocol[WorkerT]):
 
     def arrived(self, worker: WorkerT) -> None:
         """It is connected."""
-        ...
 
     def disconnected(self, device: str, reason: str) -> None: ...
 
@@ -43,12 +42,9 @@ class Connections(Generic[WorkerT]):
         self._factor = Jitter(options.jitter, options.seed + 1)
         self._numbers = itertools.count(1)
         self._arrivals: dict[tuple[str, int], float] = {}
-        self._released: set[str] = set()
-        """Devices that do not come back."""
-        self.open: dict[str, ControlSession[WorkerT]] = {}
-        """Open sessions by worker id."""
-        self.answered = True
-        """Whether the coordinator is there."""
+        self._released: set[str] = set()  # devices that do not come back
+        self.open: dict[str, ControlSession[WorkerT]] = {}  # open sessions by worker id
+        self.answered = True  # whether the coordinator is there
         self.over = False
 
     def latency_s(self) -> float:

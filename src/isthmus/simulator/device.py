@@ -38,11 +38,9 @@ class Surroundings(Protocol):
     ) -> None:
         """Hold the compute lane of the worker's device, as soon as it is free; then it is done, unless the stage was
         closed meanwhile."""
-        ...
 
     def at_once(self, worker: SimulatedWorker, act: Act) -> None:
         """After whatever else happens at this moment."""
-        ...
 
     def transmit(self, worker: SimulatedWorker, target: int, body: Arrived | PartsArrived, item: Item) -> None: ...
 
@@ -52,13 +50,11 @@ class Surroundings(Protocol):
 
     def say(self, worker: SimulatedWorker, body: DeviceReport) -> None:
         """To the coordinator."""
-        ...
 
     def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None: ...
 
     def kept(self, worker: SimulatedWorker, step: int, values: State) -> None:
         """A snapshot is in the worker's memory: its copy may go to another one."""
-        ...
 
     def report(self, worker: SimulatedWorker, item: Item, saved: State) -> None: ...
 
@@ -73,19 +69,15 @@ class SimulatedWorker:
         self.device = device
         self.session: DeviceSession[HistoryEntry | None] = DeviceSession()
         self.session.port = self
-        self.epoch: Epoch | None = None
-        """The plan epoch of its stage."""
-        self.number = -1
-        """In that epoch's plan."""
+        self.epoch: Epoch | None = None  # the plan epoch of its stage
+        self.number = -1  # in that epoch's plan
         self.machine: Worker | None = None
         self.live: State = {}
-        self.step = 0
-        """How many updates its state has had."""
+        self.step = 0  # how many updates its state has had
         self.placed: State = {}
         self._around = around
         self._items: dict[int, Item] = {}
-        self._first_samples: dict[int, int] = {}
-        """The first sample of each item, of all replicas."""
+        self._first_samples: dict[int, int] = {}  # the first sample of each item, of all replicas
         self._saved: State = {}
 
     def assigned(self, epoch: Epoch) -> None:

@@ -145,23 +145,17 @@ class _Replica:
         self.pipeline = world.pipelines[model.name]
         self.policy = DecoupledReplica(world.rules.fragments, world.batch, steps)
         self.policy.port = self
-        self.received: deque[ReplicaOrder | None] = deque()
-        """Since the last step ended."""
-        self._samples = [0] * world.rules.fragments
-        """Trained on since the last contribution that was merged."""
+        self.received: deque[ReplicaOrder | None] = deque()  # since the last step ended
+        self._samples = [0] * world.rules.fragments  # trained on since the last contribution that was merged
         self._given: dict[int, tuple[int, int]] = {}
         """Merge and samples of each fragment's contribution whose fate is not known."""
         self._taken: list[VersionTaken] = []
         self.has_connected = False
-        self.steps = steps
-        """The policy counts a step later, after the events during it."""
+        self.steps = steps  # the policy counts a step later, after the events during it
         self.step_ends_s = math.nan
-        self._busy_s: dict[str, float] = {}
-        """Seconds that each device computes in the step under way."""
-        self._attempt = 0
-        """Number of attempts at steps: one that was begun before a device was lost is void."""
-        self._known = 0
-        """Samples of all replicas, at the step under way."""
+        self._busy_s: dict[str, float] = {}  # seconds that each device computes in the step under way
+        self._attempt = 0  # number of attempts at steps: one that was begun before a device was lost is void
+        self._known = 0  # samples of all replicas, at the step under way
 
     def receive(self, order: ReplicaOrder | None) -> None:
         self.received.append(order)
@@ -261,20 +255,17 @@ class MergingSimulation(Parties[_Replica]):
         recovery = RecoveryTimes(timeout_s=rules.timeout_s)
         super().__init__(SimulationOptions(faults=tuple(faults), seed=seed, recovery=recovery))
         self.rules, self.computing, self._sizes = rules, computing or _TimesAlone(), sizes
-        self.batch = sum(model.samples for model in replicas)
-        """Samples of a step of each replica."""
+        self.batch = sum(model.samples for model in replicas)  # samples of a step of each replica
         self._models = {model.name: model for model in replicas}
         self.pipelines = {model.name: model.pipeline() for model in replicas}
         self._of = {device: name for name, pipeline in self.pipelines.items() for device in pipeline.present}
         self._deliveries = {name: Delivery(rules.fragments) for name in self._models}
-        self._sending: dict[str, object] = {}
-        """Connections that a message is leaving on, by replica."""
+        self._sending: dict[str, object] = {}  # connections that a message is leaving on, by replica
         self._first_devices = {(model.devices or (model.name,))[0]: model.name for model in replicas}
         """Those whose links reach the merger, each with its replica."""
         self._merger, self._save_samples = merger, save_samples
         self._saved = _Saved(NOTHING_MERGED, 0, {})
-        self._since_s: dict[str, float] = {}
-        """Since when each device is there."""
+        self._since_s: dict[str, float] = {}  # since when each device is there
         self._silent_s: dict[str, float] = {}
         self._result = SimulatedReplicas()
         self.connections = Connections(self, self._options, self)

@@ -39,8 +39,7 @@ class Uplink:
 
     def __init__(self, bandwidth_bytes_per_s: float) -> None:
         self._bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        self._busy: list[tuple[float, float]] = []
-        """Start and end, by start, apart from each other."""
+        self._busy: list[tuple[float, float]] = []  # start and end, by start, apart from each other
 
     def occupy(self, now_s: float, start_s: float, size_bytes: float) -> float:
         """Return when the last byte has passed, if the first may pass at `start_s`. `now_s` never goes back."""

@@ -33,8 +33,7 @@ class Party(Generic[WorkerT]):
         self.lane = ComputeLane()
         self.workers: dict[str, WorkerT] = {}
         self.died_s = math.inf
-        self.waiting: list[Act] | None = None
-        """Actions that follow once it goes on, while it is silent."""
+        self.waiting: list[Act] | None = None  # actions that follow once it goes on, while it is silent
 
 
 class Parties(Generic[WorkerT]):
@@ -42,15 +41,12 @@ class Parties(Generic[WorkerT]):
 
     def __init__(self, options: SimulationOptions) -> None:
         self.clock = VirtualClock(options.seed)
-        self.devices: dict[str, Party[WorkerT]] = {}
-        """Those that run."""
-        self.setting_up = False
-        """Whether connecting and starting take time: before a run's first item they take none."""
+        self.devices: dict[str, Party[WorkerT]] = {}  # those that run
+        self.setting_up = False  # whether connecting and starting take time: before a run's first item they take none
         self._options = options
         self._factor = Jitter(options.jitter, options.seed)
         self._slow: dict[str, float] = {}
-        self._cuts: dict[frozenset[str], float] = {}
-        """Seconds until which nothing passes between two devices, by pair."""
+        self._cuts: dict[frozenset[str], float] = {}  # seconds until which nothing passes between two devices, by pair
 
     # What a program's world says
 

@@ -28,10 +28,8 @@ class ReplicaDevices:
         self.present = set(devices)
         self._planned = planned
         self.plan: PlannedStep | None = None
-        self._kept = 0
-        """Steps behind the newest snapshot."""
-        self.again = 0
-        """Steps that are to be made again."""
+        self._kept = 0  # steps behind the newest snapshot
+        self.again = 0  # steps that are to be made again
 
     def begin(self, steps: int = 0) -> bool:
         """Return whether the devices that are there can begin anew, after so many steps."""

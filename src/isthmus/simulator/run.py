@@ -65,7 +65,6 @@ class Planner(Protocol):
 
     def begin(self, layout: StateLayout) -> None:
         """The plan of this layout is in force."""
-        ...
 
     def eval_edges(self, plan: Plan) -> Mapping[tuple[int, int], int] | None:
         """Bytes per micro-batch that an evaluation sends from worker to worker; None: as in training."""
@@ -124,17 +123,14 @@ class RunSimulation:
         self._saving: dict[int, dict[str, State]] = {}
         self._at_hand: tuple[str, Item, State] | None = None
         self._donations = StateDonations(self.world, self.connections)
-        self._fresh = 0
-        """Spans that the machine has heard of."""
+        self._fresh = 0  # spans that the machine has heard of
         self._origin_s: float | None = None
         self._notes: list[tuple[float, str]] = []
         self._done: list[tuple[float, int]] = []
         self._periods: list[PlanPeriod] = []
         self._recovered: list[tuple[float, float]] = []
-        self._known = 0
-        """Recoveries of this coordinator that are in the list."""
-        self._earlier: tuple[Recovery, ...] = ()
-        """Recoveries of coordinators before this one."""
+        self._known = 0  # recoveries of this coordinator that are in the list
+        self._earlier: tuple[Recovery, ...] = ()  # recoveries of coordinators before this one
         self._statistics: dict[str, WorkerStatistics] = {}
         self._finished_s = 0.0
         self.finish: FinishRun | None = None

@@ -21,8 +21,7 @@ class SimulatedHost(Generic[SessionT]):
         self.session = session
         self._clock, self._strikes, self._regular = clock, strikes, regular
         self._looked_s = -math.inf
-        self._due_s = math.inf
-        """When the next look is."""
+        self._due_s = math.inf  # when the next look is
 
     def replace(self, session: SessionT) -> None:
         """Another coordinator is there from now on. Devices that run connect before it looks at them."""

@@ -31,8 +31,7 @@ class StateDonations:
         self._receivers: dict[str, list[tuple[str, frozenset[str]]]] = {}
         """Joining devices that get state from each donor, and of which parts."""
         self._donations: dict[str, _Donation] = {}
-        self._through_s: dict[str, float] = {}
-        """Seconds at which all that each donor has sent so far has arrived."""
+        self._through_s: dict[str, float] = {}  # seconds at which all that each donor has sent so far has arrived
 
     def clear(self) -> None:
         self._receivers.clear()

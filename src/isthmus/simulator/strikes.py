@@ -30,8 +30,7 @@ class Strikes:
         self._restart = restart
         self._sees = sees
         self._ended: dict[str, str] = {}
-        self._called: set[str] = set()
-        """Devices whose process is on its way."""
+        self._called: set[str] = set()  # devices whose process is on its way
         self._returning: set[str] = set()
         self._offers: set[str] = set()
         self._leaving: set[str] = set()

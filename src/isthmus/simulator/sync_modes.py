@@ -82,8 +82,7 @@ class SyncClock:
         self.model = model
         self.now_s = 0.0
         self._at_once = at_once
-        self._ended_s: tuple[float, ...] = ()
-        """The newest messages."""
+        self._ended_s: tuple[float, ...] = ()  # the newest messages
 
     def send(self, layers: Sequence[SyncedLayer]) -> float:
         """Start a message now; returns when it is through."""

@@ -21,7 +21,6 @@ class OpenResource(Protocol):
 
     def leave(self, timeout_s: float) -> None:
         """End it: what is on its way has so long to arrive."""
-        ...
 
 
 _OPEN: dict[OpenResource, None] = {}

@@ -29,24 +29,19 @@ class Tracker(Protocol):
 
     def start(self, run: TrackedRun) -> None:
         """The first call."""
-        ...
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """After so many steps or rounds. Names are as `loss`, `step_s`, `busy/DEVICE`. A step may come again after a
         loss of devices."""
-        ...
 
     def event(self, step: int, text: str) -> None:
         """A device was lost, another plan is in force, ..."""
-        ...
 
     def picture(self, name: str, path: Path) -> None:
         """A PNG file: `plan`, `timeline`, `loss`, ..."""
-        ...
 
     def end(self, outcome: str) -> None:
         """The last call. Returns when everything is written."""
-        ...
 
 
 def flat(settings: Mapping[str, object], path: str = "") -> dict[str, str | int | float | bool]:

@@ -89,7 +89,6 @@ class Engine(Protocol):
 
     def set_shared(self, values: Mapping[str, Tensor]) -> None:
         """Take this step's values of shared parameters of other stages."""
-        ...
 
     def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Gradients (`gradient_dtype`) of other stages' shared parameters, summed over the step's micro-batches."""
@@ -97,7 +96,6 @@ class Engine(Protocol):
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Add gradients from users of tied weights, or from all replicas, to those of owned parameters (op names)."""
-        ...
 
     def take_gradients(self, names: Sequence[str]) -> dict[str, Tensor | None]:
         """The summed gradients of owned parameters (op names), which the engine forgets; None where there is none."""
@@ -109,7 +107,6 @@ class Engine(Protocol):
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Put other values into owned parameters (op names)."""
-        ...
 
     def collect(self, count: float | None) -> Tensor:
         """Final gradients of the step; returns the norms of owned parameters, -1 where there is no gradient. None at
@@ -122,11 +119,9 @@ class Engine(Protocol):
 
     def update(self, step: int, norms: Tensor | None) -> None:
         """Apply the optimizers; to clip, `norms` are those of the whole model in the order of `OpGraph.trainable`."""
-        ...
 
     def skip_update(self) -> None:
         """Forget the collected gradients: weights and optimizer state stay as they are."""
-        ...
 
     @property
     def loss_scale(self) -> LossScale | None:

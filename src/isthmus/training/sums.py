@@ -27,7 +27,6 @@ class GroupBuffer(Protocol):
 
     def fill(self, count: float) -> None:
         """Take from the engine what is to be summed. `count` is the replica's own."""
-        ...
 
     def take(self) -> float:
         """Hand the sums to the engine. Returns the count of all replicas, 0 if none was received."""

@@ -82,8 +82,7 @@ class ShareSearch:
     def __init__(self) -> None:
         self.wrong: set[tuple[str, str]] = set()
         """Holder and owner of each share that is wrong: one of the two lies; one pair does not show which."""
-        self._doubted: set[str] = set()
-        """Holders whose shares are tried last."""
+        self._doubted: set[str] = set()  # holders whose shares are tried last
         self._further = MOST_SUBSETS
         """So many are tried of all secrets together, after the secret is known, to tell whose shares are wrong."""
 

@@ -98,13 +98,10 @@ class SiteSecrets:
         self._seed, self._mask_secret = draw_secret(draw), draw_secret(draw)
         self._cipher, self._mask = key_of(draw_secret(draw)), key_of(self._mask_secret)
         self._peers: dict[str, SiteKeys] = {}
-        self._agreed: dict[str, bytes] = {}
-        """The key that seals shares for each peer."""
+        self._agreed: dict[str, bytes] = {}  # the key that seals shares for each peer
         self._own: tuple[bytes, bytes] = (b"", b"")
-        self._held: dict[str, bytes] = {}
-        """Each owner's shares of the seed and of the mask key."""
-        self.devices: dict[str, str] = {}
-        """The id of the device that signed each peer's keys."""
+        self._held: dict[str, bytes] = {}  # each owner's shares of the seed and of the mask key
+        self.devices: dict[str, str] = {}  # the id of the device that signed each peer's keys
 
     def public(self) -> SiteKeys:
         """To be sent."""

@@ -113,7 +113,6 @@ class Backend(Protocol):
     def expects_reconnect(self, run: str) -> None:
         """Devices may be at work for this run of a coordinator that was lost: those that come before it is called
         wait."""
-        ...
 
     def asks(self, stop: Stop) -> DataQueries:
         """About data, until that is to stop."""

@@ -67,8 +67,7 @@ class DataHolders:
         self._alike = alike
         self._note = note
         self._taking = threading.Lock()
-        self._asking: dict[str, threading.Thread] = {}
-        """Who came while the run was under way."""
+        self._asking: dict[str, threading.Thread] = {}  # who came while the run was under way
         self.described: dict[str, DataDescription] = {}
         """Descriptions by device, in the order in which the devices answered."""
 

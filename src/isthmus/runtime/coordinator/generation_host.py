@@ -80,15 +80,12 @@ class GenerationHost(SessionHost[Tokens]):
         self._plan = plan
         self._note = note
         self._chain = chain
-        self._has: dict[str, set[str]] = {}
-        """Names of the variables that each device was sent, of its newest stage."""
+        self._has: dict[str, set[str]] = {}  # names of the variables that each device was sent, of its newest stage
         self._answers: dict[int, Answer] = {}
         self._numbers = iter(range(1 << 62))
         self._numbering = threading.Lock()
-        self._reason = "the service has failed"
-        """Why it ended; empty where that was asked for."""
-        self.ready = threading.Event()
-        """Set when the first stages are loaded."""
+        self._reason = "the service has failed"  # why it ended; empty where that was asked for
+        self.ready = threading.Event()  # set when the first stages are loaded
 
     # From any thread
 

@@ -66,8 +66,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._callbacks = callbacks
         self._planners = ComputeThreads()
         self._items: dict[int, Item] = {}
-        self._exchanges: set[int] = set()
-        """Indices of items that came with one."""
+        self._exchanges: set[int] = set()  # indices of items that came with one
         self._fresh: list[Span] = []
         self._spans: list[Span] = []
         self._late_s: dict[str, float] = {}

@@ -29,10 +29,8 @@ class Joiners:
         self._run = run
         self._callbacks = callbacks
         self._lanes = lanes
-        self._receivers: dict[str, list[str]] = {}
-        """Joining devices by the device that sends them its state."""
-        self._most_waiting_bytes: dict[str, int] = {}
-        """Bytes that may wait to be sent to each joining device."""
+        self._receivers: dict[str, list[str]] = {}  # joining devices by the device that sends them its state
+        self._most_waiting_bytes: dict[str, int] = {}  # bytes that may wait to be sent to each joining device
         self._number = self._step = 0
         """The number of the state transfer, and the step from which on states are given; messages of an earlier
         transfer go no further."""

@@ -41,8 +41,7 @@ class Plans:
         self._believed = believed or fleet
         self._making = threading.Lock()
         self._made = {0: self._deployment(first, self._believed, 0)}
-        self.now = self._made[0]
-        """In force."""
+        self.now = self._made[0]  # in force
 
     def adaptation(self, steps: int | None = None) -> Adaptation:
         """The machine that decides when another plan is made, in a run of so many steps; None: those of the job."""

@@ -34,8 +34,7 @@ class _SentSamples:
 
     def __init__(self, size: int, before: tuple[SampleRange, ...]) -> None:
         self._size, self.stretches = size, before
-        self._begun = len(before)
-        """Where this session's stretches begin."""
+        self._begun = len(before)  # where this session's stretches begin
 
     def send(self, new: SampleRange) -> None:
         last = self.stretches[-1] if len(self.stretches) > self._begun else None

@@ -151,13 +151,10 @@ class RunController:
             repeats=options.exchanges is None,
         )
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
-        self.peaks: dict[str, MemoryPeak] = {}
-        """Peaks by device of the plan in force."""
+        self.peaks: dict[str, MemoryPeak] = {}  # peaks by device of the plan in force
         self._begun: EpochStart | None = None
-        self._reached = 0
-        """Steps that are done."""
-        self._periods: list[PlanPeriod] = []
-        """Since when by the monotonic clock."""
+        self._reached = 0  # steps that are done
+        self._periods: list[PlanPeriod] = []  # since when by the monotonic clock
         self._holders = options.holders
         self._fingerprints = FingerprintLog(
             folder,
@@ -168,8 +165,7 @@ class RunController:
         )
         self._values = ParameterStore(prepared, self.now.written, options.weights)
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
-        self._loaded_step: int | None = None
-        """The step of the state that `_values` are; None when they are of several."""
+        self._loaded_step: int | None = None  # the step of the state that `_values` are; None when they are of several
         resumes = options.resume_from
         self.start_step = options.first_step if resumes is None else self._begun_from(resumes)
         if self._record is None:

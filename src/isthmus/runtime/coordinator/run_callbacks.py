@@ -63,4 +63,3 @@ class WeightExchanges(Protocol):
     def collected(self, item: Item, values: Mapping[str, Tensor]) -> None:
         """A device's part of what the step's exchange wanted, when the step begins there. It comes again where the step
         is made again."""
-        ...

@@ -83,8 +83,7 @@ class _ReplicaLink:
         self.delivery = delivery
         self.outgoing: SendLane | None = None
         self._connections = 0
-        self.changes: dict[int, Tensor] = {}
-        """The payload of each fragment's newest change."""
+        self.changes: dict[int, Tensor] = {}  # the payload of each fragment's newest change
         self._run, self._merged, self._traffic, self._lock, self._shape = run, merged, traffic, lock, shape
         self._left = left
         self._heartbeats = 0
@@ -186,8 +185,7 @@ class MergerHost(SessionHost[Merger]):
             )
             for name, shape in links.items()
         }
-        self._at_hand: Sequence[Tensor] = ()
-        """The changes of the contribution that the machine hears of."""
+        self._at_hand: Sequence[Tensor] = ()  # the changes of the contribution that the machine hears of
         self._deltas: list[dict[str, Tensor]] = [{} for _ in range(machine.rules.fragments)]
         """Changes that are not merged yet, by fragment and replica."""
         self._growth = [FragmentGrowth(size_of(values)) for values in merged.known]

@@ -92,10 +92,8 @@ class PipelineReplica:
         self._taken = TakenVersions()
         self._link = MergerLink(place)
         self._log = PipelineLog(pipeline.folder, pipeline.began_s)
-        self.steps = self.first_step = steps
-        """Steps that were made; some may be made again."""
-        self._trained = 0
-        """Samples of all replicas at the step that is opened next."""
+        self.steps = self.first_step = steps  # steps that were made; some may be made again
+        self._trained = 0  # samples of all replicas at the step that is opened next
         self._amounts: dict[str, Tensor] = {}
         self._asked: CollectChanges | None = None
         """The amounts and the request for a contribution that come with the step that is opened next."""

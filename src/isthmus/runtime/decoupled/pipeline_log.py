@@ -54,10 +54,8 @@ class PipelineLog:
         self._written = 0
         self._least_s: dict[tuple[str, str], float] = {}
         """Seconds that a micro-batch takes as planned, by device and work."""
-        self.late_s: dict[str, float] = {}
-        """Seconds by which each device's tasks took longer."""
-        self._origin_s: float | None = None
-        """From which the spans of this run count."""
+        self.late_s: dict[str, float] = {}  # seconds by which each device's tasks took longer
+        self._origin_s: float | None = None  # from which the spans of this run count
 
     def begin(self) -> None:
         """A step is opened: times of spans count from the first of them."""

@@ -37,21 +37,16 @@ class ReplicaHost:
     def __init__(self, fragments: ReplicaFragments, per_step: int, link: MergerLink, steps: int = 0) -> None:
         """`per_step`: samples of all replicas in a step of each; `steps` were made by an earlier process."""
         self.link = link
-        self.sent_bytes = 0
-        """Bytes of contributions."""
-        self.samples = 0
-        """Samples of all replicas before the next step, as far as this one knows."""
-        self.halted = False
-        """Whether the merger has ended the run."""
+        self.sent_bytes = 0  # bytes of contributions
+        self.samples = 0  # samples of all replicas before the next step, as far as this one knows
+        self.halted = False  # whether the merger has ended the run
         self._machine = DecoupledReplica(fragments.count, per_step, steps)
         self._machine.port = self
-        self._values: list[Tensor] = []
-        """Values that came with the order that is being taken."""
+        self._values: list[Tensor] = []  # values that came with the order that is being taken
         self._fragments = fragments
         self._taken = TakenVersions()
         self._steps = steps
-        self._next: int | None = None
-        """Samples of all replicas before the next step, if there is one."""
+        self._next: int | None = None  # samples of all replicas before the next step, if there is one
         self._lost_at_s: float | None = None
 
     @property

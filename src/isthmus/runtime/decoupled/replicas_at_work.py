@@ -14,8 +14,7 @@ from isthmus.runtime.decoupled.groups import Groups
 from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.session.failures import reason_and_fault
 
-END_S = 10.0
-"""For a pipeline to end its run by itself."""
+END_S = 10.0  # for a pipeline to end its run by itself
 
 
 class ReplicasAtWork(DevicesAtWork):
@@ -32,8 +31,7 @@ class ReplicasAtWork(DevicesAtWork):
         self._threads = ComputeThreads()
         self._running: dict[str, threading.Thread] = {}
         self._ended: dict[str, str] = {}
-        self._over: set[str] = set()
-        """Pipelines that cannot work, however often they are called."""
+        self._over: set[str] = set()  # pipelines that cannot work, however often they are called
 
     def ended(self) -> Mapping[str, str]:
         return {**self._devices.ended(), **self._ended}

@@ -116,10 +116,8 @@ class FederatedHost(SessionHost[Rounds]):
         self._deciding = threading.Lock()
         self._begun = threading.Event()
         self._senders: dict[str, MessageOutput] = {}
-        self._outboxes: dict[str, Outbox] = {}
-        """Messages that wait for each executor."""
-        self._later = Outbox()
-        """Messages that can wait until executors have new tasks."""
+        self._outboxes: dict[str, Outbox] = {}  # messages that wait for each executor
+        self._later = Outbox()  # messages that can wait until executors have new tasks
         self._unsent: list[Outbox] = []
         self._opened = False
         """Since the lock was taken: the outboxes whose messages wait, and whether a phase was opened."""

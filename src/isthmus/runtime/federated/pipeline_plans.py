@@ -50,8 +50,7 @@ class PipelinePlans:
         if not local.is_plain:  # a round is several runs, and the last one ends before its step
             field, got = what_is_set(local.optimizer, local.clip_norm)
             raise refused("optimizers", "pipeline clients", got, field)
-        self.segments = segments(samples.train, local)
-        """Segments of every round."""
+        self.segments = segments(samples.train, local)  # segments of every round
         self._captured: dict[int, Prepared] = {}
         self._plans: dict[Segment, Plan] = {}
         # The last step keeps its gradients besides: planned is what takes the most memory.
@@ -65,8 +64,7 @@ class PipelinePlans:
             self._captured.clear()
         self.fleet = fleet_of(self._job(largest, (0, 0, 0)))
         document = Path(config.plan) if config.plan else None
-        self.first = make_plan(self.prepared(largest), self.fleet, document)
-        """The cut."""
+        self.first = make_plan(self.prepared(largest), self.fleet, document)  # the cut
         if len(self.first.replicas) > 1:
             raise refused("several replicas", "pipeline clients", f"{len(self.first.replicas)} by {config.planner!r}")
 

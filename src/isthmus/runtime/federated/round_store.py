@@ -51,17 +51,14 @@ class RoundStore:
         self.history = RoundHistory.of(folder)
         self.first_round = 0
         self.evaluator: Evaluator | None = None
-        self.own_models: OwnModels | None = None
-        """The models of clients that use models of their own."""
+        self.own_models: OwnModels | None = None  # the models of clients that use models of their own
         self._job = job
         self._accounting, self._unsampled = job.accounting(identity.clients), 0
         self._commits = Commits(folder / ROUNDS, identity)
-        self.states: NDArray[np.int32] | None = None
-        """(population,), of algorithms whose clients keep something."""
+        self.states: NDArray[np.int32] | None = None  # (population,), of algorithms whose clients keep something
         if server.keeps:
             self.states = np.full(identity.clients, -1, dtype=np.int32)
-        self._passed_over: list[str] = []
-        """Why of committed rounds that are damaged."""
+        self._passed_over: list[str] = []  # why of committed rounds that are damaged
         self._note: Callable[[str], None] = lambda _: None
         if resume and (found := self._commits.newest(self._passed_over.append)) is not None:
             self.first_round = found.round + 1

@@ -46,8 +46,7 @@ class SecureSiteExecutor(SiteExecutor):
         self._allowed = link.devices
         self._stepping = threading.Lock()
         self._secrets: SiteSecrets | None = None
-        self._vector: Vector | None = None
-        """The update, before it is masked."""
+        self._vector: Vector | None = None  # the update, before it is masked
         self._sizes: dict[str, int] = {}
         self._models: dict[PhaseId, str] = {}
         """The digest of the model that each phase was opened with: a client may be trained for one while another is

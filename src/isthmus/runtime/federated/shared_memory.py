@@ -95,8 +95,7 @@ class SharedAccumulator:
         memory = _shared(ALIGNMENT_BYTES + needed)
         self._counts = memory[:ALIGNMENT_BYTES].view(torch.int64)
         self._counts.zero_()
-        self.totals: list[dict[str, Tensor]] = []
-        """Each summed value's memory, int64 [numbers], for each pass."""
+        self.totals: list[dict[str, Tensor]] = []  # each summed value's memory, int64 [numbers], for each pass
         for one in sizes:
             at, totals = ALIGNMENT_BYTES, dict[str, Tensor]()
             for name, numbers in one.items():

@@ -59,8 +59,7 @@ class SiteExecutor(Executor):
         self._own = site
         self._log, self._left, self._check = link.log, link.left, link.check
         self._reports = link.reports
-        self._latest: PhaseId | None = None
-        """The phase that was opened here."""
+        self._latest: PhaseId | None = None  # the phase that was opened here
 
     def _on_order(self, order: ExecutorOrder | SecureOrder, broadcast: Broadcast) -> None:
         self._check(order)

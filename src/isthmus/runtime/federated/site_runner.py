@@ -82,16 +82,13 @@ class SiteRunner:
         self._accelerator = open_accelerator(config.device, "device") if config.pipeline is None else HOST
         self._plan = plan
         self._data = OwnData(load_dataset(config.data, "train"))
-        self._fork_servers = ForkServers()
-        """Fork servers of a site that is a fleet."""
+        self._fork_servers = ForkServers()  # fork servers of a site that is a fleet
         self._warm: tuple[TaskSpec, Site] | None = None
         self._training = threading.Lock()
         self._work: tuple[CoordinatorConnection[MessageSender], threading.Thread] | None = None
         self._site_log = SiteLog(folder)
-        self._ruled: set[str] = set()
-        """Requests that the owner's rules allowed, and the log has."""
-        self._threads = ComputeThreads()
-        """Threads of this run, and of earlier runs that are still trained for."""
+        self._ruled: set[str] = set()  # requests that the owner's rules allowed, and the log has
+        self._threads = ComputeThreads()  # threads of this run, and of earlier runs that are still trained for
 
     def start_run(self, call: StartRun, coordinator: tuple[str, int]) -> None:
         if self._work is not None and self._work[0].run == call.run and self._work[1].is_alive():

@@ -27,7 +27,6 @@ class UpdateReceiver(Protocol):
 
     def guard(self, executor: str, message: AnyMessage) -> None:
         """PeerError for what no executor sends, before its tensors are received."""
-        ...
 
     def hello(self, executor: str) -> AnyMessage | None:
         """Return the first message to an executor that has connected; None for none."""
@@ -42,15 +41,12 @@ class UpdateReceiver(Protocol):
 
     def merge(self, executor: str) -> None:
         """Take in what the executor sent last."""
-        ...
 
     def settle(self) -> None:
         """Read the values that were merged: the memory that they are in may be used again."""
-        ...
 
     def ignore(self, executor: str) -> None:
         """Drop it."""
-        ...
 
     def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
         """Take the masks off what was taken in; returns holder and owner of each wrong share. PeerError where others
@@ -92,8 +88,7 @@ class SumsReceiver:
         self._server = server
         self._accumulators = accumulators or {}
         self._sums: dict[str, _ReceivedSums] = {}
-        self._merged: list[str] = []
-        """Whose rooms are to be given back."""
+        self._merged: list[str] = []  # whose rooms are to be given back
 
     def guard(self, executor: str, message: AnyMessage) -> None:
         check_frame(message, SummedValues)

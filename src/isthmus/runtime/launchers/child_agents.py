@@ -25,7 +25,6 @@ class AgentProcess(Child, Protocol):
 
     def write(self, data: bytes) -> None:
         """To its standard input; nothing where it has ended."""
-        ...
 
 
 class ChildAgents:

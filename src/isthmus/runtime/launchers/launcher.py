@@ -64,7 +64,6 @@ class Launcher(Protocol):
     def check(self) -> None:
         """UserError, in one line that says what to install or start, where the engine is missing, too old or
         unreachable. Nothing is started."""
-        ...
 
     def nodes(self) -> int | None:
         """Return how many nodes the engine has; None where it starts as many as it is asked for."""
@@ -74,7 +73,6 @@ class Launcher(Protocol):
         """One agent per node. Returns once the engine has accepted them. `folder` is private (mode 0700); `stop`
         removes what the launcher keeps there. `log(name, line)` is given what an agent prints, from any thread, until
         `stop`."""
-        ...
 
     def states(self) -> Mapping[str, AgentState]:
         """Return the state of every agent now, by name."""
@@ -82,9 +80,7 @@ class Launcher(Protocol):
 
     def restart(self, agent: AgentSpec) -> None:
         """In place of the lost agent of this name, on any free node, with a new ticket."""
-        ...
 
     def stop(self) -> None:
         """End all agents and give back everything that the engine holds for them: processes, allocations, groups,
         secrets, files. Again is no error."""
-        ...

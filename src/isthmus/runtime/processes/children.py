@@ -31,11 +31,9 @@ class Child(Protocol):
 
     def signal(self, number: int) -> None:
         """Nothing happens where it does not exist."""
-        ...
 
     def let_go(self) -> None:
         """Close its parent-death pipe."""
-        ...
 
 
 def end_children(children: Collection[Child], within_s: float = 0.0) -> None:

@@ -124,8 +124,7 @@ class Agent:
         self._close_door: Callable[[], None] = lambda: None
         """Stops waiting for the device that was to measure the link to this one last."""
         self._lock = threading.Lock()
-        self._address = membership.coordinators[0]
-        """The coordinator's, that was dialled last."""
+        self._address = membership.coordinators[0]  # the coordinator's, that was dialled last
         self._connection = CoordinatorConnection(
             self._dialled,
             self._presence,

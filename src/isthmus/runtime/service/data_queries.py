@@ -100,10 +100,8 @@ class DataAnswers:
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
         self._lock = threading.Lock()
-        self._given: set[str] = set()
-        """Digests that this device has told."""
-        self._unproved: set[tuple[str, str]] = set()
-        """Own digest, and the other party's."""
+        self._given: set[str] = set()  # digests that this device has told
+        self._unproved: set[tuple[str, str]] = set()  # own digest, and the other party's
         self._opening = threading.Lock()
 
     def describe(self, asked: DescribeData, place: ProcessPlace) -> DataDescribed:

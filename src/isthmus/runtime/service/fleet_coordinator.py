@@ -109,17 +109,13 @@ class FleetCoordinator:
         self._membership = FleetMembership(self)
         self._changed = threading.Condition()
         """Guards the membership and the attributes below. Notified when a wait ends and when a run opens."""
-        self._asked: list[Callable[[], object]] = []
-        """Actions on connections that the membership asks for."""
+        self._asked: list[Callable[[], object]] = []  # actions on connections that the membership asks for
         self._notes: list[tuple[str, str]] = []
-        self._numbers = itertools.count(1)
-        """Numbers of connections and waits."""
-        self._lanes: dict[int, tuple[SendLane, Channel]] = {}
-        """The lane and the channel of each connection that stays."""
+        self._numbers = itertools.count(1)  # numbers of connections and waits
+        self._lanes: dict[int, tuple[SendLane, Channel]] = {}  # the lane and the channel of each connection that stays
         self._kinds: dict[str, DeviceKind] = {}
         self._runs: dict[str, tuple[RunRequest, Acceptor]] = {}
-        self._ended_waits: dict[int, list[str]] = {}
-        """The devices that are here, by wait that is over."""
+        self._ended_waits: dict[int, list[str]] = {}  # the devices that are here, by wait that is over
         self._questions: dict[str, tuple[AnyMessage, queue.SimpleQueue[AnyMessage | str]]] = {}
         self._over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)

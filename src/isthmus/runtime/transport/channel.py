@@ -93,7 +93,6 @@ class MessageChannel(Protocol):
 
     def close(self) -> None:
         """End the connection at once. Also ends a receive that waits in another thread."""
-        ...
 
     def statistics(self) -> ChannelStatistics: ...
 
@@ -108,7 +107,6 @@ class Channel(MessageChannel, Protocol):
 
     def send_chunk(self, chunk: memoryview) -> None:
         """Send the next bytes of a `frame`: an emulated link spaces them."""
-        ...
 
     def receive(
         self, guard: Guard | None = None, idle_s: float | None = None, landing: Landing = in_host_memory
