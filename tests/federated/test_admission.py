@@ -94,8 +94,8 @@ def test_what_is_refused(update: ClientUpdate, message: str) -> None:
 @pytest.mark.parametrize("weight", [0.0, 10.0, None])
 def test_what_is_admitted_can_be_folded_in(weight: float | None) -> None:
     server = opened()
-    server.fold(1, server.admit(ClientUpdate(values={"delta": torch.ones(7)}, weight=weight), 5, ANY), 5)
-    server.fold(2, server.admit(delta(), 5, ANY), 5)
+    server.partial.fold(1, server.admit(ClientUpdate(values={"delta": torch.ones(7)}, weight=weight), 5, ANY), 5)
+    server.partial.fold(2, server.admit(delta(), 5, ANY), 5)
     server.absorb()
     assert torch.allclose(server.values["model"], MODEL + 1, atol=1e-9)
 

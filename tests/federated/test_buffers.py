@@ -19,6 +19,7 @@ from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.buffers import buffers_of
 from isthmus.federated.local import PlainLocal, Workspace
 from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.partial import PartialSum
 from isthmus.federated.privacy import Privacy, private
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
@@ -136,25 +137,30 @@ def test_executors_in_any_number_give_the_same_bits(tmp_path: Path) -> None:
 
 
 class Listening(Server):
-    """Notes what is sent both ways."""
+    """Notes what is sent to clients."""
 
     def broadcast(self) -> Values:
         found = super().broadcast()
         self.said = {**getattr(self, "said", {}), **found}
         return found
 
-    def merge(self, tensors: dict[str, Tensor], *rest: object) -> None:
-        self.heard = getattr(self, "heard", set()) | set(tensors)
-        super().merge(tensors, *rest)  # pyright: ignore
-
 
 @pytest.mark.parametrize(("model", "changed"), [(stateful, 4), (constant, 0)])
-def test_what_training_does_not_change_is_not_sent(model: object, changed: int, tmp_path: Path) -> None:
+def test_what_training_does_not_change_is_not_sent(
+    model: object, changed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, merge = set[str](), PartialSum.merge
+
+    def heard_merge(partial: PartialSum, tensors: dict[str, Tensor], *rest: object) -> None:
+        heard.update(tensors)
+        merge(partial, tensors, *rest)  # pyright: ignore
+
+    monkeypatch.setattr(PartialSum, "merge", heard_merge)
     run = Run("fedavg", {}, tmp_path, rounds=3, model=model)  # pyright: ignore[reportArgumentType]
     run.server.__class__ = Listening
     begun = dict(run.server.values)
     run.run()
-    sent = {name for name in run.server.heard if name.startswith("buffers/")}  # pyright: ignore
+    sent = {name for name in heard if name.startswith("buffers/")}
     assert len(sent) == changed and sent == {n for n in run.server.said if n.startswith("buffers/")}  # pyright: ignore
     for name in CONSTANTS:
         assert torch.equal(run.server.values[f"buffers/{name}"], begun[f"buffers/{name}"])
@@ -183,7 +189,7 @@ def test_constants_go_with_privacy_and_robust_rules_and_running_means_do_not(alg
     trainer.open(opening, server.broadcast())
     timed, refused = trainer.train([ClientTask(0, 3)])
     assert len(timed) == 1 and not refused
-    server.merge(trainer.partial.tensors(), trainer.partial.weights(), trainer.partial.bounds())
+    server.partial.merge(trainer.partial.tensors(), trainer.partial.weights(), trainer.partial.bounds())
     server.absorb()
     assert torch.isfinite(server.values["model"]).all() and server.values["buffers/mask"].isinf().any()
     with pytest.raises(UserError, match="got a buffer 'size' that training changes beside"):
@@ -237,12 +243,14 @@ def test_sites_give_what_a_simulation_gives(masked: bool, tmp_path: Path) -> Non
                 partial = sites[task.client].partial
                 tensors = partial.tensors(whole=True)
                 assert tensors.keys() == server.sums[0].keys()
-                server.merge(tensors, partial.weights(), server.check(tensors, [task.client], partial.weights()))
+                server.partial.merge(
+                    tensors, partial.weights(), server.partial.check(tensors, [task.client], partial.weights())
+                )
                 server.settle()
             else:
                 update = sites[task.client].update
                 assert update is not None and not {f"buffers/{name}" for name in CONSTANTS} & update.values.keys()
-                server.fold(task.client, server.admit(update, task.samples, AdmissionRules()), task.samples)
+                server.partial.fold(task.client, server.admit(update, task.samples, AdmissionRules()), task.samples)
         server.absorb()
     assert all(torch.equal(value, simulated.server.values[name]) for name, value in server.values.items())
 

@@ -86,7 +86,7 @@ def test_a_hostile_update_does_not_move_the_model(rule: str, name: str) -> None:
             far = 1e6 if client == 3 else 1.0
             values = {n: torch.full(form.shape, far) for n, form in server.forms[number].items()}
             assert values.keys() == set(one.returns)
-            server.fold(client, ClientUpdate(values=values), 10)
+            server.partial.fold(client, ClientUpdate(values=values), 10)
         server.absorb()
     assert server.values["model"].abs().max() <= 1.0
 
@@ -140,7 +140,7 @@ def test_the_number_of_steps_does_not_decide_which_updates_krum_keeps() -> None:
     server.open(PhaseSetup(phase=PhaseId(0), clients=5, samples=50))
     for client, steps in enumerate([1.0, 99.0, 100.0, 101.0, 300.0]):
         direction = torch.full((4,), -0.4 if client == 2 else 0.01)
-        server.fold(client, ClientUpdate(values={"direction": direction, "steps": torch.tensor([steps])}), 10)
+        server.partial.fold(client, ClientUpdate(values={"direction": direction, "steps": torch.tensor([steps])}), 10)
     server.absorb()
     assert torch.allclose(server.values["model"], torch.full((4,), 100 * 0.01))
 
@@ -165,7 +165,7 @@ def test_what_is_private_does_not_depend_on_how_many_came(came: int) -> None:
     server = Server(algorithm, MODEL, {}, 9)
     server.open(PhaseSetup(phase=PhaseId(0), clients=6, samples=60))
     for client in range(came):
-        server.fold(client, ClientUpdate(values={"delta": torch.zeros(4)}), 10)
+        server.partial.fold(client, ClientUpdate(values={"delta": torch.zeros(4)}), 10)
     server.absorb()
     assert server.values["model"].tolist() == [4.0] * 4
 
@@ -189,7 +189,7 @@ def test_one_client_moves_the_sum_by_the_clip_at_most_whatever_its_weight() -> N
     server = Server(private(noise=1e-9), MODEL, {}, 9)
     server.open(PhaseSetup(phase=PhaseId(0), clients=3, samples=1000))
     for client, samples in ((0, 1), (1, 998)):
-        server.fold(client, ClientUpdate(values={"delta": torch.full((4,), 0.25)}), samples)
+        server.partial.fold(client, ClientUpdate(values={"delta": torch.full((4,), 0.25)}), samples)
     server.absorb()
     assert torch.allclose(server.values["model"], torch.full((4,), 2 * 0.25 / 4), atol=1e-6)
 

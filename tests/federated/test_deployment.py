@@ -104,7 +104,7 @@ def recomputed(job_file: Path, history: Sequence[RoundLine], population: int) ->
             assert site.update is not None
             share = 1 / math.sqrt(1 + late.get(client, 0))
             values = {name: value * share for name, value in site.update.values.items()}
-            server.fold(client, ClientUpdate(values=values), len(samples(client)["labels"]))
+            server.partial.fold(client, ClientUpdate(values=values), len(samples(client)["labels"]))
         server.absorb()
     return server.values["model"]
 

@@ -286,10 +286,10 @@ def test_weights_of_clients_come_where_their_values_do(collects: bool, each: dic
     model = torch.zeros(53, dtype=torch.float64)
     tensors = {f"{c}/delta": model for c in (0, 1)} if collects else {"delta": torch.zeros(53, dtype=torch.int64)}
     right = {0: 1 << 20, 1: 2 << 20} if collects else {}
-    server.check(tensors, {0, 1}, AggregationWeights(clients=2, total=3 << 20, each=right))
+    server.partial.check(tensors, {0, 1}, AggregationWeights(clients=2, total=3 << 20, each=right))
     wrong = AggregationWeights(clients=2, total=min(sum(each.values()), 6 << 20), each=each)
     with pytest.raises(PeerError, match="sent weights"):
-        server.check(tensors, {0, 1}, wrong)
+        server.partial.check(tensors, {0, 1}, wrong)
 
 
 def test_no_client_counts_more_than_the_cohort(tmp_path: Path) -> None:
@@ -298,4 +298,4 @@ def test_no_client_counts_more_than_the_cohort(tmp_path: Path) -> None:
     tensors = {f"{c}/delta": torch.zeros(53, dtype=torch.float64) for c in (0, 1)}
     weights = AggregationWeights(clients=2, total=4 << 20, each={0: 4 << 20, 1: 0})
     with pytest.raises(PeerError, match="sent weights that are not those of its clients"):
-        server.check(tensors, {0, 1}, weights)
+        server.partial.check(tensors, {0, 1}, weights)

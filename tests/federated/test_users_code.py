@@ -64,7 +64,7 @@ class Table(Mine, frozen=True):
 def test_a_combined_value_has_the_shape_that_clients_gave_it() -> None:
     server = Server(Table(), MODEL, {}, 1)
     server.open(PhaseSetup(phase=PhaseId(0), clients=1, samples=1))
-    server.fold(0, ClientUpdate(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)}), 1)
+    server.partial.fold(0, ClientUpdate(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)}), 1)
     server.absorb()
 
 
@@ -107,7 +107,7 @@ class Counts(Mine, frozen=True):
 def test_a_server_that_fails(algorithm: Algorithm, words: str) -> None:
     server = Server(algorithm, MODEL, {}, 1)
     server.open(PhaseSetup(phase=PhaseId(0), clients=1, samples=1))
-    server.fold(0, ClientUpdate(values={"delta": MODEL}), 1)
+    server.partial.fold(0, ClientUpdate(values={"delta": MODEL}), 1)
     with pytest.raises(UserError, match=words):
         server.absorb()
 

@@ -44,7 +44,7 @@ def fleet_on(
 ) -> Generator[tuple[FleetCoordinator, list[str]]]:
     """The coordinator and its devices, once the agents of all have joined; lost agents are brought back. Afterwards no
     process, key or ticket is left."""
-    log = folder.path / AGENTS_LOG
+    log, interrupted = folder.path / AGENTS_LOG, False
     try:
         with _started(folder, launcher, specs, serving, observer, verbose=verbose) as (cluster, service):
             with stop.calls(lambda: None):
@@ -52,11 +52,10 @@ def fleet_on(
             with cluster.kept():
                 yield service, devices
     except KeyboardInterrupt:
-        if not folder.begun:
-            log.unlink(missing_ok=True)
+        interrupted = True
         raise
     finally:
-        if not folder.begun and log.is_file() and not log.stat().st_size:
+        if not folder.begun and log.is_file() and (interrupted or not log.stat().st_size):
             log.unlink()
 
 

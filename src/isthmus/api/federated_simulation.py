@@ -145,8 +145,7 @@ def simulate_rounds(
     if job.scheme.per == "population" and not job.fleet:
         raise refused("an executor for each client", "simulation", repr(job.runtime.scheme))
     check_simulation(job)
-    data = client_data(job)
-    found = _simulated(job, data, faults, counted)
+    found = _simulated(job, data := client_data(job), faults, counted)
     return msgspec.structs.replace(found, privacy=promised(job, len(data.sizes)))
 
 

@@ -39,7 +39,6 @@ import msgspec
 from isthmus.api.job_overrides import READERS
 from isthmus.api.losses import LossPoint, losses_file
 from isthmus.api.run_entries import ENTRIES, SPANS, run_entries, run_state
-from isthmus.combinations import refused
 from isthmus.data.description import DataDescription
 from isthmus.documents import read_lines
 from isthmus.errors import UserError
@@ -301,11 +300,6 @@ class RunFolder:
     def predicted(self) -> Trace:
         """UserError of a run that has none, as decoupled replicas."""
         return read_jsonl(self.path / PREDICTED)
-
-    def refuse_decoupled(self, lacks: str) -> None:
-        """UserError where the run is one of replicas that never wait, and so `lacks` something."""
-        if self.job().sync.mode == "decoupled":
-            raise refused(lacks, "decoupled", f"run folder {self.path}")
 
     def periods(self) -> tuple[PlanPeriod, ...]:
         """The plans of the newest session."""

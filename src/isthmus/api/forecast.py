@@ -18,7 +18,7 @@ from isthmus.units import format_duration
 
 
 class Simulating(NamedTuple):
-    """What is to be simulated."""
+    """A request for a simulation."""
 
     faults: tuple[Fault, ...] = ()
     steps: int | None = None  # of a pipeline: so many under its first plan, without faults; None: the whole run

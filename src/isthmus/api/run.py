@@ -15,6 +15,7 @@ from isthmus.api.losses import LossPoint
 from isthmus.api.notebook import picture_of, table_of
 from isthmus.api.observer import Observer
 from isthmus.api.run_entries import run_entries, run_state
+from isthmus.combinations import refused
 from isthmus.data.description import DataDescription
 from isthmus.disclosure import PrivacySpent, read_spent
 from isthmus.errors import UserError, unknown_name
@@ -254,7 +255,8 @@ def calibrated(run: str | Path) -> Fleet:
     """The run's fleet with what its steps showed. UserError where nothing was measured."""
     folder = RunFolder.existing(Path(run))
     folder.check_kind("pipeline")
-    folder.refuse_decoupled("calibrate")
+    if folder.job().sync.mode == "decoupled":
+        raise refused("calibrate", "decoupled", f"run folder {folder.path}")
     found = Run(run).fitted_fleet
     if found is None:
         raise UserError(f"run folder {run}: nothing was measured: it takes a second step under one plan")

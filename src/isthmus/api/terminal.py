@@ -109,10 +109,6 @@ def run_document(run: Run, *, finished: bool) -> dict[str, object]:
     if rounds:
         document |= {"rounds": len(rounds), **msgspec.to_builtins({"evaluation": run.evaluation, "privacy": spent})}
     elif isinstance(spent, PrivacySpent):
-        document["privacy"] = {
-            "delta": spent.delta,
-            "epsilon": spent.epsilon,
-            "heldout_epsilon": spent.heldout_epsilon,
-            "by_epoch": spent.by_epoch,
-        }
+        shown = ("delta", "epsilon", "heldout_epsilon", "by_epoch")
+        document["privacy"] = {name: getattr(spent, name) for name in shown}
     return document

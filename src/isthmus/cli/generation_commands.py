@@ -54,13 +54,7 @@ class SamplingOptions:
 
     @property
     def sampling(self) -> api.generation.Sampling:
-        return api.generation.sampling_of(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-        )
+        return api.generation.sampling_of(**vars(self))
 
 
 @app.command()

@@ -173,7 +173,7 @@ class InProcess:
         sums = partial.tensors()
         self.trips += bool(sums)
         self.value_bytes += sum(value.nbytes for value in sums.values())
-        self.server.merge(sums, partial.weights(), partial.bounds())
+        self.server.partial.merge(sums, partial.weights(), partial.bounds())
 
     def call(self, device: str) -> None:
         """No device joins here."""

@@ -11,7 +11,7 @@ one, a run goes on from the one before, unless clients keep states, whose places
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -42,7 +42,7 @@ from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combi
 from isthmus.federated.algorithms.algorithm import Wrapping
 from isthmus.federated.buffers import as_values, buffers_of, is_buffer, moved
 from isthmus.federated.fixed_point import UNIT
-from isthmus.federated.partial import AggregationWeights, PartialSum
+from isthmus.federated.partial import PartialSum
 from isthmus.federated.stale_models import with_stale_models, without_stale_models
 from isthmus.protocol.federated_messages import PhaseId, PhaseSetup
 from isthmus.reading import parse_json
@@ -115,7 +115,9 @@ class Server:
         return {**returns, **dict.fromkeys(changes, "weighted_mean")}
 
     @property
-    def _partial(self) -> PartialSum:
+    def partial(self) -> PartialSum:
+        """The sums of the open phase. What is merged must not change until `settle` or `absorb`; what is folded was
+        admitted."""
         assert self.phase is not None, "a phase is open"
         return self._partials[self.phase.number]
 
@@ -124,7 +126,7 @@ class Server:
         if opening.phase == self.phase:
             return
         self.phase = opening.phase
-        self._partial.begin(opening.samples, opening.clients)
+        self.partial.begin(opening.samples, opening.clients)
 
     @property
     def passes(self) -> int:
@@ -178,27 +180,10 @@ class Server:
         first = self._first_buffers
         return {name: value for name, value in self._buffers.items() if not _same(value, first[name])}
 
-    def check(
-        self,
-        tensors: Mapping[str, Tensor],
-        clients: Collection[int],
-        part: AggregationWeights,
-        bounds: Mapping[str, float] | None = None,
-    ) -> Mapping[str, float]:
-        """PeerError for an executor's sums that do not fit the open phase. Returns what `merge` takes as `largest`.
-        `bounds` are those of sums that need not be looked at."""
-        return self._partial.check(tensors, clients, part, bounds)
-
-    def merge(
-        self, tensors: Mapping[str, Tensor], part: AggregationWeights, largest: Mapping[str, float] | None = None
-    ) -> None:
-        """An executor's sums, which have passed `check`. They must not change until `settle` or `absorb`."""
-        self._partial.merge(tensors, part, largest)
-
     def settle(self) -> None:
         """Read the sums that were merged."""
         if self.phase is not None:
-            self._partial.settle()
+            self.partial.settle()
 
     @property
     def numbers(self) -> int:
@@ -222,23 +207,19 @@ class Server:
         admitted = admit(update, self.forms[self.phase.number], rules, self._algorithm.change)
         if steps is not None:
             check_largest(admitted, self._algorithm.largest(steps), steps)
-        self._partial.check_update(admitted, samples)
+        self.partial.check_update(admitted, samples)
         return admitted
-
-    def fold(self, client: int, update: ClientUpdate, samples: int) -> None:
-        """One client's update, which was admitted."""
-        self._partial.fold(client, update, samples)
 
     def absorb(self) -> None:
         """All sums of the pass are in; `notices` has lines about them. With no client's update values stay, but for
         noise that epsilon counts on. UserError when the algorithm's step fails, Diverged when it leaves what is not
         finite."""
         assert self.phase is not None, "a phase is open"
-        if not self._partial.clients and not self._adds_noise:
+        if not self.partial.clients and not self._adds_noise:
             return  # nobody was drawn
         self._notice_faint(self.phase)
-        combined = self._partial.combined(self.values["model"].dtype)
-        cohort = self._partial.cohort(self._population)
+        combined = self.partial.combined(self.values["model"].dtype)
+        cohort = self.partial.cohort(self._population)
         returns = self._returns(self.phase.number)
         for name, form in self.forms[self.phase.number].items():
             if name in combined and returns.get(name, "collect") != "collect":
@@ -261,7 +242,7 @@ class Server:
     def _notice_faint(self, phase: PhaseId) -> None:
         """Once of each value."""
         forms, model = self.forms[phase.number], self.values["model"].shape
-        for name, size in self._partial.faint().items():
+        for name, size in self.partial.faint().items():
             if forms[name].shape == model and name not in self._faint:
                 self._faint.add(name)
                 what = f"round {phase.round + 1}: {name!r} of all clients is within {size:.2g} of 0, and exact sums"

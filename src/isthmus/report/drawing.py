@@ -1,4 +1,4 @@
-"""What the pictures have in common: ink, axes, and text beside a point."""
+"""The common parts of pictures: ink, axes, and text beside a point."""
 
 from __future__ import annotations
 

@@ -179,37 +179,18 @@ class _Muon(_NotCompiled, torch.optim.Muon):
 def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if isinstance(config, AnyOptimizerConfig) and config.torch:
         return _of_torch(config, parameters)
+    lr, decay, momentum, nesterov = config.lr, config.weight_decay, config.momentum, config.nesterov
     if config.name == "muon":
-        return _Muon(
-            parameters,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            adjust_lr_fn=config.adjust_lr_fn,
-        )
+        adjusted = config.adjust_lr_fn
+        return _Muon(parameters, lr, decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn=adjusted)
     kind = parameters[0].device.type
     fused = kind in FUSED_KINDS if config.fused == "auto" else config.fused
     if config.fused is True and kind not in (*FUSED_KINDS, "cpu"):
         raise UserError(f"optimizer: fused: got true for {kind}, which has none: expected false or 'auto'")
     # None: torch chooses between a loop and kernels for many tensors, by device
     if config.name == "sgd":
-        return _SGD(
-            parameters,
-            lr=config.lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-            fused=fused or None,
-        )
-    return _AdamW(
-        parameters,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=fused or None,
-    )
+        return _SGD(parameters, lr, momentum, weight_decay=decay, nesterov=nesterov, fused=fused or None)
+    return _AdamW(parameters, lr, config.betas, config.eps, decay, fused=fused or None)
 
 
 def _of_torch(config: AnyOptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

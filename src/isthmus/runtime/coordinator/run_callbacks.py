@@ -1,4 +1,4 @@
-"""What a coordinator's host and the run around it say to each other: the outcome of a run, weights from outside."""
+"""The words between a coordinator's host and the run around it: the outcome of a run, weights from outside."""
 
 from __future__ import annotations
 

@@ -163,14 +163,16 @@ class MergerHost(SessionHost[Merger]):
         run: str,
         timeout_s: float,
         watch: MergerWatch,
+        *,
+        begin: Callable[[str], Outgoing | None] = lambda _: None,
+        has_data: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads."""
+        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads. `begin`: the message
+        that a replica is sent first, where it does not know the job. `has_data`: whether a device can train."""
         super().__init__(machine, run, list(links), timeout_s=timeout_s)
         machine.port = self
         self._merged, self._codec, self._watch = merged, codec, watch
-        self.begin: Callable[[str], Outgoing | None] = lambda _: None
-        """The message that a replica is sent first, where it does not know the job."""
-        self.has_data: Callable[[str], bool] = lambda _: True  # whether a device can train
+        self._begin, self._has_data = begin, has_data
         self._lock = threading.Lock()
         self.traffic = MergeTraffic()
         self._links = {
@@ -227,7 +229,7 @@ class MergerHost(SessionHost[Merger]):
             self.session.trace.sent(replica, body, queued.start_s, queued.end_s, queued.size_bytes)
 
     def takes_offer(self, device: str) -> bool:
-        return self.has_data(device)
+        return self._has_data(device)
 
     # What replicas say
 
@@ -236,7 +238,7 @@ class MergerHost(SessionHost[Merger]):
 
     def connect(self, device: str, join: JoinRun, channel: MessageChannel) -> None:
         assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
-        self._links[device].connect(channel, self.begin(device))
+        self._links[device].connect(channel, self._begin(device))
         self.session.joined(device)
 
     def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:

@@ -139,8 +139,8 @@ class DecoupledRun(MergedRun):
             backend = msgspec.structs.replace(backend, fork_servers=fork_servers)
         links = {name: back for name, (_, back) in self._links.items()}
         codec = delta_codec(job.sync.decoupled)
-        host = MergerHost(self.machine, self.merged, codec, links, self._run, job.timeout_s, watch)
-        host.begin, host.has_data = self.first, self._has_data
+        given = self.machine, self.merged, codec, links, self._run, job.timeout_s, watch
+        host = MergerHost(*given, begin=self.first, has_data=self._has_data)
         listener = Listener("127.0.0.1", timeout_s=job.timeout_s)  # for pipelines
         listener.start(host.acceptor.on_connection)
         begin = partial(self._pipeline, backend, f"127.0.0.1:{listener.port}", time.monotonic(), ended)

@@ -46,7 +46,7 @@ from isthmus.runtime.messages.federated import (
     TrainClients,
 )
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
-from isthmus.runtime.transport.channel import MessageChannel, dial
+from isthmus.runtime.transport.channel import dial
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, direct, reporting
 
@@ -212,23 +212,10 @@ def serve(
     clients_per_vmap: int,
     shared: SharedMemory | None = None,
 ) -> None:
-    """`train_over` a connection to the coordinator at HOST:PORT."""
+    """Join the coordinator at HOST:PORT, train until halted. The coordinator receives an error before it is raised."""
     sys.setswitchinterval(SWITCH_S)
     host, _, port = address.rpartition(":")
     channel = dial(host, int(port), "coordinator", timeout_s)
-    train_over(channel, name, run, prepare, timeout_s, clients_per_vmap, shared)
-
-
-def train_over(
-    channel: MessageChannel,
-    name: str,
-    run: str,
-    prepare: Callable[[], ClientTrainer],
-    timeout_s: float,
-    clients_per_vmap: int,
-    shared: SharedMemory | None = None,
-) -> None:
-    """Join the coordinator, train until halted. The coordinator receives an error before it is raised."""
 
     def act(connection: OpenConnection[MessageSender]) -> None:
         site = prepare()

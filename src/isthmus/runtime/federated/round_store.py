@@ -122,18 +122,13 @@ class RoundStore:
     def write(self, closed: RoundResult, rules: RoundRules, sites: Mapping[str, Mapping[str, float]] = {}) -> RoundLine:
         """Evaluate where that is due, write the round's line, make the round durable where that is due. `sites` are
         figures that sites reported: of the model that the round began with."""
-        measure, evaluation, metrics = closed.measure, self._evaluation(closed), Metrics(self._job.metrics)
+        evaluation, metrics = self._evaluation(closed), Metrics(self._job.metrics)
         asked = {name: {n: v for n, v in one.items() if n in ("loss", *metrics.names)} for name, one in sites.items()}
         if figures := client_figures(asked, metrics.lower_is_better):
             evaluation = msgspec.structs.replace(evaluation or Evaluation(loss=None), clients=figures)
         line = RoundLine(
             record=closed.record,
-            seconds=measure.seconds,
-            opened_at_s=measure.opened_at_s,
-            sent_bytes=measure.sent_bytes,
-            received_bytes=measure.received_bytes,
-            trips=measure.trips,
-            value_bytes=measure.value_bytes,
+            **msgspec.structs.asdict(closed.measure),
             rules=rules.description,
             evaluation=evaluation,
         )

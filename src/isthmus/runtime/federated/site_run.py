@@ -237,8 +237,8 @@ class SecureUpdateReceiver(SiteUpdateReceiver):
     def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
         """Returns holder and owner of each share that is wrong. PeerError where those of the others are not enough."""
         sums, weights = self._sum.unmasked(recovered, self._run)
-        largest = self._server.check(sums, range(weights.clients), weights)
-        self._server.merge(sums, weights, largest)
+        largest = self._server.partial.check(sums, range(weights.clients), weights)
+        self._server.partial.merge(sums, weights, largest)
         return self._sum.wrong
 
     def ignore(self, executor: str) -> None:

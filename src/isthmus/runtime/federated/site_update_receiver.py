@@ -125,7 +125,7 @@ class SiteUpdateReceiver:
     def merge(self, executor: str) -> None:
         update = self._updates.pop(executor, None)
         if update is not None:
-            self._server.fold(self._clients[executor], update, self._samples[executor])
+            self._server.partial.fold(self._clients[executor], update, self._samples[executor])
 
     def take_figures(self, round_: int) -> dict[str, Mapping[str, float]]:
         """Return each site's figures of its own data in the round; those of earlier rounds are forgotten."""

@@ -111,7 +111,7 @@ class SumsReceiver:
         tensors, largest = {**shared, **sent}, dict[str, float]()
         if sums.phase == self._server.phase:  # of another phase the machine drops it unseen
             clients = {t.client for t in sums.timed}
-            largest = self._server.check(tensors, clients, values.weights, values.shared_bounds)
+            largest = self._server.partial.check(tensors, clients, values.weights, values.shared_bounds)
         self._sums[executor] = _ReceivedSums(tensors, values.weights, largest, bool(shared))
         shared_bytes = sum(t.nbytes for t in shared.values())
         self.trips += bool(tensors)
@@ -127,7 +127,7 @@ class SumsReceiver:
 
     def merge(self, executor: str) -> None:
         sums = self._sums.pop(executor)
-        self._server.merge(sums.tensors, sums.weights, sums.largest)
+        self._server.partial.merge(sums.tensors, sums.weights, sums.largest)
         if sums.shared_bounds:
             self._merged.append(executor)
 

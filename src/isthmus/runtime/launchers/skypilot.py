@@ -137,19 +137,10 @@ class SkyPilotLauncher:
 
 def task(agent: AgentSpec, options: SkyPilotOptions) -> dict[str, object]:
     """SkyPilot's document of an agent, without its ticket: `--secret-file` has that."""
-    asked = {
-        "infra": options.infra,
-        "accelerators": options.accelerators,
-        "cpus": options.cpus,
-        "memory": options.memory,
-        "instance_type": options.instance_type,
-        "image_id": options.image_id,
-        "use_spot": options.use_spot,
-    }
+    asked = ("infra", "accelerators", "cpus", "memory", "instance_type", "image_id", "use_spot")
+    resources = {name: value for name in asked if (value := getattr(options, name))}
     # A machine ends by itself once no agent runs. The agent of an `up` that was killed runs on: it counts as work.
-    resources = {name: value for name, value in asked.items() if value} | {
-        "autostop": {"idle_minutes": 10, "down": True}
-    }
+    resources["autostop"] = {"idle_minutes": 10, "down": True}
     return {
         "name": "isthmus",
         "num_nodes": 1,

@@ -252,15 +252,9 @@ def _minutes(options: SlurmOptions) -> int:
 
 def _script(options: SlurmOptions, nodes: int) -> dict[str, object]:
     """For submitit: the options of sbatch."""
-    asked = {
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "gpus_per_node": options.gpus_per_node,
-        "cpus_per_task": options.cpus_per_task,
-    }
+    asked = ("partition", "account", "qos", "gpus_per_node", "cpus_per_task")
     return {
-        **{name: value for name, value in asked.items() if value},
+        **{name: value for name in asked if (value := getattr(options, name))},
         "job_name": "isthmus",
         "time": _minutes(options),
         "nodes": nodes,
