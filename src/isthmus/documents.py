@@ -155,11 +155,6 @@ def differences(before: object, now: object, key: str = "") -> Iterator[str]:
         yield f"{key} was {_shown(before)}, is now {_shown(now)}"
 
 
-def first_difference(before: object, now: object, key: str) -> str:
-    """The first of `differences`, where there is one."""
-    return next(differences(before, now, key))
-
-
 def _shown(value: object) -> str:
     return "not set" if value is None else repr(value)
 

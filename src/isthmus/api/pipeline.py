@@ -29,7 +29,7 @@ from isthmus.api.up_choices import is_known
 from isthmus.api.watch import Ran, Watch
 from isthmus.data.allowed import refuse_paths
 from isthmus.data.description import difference, joined_descriptions
-from isthmus.documents import first_difference
+from isthmus.documents import differences
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
@@ -329,7 +329,7 @@ def _check_same_job(checkpoint: Path, prepared: Prepared, folder: RunFolder, hol
         check_shapes(checkpoint, _trained(prepared))
     except UserError as e:
         before, now = (msgspec.to_builtins(job.model) for job in (folder.job(), prepared.job))
-        raise UserError(str(e) if before == now else f"{e}; {first_difference(before, now, 'model')}") from None
+        raise UserError(str(e) if before == now else f"{e}; {next(differences(before, now, 'model'))}") from None
     unchanged(read_manifest(checkpoint).data, holders.digests)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +13,10 @@ from torch import nn
 
 from isthmus import api
 from isthmus.api.callbacks import run_started
+from isthmus.api.engine_fleet import fleet_on, serving_towards
 from isthmus.api.folder import RunFolder
 from isthmus.api.forecast import Forecast, Simulating
 from isthmus.api.observer import Observer
-from isthmus.api.ray_executors import executors_on_ray
 from isthmus.api.round_files import trained_model
 from isthmus.api.run_session import Choices
 from isthmus.api.stored_run import RoundUploads
@@ -24,7 +25,7 @@ from isthmus.api.watch import Ran, Watch
 from isthmus.callbacks import Evaluated, RunFault, StepDone
 from isthmus.combinations import refused
 from isthmus.data.allowed import refuse_paths
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
@@ -37,8 +38,13 @@ from isthmus.run_files import keep_stop
 from isthmus.runtime.federated.fleet_executors import check_on_devices, on_devices
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.launchers.launcher import AgentSpec
+from isthmus.runtime.launchers.ray import RayLauncher, RayOptions
+from isthmus.runtime.launchers.ray_connection import RayUser
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
+
+USER = RayUser("runtime.backend", "runtime.ray.address")
 
 
 class Rounds(NamedTuple):
@@ -59,7 +65,49 @@ class Rounds(NamedTuple):
             check_on_devices(self.job)
 
     def run(self, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
-        return _run(self.job, choices, watch, stop)
+        job = self.job
+        if job.runtime.backend == "ray" and choices.backend is None:
+            with executors_on_ray(job, watch.folder, watch.observer, stop) as (fleet, count):
+                there = msgspec.structs.replace(choices, backend=fleet, devices_stay=False)
+                return Rounds(on_devices(job, count)).run(there, watch, stop)
+        folder, observer, seen = watch.folder.path, watch.observer, RoundsWatch(job, watch, stop)
+        observer.began(f"{job.federated.algorithm}, {job.federated.rounds} rounds")
+
+        def began() -> None:
+            seen.began(run.store.first_round)
+
+        service = choices.backend
+        if job.has_sites and isinstance(service, FleetCoordinator):
+            run = SiteRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done)
+            where = f"sites {', '.join(run.deployment.sites)}"
+        else:
+            if service is not None:
+                job = on_devices(job, max(1, job.runtime.executors))
+            run = FederatedRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done, backend=service)
+            if job.has_sites:
+                observer.note(
+                    "the job's sites take no part: their clients are simulated here; `isthmus serve` trains at sites"
+                )
+            if run.state_form is not None:
+                seen.keeps_states(run.state_form.size_bytes)
+            count = len(run.machine.executors)
+            several = f"{count} executor{'s' if count > 1 else ''}" if service is None else "devices of the fleet"
+            where = f"{len(run.data.sizes)} clients, {several}, scheme {job.runtime.scheme}"
+        if run.store.first_round >= job.federated.rounds:
+            asked = f"the job asks for {job.federated.rounds}"
+            observer.note(f"nothing left to do: {folder} has {run.store.first_round} rounds, {asked}")
+            return None
+        observer.note(f"{job.federated.algorithm} over {where}; a round ends with {run.machine.rules.description}")
+        try:
+            if isinstance(run, SiteRun):
+                assert isinstance(service, FleetCoordinator)
+                finish = run.run(service, seen.noted, stop)
+            else:
+                finish = run.run(seen.noted, stop)
+            seen.ended()
+        except PeerError as e:
+            raise PeerError(f"{e}; {choices.going_on(folder)}") from e
+        return Ran(finish.outcome, finish.reason, explain=lambda: _draw(run.store.history.lines(), folder))
 
     def simulated(self, how: Simulating, observer: Observer, stop: Stop) -> Forecast:
         return api.federated_simulation.simulate_rounds(self.job, how.faults)
@@ -94,52 +142,6 @@ class Rounds(NamedTuple):
     def submitted(self) -> tuple[str, ...]:
         self.check(on_fleet=True)
         return self.devices
-
-
-def _run(job: FederatedJob, choices: Choices, watch: Watch, stop: Stop) -> Ran | None:
-    """To the last round. None where none is left to do."""
-    if job.runtime.backend == "ray" and choices.backend is None:
-        with executors_on_ray(job, watch.folder, watch.observer, stop) as (fleet, count):
-            there = msgspec.structs.replace(choices, backend=fleet, devices_stay=False)
-            return _run(on_devices(job, count), there, watch, stop)
-    folder, observer, seen = watch.folder.path, watch.observer, RoundsWatch(job, watch, stop)
-    observer.began(f"{job.federated.algorithm}, {job.federated.rounds} rounds")
-
-    def began() -> None:
-        seen.began(run.store.first_round)
-
-    service = choices.backend
-    if job.has_sites and isinstance(service, FleetCoordinator):
-        run = SiteRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done)
-        where = f"sites {', '.join(run.deployment.sites)}"
-    else:
-        if service is not None:
-            job = on_devices(job, max(1, job.runtime.executors))
-        run = FederatedRun(job, folder, resume=choices.resume, began=began, watch=seen.round_done, backend=service)
-        if job.has_sites:
-            observer.note(
-                "the job's sites take no part: their clients are simulated here; `isthmus serve` trains at sites"
-            )
-        if run.state_form is not None:
-            seen.keeps_states(run.state_form.size_bytes)
-        count = len(run.machine.executors)
-        several = f"{count} executor{'s' if count > 1 else ''}" if service is None else "devices of the fleet"
-        where = f"{len(run.data.sizes)} clients, {several}, scheme {job.runtime.scheme}"
-    if run.store.first_round >= job.federated.rounds:
-        asked = f"the job asks for {job.federated.rounds}"
-        observer.note(f"nothing left to do: {folder} has {run.store.first_round} rounds, {asked}")
-        return None
-    observer.note(f"{job.federated.algorithm} over {where}; a round ends with {run.machine.rules.description}")
-    try:
-        if isinstance(run, SiteRun):
-            assert isinstance(service, FleetCoordinator)
-            finish = run.run(service, seen.noted, stop)
-        else:
-            finish = run.run(seen.noted, stop)
-        seen.ended()
-    except PeerError as e:
-        raise PeerError(f"{e}; {choices.going_on(folder)}") from e
-    return Ran(finish.outcome, finish.reason, explain=lambda: _draw(run.store.history.lines(), folder))
 
 
 def _draw(lines: list[RoundLine], folder: Path) -> None:
@@ -236,3 +238,36 @@ def round_step(line: RoundLine, rounds: int) -> StepDone:
         text=_text(line),
         round=record,
     )
+
+
+@contextlib.contextmanager
+def executors_on_ray(
+    job: FederatedJob, folder: RunFolder, observer: Observer, stop: Stop
+) -> Generator[tuple[FleetCoordinator, int]]:
+    """A fleet of the job's executors on a Ray cluster, which are agents that the engine `ray` starts, and how many they
+    are: as many as the cluster has room for, where the job says 0. They read the job's data from the paths of this
+    machine. UserError where Ray is missing, too old or cannot be reached, or has no room."""
+    options = job.runtime.ray
+    launcher = RayLauncher(RayOptions(address=options.address, cpus=options.cpus, gpus=options.gpus), USER)
+    launcher.check()
+    try:
+        specs = _executors(job, launcher.nodes())
+        serving = serving_towards(launcher.head, job.runtime.timeout)
+        with fleet_on(folder, launcher, specs, serving, observer, stop) as (service, devices):
+            yield service, len(devices)
+    finally:
+        launcher.stop()
+
+
+def _executors(job: FederatedJob, room: int) -> list[AgentSpec]:
+    share = f"cpus = {job.runtime.ray.cpus:g}, gpus = {job.runtime.ray.gpus:g}"
+    if not room:
+        raise UserError(f"runtime.ray: got {share} for each executor: no node of the cluster has them")
+    if (count := job.runtime.executors or room) > room:
+        raise UserError(
+            f"runtime.executors: got {count}, expected at most {room}: so many with {share} each fit on the Ray cluster"
+        )
+    data = Path("" if job.data is None else job.data.folder).absolute()
+    (device,) = job.devices
+    arguments = ("--one-owner", "--timeout", job.runtime.timeout, "--data", str(data), "--device", device)
+    return [AgentSpec(name=f"executor-{number}", arguments=arguments, ticket="") for number in range(count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isthmus.api.observer import Observer
 from isthmus.api.programs import program_of
-from isthmus.api.ray_executors import USER
+from isthmus.api.rounds import USER
 from isthmus.api.run import Run
 from isthmus.api.run_session import Choices, run_session
 from isthmus.api.stored_run import open_store

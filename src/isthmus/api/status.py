@@ -18,18 +18,6 @@ from isthmus.runtime.service.status_file import CoordinatorStatus, LinkStatus, r
 from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.units import format_duration, format_size
 
-__all__ = [
-    "LinkStatus",
-    "Progressed",
-    "RelayedLink",
-    "Status",
-    "jobs_table",
-    "members_table",
-    "progressed",
-    "status_of",
-    "status_view",
-]
-
 
 class Progressed(msgspec.Struct, frozen=True, kw_only=True):
     """How far a job is, in optimizer steps or federated rounds."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from isthmus.atomic_write import atomic_path
 from isthmus.combinations import refused
 from isthmus.data.dataset import fingerprint_of
-from isthmus.documents import first_difference
+from isthmus.documents import differences
 from isthmus.errors import Diverged, UserError, users_code
 from isthmus.federated.admission import (
     AdmissionRules,
@@ -376,7 +376,7 @@ class Commits:
             got, expected = getattr(saved, field), getattr(self._identity, field)
             if got != expected:
                 top = "" if field in ("combining", "local") else field
-                what = first_difference(_document(got), _document(expected), top)
+                what = next(differences(_document(got), _document(expected), top))
                 raise UserError(f"{path.parent.parent}: is of another job: {what}")
 
 
