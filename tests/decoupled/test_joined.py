@@ -40,8 +40,8 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
 
     watch = MergerWatch(stepped=lambda *_: None, merged=lambda merge, _: merges.append(merge), note=note)
     links = dict.fromkeys(NAMES, None)
-    host = MergerHost(run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch)
-    host.begin = run.first
+    codec = delta_codec(job.sync.decoupled)
+    host = MergerHost(run.machine, run.merged, codec, links, RUN, TIMEOUT_S, watch, begin=run.first)
     listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
     listener.start(host.acceptor.on_connection)
     threads = [
@@ -84,8 +84,8 @@ def test_the_merger_hears_why_a_replica_cannot_begin(monkeypatch: pytest.MonkeyP
 
     watch = MergerWatch(stepped=lambda *_: None, merged=lambda *_: None, note=note)
     links = dict.fromkeys(NAMES, None)
-    host = MergerHost(run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch)
-    host.begin = run.first
+    codec = delta_codec(job.sync.decoupled)
+    host = MergerHost(run.machine, run.merged, codec, links, RUN, TIMEOUT_S, watch, begin=run.first)
     listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
     listener.start(host.acceptor.on_connection)
 

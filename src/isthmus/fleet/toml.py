@@ -82,7 +82,8 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0  # Sustained speed over `compute`, as `isthmus probe` or `isthmus calibrate` measured it.
     half_compute: object = 0.0  # Sustained speed in bf16 and fp16, where it differs.
     host_bandwidth: object = 0.0  # Between an accelerator and the host's memory, for people.
-    measured: dict[str, object] = {}  # measurements of `isthmus probe`, for people: "products in fp32" = "8 TFLOPS", ..
+    measured: dict[str, object] = {}
+    """Measurements of `isthmus probe`, for people: "products in fp32" = "8 TFLOPS", ..."""
     engine: str = "torch"  # The framework that computes its stages: `torch` or `jax`.
 
 

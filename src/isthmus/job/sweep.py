@@ -39,7 +39,7 @@ class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
     seeds: tuple[NotNegative, ...] = ()  # Each point is trained once with each of them; none: with the job's own.
     at_once: NotNegative = 0
     """So many runs at the same time; 0: as this machine's memory and cores allow; with an engine, one."""
-    engine: SweepEngine | None = None  # where each run is started; by default on this machine
+    engine: SweepEngine | None = None  # Where each run is started; by default on this machine.
 
 
 class SweepRun(msgspec.Struct, frozen=True, kw_only=True):

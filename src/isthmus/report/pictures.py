@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from isthmus.report.timeline import draw_timeline as draw_timeline
 else:
 
-    def _later(module: str, name: str) -> Callable[..., None]:
+    def _later(module: str, name: str, does: str) -> Callable[..., None]:
         def draw(*args: object, **options: object) -> None:
             getattr(importlib.import_module(f"isthmus.report.{module}"), name)(*args, **options)
 
+        draw.__doc__ = does
         return draw
 
-    draw_plan = _later("fleet_picture", "draw_plan")
-    draw_faults = _later("run_pictures", "draw_faults")
-    draw_loss = _later("run_pictures", "draw_loss")
-    draw_timeline = _later("timeline", "draw_timeline")
+    draw_plan = _later("fleet_picture", "draw_plan", "Draw a plan on its fleet: every link's bandwidth.")
+    draw_faults = _later("run_pictures", "draw_faults", "Draw a run's steps over time, and what struck it.")
+    draw_loss = _later("run_pictures", "draw_loss", "Draw training loss and held-out loss over the steps.")
+    draw_timeline = _later("timeline", "draw_timeline", "Draw typical steps, below the same as predicted.")

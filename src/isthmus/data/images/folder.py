@@ -28,7 +28,8 @@ class ImageFolderOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown
     path: str  # A folder with a folder per class; or with `train` and one of `validation`, `valid`, `val`, `test`.
     heldout_path: str | None = None
     """A folder of held-out images, with a folder per class; without it the one beside `train`, or a share."""
-    classes: tuple[str, ...] = ()  # names of all classes, in the order of their numbers; without it those found, sorted
+    classes: tuple[str, ...] = ()
+    """Names of all classes, in the order of their numbers; without it those found, sorted."""
 
 
 class FolderImages:

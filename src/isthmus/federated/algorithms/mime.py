@@ -18,7 +18,8 @@ class Mime(Algorithm, frozen=True):
     MimeLite, which leaves out the correction and takes one.
     """
 
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9  # the server's momentum, which clients apply without changing it
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    """The server's momentum, which clients apply without changing it."""
     lite: bool = False  # Without SVRG's correction (MimeLite).
 
     def init_server(self, model: Tensor) -> Values:
