@@ -113,7 +113,7 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         part("a replica per device")
         plans += replicas_per_device(problem)
         part("moves of cuts and devices")
-        plans += _descended(problem, network, plans, kicked=not steady)
+        plans += _descended(problem, network, plans)
     if not plans:
         assert refused is not None, "a plan of chain is a plan"
         raise refused
@@ -179,7 +179,7 @@ def _best_s(plans: Sequence[Plan]) -> float:
     return min((plan.predicted.step_s for plan in plans), default=float("inf"))
 
 
-def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan], *, kicked: bool) -> Iterator[Plan]:
+def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:
     """Yield the results of the descent from the best plans of one replica and of several, whatever has a limit, and
     from random moves of the best."""
     free = problem.unlimited(problem.constraints.objective)
@@ -211,7 +211,7 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan], *
         if left <= 0:
             break
     yield from made
-    if starts and kicked:
+    if starts:
         best_made = min((*made, *starts), key=lambda plan: preference(free, plan))
         if len(best_made.replicas) <= MOST_REPLICAS_KICKED:
             most = MOST_KICKED if len(best_made.replicas) > 1 else MOST_KICKED_ALONE
