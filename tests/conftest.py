@@ -3,9 +3,13 @@
 Quick tests run first. What hypothesis draws is said in `examples.py`.
 """
 
+# ruff: noqa: E402
+import gc
+
+gc.disable()  # until all tests are collected: half a million objects of modules stay
+
 import compileall
 import functools
-import gc
 import importlib.metadata
 import logging
 import os
@@ -83,8 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What modules make stays: half a million objects that no garbage collection need go through."""
-    gc.disable()
+    """No later collection of garbage goes through what modules made either."""
     try:
         return (yield)
     finally:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.lazy import Lazy
 
-pytest.importorskip("transformers")
-from configs import VOCABULARY, shrunk
+configs = Lazy("configs")  # with transformers
 
 
 def test_sizes_layers_and_dropout_of_a_config_become_small() -> None:
@@ -21,8 +20,8 @@ def test_sizes_layers_and_dropout_of_a_config_become_small() -> None:
         "text_config": text,
         "hidden_act": "gelu",
     }
-    assert shrunk(known) == {
-        "vocab_size": VOCABULARY,
+    assert configs.shrunk(known) == {
+        "vocab_size": configs.VOCABULARY,
         "image_size": 32,
         "attention_dropout": 0.0,
         "layer_types": ["full", "sliding"],

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -32,7 +30,10 @@ from isthmus.job import fleet_of, prepare
 from isthmus.models.registry import own_names
 from isthmus.plans import load_plan
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_weights
+from tests.lazy import Lazy
 from tests.tiers import represented_by
+
+accelerate, transformers = Lazy("accelerate"), Lazy("transformers")
 
 LOSS = nn.functional.mse_loss
 
@@ -301,7 +302,7 @@ def test_an_optimizer_that_a_scheduler_has_is_refused(
     optimizer = torch.optim.AdamW(groups, lr=0.1)
     assert [c.lr for c in read_optimizer(optimizer, model)] == [0.5, 0.1]
     held = schedule(optimizer)
-    for given in (optimizer, lambda _: optimizer, Accelerator().prepare_optimizer(optimizer)):
+    for given in (optimizer, lambda _: optimizer, accelerate.Accelerator().prepare_optimizer(optimizer)):
         with pytest.raises(UserError, match=words) as found:
             read_optimizer(given, model)
         assert "[learning_rate]: overrides={'learning_rate': " in str(found.value)

@@ -12,11 +12,10 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.data.allowed import check_kind
 from isthmus.errors import UserError
 
-pytest.importorskip("datasets")
-
 
 @pytest.fixture(autouse=True)
 def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 

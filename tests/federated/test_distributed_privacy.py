@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +22,9 @@ from isthmus.federated.secure.site_noise import (
     distributed_guarantee,
     site_deviation,
 )
+from tests.lazy import Lazy
+
+stats = Lazy("scipy.stats")
 
 KEY = bytes(range(32))
 
@@ -38,12 +40,12 @@ def test_numbers_come_as_often_as_the_exact_distribution_says(variance: float) -
     counts = np.array([(drawn == value).sum() for value in values[often]])
     rest = len(drawn) - counts.sum(), len(drawn) * (1 - chances[often].sum())
     observed, expected = [*counts, rest[0]], [*(chances[often] * len(drawn)), rest[1]]
-    assert scipy.stats.chisquare(observed, expected).pvalue > 1e-3  # of one seed: passes always, or never
+    assert stats.chisquare(observed, expected).pvalue > 1e-3  # of one seed: passes always, or never
 
 
 def test_large_deviations_are_gaussian() -> None:
     drawn = discrete_gaussian(2.0**72, 40_000, RandomWords(KEY)) / 2.0**36
-    assert scipy.stats.kstest(drawn, "norm").pvalue > 1e-3
+    assert stats.kstest(drawn, "norm").pvalue > 1e-3
 
 
 def test_a_coin_falls_as_the_exact_probability_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,7 @@ def test_the_noise_of_the_fewest_sites_has_the_deviation_that_epsilon_counts_on(
         sums = {"delta": torch.zeros(30_000, dtype=torch.int64)}
         SiteNoise(privacy, 4, RandomWords(bytes([site]) * 32)).cover(sums, unit)
         total += sums["delta"].numpy()
-    assert scipy.stats.kstest(total / unit / 3.0, "norm").pvalue > 1e-3
+    assert stats.kstest(total / unit / 3.0, "norm").pvalue > 1e-3
 
 
 # Epsilon

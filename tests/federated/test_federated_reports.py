@@ -14,9 +14,11 @@ from isthmus.federated.history import RoundLine
 from isthmus.federated.privacy import Guarantee
 from isthmus.programs.round_records import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
-from isthmus.report.federated_pictures import draw_evaluations, draw_round_timeline, draw_throughput
 from isthmus.report.progress import Progress
 from isthmus.report.rounds_table import last_figures, rounds_table, summarized
+from tests.lazy import Lazy
+
+pictures = Lazy("isthmus.report.federated_pictures")
 
 EACH = {str(client): 0.5 for client in range(5)}
 CLIENTS = {"accuracy": ClientFigures(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2, each=EACH)}
@@ -98,11 +100,11 @@ def test_the_summary_leaves_the_first_round_out() -> None:
 def test_pictures_are_drawn_where_there_is_something_to_draw(tmp_path: Path) -> None:
     def drawn(name: str, *lines: RoundLine, axis: str = "round") -> bool:
         found = [(one.record.round, one.evaluation) for one in lines if one.evaluation is not None]
-        return draw_evaluations(found, tmp_path / name, axis=axis)
+        return pictures.draw_evaluations(found, tmp_path / name, axis=axis)
 
     assert drawn("a.png", line(0), line(1))
-    assert draw_throughput([line(0)], tmp_path / "p.png")
-    draw_round_timeline(line(0), tmp_path / "r.png")
+    assert pictures.draw_throughput([line(0)], tmp_path / "p.png")
+    pictures.draw_round_timeline(line(0), tmp_path / "r.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "p.png", "r.png"))
     alone = Evaluation(loss=None, clients=CLIENTS)
     lines = [msgspec.structs.replace(line(number), evaluation=alone) for number in range(2)]

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,8 +46,11 @@ from isthmus.protocol.secure_messages import (
 from isthmus.protocol.secure_site import SecureSite
 from isthmus.session.program import OutOfPhase
 from isthmus_testing.secure_phase import SecurePhase, SecureResult, Step
+from tests.lazy import Lazy
 from tests.programs.ports import Asked, SiteRecorder
 from tests.tiers import THOROUGH
+
+stats = Lazy("scipy.stats")
 
 pytestmark = pytest.mark.thorough
 
@@ -274,7 +276,7 @@ def test_masked_values_are_uniform_whatever_the_updates_are(inputs: str) -> None
     for (values,) in view.values.values():
         for shift in (0, 28, 56):  # low, middle and high bytes
             counts = np.bincount((values >> np.uint64(shift)).astype(np.uint8), minlength=256)
-            assert scipy.stats.chisquare(counts).pvalue > 1e-4  # of fixed seeds: passes always, or never
+            assert stats.chisquare(counts).pvalue > 1e-4  # of fixed seeds: passes always, or never
         if inputs == "random":
             plain = [np.append(update["delta"].numpy(), [10, 1]) for update in updates.values()]
             assert all(abs(np.corrcoef(values.astype(float), one)[0, 1]) < 0.05 for one in plain)
@@ -384,7 +386,7 @@ def test_neighbourhoods_hide_and_survive_with_a_fifth_colluding_and_a_fifth_lost
     for count in (100, 200, 500, 1000):
         size = neighbour_count(count) + 1
         needed = threshold_of(size, 0.5)
-        bad = scipy.stats.hypergeom(count, count // 5, size).sf(needed - 1)
+        bad = stats.hypergeom(count, count // 5, size).sf(needed - 1)
         assert count * bad < 2**-30
 
 

@@ -19,14 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.lazy import Lazy
 from tests.training.in_process import capture_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from isthmus.data import ColumnSpec
 from isthmus.errors import UserError
 from isthmus.graph.forward_state import ForwardState, check_changes
+
+transformers = Lazy("transformers")
 
 COLUMNS = {"x": ColumnSpec(dtype="float32", shape=(8,)), "y": ColumnSpec(dtype="int64", shape=(), limit=4)}
 Compute = Callable[[Any, Tensor], Tensor]
@@ -458,12 +460,12 @@ class Ready(WarnsOnce):
 
 @pytest.mark.long
 def test_the_states_of_a_transformer_can_be_asked_for() -> None:
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
     )
     config.output_hidden_states = True
     tokens = ColumnSpec(dtype="int64", shape=(8,), limit=32)
-    assert capture_of(lambda: LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}).train.ops
+    assert capture_of(lambda: transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}).train.ops
 
 
 def test_hooks_are_code_of_the_forward() -> None:

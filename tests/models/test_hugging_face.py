@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.lazy import Lazy
 from tests.tiers import represented_by
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -10,7 +11,7 @@ from isthmus.graph.capture import Column, capture
 from isthmus.models import ModelSpec, build_model, is_hugging_face, model_names, save_hugging_face
 from isthmus.models.registry import describe_model
 
-transformers = pytest.importorskip("transformers")
+transformers = Lazy("transformers")
 torch.set_num_threads(1)
 
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 31, "n_positions": 12}

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel
 
 from isthmus.api.consoles import Notes
 from isthmus.api.folder import RunFolder
@@ -32,9 +31,12 @@ from isthmus.planners.sync import SYNC_PLANNERS
 from isthmus.plans import Plan, Schedule, load_plan, save_plan
 from isthmus.plans.plan import PLAN_VERSION
 from isthmus.protocol.drift import fit_fleet
+from tests.lazy import Lazy
 from tests.training.reference import reference_loss
 
 from .commands import Done, edited, isthmus, refused, write_job
+
+transformers = Lazy("transformers")
 
 SCHEDULE = "[learning_rate]"
 
@@ -382,7 +384,7 @@ def test_a_resumed_run_is_planned_for_the_fleet_as_it_was_measured(tmp_path: Pat
 def test_export_gives_hugging_face_the_same_model(trained: Trained, tmp_path: Path) -> None:
     exported = json.loads(isthmus("export", trained.run, tmp_path / "out", "--json").out)
     assert exported == {"directory": str(tmp_path / "out"), "step": 4}
-    module = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    module = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     job = load_job(trained.job)
     data = load_dataset(job.data, "heldout")
     rows = evaluation_rows(data, job.training.eval_samples)

@@ -55,15 +55,26 @@ def test_a_federated_simulation_has_no_trace() -> None:
     refused(done, 2, "--trace: got ", "t.json in a federated job")
     assert "Path(" not in done.err and "--scheme" not in done.err
     steps = isthmus("train", EXAMPLES / "fed-digits.toml", "--steps", "3")
-    refused(steps, 2, "--steps: got 3 in a federated job, expected `--set federated.rounds=N`")
+    refused(steps, 2, "--steps: got 3 in a federated job, expected --rounds")
 
 
-@pytest.mark.parametrize("option", ["--scheme", "--executors", "--rounds"])
-def test_a_pipelines_job_is_no_federated_one(option: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("train", "--scheme"), ("train", "--executors"), *((name, "--rounds") for name in ("train", "plan", "simulate"))],
+)
+def test_a_pipelines_job_is_no_federated_one(command: str, option: str) -> None:
     value = "ours" if option == "--scheme" else "2"
-    refused(
-        isthmus("train", EXAMPLES / "gpt-stdlib.toml", option, value), 2, f"{option}: ", "without a table [federated]"
-    )
+    done = isthmus(command, EXAMPLES / "gpt-stdlib.toml", option, value)
+    refused(done, 2, f"{option}: ", "without a table [federated]")
+
+
+def test_all_commands_that_run_or_simulate_a_job_have_rounds() -> None:
+    for command in ("train", "simulate", "serve", "submit", "up"):
+        assert {"--steps", "--rounds"} <= {
+            option for parameter in commands()[command].params for option in parameter.opts
+        }
+    done = isthmus("simulate", EXAMPLES / "fed-digits.toml", "--set", "fleet=parrot-a", "--rounds", "7")
+    assert done.code == 0 and "7 simulated rounds" in done.out
 
 
 @pytest.mark.parametrize(

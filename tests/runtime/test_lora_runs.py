@@ -20,12 +20,13 @@ from isthmus.job import Job, prepare
 from isthmus.models import build_model
 from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, latest_checkpoint, load_checkpoint, read_weights
+from tests.lazy import Lazy
 
 from .jobs import fleet_of, job_of, random_cut, run
 from .test_run_parity import CAUSAL, GPT2, LLAMA
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = Lazy("transformers")
+peft = Lazy("peft")
 
 STEPS, RATE, RANK, ALPHA = 3, 1e-2, 4, 16
 ONE_CYCLE = {"max_lr": 0.02, "total_steps": STEPS}

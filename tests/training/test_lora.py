@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import Pipeline, batches, capture_of, copies, module_of, random_cut, weights_of
+from tests.lazy import Lazy
 from tests.tiers import represented_by
 from tests.training.reference import reference_step
 from torch import nn
@@ -25,8 +26,8 @@ from isthmus.models import LoraOptions, ModelSpec, build_model, is_peft, merged,
 from isthmus.models.lora import add_lora
 from isthmus.training.engine import EngineConfig
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+transformers = Lazy("transformers")
+peft = Lazy("peft")
 
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -211,6 +212,6 @@ def test_pefts_other_warnings_are_shown(monkeypatch: pytest.MonkeyPatch, recwarn
         warnings.warn("the result will differ", stacklevel=1)
         return made(*args)
 
-    monkeypatch.setattr(peft, "get_peft_model", warns)
+    monkeypatch.setattr("peft.get_peft_model", warns)
     with pytest.warns(UserWarning, match="the result will differ"):
         build_model(lora("hf-llama", target_modules=["q_proj"]))

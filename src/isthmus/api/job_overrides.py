@@ -76,12 +76,15 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
     planner: str | None = None
     devices: int | None = None
     steps: int | None = None
+    rounds: int | None = None
     objective: Objective | None = None
     max_step: str | None = None
     max_price: float | None = None
 
     def of(self, job: Job) -> Job:
-        """UserError for a limit that is none."""
+        """UserError for a limit that is none, and for rounds."""
+        if self.rounds is not None:
+            raise refused("options of rounds", "pipeline", self.rounds, "--rounds")
         if self.max_step is not None:
             parse_duration(self.max_step, "--max-step")
         if self.max_price is not None and not 0 < self.max_price < float("inf"):
@@ -98,12 +101,11 @@ class FederatedChanges(msgspec.Struct, frozen=True, kw_only=True):
 
     scheme: str | None = None
     executors: int | None = None
-    rounds: int | None = None
 
-    def of(self, job: FederatedJob) -> FederatedJob:
+    def of(self, job: FederatedJob, rounds: int | None) -> FederatedJob:
         """UserError for a job that cannot be run with them."""
         runtime = _replaced(job.runtime, {"scheme": self.scheme, "executors": self.executors})
-        federated = _replaced(job.federated, {"rounds": self.rounds})
+        federated = _replaced(job.federated, {"rounds": rounds})
         return FEDERATED.checked(msgspec.structs.replace(job, runtime=runtime, federated=federated))
 
 
@@ -126,12 +128,12 @@ def read_job(
             if value is not None:
                 raise refused("options of rounds", "pipeline", str(value), option)
         return changes.of(job_of(path, overrides))
-    for option, value in {**_options(changes), **others}.items():
+    for option, value in {**_options(msgspec.structs.replace(changes, rounds=None)), **others}.items():
         if value is not None and option == "--steps":
             raise refused("steps", "federated", str(value), option)
         if value is not None:
             raise refused("options of plans", "federated", str(value), option)
-    return federated.of(federated_job_of(path, overrides))
+    return federated.of(federated_job_of(path, overrides), changes.rounds)
 
 
 def _options(given: Changes | FederatedChanges) -> dict[str, object]:

@@ -181,7 +181,6 @@ class FederatedOptions:
 
     scheme: Annotated[str | None, typer.Option("--scheme", help="Federated: ours, parrot, fa, sd, rw or sp.")] = None
     executors: Annotated[int | None, typer.Option("--executors", min=1, help="Federated: where clients train.")] = None
-    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None
 
 
 @app.command()

@@ -89,6 +89,7 @@ class JobOptions:
     planner: Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")] = None
     devices: Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")] = None
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")] = None
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None
     objective: Annotated[
         Literal["time", "cost"] | None,
         typer.Option("--objective", help="What to minimise: a step's time, or its price."),
