@@ -32,9 +32,9 @@ from rich.table import Table
 from isthmus.api.proof import as_proven
 from isthmus.cost import PlanLayout, Problem, build_replicas, layouts_of
 from isthmus.errors import FleetTooSmall, UserError
+from isthmus.experiments import RunSpec
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
-from isthmus.protocol import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 

@@ -76,7 +76,7 @@ class FaultedRun(Forecast, frozen=True, kw_only=True):
         """Return what happened, in words, by second of the run."""
         found = [*self.run.notes]
         for number, period in enumerate(self.run.periods[1:], 1):
-            step_s, devices = period.plan.predicted.step_s, ", ".join(dict.fromkeys(period.plan.devices))
+            step_s, devices = period.plan.predicted.expected_s, ", ".join(dict.fromkeys(period.plan.devices))
             found.append((period.since_s, f"plan {number}: {devices}; a step should take {format_duration(step_s)}"))
         return happened(self.faults, self.run.seconds, found)
 

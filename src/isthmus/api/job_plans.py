@@ -12,7 +12,17 @@ import msgspec
 from rich.console import RenderableType
 
 from isthmus.api.forecast import Forecast
-from isthmus.api.make_plan import fleet_for, make, plan_spec, predict, read_plan, simulated_step_s, simulation_options
+from isthmus.api.make_plan import (
+    SIMULATED_STEPS,
+    fleet_for,
+    make,
+    plan_spec,
+    predict,
+    read_plan,
+    simulated_step_s,
+    simulation_options,
+    with_steady,
+)
 from isthmus.api.observer import Observer
 from isthmus.api.proof import Proving, proven, raised
 from isthmus.api.search import searched
@@ -126,7 +136,8 @@ def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None
     if document is not None:  # a plan says all that the virtual clock needs: the model is not captured
         plan = read_plan(job, fleet, document)
         options = SimulationOptions(clips=job.training.exchanges_norms)
-        return Simulated(simulate_plan(plan, fleet, plan_spec(job, plan), options), plan, fleet, None)
+        trace = simulate_plan(plan, fleet, plan_spec(job, plan), options)
+        return Simulated(trace, with_steady(plan, steady_step_s(trace)), fleet, None)
     prepared = prepare(job)
     plan = searched(observer, stop, lambda: make(prepared.job, prepared.problem(fleet)))
     spec = run_spec(prepared.cut_into(plan.micro_batches))
@@ -155,7 +166,7 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
         gradients=job.sync.mode == "every-step",
     )
     counts = prepared.captured.train.count is not None
-    return verify(plan, question, simulated_s=partial(simulated_step_s, job, fleet, counts))
+    return verify(plan, question, simulated_s=partial(simulated_step_s, job, fleet, counts, SIMULATED_STEPS))
 
 
 def _state(job: Job) -> StateBytes:

@@ -23,7 +23,7 @@ from isthmus.protocol import RunSpec
 from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.coordinator.stages import stage_pairs
-from isthmus.simulator import SimulationOptions, simulate
+from isthmus.simulator import MOST_S, SimulationOptions, simulate
 from isthmus.trace import Span, Trace, steady_step_s
 
 SIMULATED_STEPS = 8
@@ -57,7 +57,7 @@ def make(
     as `proving` says; `timed` lets the planner minimise time, whatever its plan is judged by.
     """
 
-    simulated_s = partial(simulated_step_s, job, problem.fleet, problem.flow.graph.count is not None)
+    simulated_s = partial(simulated_step_s, job, problem.fleet, problem.flow.graph.count is not None, SCORED_STEPS)
 
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
@@ -65,17 +65,22 @@ def make(
     plan = over_counts(problem, job.counts, planned, simulated_s, bound)
     if bound is None:
         plan = as_proven(problem, plan, job.counts, proving, simulated_s)
-    return _with_boundary(job, _steady(plan, simulated_s(plan)))
+    steady_s = simulated_step_s(job, problem.fleet, problem.flow.graph.count is not None, SIMULATED_STEPS, plan)
+    return _with_boundary(job, with_steady(plan, steady_s))
 
 
-def simulated_step_s(job: Job, fleet: Fleet, counts: bool, plan: Plan) -> float:
-    """Seconds of a steady step. `counts`: the model's loss is a sum over a count."""
-    spec = msgspec.structs.replace(plan_spec(job, plan), steps=SCORED_STEPS + plan.period)
+def simulated_step_s(job: Job, fleet: Fleet, counts: bool, steps: int, plan: Plan) -> float:
+    """Seconds of a steady step, of so many and a period; the formula's where they take longer than is simulated.
+    `counts`: the model's loss is a sum over a count."""
+    spec = msgspec.structs.replace(plan_spec(job, plan), steps=steps + plan.period)
+    if 2 * spec.steps * plan.predicted.step_s > MOST_S:
+        return plan.predicted.step_s
     options = SimulationOptions(clips=job.training.exchanges_norms, counts=counts, header_bytes=HEADER_BYTES)
     return steady_step_s(simulate(plan, fleet, spec, options))
 
 
-def _steady(plan: Plan, steady_s: float) -> Plan:
+def with_steady(plan: Plan, steady_s: float) -> Plan:
+    """The plan with these seconds of a simulated step."""
     return msgspec.structs.replace(plan, predicted=msgspec.structs.replace(plan.predicted, steady_s=steady_s))
 
 
@@ -123,7 +128,7 @@ def plan_for(
         note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"
         again = msgspec.structs.replace(again, notes=(*again.notes, note))
     counts = prepared.captured.train.count is not None
-    return _steady(again, simulated_step_s(prepared.job, fleet, counts, again))
+    return with_steady(again, simulated_step_s(prepared.job, fleet, counts, SIMULATED_STEPS, again))
 
 
 def _but_memory(replicas: Sequence[Replica]) -> list[object]:

@@ -59,7 +59,9 @@ class Proving(NamedTuple):
             if self.seconds is not None:
                 gap = f"{max(0.0, step_s / progress.bound_s - 1):.1%}"
                 spent = format_duration(time.monotonic() - start_s)
-                self.observer.note(f"at most {gap} above the best possible plan after {spent}; open: {progress.open}")
+                self.observer.note(
+                    f"by the formula at most {gap} above the best possible plan after {spent}; open: {progress.open}"
+                )
 
         return tell
 

@@ -174,7 +174,7 @@ def plan_summary(plan: Plan, fleet: Fleet) -> PlanSummary:
         samples_per_s=_rate(plan.batch, predicted.expected_s),
         eq4_samples_per_s=_rate(plan.batch, predicted.eq3_step_s),
         flops_per_s=_rate(flops, predicted.expected_s),
-        price_per_1000_steps=1000 * step_price(plan, fleet).total,
+        price_per_1000_steps=1000 * step_price(plan, fleet, predicted.expected_s).total,
         constraints=plan.constraints,
         certificate=plan.certificate,
         notes=plan.notes,

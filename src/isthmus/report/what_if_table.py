@@ -47,7 +47,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 def what_if_table(found: WhatIf) -> RenderableType:
     """A row for each change that has a plan, the fastest first; the others below, each with its reason."""
     now = found.rows[0]
-    numbers = ["step", "samples/s", "against\ntoday", "devices"]
+    numbers = ["step by\nformula", "samples/s", "against\ntoday", "devices"]
     priced = any(row.price_per_1000_samples is not None for row in found.rows)
     bought = any(row.gained_per_price is not None for row in found.rows)
     numbers += ["price of 1,000\nsamples"] * priced + ["samples/s per\nprice per hour"] * bought

@@ -199,7 +199,7 @@ class PipelineReplica:
 
     def _planned(self, plan: Plan, epoch: int) -> None:
         self._has_copies = len(plan.used) > 1 and self._job.runtime.snapshots
-        self._note(f"a pipeline over {', '.join(plan.used)}: {plan.predicted.step_s:.3g} s per step as planned")
+        self._note(f"a pipeline over {', '.join(plan.used)}: {plan.predicted.expected_s:.3g} s per step as planned")
 
     def _note(self, text: str) -> None:
         self._link.put(ReplicaNote(text=text[:MOST_NOTE]))

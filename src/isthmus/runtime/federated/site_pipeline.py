@@ -49,7 +49,7 @@ class SitePipeline:
         self._module = MeanLoss(resident.module, uneven=plans.uneven) if plans.divides else resident.module
         places = local_places(config.device, plans.fleet.names, {d.name: d.engine for d in plans.fleet.devices})
         self._backend = LocalBackend(places=places, respawn_after_s=RESPAWN_S, fork_servers=fork_servers)
-        step_s = plans.first.predicted.step_s
+        step_s = plans.first.predicted.expected_s
         log(f"a pipeline over {', '.join(plans.first.used)}: {step_s:.3g} s per step as planned")
 
     @cached_property
