@@ -83,8 +83,8 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
     compute_s = sum(times.compute_s) - times.hidden_s
     share = slowest.problem.micro_batches
     yield (
-        f"By the formula a step takes {format_duration(said.step_s)}: {format_duration(said.fill_s)} for one micro-batch "
-        "alone "
+        f"By the formula a step takes {format_duration(said.step_s)}: "
+        f"{format_duration(said.fill_s)} for one micro-batch alone "
         f"({format_duration(compute_s)} computing, {format_duration(said.fill_s - compute_s)} on links), then "
         f"{share - 1} more, one every {format_duration(said.period_s)}."
     )
