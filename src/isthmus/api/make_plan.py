@@ -23,7 +23,8 @@ from isthmus.protocol import RunSpec
 from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.coordinator.stages import stage_pairs
-from isthmus.simulator import MOST_S, SimulationOptions, simulate
+from isthmus.simulator import SimulationOptions, simulate
+from isthmus.simulator.run import MOST_S
 from isthmus.trace import Span, Trace, steady_step_s
 
 SIMULATED_STEPS = 8

@@ -2,11 +2,10 @@
 
 from isthmus.simulator.network import Transmission, Uplink, Wire
 from isthmus.simulator.options import Fault, Overheads, RecoveryTimes, SimulationOptions
-from isthmus.simulator.run import MOST_S, SimulatedRun
+from isthmus.simulator.run import SimulatedRun
 from isthmus.simulator.simulate import simulate, simulate_run
 
 __all__ = [
-    "MOST_S",
     "Fault",
     "Overheads",
     "RecoveryTimes",
