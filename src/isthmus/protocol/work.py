@@ -19,7 +19,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
     `train` is one optimizer step, `eval` a forward-only pass over held-out samples, `save` a checkpoint, `keep` a
     snapshot in the devices' memory.
-    `first_sample` and `samples` are positions in the data order, which the coordinator owns.
+    `first_sample` is a position in the data order, which the coordinator owns.
     """
 
     index: Count
