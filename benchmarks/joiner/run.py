@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
@@ -36,7 +36,6 @@ from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.programs.pipeline import Pipeline
-from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import DevicesAtWork, RunRequest
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.processes.device_processes import DeviceProcesses
@@ -113,7 +112,7 @@ class Line:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-class _Work:
+class _Work(DevicesAtWork):
     """The second device is offered when it is time."""
 
     def __init__(self, call: RunRequest, launcher: DeviceProcesses, comes: threading.Event) -> None:
@@ -125,23 +124,8 @@ class _Work:
     def starting(self, device: str) -> bool:
         return self._launcher.running(device)
 
-    def returns(self, device: str) -> bool:
-        return False
-
-    def queued(self) -> tuple[str, ...]:
-        return ()
-
     def offers(self) -> list[str]:
         return [d for d in self._call.others if self._comes.is_set() and not self._launcher.started(d)]
-
-    def leaving(self) -> tuple[str, ...]:
-        return ()
-
-    def bandwidth(self, source: str, target: str) -> None:
-        return None
-
-    def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
-        pass
 
     def call(self, device: str) -> None:
         self._launcher.start(device, ProcessPlace())
