@@ -62,11 +62,7 @@ COMPONENTS = {
     "fusion": ("isthmus.planners",),
     "generate": ("isthmus.api", "isthmus.job.served", "isthmus.protocol", "isthmus.training"),  # stages in one process
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
-    "joiner": (
-        "isthmus.programs.pipeline",
-        "isthmus.protocol",
-        "isthmus.runtime",
-    ),  # a device that is held back, frame by frame
+    "joiner": ("isthmus.programs.pipeline", "isthmus.runtime"),  # a device that is held back, frame by frame
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
     "mixed": (
         "isthmus.api",
