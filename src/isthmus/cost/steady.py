@@ -40,12 +40,11 @@ class StageTasks:
 
     def __getitem__(self, rows: Ints) -> StageTasks:
         def some(several: Sequence[MessageTimes]) -> list[MessageTimes]:
-            return [
-                replace(m, **{k: x[rows] for k, x in vars(m).items() if isinstance(x, np.ndarray)}) for m in several
-            ]
+            arrays = ({k: x[rows] for k, x in vars(m).items() if isinstance(x, np.ndarray)} for m in several)
+            return [replace(m, **chosen) for m, chosen in zip(several, arrays, strict=True)]
 
-        arrays = (self.forward_s[rows], self.backward_s[rows], self.held[rows])
-        return StageTasks(*arrays, some(self.messages), some(self.shared))
+        own = (self.forward_s[rows], self.backward_s[rows], self.held[rows])
+        return StageTasks(*own, some(self.messages), some(self.shared))
 
     @cached_property
     def ways_s(self) -> tuple[Floats, Floats]:
@@ -89,12 +88,10 @@ def least_step_s(tasks: StageTasks, micro_batches: int) -> Floats:
     forward_s, backward_s = tasks.forward_s, tasks.backward_s
     trip_s = kernel.round_trips_s(forward_s, backward_s, tasks.messages)
     head_s, tail_s = (x.copy() for x in tasks.ways_s)
-    for m in tasks.shared:
-        if (
-            not m.source
-        ):  # of the first stage: its user begins when the values are there, and the step ends with the sum
-            head_s[:, m.target] = np.maximum(head_s[:, m.target], np.where(m.sent, m.forward_s, -NEVER))
-            tail_s[:, m.target] = np.maximum(tail_s[:, m.target], np.where(m.sent, m.backward_s, -NEVER))
+    for m in (m for m in tasks.shared if m.source == 0):
+        # Users of its parameters begin when the values are there, and the step ends when all gradients have come back.
+        head_s[:, m.target] = np.maximum(head_s[:, m.target], np.where(m.sent, m.forward_s, -NEVER))
+        tail_s[:, m.target] = np.maximum(tail_s[:, m.target], np.where(m.sent, m.backward_s, -NEVER))
     around = np.isfinite(head_s) & np.isfinite(tail_s)  # else it may work on another step than the first stage
     head_s, tail_s = np.where(around, head_s, 0.0), np.where(around, tail_s, 0.0)
     turns = np.where(tasks.held < micro_batches, np.ceil(micro_batches / np.maximum(tasks.held, 1)), 1.0)
