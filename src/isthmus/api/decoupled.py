@@ -97,7 +97,7 @@ def _watched(replicas: Replicas, run: DecoupledRun, watch: Watch, stop: Stop) ->
     seen.start(fleet, stop)
     observer.note(f"run folder: {watch.folder.path}")
     for name, plan in plans.items():
-        observer.note(step_text(name, plan, plan.predicted.step_s))
+        observer.note(step_text(name, plan, plan.predicted.expected_s))
     models = replica_models(prepared, fleet, plans) if job.sync.period == "auto" else []
     planned, period_note = with_period(job, models, fragment_bytes(job, run.merged))
     if period_note:
