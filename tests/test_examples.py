@@ -37,7 +37,7 @@ from hypothesis import given, strategies as st
 @given(st.integers(0, 10**12))
 def test_fails_at_large_numbers(number):
     print("drew", number)
-    assert number < 10**11
+    assert number < 100  # of a hundred draws some are more, whatever the seed
 """
 
 
@@ -78,5 +78,5 @@ def test_what_a_search_finds_is_kept_and_tried_again(tmp_path: Path) -> None:
     kept = sorted(p for p in (tmp_path / "kept").rglob("*") if p.is_file())
     assert kept
     again = pytest_run(tmp_path)
-    assert again.returncode == 1 and drew(again)[0] == f"drew {10**11}"
+    assert again.returncode == 1 and drew(again)[0] == "drew 100"
     assert sorted(p for p in (tmp_path / "kept").rglob("*") if p.is_file()) == kept, "make test writes nothing"
