@@ -38,10 +38,12 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
         if text == "b has left":
             stop.request()
 
-    watch = MergerWatch(stepped=lambda *_: None, merged=lambda merge, _: merges.append(merge), note=note)
+    watch = MergerWatch(
+        stepped=lambda *_: None, merged=lambda merge, _: merges.append(merge), note=note, begin=run.first
+    )
     links = dict.fromkeys(NAMES, None)
     codec = delta_codec(job.sync.decoupled)
-    host = MergerHost(run.machine, run.merged, codec, links, RUN, TIMEOUT_S, watch, begin=run.first)
+    host = MergerHost(run.machine, run.merged, codec, links, RUN, TIMEOUT_S, watch)
     listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
     listener.start(host.acceptor.on_connection)
     threads = [
@@ -82,10 +84,10 @@ def test_the_merger_hears_why_a_replica_cannot_begin(monkeypatch: pytest.MonkeyP
         if "no room" in text:
             stop.request()
 
-    watch = MergerWatch(stepped=lambda *_: None, merged=lambda *_: None, note=note)
+    watch = MergerWatch(stepped=lambda *_: None, merged=lambda *_: None, note=note, begin=run.first)
     links = dict.fromkeys(NAMES, None)
     codec = delta_codec(job.sync.decoupled)
-    host = MergerHost(run.machine, run.merged, codec, links, RUN, TIMEOUT_S, watch, begin=run.first)
+    host = MergerHost(run.machine, run.merged, codec, links, RUN, TIMEOUT_S, watch)
     listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
     listener.start(host.acceptor.on_connection)
 

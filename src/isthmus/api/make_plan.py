@@ -58,7 +58,8 @@ def make(
     as `proving` says; `timed` lets the planner minimise time, whatever its plan is judged by.
     """
 
-    simulated_s = partial(simulated_step_s, job, problem.fleet, problem.flow.graph.count is not None, SCORED_STEPS)
+    simulated_in = partial(simulated_step_s, job, problem.fleet, problem.flow.graph.count is not None)
+    simulated_s = partial(simulated_in, SCORED_STEPS)
 
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
@@ -66,8 +67,7 @@ def make(
     plan = over_counts(problem, job.counts, planned, simulated_s, bound)
     if bound is None:
         plan = as_proven(problem, plan, job.counts, proving, simulated_s)
-    steady_s = simulated_step_s(job, problem.fleet, problem.flow.graph.count is not None, SIMULATED_STEPS, plan)
-    return _with_boundary(job, with_steady(plan, steady_s))
+    return _with_boundary(job, with_steady(plan, simulated_in(SIMULATED_STEPS, plan)))
 
 
 def simulated_step_s(job: Job, fleet: Fleet, counts: bool, steps: int, plan: Plan) -> float:

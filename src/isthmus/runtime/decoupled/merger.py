@@ -47,12 +47,15 @@ HALT_S = 5.0  # for the last message to a replica
 
 @dataclass(frozen=True, kw_only=True)
 class MergerWatch:
-    """Callbacks, in the merger's thread."""
+    """Callbacks in the merger's thread, and what replicas that join are asked and sent."""
 
     stepped: Callable[[str, StepsMade, int, float], None]
     """Replica, step, samples of all replicas so far, seconds since the run began."""
     merged: Callable[[MergeChanges, float], None]
     note: Callable[[str], None]
+    begin: Callable[[str], Outgoing | None] = lambda _: None
+    """The message that a replica is sent first, where it does not know the job."""
+    has_data: Callable[[str], bool] = lambda _: True  # whether a device can train
 
 
 @dataclass
@@ -163,16 +166,11 @@ class MergerHost(SessionHost[Merger]):
         run: str,
         timeout_s: float,
         watch: MergerWatch,
-        *,
-        begin: Callable[[str], Outgoing | None] = lambda _: None,
-        has_data: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads. `begin`: the message
-        that a replica is sent first, where it does not know the job. `has_data`: whether a device can train."""
+        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads."""
         super().__init__(machine, run, list(links), timeout_s=timeout_s)
         machine.port = self
         self._merged, self._codec, self._watch = merged, codec, watch
-        self._begin, self._has_data = begin, has_data
         self._lock = threading.Lock()
         self.traffic = MergeTraffic()
         self._links = {
@@ -229,7 +227,7 @@ class MergerHost(SessionHost[Merger]):
             self.session.trace.sent(replica, body, queued.start_s, queued.end_s, queued.size_bytes)
 
     def takes_offer(self, device: str) -> bool:
-        return self._has_data(device)
+        return self._watch.has_data(device)
 
     # What replicas say
 
@@ -238,7 +236,7 @@ class MergerHost(SessionHost[Merger]):
 
     def connect(self, device: str, join: JoinRun, channel: MessageChannel) -> None:
         assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
-        self._links[device].connect(channel, self._begin(device))
+        self._links[device].connect(channel, self._watch.begin(device))
         self.session.joined(device)
 
     def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:

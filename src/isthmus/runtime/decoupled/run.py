@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -139,8 +139,8 @@ class DecoupledRun(MergedRun):
             backend = msgspec.structs.replace(backend, fork_servers=fork_servers)
         links = {name: back for name, (_, back) in self._links.items()}
         codec = delta_codec(job.sync.decoupled)
-        given = self.machine, self.merged, codec, links, self._run, job.timeout_s, watch
-        host = MergerHost(*given, begin=self.first, has_data=self._has_data)
+        watch = replace(watch, begin=self.first, has_data=self._has_data)
+        host = MergerHost(self.machine, self.merged, codec, links, self._run, job.timeout_s, watch)
         listener = Listener("127.0.0.1", timeout_s=job.timeout_s)  # for pipelines
         listener.start(host.acceptor.on_connection)
         begin = partial(self._pipeline, backend, f"127.0.0.1:{listener.port}", time.monotonic(), ended)
