@@ -6,16 +6,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Link
 from isthmus.runtime.transport import lanes as lanes_module
 from isthmus.runtime.transport.lanes import Credits, PackedMessage, Packer, SendLane
-from isthmus.training.layout import pack
+from isthmus.training.layout import header_of, pack
+from isthmus.training.stored import stored_tensors
 
 from ..quiet import when_quiet
 from .lanes import MBIT, Pair, item, parcel, put, take
@@ -183,3 +187,23 @@ def test_what_a_packer_raises_ends_the_lane(connect: Callable[[], Pair]) -> None
     lane.drain()
     lane.close()
     assert [str(e) for e in errors] == ["topk of 'x': got NaN or Inf"]
+
+
+@pytest.mark.parametrize("shape", [None, Link(0.01, 100 * MBIT)], ids=["plain", "shaped"])
+def test_a_tensor_of_a_file_is_sent_as_one_in_memory(
+    connect: Callable[[], Pair], shape: Link | None, tmp_path: Path
+) -> None:
+    alice, bob = connect()
+    lane = SendLane(alice, shape=shape)
+    before, after = torch.randn(3, 5), torch.randn(2)
+    large = torch.randn(700, 600)  # several pieces
+    save_file({"large": large}, tmp_path / "one.safetensors")
+    stored = stored_tensors(tmp_path / "one.safetensors")["large"]
+    message = msgspec.structs.replace(
+        parcel(0, before), tensors=(header_of("a", before), stored.header, header_of("b", after))
+    )
+    lane.put(message, [before, stored, after])
+    received = bob.receive(idle_s=5)
+    assert received is not None
+    assert all(torch.equal(got, sent) for got, sent in zip(received[1], [before, large, after], strict=True))
+    lane.close()

@@ -18,7 +18,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
-from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.lanes import SendLane, Sent
 from isthmus.runtime.transport.message_sender import HeartbeatReceiver, start_heartbeats
 from isthmus.session.failures import CLOSED
 from isthmus.session.session import SOON_S, TICK_S, Observation, Session
@@ -116,7 +116,7 @@ class SessionHost(Generic[SessionT]):
         self.over.set()
         self.acceptor.close()
 
-    def send(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+    def send(self, device: str, message: AnyMessage, tensors: Sequence[Sent] = ()) -> None:
         """To one who may have gone meanwhile."""
         if (lane := self.lanes.get(device)) is not None:
             lane.put(message, tensors)

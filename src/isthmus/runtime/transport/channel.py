@@ -15,6 +15,7 @@ receive.)
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
@@ -35,6 +36,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
 from isthmus.runtime.transport.tcp import Unreached, round_trip_s, uses_bbr
 from isthmus.training.layout import check_header, receive_buffer, unpack
+from isthmus.training.stored import StoredTensor
 
 MAGIC = b"ISTH"
 VERSION = 1
@@ -55,6 +57,9 @@ Guard = Callable[[AnyMessage], None]
 """Refuses a message (PeerError) after its header is read and before its payload is allocated."""
 
 Received = tuple[AnyMessage, list[Tensor]]
+
+Payload = Sequence[memoryview | StoredTensor]
+"""A message's tensors, in order: bytes in memory, or tensors of files that are read as they leave."""
 
 Landing = Callable[[AnyMessage, Fill], list[Tensor]]
 """Makes the tensors of a message that was checked, from bytes that come one after the other."""
@@ -82,7 +87,7 @@ class MessageChannel(Protocol):
 
     other: str  # the party, as errors call it
 
-    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
+    def send(self, message: AnyMessage, payload: Payload = ()) -> int:
         """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""
         ...
 
@@ -113,16 +118,19 @@ class Channel(MessageChannel, Protocol):
     ) -> Received | None: ...
 
 
-def frame(message: AnyMessage, payload: Sequence[memoryview]) -> list[memoryview]:
+def frame(message: AnyMessage, payload: Payload) -> list[memoryview | StoredTensor]:
     """The frame's pieces, in order: prefix and header, then each tensor."""
     header = msgspec.msgpack.encode(message)
     size = sum(p.nbytes for p in payload)
     return [memoryview(PREFIX.pack(MAGIC, VERSION, len(header), size) + header), *payload]
 
 
-def chunks(pieces: Iterable[memoryview], size: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """The pieces' bytes in order, at most `size` at a time, without a copy."""
+def chunks(pieces: Iterable[memoryview | StoredTensor], size: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """The pieces' bytes in order, at most `size` at a time, without a copy of what is in memory."""
     for piece in pieces:
+        if isinstance(piece, StoredTensor):
+            yield from piece.pieces(size)
+            continue
         for start in range(0, piece.nbytes, size):
             yield piece[start : start + size]
 
@@ -169,16 +177,18 @@ class SocketChannel:
         """Return whether this end sends by it."""
         return uses_bbr(self._socket)
 
-    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
+    def send(self, message: AnyMessage, payload: Payload = ()) -> int:
         pieces = frame(message, payload)
-        left = deque(chunks(pieces))
+        following = chunks(pieces)
         # Header and tensors in one call: sent apart, a small message wakes the receiver twice.
+        left = deque(itertools.islice(following, PIECES_AT_ONCE))
         while left:
-            sent = self._send_some([left[i] for i in range(min(len(left), PIECES_AT_ONCE))])
+            sent = self._send_some(list(left))
             while left and sent >= left[0].nbytes:
                 sent -= left.popleft().nbytes
             if sent:
                 left[0] = left[0][sent:]
+            left.extend(itertools.islice(following, PIECES_AT_ONCE - len(left)))
         return sum(p.nbytes for p in pieces)
 
     def send_chunk(self, chunk: memoryview) -> None:

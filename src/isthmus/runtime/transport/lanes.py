@@ -25,16 +25,17 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
-from isthmus.runtime.transport.channel import Channel, frame
+from isthmus.runtime.transport.channel import Channel, Payload, frame
 from isthmus.runtime.transport.shaping import ShapedLink
 from isthmus.training.layout import pack
+from isthmus.training.stored import StoredTensor
 
 FLUSH_S = 5.0  # for what was handed over when a lane ends
 
 
 class PackedMessage(NamedTuple):
     message: AnyMessage
-    payload: Sequence[memoryview]
+    payload: Payload
     sent: Callable[[], None] | None = None  # called when the payload's memory is not needed any more, in any thread
 
 
@@ -43,7 +44,8 @@ Packer = Callable[[], PackedMessage]
 thread, in the order in which messages are handed over."""
 
 
-Outgoing = tuple[AnyMessage, Sequence[Tensor]]
+Sent = Tensor | StoredTensor
+Outgoing = tuple[AnyMessage, Sequence[Sent]]
 
 
 class QueuedSend(msgspec.Struct, frozen=True):
@@ -93,7 +95,7 @@ class Credits:
 
 class _Entry(msgspec.Struct):
     message: AnyMessage
-    tensors: Sequence[Tensor]
+    tensors: Sequence[Sent]
     size_bytes: int  # bytes of the tensors as the receiver holds them: credits count these
     ready_s: float
     packed: Future[tuple[PackedMessage, float]] | None = None
@@ -141,17 +143,17 @@ class SendLane:
     def put(
         self,
         message: AnyMessage,
-        tensors: Sequence[Tensor] = (),
+        tensors: Sequence[Sent] = (),
         packer: Packer | None = None,
         *,
         background: bool = False,
     ) -> None:
         """Hand over a message; returns at once.
 
-        The tensors are sent from where they lie in host memory, or as what `packer` makes of them: they must not change
-        until they have left. What a packer raises ends the lane.
+        The tensors are sent from where they lie in host memory or in files, or as what `packer` makes of them: they
+        must not change until they have left. What a packer raises ends the lane.
         """
-        size_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        size_bytes = sum(t.nbytes for t in tensors)
         entry = _Entry(message, () if packer else tensors, size_bytes, time.monotonic())
         with self._changed:
             if not self._ended:
@@ -262,7 +264,7 @@ class SendLane:
 
     def _send(self, entry: _Entry) -> None:
         if entry.packed is None:
-            message, payload, sent = PackedMessage(entry.message, [pack(t) for t in entry.tensors])
+            message, payload, sent = PackedMessage(entry.message, [_payload(t) for t in entry.tensors])
         else:
             (message, payload, sent), packed_s = entry.packed.result()
             entry.ready_s = max(entry.ready_s, packed_s)
@@ -293,6 +295,10 @@ class SendLane:
             self._changed.notify_all()
         self._packing.shutdown(wait=False, cancel_futures=True)
         return not ended
+
+
+def _payload(tensor: Sent) -> memoryview | StoredTensor:
+    return tensor if isinstance(tensor, StoredTensor) else pack(tensor)
 
 
 def _timed(packer: Packer) -> tuple[PackedMessage, float]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from isthmus.fleet import Link
-from isthmus.runtime.transport.channel import CHUNK_BYTES, Channel, chunks
+from isthmus.runtime.transport.channel import CHUNK_BYTES, Channel, Payload, chunks
 
 SLICE_S = 0.002  # a chunk lasts about this long on its link: fine enough for small messages, coarse enough for the CPU
 MIN_CHUNK_BYTES = 4096
+AHEAD_S = 0.25  # what leaves so much later waits where it is
 
 
 class ShapedLink:
@@ -38,9 +39,7 @@ class ShapedLink:
         self._thread = threading.Thread(target=self._release, name=f"delay to {channel.other}", daemon=True)
         self._thread.start()
 
-    def send(
-        self, pieces: Sequence[memoryview], ready_s: float, arrived: Callable[[], None] | None = None
-    ) -> tuple[float, float]:
+    def send(self, pieces: Payload, ready_s: float, arrived: Callable[[], None] | None = None) -> tuple[float, float]:
         """Put a message that is ready since `ready_s` onto the link and wait until it has left. Its memory is read
         until `arrived` is called, in another thread.
 
@@ -50,6 +49,7 @@ class ShapedLink:
         left_bytes = 0
         chunk_bytes = min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, int(shape.bandwidth_bytes_per_s * SLICE_S)))
         for chunk in chunks(pieces, chunk_bytes):
+            sleep_until(self._free_s - AHEAD_S)  # what is read from a file is not all in memory
             left_bytes += chunk.nbytes
             self._free_s = start_s + left_bytes / shape.bandwidth_bytes_per_s
             self._line.put((self._free_s + shape.latency_s, chunk, None))

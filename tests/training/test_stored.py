@@ -1,0 +1,78 @@
+"""Tensors of safetensors files, by range."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.training.stored import DTYPES, stored_tensors
+
+TENSORS: dict[str, Tensor] = {
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "narrow": torch.randn(300, 7, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16),
+    "flags": torch.tensor([True, False, True]),
+    "counts": torch.arange(12, dtype=torch.int64).reshape(3, 4),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+def test_tensors_are_read_as_the_library_wrote_them(file: Path) -> None:
+    found = stored_tensors(file)
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        read = found[name].read()
+        assert read.dtype == tensor.dtype and read.stride() == tensor.stride() and torch.equal(read, tensor)
+
+
+def test_pieces_are_the_tensor_in_order(file: Path) -> None:
+    narrow = stored_tensors(file)["narrow"]
+    pieces = [bytes(piece) for piece in narrow.pieces(most_bytes=1000)]
+    assert [len(piece) for piece in pieces] == [1000] * 4 + [200]
+    assert b"".join(pieces) == TENSORS["narrow"].view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("kept", [0, 4, 40, -1])
+def test_a_truncated_file_is_refused_with_its_name(file: Path, kept: int) -> None:
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(UserError, match=r"model\.safetensors.*truncated"):
+        stored_tensors(file)
+
+
+def test_a_file_that_became_shorter_is_refused_as_it_is_read(file: Path) -> None:
+    found = stored_tensors(file)
+    file.write_bytes(file.read_bytes()[:-8])
+    last = max(found.values(), key=lambda tensor: tensor.offset)
+    with pytest.raises(UserError, match="truncated since"):
+        last.read()
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}, "of type F8_E4M3, expected one of: BF16"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "4 bytes, which is not what float32"),
+        ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "no safetensors file"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, entry: dict[str, object], why: str) -> None:
+    header = json.dumps({"w": entry}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(UserError, match=why):
+        stored_tensors(tmp_path / "m.safetensors")
+
+
+def test_all_types_of_the_format_that_torch_writes_are_known(tmp_path: Path) -> None:
+    save_file({name: torch.zeros(2, dtype=getattr(torch, name)) for name in DTYPES.values()}, tmp_path / "all")
+    assert {t.header.dtype for t in stored_tensors(tmp_path / "all").values()} == set(DTYPES.values())
