@@ -14,6 +14,8 @@ import importlib.metadata
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -83,6 +85,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others := tiers.keep_part(config.getoption("part"), items):
         config.hook.pytest_deselected(items=others)
     items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else -1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that forks in a process of its own where an earlier one has imported JAX: a copy of its threads' locks
+    may be held for ever."""
+    if "jax" not in sys.modules or pyfuncitem.get_closest_marker("forks") is None:
+        return None
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -463,6 +463,7 @@ def test_an_error_of_an_operator_names_the_line_of_the_model(here: Checked) -> N
         _ = x @ x
 
 
+@pytest.mark.forks
 @pytest.mark.skipif(bool(accelerator_names()), reason="torch's threads for hardware do not survive a fork")
 def test_a_forked_process_computes_too(here: Checked) -> None:
     x = torch.ones(3, device=here.device, requires_grad=True)

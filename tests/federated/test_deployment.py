@@ -128,6 +128,7 @@ class Listed:
         return {name: self._samples[name] for name in columns}
 
 
+@pytest.mark.forks
 @pytest.mark.long
 def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, run = 10, tmp_path / "run"
@@ -185,6 +186,7 @@ def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatc
     assert torch.equal(model(run), recomputed(job_file, history, len(NAMES)))
 
 
+@pytest.mark.forks
 def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_path: Path) -> None:
     names, run = ("a", "b"), tmp_path / "run"
     job_file = edited(
@@ -258,6 +260,7 @@ def served(
     return job_file, said
 
 
+@pytest.mark.forks
 def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, run = 8, tmp_path / "run"
     job_file, _ = served(tmp_path, monkeypatch, "quorum = 0.5\nstaleness = 4", {"a": 0.05, "b": 0.12}, rounds)
@@ -275,6 +278,7 @@ def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(model(run), recomputed(job_file, history, 2))
 
 
+@pytest.mark.forks
 def test_a_site_that_is_too_late_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the history, as on a busy machine the site that sleeps longer need not be the one that is late."""
     _, said = served(tmp_path, monkeypatch, "quorum = 0.5", {"a": 0.01, "b": 0.5}, rounds=2)
@@ -285,6 +289,7 @@ def test_a_site_that_is_too_late_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"site {late}: {ended}; rounds do not wait for this site until it is in time again" in said
 
 
+@pytest.mark.forks
 @pytest.mark.long
 def test_a_function_of_the_coordinators_chooses_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the samples that they said, all but the smallest in odd rounds."""

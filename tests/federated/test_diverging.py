@@ -122,6 +122,7 @@ def test_how_a_run_ends_is_raised() -> None:
     assert ended(Finish("interrupted")).outcome == "interrupted"
 
 
+@pytest.mark.forks
 def test_sites_that_all_diverge_end_the_run(tmp_path: Path) -> None:
     names, port = ("a", "b"), free_port()
     job = edited(write_job(tmp_path, names), ("[model]", "learning_rate = 1e25\n[model]"))

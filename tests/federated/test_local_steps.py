@@ -327,6 +327,7 @@ def test_clients_with_optimizers_are_trained_one_by_one(tmp_path: Path) -> None:
     assert torch.equal(model(tmp_path / "alone"), model(tmp_path / "together"))
 
 
+@pytest.mark.forks
 def test_real_sites_make_the_steps_of_a_simulation(tmp_path: Path) -> None:
     names, port = ("a", "b"), free_port()
     job_file = written(tmp_path, names)

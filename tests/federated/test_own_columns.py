@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from isthmus.federated.job import load_federated_job
@@ -35,6 +36,7 @@ def write_wards(folder: Path) -> Path:
     return edited(job, ('column = "client"', 'column = "client"\nclients = 2'))
 
 
+@pytest.mark.forks
 def test_sites_that_hold_several_clients_are_those_of_the_simulation(tmp_path: Path) -> None:
     """And they leave the clients' column out, as the simulation does."""
     job_file, port = write_wards(tmp_path), free_port()

@@ -244,6 +244,7 @@ def kill_a_device(site: int, run: Path) -> None:
     os.kill(devices_of(site)["here-1"], signal.SIGKILL)
 
 
+@pytest.mark.forks
 @pytest.mark.long
 def test_a_fleet_among_five_sites_gives_the_bits_of_one_process_and_a_lost_device_changes_none(tmp_path: Path) -> None:
     plain = federated(tmp_path / "plain", None)

@@ -107,6 +107,7 @@ def run_over_sites(
     return said
 
 
+@pytest.mark.forks
 def test_masked_updates_give_the_bits_of_a_simulation_without_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_masked_updates_give_the_bits_of_a_simulation_without_masks(
     assert here.keys() > changed and all(torch.equal(here[n], there[n]) for n in {*changed, "server/model"})
 
 
+@pytest.mark.forks
 def test_a_site_that_is_lost_while_it_trains_takes_its_masks_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_site_that_is_lost_while_it_trains_takes_its_masks_with_it(
     assert torch.equal(model(tmp_path / "run"), recomputed(job_file, history, len(NAMES)))
 
 
+@pytest.mark.forks
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("sends", "summed"), [(KeysSent, "ab"), (SharesSent, "ab"), (SumsSent, "abc"), (SharesRevealed, "abc")]
@@ -164,6 +167,7 @@ def test_the_sum_is_the_plain_one_whenever_a_site_is_killed(
     assert torch.equal(model(tmp_path / "run"), recomputed(job_file, history, len(NAMES)))
 
 
+@pytest.mark.forks
 def test_a_round_that_is_repeated_after_a_restart_has_the_same_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +189,7 @@ def test_a_round_that_is_repeated_after_a_restart_has_the_same_sites(
     assert not lines(tmp_path / "again")
 
 
+@pytest.mark.forks
 def test_sites_clip_and_add_their_noise_before_they_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of noise that is next to nothing, the model is nearly that of clipped updates; not to the bit, so it is there."""
     pytest.importorskip("dp_accounting")
@@ -198,6 +203,7 @@ def test_sites_clip_and_add_their_noise_before_they_mask(tmp_path: Path, monkeyp
     assert torch.allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.forks
 def test_a_site_that_sends_masked_updates_only_leaves_a_coordinator_that_wants_plain_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

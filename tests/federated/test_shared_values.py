@@ -30,6 +30,7 @@ TOLD = {
 }
 
 
+@pytest.mark.forks
 def test_a_copy_that_fails_says_why() -> None:
     def fails() -> int:
         raise ValueError("no such shape")
@@ -44,6 +45,7 @@ def test_a_copy_that_fails_says_why() -> None:
         asked(refuses)
 
 
+@pytest.mark.forks
 def test_a_copy_of_this_process_reads_what_is_put_later() -> None:
     broadcast_memory = SharedBroadcast(TOLD)
     headers = broadcast_memory.put({name: torch.zeros_like(value) for name, value in TOLD.items()})
@@ -90,6 +92,7 @@ def test_sums_in_a_room_have_the_bits_of_sums_elsewhere() -> None:
             assert torch.equal(accumulator.totals[0][name], total)
 
 
+@pytest.mark.forks
 def test_lent_sums_are_waited_for() -> None:
     accumulator = SharedAccumulator([{"a": Form((3,), torch.float32)}])
     accumulator.wait(0.0)

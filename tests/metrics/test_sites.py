@@ -38,6 +38,7 @@ minimum = 3
 """
 
 
+@pytest.mark.forks
 def test_each_sites_figures_are_plain_torchs_and_a_site_that_names_none_sends_none(tmp_path: Path) -> None:
     job_file = edited(
         write_job(tmp_path, NAMES, rounds=2),
