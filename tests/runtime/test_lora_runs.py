@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from isthmus.job import Job, prepare
 from isthmus.models import build_model
 from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, latest_checkpoint, load_checkpoint, read_weights
+from isthmus.training.stored import Sent, in_memory
 from tests.lazy import Lazy
 
 from .jobs import fleet_of, job_of, random_cut, run
@@ -91,9 +93,9 @@ def adapter_of(folder: Path) -> dict[str, Tensor]:
     return read_weights(latest_checkpoint(folder / "checkpoints"))
 
 
-def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(got: Mapping[str, Sent], expected: Mapping[str, Sent]) -> None:
     assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    assert all(torch.equal(in_memory(got[name]), in_memory(value)) for name, value in expected.items())
 
 
 @pytest.mark.long
@@ -135,7 +137,7 @@ def test_a_run_goes_on_from_a_checkpoint_and_the_pretrained_weights(tmp_path: Pa
     first = ParameterStore(prepared, names)
     first.begin()
     everything = {op.target for op in prepared.captured.train.ops if op.kind == "parameter"}
-    given = {name: value + 1 for name, value in first.of(names, (), replica=0, without=()).items()}
+    given = {name: in_memory(value) + 1 for name, value in first.of(names, (), replica=0, without=()).items()}
     writer = CheckpointWriter(tmp_path / "checkpoints")
     writer.write(3, "stage-0", given)
     writer.write(3, "rest", first.rest)

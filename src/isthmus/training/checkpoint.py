@@ -27,7 +27,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 import torch
@@ -42,27 +42,31 @@ from isthmus.protocol.decoupled_events import MergesDone
 from isthmus.reading import read_json
 from isthmus.run_files import MANIFEST, newest_whole, write_json
 from isthmus.training.scaling import LOSS_SCALE
+from isthmus.training.stored import Sent, StoredTensor, in_memory, pieces_of, place_of, stored_tensors
+
+SentT = TypeVar("SentT", bound=Sent)
 
 
-def rest(weights: Mapping[str, Tensor], held: set[str], state_names: set[str]) -> dict[str, Tensor]:
+def rest(weights: Mapping[str, SentT], held: set[str], state_names: set[str]) -> dict[str, SentT]:
     """Entries of the module's state that no stage holds: not an alias of one that is held."""
-    shared = {weights[name].data_ptr() for name in held if name in weights and weights[name].numel()}
-    found: dict[str, Tensor] = {}
+    shared = {place_of(weights[name]) for name in held if name in weights and weights[name].nbytes}
+    found: dict[str, SentT] = {}
     for name in sorted(state_names - held):
         tensor = weights[name]
-        if tensor.numel() and tensor.data_ptr() in shared:
+        if tensor.nbytes and place_of(tensor) in shared:
             continue
-        shared.add(tensor.data_ptr())
+        shared.add(place_of(tensor))
         found[name] = tensor
     return found
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, types, shapes and bytes, in hexadecimal digits."""
+def digest_of(tensors: Mapping[str, Sent]) -> str:
+    """SHA-256 of names, types, shapes and bytes, in hexadecimal digits. What is in files is read a piece at a time."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for piece in pieces_of(tensor):
+            found.update(piece)
     return found.hexdigest()
 
 
@@ -121,6 +125,7 @@ class CheckpointWriter:
         What an earlier writer left unfinished is removed: a directory has one writer.
         """
         self.directory = directory
+        self.in_use: Path | None = None  # resolved: a checkpoint that is read from yet, which is not removed
         self._keep = keep
         self._files: dict[int, dict[str, SavedFile]] = {}
         self.discard()
@@ -138,14 +143,14 @@ class CheckpointWriter:
     def _partial(self, step: int) -> Path:
         return self.directory / f".step-{step:06d}"
 
-    def write(self, step: int, part: str, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, step: int, part: str, tensors: Mapping[str, Sent]) -> None:
         """One part (`stage-0`, `rest`), flushed to disk. UserError when it cannot be written."""
         folder = self._partial(step)
         name = f"{part}.safetensors"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_path(folder / name) as new:
-                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, new)
+                save_file({k: in_memory(v).detach().cpu().contiguous() for k, v in tensors.items()}, new)
             saved = SavedFile(tensors=tuple(tensors), sha256=_digest(folder / name))
         except (SafetensorError, OSError) as e:
             raise UserError(f"checkpoint {folder / name}: cannot be written: {e}") from None
@@ -164,7 +169,7 @@ class CheckpointWriter:
         ours = [path for step, path in _complete(self.directory) if step <= manifest.step]
         finite = next((path for path in reversed(ours) if _says_finite(path)), None)
         for old in ours[: -self._keep]:
-            if old != finite:
+            if old != finite and old.resolve() != self.in_use:
                 shutil.rmtree(old)
         return final
 
@@ -275,6 +280,19 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
                     found[tensor] = opened.get_tensor(tensor)
         except (SafetensorError, OSError) as e:
             raise UserError(f"checkpoint {checkpoint}: file {name} does not hold what its manifest says: {e}") from None
+    return found
+
+
+def checkpoint_files(checkpoint: Path) -> dict[str, StoredTensor]:
+    """Tensors by name, where they lie in its files; UserError for a truncated or altered file."""
+    found: dict[str, StoredTensor] = {}
+    manifest = read_manifest(checkpoint)
+    for name, file in manifest.files.items():
+        _check_bytes(checkpoint, name, manifest)
+        there = stored_tensors(checkpoint / name)
+        if absent := sorted(set(file.tensors) - there.keys()):
+            raise UserError(f"checkpoint {checkpoint}: file {name} does not hold what its manifest says: {absent[0]}")
+        found |= {tensor: there[tensor] for tensor in file.tensors}
     return found
 
 

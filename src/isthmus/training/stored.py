@@ -4,18 +4,19 @@ sent so is never whole in memory."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from io import RawIOBase
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import torch
 from msgspec import Meta
 from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.training.layout import TensorHeader, receive_buffer, unpack
+from isthmus.training.layout import TensorHeader, bytes_of, dtype_of, header_of, in_a_row, receive_buffer, unpack
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 PIECE_BYTES = 1 << 20
@@ -47,6 +48,14 @@ class StoredTensor(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         return self.header.nbytes
 
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.header.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.header)
+
     def pieces(self, most_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
         """Its bytes in order, at most so many at a time, each time in new memory."""
         with self.path.open("rb", buffering=0) as file:
@@ -71,6 +80,31 @@ class StoredTensor(msgspec.Struct, frozen=True):
             if not got:
                 raise UserError(f"{self.path}: ends in the middle of tensor {self.header.name!r}: truncated since")
             at += got
+
+
+Sent = Tensor | StoredTensor
+"""A tensor to send, or to write: in memory, or in a file."""
+
+
+def sent_header(name: str, tensor: Sent) -> TensorHeader:
+    """The header to send with it under this name."""
+    if isinstance(tensor, StoredTensor):
+        return msgspec.structs.replace(tensor.header, name=name)
+    return header_of(name, tensor)
+
+
+def pieces_of(tensor: Sent) -> Iterator[memoryview]:
+    """The bytes of its elements by index, in order."""
+    return tensor.pieces() if isinstance(tensor, StoredTensor) else iter((bytes_of(in_a_row(tensor.contiguous())),))
+
+
+def in_memory(tensor: Sent) -> Tensor:
+    return tensor.read() if isinstance(tensor, StoredTensor) else tensor
+
+
+def place_of(tensor: Sent) -> Hashable:
+    """Where its elements are: that of another name too, where one is tied to it."""
+    return (tensor.path, tensor.offset) if isinstance(tensor, StoredTensor) else tensor.data_ptr()
 
 
 class _Entry(msgspec.Struct, frozen=True):

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.graph.captured import Captured
-from isthmus.training.checkpoint import OPTIMIZER, attribute_of, not_persistent, read_tensors, split_replica
+from isthmus.training.checkpoint import OPTIMIZER, attribute_of, checkpoint_files, not_persistent, split_replica
 from isthmus.training.optim import NOT_OPTIMIZERS, OptimizerConfig, choose
 from isthmus.training.scaling import LOSS_SCALE
+from isthmus.training.stored import Sent, StoredTensor
 
 STATE_KEYS = {"sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 """The tensors that each optimizer keeps for a parameter, if any."""
@@ -54,16 +55,17 @@ def _attribute(module: nn.Module, path: str) -> Tensor:
 
 
 def resume(
-    weights: dict[str, Tensor], expected: Collection[str], optimizers: Sequence[OptimizerConfig], checkpoint: Path
-) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    weights: Mapping[str, Sent], expected: Collection[str], optimizers: Sequence[OptimizerConfig], checkpoint: Path
+) -> tuple[dict[str, Sent], dict[int, dict[str, StoredTensor]]]:
     """The same weights with a checkpoint's values, and its optimizer state; and by replica what is that one's alone.
+    The checkpoint's are where they lie in its files.
 
     `expected` are the names that a checkpoint of this model holds. A loss scale is taken where the weights have one; a
     checkpoint of another precision has none. UserError when the checkpoint is of another model
     or its optimizer state of another optimizer.
     """
-    saved: dict[int, dict[str, Tensor]] = {0: {}}
-    for name, value in read_tensors(checkpoint).items():
+    saved: dict[int, dict[str, StoredTensor]] = {0: {}}
+    for name, value in checkpoint_files(checkpoint).items():
         replica, own = split_replica(name)
         if own == LOSS_SCALE and LOSS_SCALE not in weights:
             continue
@@ -73,11 +75,11 @@ def resume(
             raise UserError(f"checkpoint {checkpoint}: has no weight {name!r}: it is of another model")
     for values in saved.values():
         _check(values, weights, optimizers, checkpoint)
-    return weights | saved.pop(0), saved
+    return {**weights, **saved.pop(0)}, saved
 
 
 def _check(
-    saved: Mapping[str, Tensor], weights: Mapping[str, Tensor], optimizers: Sequence[OptimizerConfig], checkpoint: Path
+    saved: Mapping[str, Sent], weights: Mapping[str, Sent], optimizers: Sequence[OptimizerConfig], checkpoint: Path
 ) -> None:
     kept: dict[str, set[str]] = {}
     for name, value in saved.items():

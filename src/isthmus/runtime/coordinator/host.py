@@ -44,6 +44,7 @@ from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.runtime.session_host import SessionHost
 from isthmus.trace import Span
 from isthmus.training.layout import header_of
+from isthmus.training.stored import Sent, sent_header
 
 if TYPE_CHECKING:
     from isthmus.runtime.coordinator.run import RunController
@@ -192,12 +193,12 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self.send(device, AssignMessage(run=self.run, assignment=self._assigned[device]))
 
     def order(self, device: str, body: DeviceOrder) -> None:
-        weights: Mapping[str, Tensor] = {}
+        weights: Mapping[str, Sent] = {}
         if isinstance(body, PlaceWeights):
             weights = self._callbacks.weights(device, body.own)
         elif isinstance(body, SendState) and not body.parts:
             self._joiners.forget(device)
-        headers = tuple(header_of(name, t) for name, t in weights.items())
+        headers = tuple(sent_header(name, t) for name, t in weights.items())
         self.send(device, ToDevice(run=self.run, body=body, tensors=headers), list(weights.values()))
 
     def open_item(self, order: OpenItem) -> None:

@@ -8,14 +8,17 @@ from pathlib import Path
 from torch import Tensor
 
 from isthmus.job import Prepared
-from isthmus.training.checkpoint import check_base, digest_of, read_manifest, rest
+from isthmus.training.checkpoint import OPTIMIZER, check_base, digest_of, read_manifest, rest
 from isthmus.training.scaling import LOSS_SCALE, LossScale
 from isthmus.training.snapshot import part_of
+from isthmus.training.stored import Sent, StoredTensor
 from isthmus.training.weights import initial_weights, resume
 
 
 class ParameterStore:
-    """The module is built when something of it is wanted, and not before: of a large one that takes long, and a
+    """A table of tensors: of those in files, where they lie.
+
+    The module is built when something of it is wanted, and not before: of a large one that takes long, and a
     coordinator that was started again finds everything in its devices' memory."""
 
     def __init__(self, prepared: Prepared, written: frozenset[str], given: Mapping[str, Tensor] | None = None) -> None:
@@ -24,15 +27,15 @@ class ParameterStore:
         self._prepared = prepared
         self._written = written
         self._given = given
-        self._found: dict[str, Tensor] = {}
-        self._others: dict[int, dict[str, Tensor]] = {}
+        self._found: Mapping[str, Sent] = {}
+        self._others: Mapping[int, Mapping[str, Sent]] = {}
         """State of replicas but the first that a checkpoint holds for them alone."""
-        self._rest: dict[str, Tensor] | None = None
+        self._rest: Mapping[str, Sent] | None = None
         self.base = ""
         """Digest of what is read again where it came from, once the module is built: no part of a checkpoint."""
 
     @property
-    def rest(self) -> Mapping[str, Tensor]:
+    def rest(self) -> Mapping[str, Sent]:
         """Variables that no stage uses or changes: they are part of a checkpoint all the same."""
         return self._complete()[1]
 
@@ -48,34 +51,39 @@ class ParameterStore:
         expected = self._written | unused.keys()
         self._found, self._others = resume(found, expected, self._prepared.job.optimizer, checkpoint)
 
+    def reads(self, checkpoint: Path) -> bool:
+        """Return whether values that training does not change are to be read from this checkpoint's files: others come
+        from devices' memory once the run has begun."""
+        kept = (t for name, t in self._found.items() if name not in self._written and not name.startswith(OPTIMIZER))
+        return any(isinstance(t, StoredTensor) and t.path.parent == checkpoint for t in kept)
+
     def forget_others(self) -> None:
         """Forget the state of single replicas: it is in their memory now, or lost."""
         self._others = {}
 
     def give(self, tensors: Mapping[str, Tensor]) -> None:
-        self._found = self._found | dict(tensors)
+        self._found = {**self._found, **tensors}
 
     def of(
         self, names: Collection[str], prefixes: tuple[str, ...], *, replica: int, without: Collection[str]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Sent]:
         """Variables of these names, and all that begins with one of these; `without` some parts of the state."""
         if not self._found.keys() >= {name for name in names if part_of(name) not in without}:
             self._complete()
-        values = self._found | self._others.get(replica, {})
+        values = {**self._found, **self._others.get(replica, {})}
         return {k: v for k, v in values.items() if (k in names or k.startswith(prefixes)) and part_of(k) not in without}
 
-    def _complete(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _complete(self) -> tuple[Mapping[str, Sent], Mapping[str, Sent]]:
         """All variables, and those that no stage holds."""
         if self._rest is None:
             built, self._rest = self._built()
-            self._found = built | self._found
+            self._found = {**built, **self._found}
         return self._found, self._rest
 
-    def _built(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _built(self) -> tuple[dict[str, Sent], dict[str, Sent]]:
         made, job = self._prepared, self._prepared.job
-        found = (
-            initial_weights(made.build, made.captured, job.training.seed) if self._given is None else dict(self._given)
-        )
+        found: dict[str, Sent] = {}
+        found |= initial_weights(made.build, made.captured, job.training.seed) if self._given is None else self._given
         # Tensors that are neither parameters nor buffers are the module's own again when it is built.
         constants = {op.target for op in (*made.captured.train.ops, *made.captured.eval.ops) if op.kind == "constant"}
         own = found.keys() - constants - made.captured.constants.keys()

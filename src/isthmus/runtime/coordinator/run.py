@@ -42,6 +42,7 @@ from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
+from isthmus.training.stored import Sent
 from isthmus.units import format_duration
 
 
@@ -214,6 +215,8 @@ class RunController:
         else:
             self._loaded_step = manifest_of(self.job, checkpoint).step
             self._values.load(checkpoint)
+        read = checkpoint is not None and self._values.reads(checkpoint)
+        self._writer.in_use = checkpoint.resolve() if checkpoint is not None and read else None
 
     def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
         """A plan for these devices, with its figures. Any thread. UserError when there is none."""
@@ -277,7 +280,7 @@ class RunController:
         """Return whether plans can be made with a device that came: it was asked what data it has."""
         return self._holders is None or self._holders.is_known(device)
 
-    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
+    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Sent]:
         """Values of the variables that a device's stage uses, and the optimizer state of those that it owns."""
         names, prefixes = self.now.needs(device)
         return self._values.of(names, prefixes, replica=self.now.replica(device), without=own)

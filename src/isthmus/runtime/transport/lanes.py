@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
-from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
@@ -28,7 +27,7 @@ from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
 from isthmus.runtime.transport.channel import Channel, Payload, frame
 from isthmus.runtime.transport.shaping import ShapedLink
 from isthmus.training.layout import pack
-from isthmus.training.stored import StoredTensor
+from isthmus.training.stored import Sent, StoredTensor
 
 FLUSH_S = 5.0  # for what was handed over when a lane ends
 
@@ -44,7 +43,6 @@ Packer = Callable[[], PackedMessage]
 thread, in the order in which messages are handed over."""
 
 
-Sent = Tensor | StoredTensor
 Outgoing = tuple[AnyMessage, Sequence[Sent]]
 
 
