@@ -8,11 +8,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from isthmus.accelerators.copies import Fill
 from isthmus.errors import PeerError, UserError
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, RunSpec, StateLayout
@@ -33,7 +36,7 @@ from isthmus.runtime.messages.run import (
     ToCoordinator,
     ToDevice,
 )
-from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame
+from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame, in_host_memory
 from isthmus.runtime.transport.listener import Listener
 from isthmus.session.failures import CLOSED, EXIT_S, GRACE_S, FailureDetector, Loss
 from isthmus.trace import Span
@@ -114,8 +117,11 @@ class NotedScript:
             self.losses.append(loss)
             time.sleep(self.slow_s if len(self.losses) == 2 else 0.0)
 
-    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
-        assert torch.equal(state["w"], STATE["w"])
+    def land(self, device: str, tensors: Sequence[TensorHeader], fill: Fill) -> list[Tensor]:
+        return in_host_memory(cast(Any, SimpleNamespace(tensors=tensors)), fill)
+
+    def saved(self, item: Item, device: str, landed: list[Tensor], peak: MemoryPeak | None) -> None:
+        assert torch.equal(landed[0], STATE["w"])
         self.saved_by.append((item.step, device))
 
     def commit(self, item: Item, *, finite: bool) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.training import checkpoint as module_under_test
 from isthmus.training.checkpoint import (
     CheckpointWriter,
+    LandedPart,
     Manifest,
     latest_checkpoint,
     load_checkpoint,
@@ -24,6 +28,8 @@ from isthmus.training.checkpoint import (
     read_manifest,
     read_tensors,
 )
+from isthmus.training.layout import header_of, pack
+from isthmus.training.stored import TensorFile
 
 
 def _state(step: int) -> dict[str, dict[str, Tensor]]:
@@ -107,7 +113,8 @@ def _crashing(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], int]:
 
         monkeypatch.setattr(owner, name, counted)
 
-    wrap(module_under_test, "save_file")
+    wrap(module_under_test, "save_tensors")
+    wrap(TensorFile, "_write")
     wrap(os, "fsync")
     wrap(Path, "rename")
     wrap(Path, "write_bytes")
@@ -138,7 +145,7 @@ def test_a_crash_at_any_point_leaves_a_whole_checkpoint(
         _save(CheckpointWriter(folder, keep), 4)  # the resumed run
         assert _whole(latest_checkpoint(folder)) == 4
         assert (folder / "latest").read_text() == "step-000004"
-        assert not list(folder.glob(".step-*")), "what was left unfinished is cleaned up"
+        assert not list(folder.glob(".*")), "what was left unfinished is cleaned up"
         assert len(list(folder.glob("step-*"))) <= keep
     assert at > 10, "every operation was tried"
 
@@ -348,3 +355,67 @@ def test_a_part_of_a_tensor_brings_nothing_of_the_rest(tmp_path: Path) -> None:
     (written,) = tmp_path.rglob("*.safetensors")
     assert load_file(written)["steps"].tolist() == [1.0] * 4
     assert memory[20].numpy().tobytes() not in written.read_bytes()
+
+
+STATE = {
+    "w": torch.randn(700, 500, generator=torch.Generator().manual_seed(0)),
+    "optimizer.w.step": torch.tensor(3.0),
+    "image": torch.randn(4, 3, 5, 7).to(memory_format=torch.channels_last),
+    "half": torch.randn(9).to(torch.bfloat16),
+}
+
+
+def _landed(writer: CheckpointWriter, state: Mapping[str, Tensor], most_bytes: int | None = None) -> LandedPart:
+    """What `state` lands as; its connection breaks after so many bytes."""
+    sent = io.BytesIO(b"".join(pack(t) for t in state.values())[:most_bytes])
+
+    def fill(buffer: memoryview) -> None:
+        if sent.readinto(buffer) < buffer.nbytes:
+            raise PeerError("closed in the middle of a frame")
+
+    return writer.land([header_of(name, t) for name, t in state.items()], fill, "replica.1.")
+
+
+def test_what_lands_is_the_file_that_the_library_writes(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "run")
+    assert STATE["image"].stride() != STATE["image"].contiguous().stride()
+    writer.keep(1, "stage-0", _landed(writer, STATE))
+    folder = writer.commit(Manifest(step=1, seed=0, batch=1))
+    named = {f"replica.1.{name}": tensor.contiguous() for name, tensor in STATE.items()}
+    save_file(named, tmp_path / "library")
+    written = (folder / "stage-0.safetensors").read_bytes()
+    assert written == (tmp_path / "library").read_bytes()
+    saved = read_manifest(folder).files["stage-0.safetensors"]
+    assert saved.sha256 == hashlib.sha256(written).hexdigest() and saved.tensors == tuple(named)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1000, 1_400_010])
+def test_a_frame_that_breaks_in_the_middle_leaves_nothing(tmp_path: Path, most_bytes: int) -> None:
+    writer = CheckpointWriter(tmp_path)
+    with pytest.raises(PeerError, match="in the middle"):
+        _landed(writer, STATE, most_bytes)
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_lands_and_is_not_kept_is_removed(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path)
+    landed = _landed(writer, STATE)
+    assert [path.name for path in tmp_path.iterdir()] == [landed.path.name]
+    del landed
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_is_told_by_who_keeps_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection lives on: all that comes is taken off it."""
+    writer = CheckpointWriter(tmp_path)
+
+    def fails(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fails)
+        landed = _landed(writer, STATE)
+    with pytest.raises(UserError, match=r"stage-0\.safetensors: cannot be written: .*No space left"):
+        writer.keep(1, "stage-0", landed)

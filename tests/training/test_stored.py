@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.training.stored import DTYPES, stored_tensors
+from isthmus.training.stored import DTYPES, save_tensors, stored_tensors
 
 TENSORS: dict[str, Tensor] = {
     "scalar": torch.tensor(3.5),
@@ -76,3 +77,15 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, entry: dict
 def test_all_types_of_the_format_that_torch_writes_are_known(tmp_path: Path) -> None:
     save_file({name: torch.zeros(2, dtype=getattr(torch, name)) for name in DTYPES.values()}, tmp_path / "all")
     assert {t.header.dtype for t in stored_tensors(tmp_path / "all").values()} == set(DTYPES.values())
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_file_is_written_as_the_library_writes_it(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    typed = {f'of "{name}" é': torch.arange(3).to(getattr(torch, name)) for name in DTYPES.values()}
+    tensors = TENSORS | typed | {"columns": torch.arange(24.0).reshape(4, 6).T}
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "library", metadata)
+    digest = save_tensors(tmp_path / "ours", tensors, metadata)
+    expected = (tmp_path / "library").read_bytes()
+    assert (tmp_path / "ours").read_bytes() == expected and digest == hashlib.sha256(expected).hexdigest()
+    again = save_tensors(tmp_path / "again", stored_tensors(tmp_path / "ours"), metadata)
+    assert again == digest and (tmp_path / "again").read_bytes() == expected

@@ -17,7 +17,7 @@ from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
-from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
+from isthmus.runtime.transport.channel import Landing, MessageChannel, SocketChannel, in_host_memory
 from isthmus.runtime.transport.lanes import SendLane, Sent
 from isthmus.runtime.transport.message_sender import HeartbeatReceiver, start_heartbeats
 from isthmus.session.failures import CLOSED
@@ -48,7 +48,9 @@ class SessionHost(Generic[SessionT]):
         self.addresses: dict[str, Address] = {}
         self.over = threading.Event()  # set when nothing follows
         self.inbox: queue.SimpleQueue[ReceivedMessage | Callable[[], None]] = queue.SimpleQueue()
-        self.acceptor = acceptor(run, devices, on_message=self.on_message, guard=self.guard, timeout_s=timeout_s)
+        self.acceptor = acceptor(
+            run, devices, on_message=self.on_message, guard=self.guard, timeout_s=timeout_s, landing=self.landing
+        )
         """Takes the devices' connections."""
 
     # What a program's host decides
@@ -56,6 +58,10 @@ class SessionHost(Generic[SessionT]):
     def guard(self, device: str, message: AnyMessage) -> None:
         """Refuse (PeerError) what no device sends, before its tensors are received. Any thread."""
         raise NotImplementedError
+
+    def landing(self, device: str) -> Landing:
+        """Return where a device's tensors go. Any thread."""
+        return in_host_memory
 
     def on_message(self, received: ReceivedMessage) -> Callable[[], None] | None:
         """Have the thread that drives take the acceptor's message."""

@@ -10,9 +10,10 @@
                            pretrained weights stay as they are, their digest is in the manifest instead
       latest                 name of the newest complete directory, for people and scripts
 
-Parts are written into a hidden directory, which is renamed when all are there and on disk; a crash at any point
-leaves the checkpoints before it whole. Readers take the newest complete directory and do not depend on `latest`. What
-a disk did to a file afterwards is noticed by its digest: a flipped bit in a weight is a weight to any other reader.
+A part is written to disk as it arrives, into a hidden file. Parts of a step move into a hidden directory, which is
+renamed when all are there and on disk; a crash at any point leaves the checkpoints before it whole. Readers take the
+newest complete directory and do not depend on `latest`. What a disk did to a file afterwards is noticed by its digest:
+a flipped bit in a weight is a weight to any other reader.
 
 Weights that a checkpoint leaves out, and their digest, which tells that they are still the same.
 
@@ -23,9 +24,11 @@ can, a checkpoint holds their digest in place of them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -33,16 +36,26 @@ import msgspec
 import torch
 from msgspec import UNSET, Meta, UnsetType
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from isthmus.atomic_write import atomic_path, atomic_write, flush
+from isthmus.accelerators.copies import Fill
+from isthmus.atomic_write import atomic_write, flush
 from isthmus.errors import UserError
 from isthmus.protocol.decoupled_events import MergesDone
 from isthmus.reading import read_json
 from isthmus.run_files import MANIFEST, newest_whole, write_json
+from isthmus.training.layout import TensorHeader
 from isthmus.training.scaling import LOSS_SCALE
-from isthmus.training.stored import Sent, StoredTensor, in_memory, pieces_of, place_of, stored_tensors
+from isthmus.training.stored import (
+    PIECE_BYTES,
+    Sent,
+    StoredTensor,
+    TensorFile,
+    pieces_of,
+    place_of,
+    save_tensors,
+    stored_tensors,
+)
 
 SentT = TypeVar("SentT", bound=Sent)
 
@@ -71,6 +84,7 @@ def digest_of(tensors: Mapping[str, Sent]) -> str:
 
 
 Named = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+LANDING = ".landing-"
 OPTIMIZER = "optimizer."
 _REPLICA = re.compile(r"replica\.(\d+)\.")
 """A module's own name cannot begin so: `replica_prefix` is distinguished by a number in second place."""
@@ -115,6 +129,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.structs.replace(self, sha256=hashlib.sha256(msgspec.json.encode(bare)).hexdigest())
 
 
+class LandedPart:
+    """A part that is on disk and of no checkpoint yet. Its file is removed with it, unless a writer keeps it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.saved: SavedFile | Exception = FileNotFoundError("nothing has landed")
+        self.forget = weakref.finalize(self, path.unlink, missing_ok=True)
+
+
 class CheckpointWriter:
     """Gathers the parts of checkpoints under a directory; several steps may be in the making at once."""
 
@@ -128,6 +151,9 @@ class CheckpointWriter:
         self.in_use: Path | None = None  # resolved: a checkpoint that is read from yet, which is not removed
         self._keep = keep
         self._files: dict[int, dict[str, SavedFile]] = {}
+        self._landings = itertools.count()
+        for left in directory.glob(f"{LANDING}*"):
+            left.unlink()
         self.discard()
 
     def discard(self) -> None:
@@ -145,16 +171,45 @@ class CheckpointWriter:
 
     def write(self, step: int, part: str, tensors: Mapping[str, Sent]) -> None:
         """One part (`stage-0`, `rest`), flushed to disk. UserError when it cannot be written."""
+        landed = self._landing()
+        try:
+            landed.saved = SavedFile(tensors=tuple(tensors), sha256=save_tensors(landed.path, tensors))
+        except (OSError, UserError) as e:
+            landed.saved = e
+        self.keep(step, part, landed)
+
+    def land(self, headers: Sequence[TensorHeader], fill: Fill, prefix: str = "") -> LandedPart:
+        """A part as it arrives, `prefix` before its tensors' names; flushed to disk. Any thread. What `fill` raises
+        leaves nothing. An error of the disk is for `keep` to raise: all that comes is received."""
+        landed = self._landing()
+        headers = [msgspec.structs.replace(h, name=prefix + h.name) for h in headers]
+        file, memory = TensorFile(landed.path, headers), memoryview(bytearray(PIECE_BYTES))
+        try:
+            for header in headers:
+                file.put(header, _arriving(header.nbytes, fill, memory))
+            landed.saved = SavedFile(tensors=tuple(h.name for h in headers), sha256=file.finish())
+        except (OSError, UserError) as e:
+            landed.saved = e
+        finally:
+            file.close()
+        return landed
+
+    def keep(self, step: int, part: str, landed: LandedPart) -> None:
+        """Make what has landed a part of the step's checkpoint. UserError when it could not be written."""
         folder = self._partial(step)
         name = f"{part}.safetensors"
         try:
+            if isinstance(landed.saved, Exception):
+                raise landed.saved
             folder.mkdir(parents=True, exist_ok=True)
-            with atomic_path(folder / name) as new:
-                save_file({k: in_memory(v).detach().cpu().contiguous() for k, v in tensors.items()}, new)
-            saved = SavedFile(tensors=tuple(tensors), sha256=_digest(folder / name))
-        except (SafetensorError, OSError) as e:
+            landed.path.rename(folder / name)
+        except (OSError, UserError) as e:
             raise UserError(f"checkpoint {folder / name}: cannot be written: {e}") from None
-        self._files.setdefault(step, {})[name] = saved
+        landed.forget.detach()
+        self._files.setdefault(step, {})[name] = landed.saved
+
+    def _landing(self) -> LandedPart:
+        return LandedPart(self.directory / f"{LANDING}{next(self._landings)}")
 
     def commit(self, manifest: Manifest) -> Path:
         """All parts of the manifest's step are written: make them a checkpoint, atomically. Fills in `files`.
@@ -183,6 +238,14 @@ class CheckpointWriter:
         flush(self.directory)
         atomic_write(self.directory / "latest", final.name.encode())
         return final
+
+
+def _arriving(count: int, fill: Fill, memory: memoryview) -> Iterator[memoryview]:
+    """So many bytes, piece by piece in the same memory."""
+    for at in range(0, count, memory.nbytes):
+        piece = memory[: count - at]
+        fill(piece)
+        yield piece
 
 
 def _digest(path: Path) -> str:

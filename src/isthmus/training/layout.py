@@ -56,7 +56,19 @@ def header_of(name: str, tensor: Tensor, packing: Packing | None = None) -> Tens
     header = TensorHeader(name, dtype, tuple(tensor.shape), tuple(tensor.stride()), packing)
     if not _spreads_too_far(header):
         return header
-    return msgspec.structs.replace(header, stride=tuple(torch.empty(header.shape, device="meta").stride()))
+    return msgspec.structs.replace(header, stride=row_stride(header.shape))
+
+
+def row_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of elements that lie in the order of their indices."""
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def travels_in_a_row(header: TensorHeader) -> bool:
+    """Return whether the elements travel in the order of their indices."""
+    sizes = zip(header.shape, header.stride, row_stride(header.shape), strict=True)
+    in_order = 0 in header.shape or all(size == 1 or stride == row for size, stride, row in sizes)
+    return in_order or not _is_dense(header.shape, header.stride)
 
 
 def check_header(header: TensorHeader) -> None:

@@ -1,10 +1,12 @@
-"""Tensors in safetensors files, by range: a file's header is read, and a tensor's bytes when they are wanted. What is
-sent so is never whole in memory."""
+"""Tensors in safetensors files, by range: a file's header is read, and a tensor's bytes when they are wanted. A file is
+written as its bytes come. What is sent or saved so is never whole in memory."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Hashable, Iterator
+import os
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from io import RawIOBase
 from pathlib import Path
 from typing import Annotated
@@ -16,24 +18,36 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.training.layout import TensorHeader, bytes_of, dtype_of, header_of, in_a_row, receive_buffer, unpack
+from isthmus.training.layout import (
+    TensorHeader,
+    bytes_of,
+    dtype_of,
+    header_of,
+    in_a_row,
+    receive_buffer,
+    row_stride,
+    travels_in_a_row,
+    unpack,
+)
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 PIECE_BYTES = 1 << 20
 DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
     "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
     "F64": "float64",
     "C64": "complex64",
+    "F32": "float32",
+    "I32": "int32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-"""The types of the format that operators know, by the format's names."""
+"""The types of the format that operators know, by the format's names, in the order in which a file has them."""
+_PLACES = {dtype: place for place, dtype in enumerate(DTYPES.values())}
+_FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Size = Annotated[int, Meta(ge=0)]
 
 
@@ -146,5 +160,98 @@ def _header(path: Path, name: str, entry: _Entry, there: int) -> TensorHeader:
         )
     if end > there:
         raise UserError(f"{path}: {there} bytes of tensors, expected {end} for {name!r}: truncated")
-    strides = tuple(math.prod(entry.shape[axis + 1 :]) for axis in range(len(entry.shape)))
-    return TensorHeader(name, dtype, entry.shape, strides)
+    return TensorHeader(name, dtype, entry.shape, row_stride(entry.shape))
+
+
+class TensorFile:
+    """A safetensors file as the library writes it, byte for byte: by type, then by name. Its tensors come in any order.
+
+    An error of the disk is raised by `finish`: what comes over a connection is taken off it all the same.
+    """
+
+    def __init__(self, path: Path, headers: Iterable[TensorHeader], metadata: Mapping[str, str] | None = None) -> None:
+        self._path = path
+        self._digest = hashlib.sha256()
+        self._digested = 0  # bytes of the file, from its beginning
+        self._error: Exception | None = None
+        self._places: dict[str, int] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w+b", buffering=0)
+            head = self._head(list(headers), metadata)
+        except (OSError, UserError) as e:
+            self._error = e
+        else:
+            self._write(0, memoryview(head))
+
+    def _head(self, headers: list[TensorHeader], metadata: Mapping[str, str] | None) -> bytes:
+        if unknown := [h for h in headers if h.dtype not in _PLACES]:
+            raise UserError(f"tensor {unknown[0].name!r} is of type {unknown[0].dtype}, which the format has not")
+        entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+        at = 0
+        for header in sorted(headers, key=lambda h: (_PLACES[h.dtype], h.name)):
+            entries[header.name] = _Entry(_FORMAT_NAMES[header.dtype], header.shape, (at, at + header.nbytes))
+            self._places[header.name] = at
+            at += header.nbytes
+        text = msgspec.json.encode(entries)
+        text += b" " * (-len(text) % 8)
+        self._places = {name: 8 + len(text) + place for name, place in self._places.items()}
+        return len(text).to_bytes(8, "little") + text
+
+    def put(self, header: TensorHeader, pieces: Iterable[memoryview]) -> None:
+        """The bytes of a tensor as they travel. One that does not travel in the order of its indices is held whole."""
+        if not travels_in_a_row(header):
+            flat, buffer = receive_buffer(header)
+            at = 0
+            for piece in pieces:
+                buffer[at : at + piece.nbytes] = piece
+                at += piece.nbytes
+            pieces = [bytes_of(unpack(flat, header).contiguous().view(-1))]
+        at = self._places.get(header.name, 0)
+        for piece in pieces:
+            self._write(at, piece)
+            at += piece.nbytes
+
+    def _write(self, at: int, piece: memoryview) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._file.seek(at)
+            left = piece
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as e:
+            self._error = e
+        if at == self._digested:
+            self._digest.update(piece)
+            self._digested += piece.nbytes
+
+    def finish(self) -> str:
+        """All is there: return its SHA-256 once it is on disk. OSError, or UserError for a type that no file has."""
+        try:
+            if self._error is not None:
+                raise self._error
+            self._file.seek(self._digested)  # what came out of order is read again
+            while piece := self._file.read(PIECE_BYTES):
+                self._digest.update(piece)
+            os.fsync(self._file.fileno())
+        finally:
+            self.close()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Sent], metadata: Mapping[str, str] | None = None) -> str:
+    """Write a safetensors file, a tensor at a time; return its SHA-256. Errors as of `TensorFile.finish`."""
+    headers = {name: sent_header(name, tensor) for name, tensor in tensors.items()}
+    rows = {name: msgspec.structs.replace(h, stride=row_stride(h.shape)) for name, h in headers.items()}
+    file = TensorFile(path, rows.values(), metadata)
+    try:
+        for name, tensor in tensors.items():
+            file.put(rows[name], pieces_of(tensor))
+        return file.finish()
+    finally:
+        file.close()

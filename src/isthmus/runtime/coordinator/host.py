@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from torch import Tensor
 
+from isthmus.accelerators.copies import Fill
 from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
 from isthmus.plans.plan import device_of, is_first
 from isthmus.programs.pipeline import Pipeline
@@ -42,7 +43,9 @@ from isthmus.runtime.messages.state_transfer import (
 )
 from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.runtime.session_host import SessionHost
+from isthmus.runtime.transport.channel import Landing, in_host_memory, nowhere
 from isthmus.trace import Span
+from isthmus.training.checkpoint import LandedPart
 from isthmus.training.layout import header_of
 from isthmus.training.stored import Sent, sent_header
 
@@ -75,7 +78,8 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._finish: FinishRun | None = None
         self._assigned: Mapping[str, Assignment] = {}
         self._joiners = Joiners(run, callbacks, self.lanes)
-        self._at_hand: tuple[ItemReported, Mapping[str, Tensor]] | None = None
+        self._landed: dict[tuple[str, int], LandedPart] = {}  # what came with reports of saves, by device and item
+        self._at_hand: ItemReported | None = None
         """The report that the machine is asked about."""
 
     def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> Outcome:
@@ -130,11 +134,24 @@ class CoordinatorHost(SessionHost[Pipeline]):
         elif message.tensors:
             raise PeerError(f"sent {type(body).__name__} with tensors")
 
+    def landing(self, device: str) -> Landing:
+        def land(message: AnyMessage, fill: Fill) -> list[Tensor]:
+            body = content(message)
+            if not message.tensors or not isinstance(body, ItemReported):
+                return in_host_memory(message, fill)
+            if body.epoch != self.session.epoch:
+                return nowhere(message, fill)
+            self._landed[device, body.item] = self._callbacks.land(device, message.tensors, fill)
+            return []
+
+        return land
+
     def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
         if isinstance(message, StateMessage | StatePart):
             self._pass_on(device, message, tensors)
         elif isinstance(message, ToCoordinator):
-            named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+            landed = isinstance(message.body, ItemReported)
+            named = {} if landed else {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
             self._hear(device, message.body, named)
 
     def _pass_on(self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:
@@ -159,10 +176,12 @@ class CoordinatorHost(SessionHost[Pipeline]):
                     self._callbacks.weights_read(self._items[item], tensors)
                 return
             case ItemReported() as report:
-                self._at_hand = report, tensors
+                self._at_hand = report
             case _:
                 pass
         self.session.heard(device, body)
+        if isinstance(body, ItemReported):
+            self._landed.pop((device, body.item), None)  # it was not wanted
 
     def joined(self, device: str, join: JoinRun) -> None:
         self._callbacks.fault("joined", device)
@@ -172,7 +191,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
 
     def accept_report(self, device: str, item: int) -> None:
         assert self._at_hand is not None, "only a report at hand is accepted"
-        (report, state), self._at_hand = self._at_hand, None
+        report, self._at_hand = self._at_hand, None
         reported_spans = map(self._localise, report.spans)
         self._fresh += [s for s in reported_spans if s.other != s.device]  # what stays in a device is on no link
         owner = device_of(device)
@@ -180,11 +199,12 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._callbacks.fingerprinted(device, report.fingerprints)
         done = self._items[item]
         if done.kind == "save":
-            self._callbacks.saved(done, device, state, report.peak)
+            self._callbacks.saved(done, device, self._landed.pop((device, item), None), report.peak)
 
     def begin_epoch(self, start: EpochStart) -> None:
         self._callbacks.begin(start, self.session.layout)
         self._assigned = {}
+        self._landed.clear()
         self._joiners.clear()
 
     def assign_stage(self, device: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
+from isthmus.accelerators.copies import Fill
 from isthmus.disclosure import PrivacySpent
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
@@ -39,7 +40,7 @@ from isthmus.runtime.messages.assignment import Assignment, Fingerprinting
 from isthmus.runtime.processes.signals import Stop
 from isthmus.session.session import START_S
 from isthmus.trace import Span
-from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
+from isthmus.training.checkpoint import CheckpointWriter, LandedPart, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
 from isthmus.training.stored import Sent
@@ -327,16 +328,26 @@ class RunController:
     def acknowledged(self, step: int) -> None:
         self._watcher.acknowledged(step)
 
-    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
+    def land(self, device: str, tensors: Sequence[TensorHeader], fill: Fill) -> LandedPart:
+        """Bring a device's part of a checkpoint to disk as it comes. Any thread."""
+        return self._writer.land(tensors, fill, self._part(device)[1])
+
+    def saved(self, item: Item, device: str, landed: LandedPart | None, peak: MemoryPeak | None) -> None:
+        """`landed` is None of a device that sent no tensors."""
         if peak is not None:
             self._peaked(device_of(device), peak)
+        part, prefix = self._part(device)
+        if landed is not None:
+            self._writer.keep(item.step, part, landed)
+        elif not prefix:
+            self._writer.write(item.step, part, {})
+
+    def _part(self, device: str) -> tuple[str, str]:
+        """The name of a device's part of a checkpoint, and what stands before its tensors' names there."""
         pair, replica = self.now.by_worker_id[device], self.now.replica(device)
         stage = f"stage-{pair.view.stage - pair.view.first}"
-        if not replica and not pair.copy:
-            self._writer.write(item.step, stage, state)
-        elif state:
-            own = {f"{replica_prefix(replica)}{name}": value for name, value in state.items()}
-            self._writer.write(item.step, f"replica-{replica}-{stage}", own)
+        main = not replica and not pair.copy
+        return (stage, "") if main else (f"replica-{replica}-{stage}", replica_prefix(replica))
 
     def weights_read(self, item: Item, weights: Mapping[str, Tensor]) -> None:
         assert self._options.exchanges is not None, "only they want weights"

@@ -12,7 +12,7 @@ from isthmus.errors import PeerError
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.run import JoinRun
-from isthmus.runtime.transport.channel import MessageChannel
+from isthmus.runtime.transport.channel import Landing, MessageChannel, in_host_memory
 from isthmus.runtime.transport.rate_limit import Rate, limited
 
 ReceivedMessage = tuple[str, AnyMessage | Exception | None, list[Tensor]]
@@ -59,12 +59,15 @@ class Acceptor:
         on_message: OnMessage,
         guard: Callable[[str, AnyMessage], None],
         timeout_s: float,
+        landing: Callable[[str], Landing] = lambda _: in_host_memory,
     ) -> None:
-        """`guard` refuses (PeerError) a message before its tensors are received. Threads call both."""
+        """`guard` refuses (PeerError) a message before its tensors are received, which then come to the device's
+        `landing`. Threads call all three."""
         self._run = run
         self._devices = devices
         self._on_message = on_message
         self._guard = guard
+        self._landing = landing
         self._timeout_s = timeout_s
         self._admitting = threading.Lock()
         self._channels: dict[str, MessageChannel] = {}
@@ -112,8 +115,9 @@ class Acceptor:
         channel.other = f"device {device!r}"
         self._tell(channel, (device, join, []))
         check = limited(AT_WORK, lambda message: self._check(device, message))
+        landing = self._landing(device)
         try:
-            while (received := channel.receive(check, idle_s=self._timeout_s)) is not None:
+            while (received := channel.receive(check, idle_s=self._timeout_s, landing=landing)) is not None:
                 self._tell(channel, (device, *received))
             self._tell(channel, (device, None, []))
         except Exception as e:  # the receiver of the callback decides

@@ -62,7 +62,8 @@ Payload = Sequence[memoryview | StoredTensor]
 """A message's tensors, in order: bytes in memory, or tensors of files that are read as they leave."""
 
 Landing = Callable[[AnyMessage, Fill], list[Tensor]]
-"""Makes the tensors of a message that was checked, from bytes that come one after the other."""
+"""Makes the tensors of a message that was checked, from bytes that come one after the other; none where they go
+elsewhere."""
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True):
@@ -82,6 +83,14 @@ def in_host_memory(message: AnyMessage, fill: Fill) -> list[Tensor]:
     return found
 
 
+def nowhere(message: AnyMessage, fill: Fill) -> list[Tensor]:
+    """A `Landing` of tensors that nobody wants any more."""
+    left, memory = sum(h.nbytes for h in message.tensors), memoryview(bytearray(CHUNK_BYTES))
+    for at in range(0, left, CHUNK_BYTES):
+        fill(memory[: left - at])
+    return []
+
+
 class MessageChannel(Protocol):
     """A way to one party and back, whatever carries the frames. One thread sends, one receives; any may close."""
 
@@ -91,7 +100,9 @@ class MessageChannel(Protocol):
         """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""
         ...
 
-    def receive(self, guard: Guard | None = None, idle_s: float | None = None) -> Received | None:
+    def receive(
+        self, guard: Guard | None = None, idle_s: float | None = None, landing: Landing = in_host_memory
+    ) -> Received | None:
         """The next frame; None when either side has closed. PeerError when it is malformed, stalls, or nothing
         comes for `idle_s` seconds."""
         ...
@@ -112,10 +123,6 @@ class Channel(MessageChannel, Protocol):
 
     def send_chunk(self, chunk: memoryview) -> None:
         """Send the next bytes of a `frame`: an emulated link spaces them."""
-
-    def receive(
-        self, guard: Guard | None = None, idle_s: float | None = None, landing: Landing = in_host_memory
-    ) -> Received | None: ...
 
 
 def frame(message: AnyMessage, payload: Payload) -> list[memoryview | StoredTensor]:
