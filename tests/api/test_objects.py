@@ -29,7 +29,7 @@ from isthmus.federated.algorithms.fedavg import FedAvg
 from isthmus.job import fleet_of, prepare
 from isthmus.models.registry import own_names
 from isthmus.plans import load_plan
-from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_weights
+from isthmus.training.checkpoint import checkpoint_weights, latest_checkpoint, load_checkpoint
 from tests.lazy import Lazy
 from tests.tiers import represented_by
 
@@ -130,7 +130,7 @@ def test_what_is_saved_is_the_models_state(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "exported" / "model.safetensors")
     assert weights.keys() == model.state_dict().keys()
     checkpoint = latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert read_weights(checkpoint).keys() == {*(f"model.{name}" for name in weights), "loss.weight"}
+    assert checkpoint_weights(checkpoint).keys() == {*(f"model.{name}" for name in weights), "loss.weight"}
     earlier = weights | {"freqs_cis": model.freqs_cis, "scale": torch.full((4,), 2.0)}
     assert load_checkpoint(model, checkpoint, lambda _: earlier) == 1
     with pytest.raises(UserError, match="weight 'freqs' is not in Rotary"):

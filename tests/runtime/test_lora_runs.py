@@ -20,7 +20,13 @@ from isthmus.fleet import dump_fleet
 from isthmus.job import Job, prepare
 from isthmus.models import build_model
 from isthmus.runtime.coordinator.parameter_store import ParameterStore
-from isthmus.training.checkpoint import CheckpointWriter, Manifest, latest_checkpoint, load_checkpoint, read_weights
+from isthmus.training.checkpoint import (
+    CheckpointWriter,
+    Manifest,
+    checkpoint_weights,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from isthmus.training.stored import Sent, in_memory
 from tests.lazy import Lazy
 
@@ -90,7 +96,7 @@ def trained(module: nn.Module) -> dict[str, Tensor]:
 
 def adapter_of(folder: Path) -> dict[str, Tensor]:
     """What the newest checkpoint holds but optimizer state: nothing of the pretrained weights."""
-    return read_weights(latest_checkpoint(folder / "checkpoints"))
+    return {n: t.read() for n, t in checkpoint_weights(latest_checkpoint(folder / "checkpoints")).items()}
 
 
 def assert_equal(got: Mapping[str, Sent], expected: Mapping[str, Sent]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from safetensors import SafetensorError
-from safetensors.torch import save_file, save_model
+from safetensors.torch import save_model
 
 from isthmus.api import round_files
 from isthmus.api.folder import RunFolder
@@ -42,7 +42,8 @@ from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary, run_summary
 from isthmus.report.replicas_table import ReplicasTraced, replicas_traced
 from isthmus.trace import write_perfetto
-from isthmus.training.checkpoint import latest_checkpoint, read_manifest, read_weights
+from isthmus.training.checkpoint import checkpoint_weights, latest_checkpoint, read_manifest
+from isthmus.training.stored import save_tensors
 
 
 class Traced(NamedTuple):
@@ -148,11 +149,10 @@ def _without_boundary(model: ModelSpec) -> ModelSpec:
 def _export_given(folder: RunFolder, model: str, directory: Path) -> Exported:
     """The weights of a Python object, which the folder does not hold."""
     checkpoint = latest_checkpoint(folder.checkpoints)
-    weights = own_names(model, read_weights(checkpoint))
+    weights = own_names(model, checkpoint_weights(checkpoint))
     with _whole(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(weights, directory / "model.safetensors")
-        follow_umask(directory / "model.safetensors")
+        save_tensors(directory / "model.safetensors", weights)
     return Exported(directory, read_manifest(checkpoint).step, "steps")
 
 

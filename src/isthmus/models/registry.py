@@ -7,7 +7,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_doc
 from isthmus.wire_types import Table, Text
 
 ENTRY_POINTS = "isthmus.models"
+ValueT = TypeVar("ValueT")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,7 +196,7 @@ class WithLoss(nn.Module):
         return LossAndOutput(loss=self.loss(output, columns[self._target]), output=output)
 
 
-def own_names(name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def own_names(name: str, weights: Mapping[str, ValueT]) -> dict[str, ValueT]:
     """Weights of the model called `name`, under the names that the module which was given has for them: those of a loss
     around it are left out."""
     if not name.startswith(GIVEN) or not (f"{LOSS}-" in name or name.startswith(f"{GIVEN}{WithLoss.__name__}-")):

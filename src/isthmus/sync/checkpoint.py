@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isthmus.atomic_write import atomic_path
 from isthmus.errors import UserError
 from isthmus.sync.sync import Sync
+from isthmus.training.stored import save_tensors, stored_tensors
 
 NUMBER = " (number)"  # behind the name of what is no tensor in the optimizer's state
 
@@ -36,9 +35,8 @@ def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic_path(path) as new:
-            # Parameters are views of one memory, which safetensors refuses: it receives copies.
-            save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, new)
-    except (OSError, SafetensorError) as e:
+            save_tensors(new, state)
+    except (OSError, UserError) as e:
         raise UserError(f"{path}: cannot be written: {e}") from None
 
 
@@ -46,10 +44,7 @@ def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
 def load_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: Sync) -> None:
     """Read what `save_worker` wrote, after `attach`. Raises UserError for a file that does not fit."""
     path = Path(path)
-    try:
-        state = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    state = stored_tensors(path)
     own = _tensors(model)
     saved = {name.removeprefix("model.") for name in state if name.startswith("model.")}
     wrong = sorted(own.keys() ^ saved)
@@ -63,10 +58,10 @@ def load_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
             )
     sync.wait()  # what is on its way would come over what is copied
     for name, tensor in own.items():
-        tensor.copy_(state[f"model.{name}"])
+        tensor.copy_(state[f"model.{name}"].read())
     for name, parameter in model.named_parameters():
         prefix = f"optimizer.{name}."
-        kept = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        kept = {key.removeprefix(prefix): value.read() for key, value in state.items() if key.startswith(prefix)}
         optimizer.state.pop(parameter, None)
         if kept:
             # Counters stay on the host, as torch's optimizers make them.
@@ -78,7 +73,8 @@ def load_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
                 else value
                 for key, value in kept.items()
             }
-    sync.load_state_dict({name.removeprefix("sync."): t for name, t in state.items() if name.startswith("sync.")})
+    mode = {name: value for name, value in state.items() if name.startswith("sync.")}
+    sync.load_state_dict({name.removeprefix("sync."): value.read() for name, value in mode.items()})
 
 
 def _kept(value: object, optimizer: Optimizer, key: str) -> Tensor:

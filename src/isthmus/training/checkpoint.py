@@ -35,7 +35,6 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 import torch
 from msgspec import UNSET, Meta, UnsetType
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from isthmus.accelerators.copies import Fill
@@ -83,7 +82,7 @@ def digest_of(tensors: Mapping[str, Sent]) -> str:
     return found.hexdigest()
 
 
-Named = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+Named = Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]]
 LANDING = ".landing-"
 OPTIMIZER = "optimizer."
 _REPLICA = re.compile(r"replica\.(\d+)\.")
@@ -332,18 +331,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Tensors by name; UserError for a truncated or altered file."""
-    found: dict[str, Tensor] = {}
-    manifest = read_manifest(checkpoint)
-    for name, file in manifest.files.items():
-        _check_bytes(checkpoint, name, manifest)
-        try:
-            with safe_open(checkpoint / name, framework="pt") as opened:
-                for tensor in file.tensors:
-                    found[tensor] = opened.get_tensor(tensor)
-        except (SafetensorError, OSError) as e:
-            raise UserError(f"checkpoint {checkpoint}: file {name} does not hold what its manifest says: {e}") from None
-    return found
+    """Tensors by name, in memory; UserError for a truncated or altered file."""
+    return {name: stored.read() for name, stored in checkpoint_files(checkpoint).items()}
 
 
 def checkpoint_files(checkpoint: Path) -> dict[str, StoredTensor]:
@@ -361,25 +350,24 @@ def checkpoint_files(checkpoint: Path) -> dict[str, StoredTensor]:
 
 def check_shapes(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """UserError for a checkpoint that lacks one of these tensors, or has it in another shape. Nothing else is read."""
-    files = {tensor: name for name, file in read_manifest(checkpoint).files.items() for tensor in file.tensors}
+    found: dict[str, StoredTensor] = {}
+    for name in read_manifest(checkpoint).files:
+        found |= stored_tensors(checkpoint / name)
     for tensor, shape in shapes.items():
-        if tensor not in files:
+        if tensor not in found:
             raise UserError(f"checkpoint {checkpoint}: has no weight {tensor!r}: it is of another model")
-        try:
-            with safe_open(checkpoint / files[tensor], framework="pt") as opened:
-                saved = tuple(opened.get_slice(tensor).get_shape())
-        except (SafetensorError, OSError):
-            continue  # its reader names it
-        if saved != shape:
-            got = f"of shape {list(saved)}: the model has {list(shape)}"
+        if found[tensor].shape != shape:
+            got = f"of shape {list(found[tensor].shape)}: the model has {list(shape)}"
             raise UserError(f"checkpoint {checkpoint}: weight {tensor!r} {got}")
 
 
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Weights and buffers of the first replica by own names; of tied ones, one. UserError as for `read_tensors`."""
-    found = read_tensors(checkpoint)
-    others = {name for name in found if name.startswith(OPTIMIZER) or name == LOSS_SCALE or split_replica(name)[0]}
-    return {name: value for name, value in found.items() if name not in others}
+def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
+    """Weights and buffers of the first replica by own names; of tied ones, one. UserError as for `checkpoint_files`."""
+    return {
+        name: value
+        for name, value in checkpoint_files(checkpoint).items()
+        if not name.startswith(OPTIMIZER) and name != LOSS_SCALE and not _REPLICA.match(name)
+    }
 
 
 def load_checkpoint(module: nn.Module, checkpoint: Path, named: Named = lambda weights: weights) -> int:
@@ -391,7 +379,7 @@ def load_checkpoint(module: nn.Module, checkpoint: Path, named: Named = lambda w
     """
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     kind, filled = type(module).__name__, set[int]()
-    weights, manifest = named(read_weights(checkpoint)), read_manifest(checkpoint)
+    weights, manifest = named(checkpoint_weights(checkpoint)), read_manifest(checkpoint)
     with torch.no_grad():
         for name, value in weights.items():
             if name not in own and isinstance(attribute_of(module, name), Tensor):
@@ -403,7 +391,7 @@ def load_checkpoint(module: nn.Module, checkpoint: Path, named: Named = lambda w
                     f"checkpoint {checkpoint}: weight {name!r} has shape {list(value.shape)}, "
                     f"expected {list(own[name].shape)}"
                 )
-            own[name].copy_(value)
+            own[name].copy_(value.read())
             filled.add(id(own[name]))
     if manifest.base:
         kept = own.keys() - not_persistent(module)

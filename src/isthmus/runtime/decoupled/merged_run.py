@@ -25,9 +25,9 @@ from isthmus.training.checkpoint import (
     OPTIMIZER,
     CheckpointWriter,
     Manifest,
+    checkpoint_files,
     load_checkpoint,
     read_manifest,
-    read_tensors,
 )
 from isthmus.training.decoupled import MergedFragments, check_model, flat, fragments_of
 from isthmus.training.finite import is_finite
@@ -85,10 +85,10 @@ class MergedRun:
     def _load(self, checkpoint: Path) -> None:
         """The merged weights and the outer optimizer's state."""
         load_checkpoint(self.model, checkpoint)
-        saved, fragments = read_tensors(checkpoint), self._fragments()
+        saved, fragments = checkpoint_files(checkpoint), self._fragments()
         names = {parameter: f"{OPTIMIZER}{name}.{MOMENTUM}" for name, parameter in self.model.named_parameters()}
         momenta = [
-            flat([saved[names[p]] for p in fragment]) if all(names[p] in saved for p in fragment) else None
+            flat([saved[names[p]].read() for p in fragment]) if all(names[p] in saved for p in fragment) else None
             for fragment in fragments
         ]
         self.merged.load([flat(fragment) for fragment in fragments], momenta)

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
+from typing import cast
 
 import msgspec
-from safetensors.torch import load, save
 from torch import Tensor
 
 from isthmus.cost import Decoupled
@@ -25,6 +26,7 @@ from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.record import MERGES, MergeLine, merges_file
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
+from isthmus.training.layout import TensorHeader, header_of, pack, receive_buffer, unpack
 
 TITLE = "isthmus merger"
 FINAL_S = 3600.0
@@ -62,8 +64,10 @@ class MergerProcess:
         assert self._process.stdin is not None, "a pipe"
         # A process that has ended is noticed where its answer is read.
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
-            stdin.write(msgspec.json.encode(spec) + b"\n")
-            stdin.write(save({str(number): values for number, values in enumerate(start)}))
+            headers = [header_of(str(number), values) for number, values in enumerate(start)]
+            stdin.write(msgspec.json.encode(spec) + b"\n" + msgspec.json.encode(headers) + b"\n")
+            for values in start:
+                stdin.write(pack(values))
 
     def address(self) -> str:
         """HOST:PORT. UserError for a merger that cannot listen, or has not started."""
@@ -93,7 +97,7 @@ def serve() -> None:
     import_extra("setproctitle", TITLE).setproctitle(TITLE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when its replicas have ended
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=MergerSpec)
-    start = load(sys.stdin.buffer.read())
+    start = [_received(header) for header in msgspec.json.decode(sys.stdin.buffer.readline(), type=list[TensorHeader])]
     try:
         watch = _watch(spec.record)
         listener = Listener(spec.host, trusted_network=True, timeout_s=spec.rules.timeout_s)
@@ -103,7 +107,7 @@ def serve() -> None:
     outer = OuterOptimizer(rate=spec.decoupled.rate, momentum=spec.decoupled.momentum)
     host = MergerHost(
         Merger(spec.rules, spec.replicas, final_s=FINAL_S),
-        MergedFragments([start[str(number)] for number in range(len(start))], outer, change_codec(spec.decoupled)),
+        MergedFragments(start, outer, change_codec(spec.decoupled)),
         delta_codec(spec.decoupled),
         dict.fromkeys(spec.replicas),
         spec.run,
@@ -116,6 +120,13 @@ def serve() -> None:
     if finish.outcome == "lost":
         _note(f"the run ended: {finish.reason}")
     listener.close()
+
+
+def _received(header: TensorHeader) -> Tensor:
+    flat, buffer = receive_buffer(header)
+    if cast(BufferedReader, sys.stdin.buffer).readinto(buffer) < buffer.nbytes:
+        sys.exit(f"{TITLE}: the process that started it has ended")
+    return unpack(flat, header)
 
 
 def _answer(started: _Started) -> None:
