@@ -277,6 +277,7 @@ def test_another_fleet_takes_over(whole: Done, tmp_path: Path) -> None:
         traced = json.loads(isthmus("trace", folder, "--json").out)
         devices = {d["device"] for d in traced["comparison"]["devices"]}
         assert len(devices) == (2 if folder.name == "1" else 3)
+        assert [s["outcome"] for s in traced["sessions"]] == ([] if folder.name == "1" else ["done", "done"])
 
 
 def _endless(folder: str) -> subprocess.Popen[str]:

@@ -6,12 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
-from isthmus.api.run_entries import ENTRIES
+from isthmus.api.run_entries import ENTRIES, RunEntry, run_entries
 from isthmus.errors import UserError
 from isthmus.job import load_job
 from isthmus.run_files import JOB
@@ -160,6 +161,41 @@ def test_losses_of_a_session_that_was_killed_before_its_first_checkpoint_are_kep
     folder.begin(*parts, 1)  # nothing is forgotten, and there is nothing to keep beside it
     assert [point.step for point in folder.losses()] == [1]
     assert not (folder.path / "sessions/2").exists()
+
+
+def test_the_trace_of_a_resumed_run_has_every_session_also_one_that_was_killed(finished: Path, tmp_path: Path) -> None:
+    """Sessions begin 60 seconds apart: the first is killed, the second ends, the third was killed as it began."""
+    run, done = tmp_path / "run", RunFolder.existing(finished / "run")
+    shutil.copytree(finished / "run", run, ignore=shutil.ignore_patterns("trace.jsonl", "predicted.jsonl"))
+    began = run_entries(run)[0]
+    first = [began, RunEntry(at_s=began.at_s + 1, kind="step", step=2)]
+    (run / ENTRIES).write_bytes(msgspec.json.Encoder().encode_lines(first))
+    (run / "spans.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(done.measured().spans[:7]))
+    folder, parts = RunFolder.existing(run), (done.job(), done.fleet(), done.plan())
+    folder.begin(*parts, 2)
+    assert len(RunFolder.existing(run / "sessions/1").measured().spans) == 7
+    second = [RunEntry(at_s=began.at_s + 60, kind="began", step=2, steps=4), *run_entries(finished / "run")[1:]]
+    (run / ENTRIES).write_bytes(msgspec.json.Encoder().encode_lines([*first, *second]))
+    folder.write_traces(done.predicted(), done.measured(), done.periods())
+    shutil.copy(done.summary, folder.summary)
+
+    told = isthmus("trace", run, "--json")
+    assert told.code == 0, told.err
+    shown = json.loads(told.out)
+    assert [(s["first_step"], s["last_step"], s["outcome"]) for s in shown["sessions"]] == [(1, 2, ""), (3, 4, "done")]
+    assert [s["start_s"] for s in shown["sessions"]] == [0, 60]
+    assert shown["comparison"] == json.loads(isthmus("trace", finished / "run", "--json").out)["comparison"]
+    slices = [e for e in json.loads((run / "trace.perfetto.json").read_bytes())["traceEvents"] if e["ph"] == "X"]
+    assert len(slices) == 7 + len(done.predicted().spans) + len(done.measured().spans)
+    assert sum(e["ts"] < 60e6 for e in slices) == 7
+    words = isthmus("trace", run).out
+    assert f"{run / 'sessions' / '1'}: steps 1 to 2, killed or at work, from 0.0 s" in words
+    assert f"{run}: steps 3 to 4, done, from 60.0 s" in words
+
+    folder.begin(*parts, 4)
+    (run / "spans.jsonl").write_bytes(b"")
+    shown = json.loads(isthmus("trace", run, "--json").out)
+    assert len(shown["sessions"]) == 3 and shown["comparison"] is None
 
 
 def test_losses_that_cannot_be_read_are_named_when_a_run_goes_on(finished: Path) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import site as site
     from isthmus.api import status as status
     from isthmus.api import terminal as terminal
+    from isthmus.api import traces as traces
     from isthmus.api import up as up
     from isthmus.api import what_if as what_if
 

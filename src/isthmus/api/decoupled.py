@@ -13,6 +13,7 @@ import msgspec
 
 from isthmus import api
 from isthmus.api.callbacks import run_started
+from isthmus.api.folder import RunFolder
 from isthmus.api.forecast import Forecast, Simulating
 from isthmus.api.make_plan import plan_for
 from isthmus.api.merge_period import with_period
@@ -21,6 +22,7 @@ from isthmus.api.pipeline import Pipeline, places_of, plan_again, start_of
 from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.api.run import draw_metrics
 from isthmus.api.run_session import Choices
+from isthmus.api.traces import Traced, trace_sessions
 from isthmus.api.watch import Ran, Watch
 from isthmus.callbacks import Evaluated, StepDone
 from isthmus.combinations import refused
@@ -33,6 +35,7 @@ from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.boundary_table import codecs_of
+from isthmus.report.replicas_table import replicas_traced
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
 from isthmus.runtime.decoupled.groups import replica_groups
@@ -89,6 +92,9 @@ class Decoupled(Pipeline):
 
     def rehearsed(self, observer: Observer, stop: Stop) -> Forecast | None:
         return self.simulated(Simulating(), observer, stop)
+
+    def traced(self, folder: RunFolder) -> Traced:
+        return trace_sessions(folder, lambda session: replicas_traced(session.measured()))
 
 
 def _watched(replicas: Replicas, run: DecoupledRun, watch: Watch, stop: Stop) -> Ran:

@@ -1,5 +1,5 @@
-"""Exports of a finished run: its trace for a viewer, and its model, which may be pushed to the Hugging Face hub that
-HF_ENDPOINT names, with the token HF_TOKEN."""
+"""Exports of a run's model, which may be pushed to the Hugging Face hub that HF_ENDPOINT names, with the token
+HF_TOKEN."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 
-from isthmus.api import round_files
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
 from isthmus.api.programs import program_of
@@ -23,7 +22,6 @@ from isthmus.api.stored_run import local_copy
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
-from isthmus.federated.history import RoundLine
 from isthmus.job import Job
 from isthmus.models import (
     ModelSpec,
@@ -38,46 +36,14 @@ from isthmus.models import (
     widened,
 )
 from isthmus.models.registry import own_names
-from isthmus.reading import read_json
-from isthmus.report import ComparisonSummary, run_summary
-from isthmus.report.replicas_table import ReplicasTraced, replicas_traced
-from isthmus.trace import write_perfetto
 from isthmus.training.checkpoint import checkpoint_weights, latest_checkpoint, read_manifest
 from isthmus.training.stored import save_tensors
-
-
-class Traced(NamedTuple):
-    perfetto: Path  # for ui.perfetto.dev
-    found: ComparisonSummary | list[RoundLine] | ReplicasTraced
-    """How well the run was predicted; of a federated one its rounds, of decoupled replicas what each did."""
-    notes: list[str]  # damage that was found while reading
 
 
 class Exported(NamedTuple):
     directory: Path
     done: int  # the model is that after so many `unit`
     unit: str
-
-
-def write_trace(run: Path) -> Traced:
-    """A Perfetto trace of what was predicted and what was measured, in the run's folder."""
-    folder = RunFolder.existing(run)
-    if folder.kind == "federated":
-        lines, notes = round_files.write_federated_trace(folder)
-        return Traced(folder.perfetto, lines, notes)
-    measured = folder.measured()
-    if folder.job().sync.mode == "decoupled":
-        write_perfetto([measured], folder.perfetto)
-        return Traced(folder.perfetto, replicas_traced(measured), [])
-    predicted = folder.predicted()
-    write_perfetto([predicted, measured], folder.perfetto)
-    summary = run_summary(predicted, measured, folder.periods())
-    if summary is None:
-        raise UserError(f"run folder {run}: no training step was finished")
-    if folder.summary.is_file():
-        kept = read_json(folder.summary, ComparisonSummary)
-        summary = msgspec.structs.replace(summary, too_slow=kept.too_slow)
-    return Traced(folder.perfetto, summary, [])
 
 
 def export_model(run: str | Path, directory: Path, *, merge: bool = False) -> tuple[Exported, list[str]]:

@@ -187,7 +187,9 @@ class RunFolder:
         return (self.path / JOB).is_file()
 
     def _archive(self, start_step: int) -> None:
-        """The session folder is a run folder that `isthmus trace` reads, if the session was not killed."""
+        """The session folder is a run folder that `isthmus trace` reads."""
+        if (self.path / SPANS).is_file() and (self.path / SPANS).stat().st_size:
+            self.keep_spans()  # it was killed
         if not (self.path / MEASURED).is_file() and all(p.step <= start_step for p in self.losses()):
             return
         sessions = self.path / "sessions"
@@ -289,13 +291,32 @@ class RunFolder:
     def keep_spans(self) -> None:
         """The spans that were written while the run worked become its trace, without a predicted one."""
         if (self.path / SPANS).is_file():
-            spans = tuple(read_lines(self.path / SPANS, Span))
-            write_jsonl(Trace(source="runtime", run=self.path.name, spans=spans), self.path / MEASURED)
+            write_jsonl(self._spans(), self.path / MEASURED)
             (self.path / SPANS).unlink()
 
     def measured(self) -> Trace:
-        """UserError of a run that has none."""
+        """The trace of the newest session: of one that works, or was killed, as far as it is. UserError of a run that
+        has none."""
+        if not (self.path / MEASURED).is_file() and (self.path / SPANS).is_file():
+            return self._spans()
         return read_jsonl(self.path / MEASURED)
+
+    def traced_sessions(self) -> list[RunFolder]:
+        """The folders of the sessions that left a trace, in their order; this one is the last. UserError for none."""
+        earlier = sorted((self.path / "sessions").glob("[0-9]*"), key=lambda path: int(path.name))
+        found = [RunFolder(path) for path in earlier if (path / MEASURED).is_file()]
+        if not found or any((self.path / name).is_file() for name in (MEASURED, SPANS)):
+            self.measured()
+            found.append(self)
+        return found
+
+    def traces(self) -> list[Trace]:
+        """The newest session as it was predicted, where it was, and as it was measured."""
+        measured = self.measured()
+        return [self.predicted(), measured] if (self.path / PREDICTED).is_file() else [measured]
+
+    def _spans(self) -> Trace:
+        return Trace(source="runtime", run=self.path.name, spans=tuple(read_lines(self.path / SPANS, Span)))
 
     def predicted(self) -> Trace:
         """UserError of a run that has none, as decoupled replicas."""

@@ -25,12 +25,15 @@ from isthmus.api.pipeline_watch import PipelineWatch
 from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
 from isthmus.api.run_session import Choices
 from isthmus.api.search import searched
+from isthmus.api.traces import Traced, compared, trace_sessions
 from isthmus.api.up_choices import is_known
 from isthmus.api.watch import Ran, Watch
 from isthmus.data.allowed import refuse_paths
 from isthmus.data.description import difference, joined_descriptions
+from isthmus.disclosure import PrivacySpent, read_spent
 from isthmus.documents import differences
 from isthmus.errors import UserError, unknown_name
+from isthmus.federated.privacy import Guarantee
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, fleet_of, keep_prepared, kept_prepared, prepare
@@ -110,6 +113,18 @@ class Pipeline:
         """Put them into a module like the run's."""
         named = partial(own_names, self.job.model.name)
         return load_checkpoint(model, latest_checkpoint(folder.checkpoints), named)
+
+    def trace(self, folder: RunFolder) -> Trace:
+        """The measured trace of the newest session, or of all rounds."""
+        return folder.measured()
+
+    def traced(self, folder: RunFolder) -> Traced:
+        """Write a trace of all sessions for a viewer. UserError for a run that has none."""
+        return trace_sessions(folder, compared)
+
+    def privacy(self, folder: RunFolder) -> PrivacySpent | Guarantee | None:
+        """The privacy that the run's messages spent, or that a private job promises; None without noise."""
+        return read_spent(folder.path)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -17,23 +17,28 @@ from isthmus.api.engine_fleet import fleet_on, serving_towards
 from isthmus.api.folder import RunFolder
 from isthmus.api.forecast import Forecast, Simulating
 from isthmus.api.observer import Observer
-from isthmus.api.round_files import trained_model
+from isthmus.api.round_files import trained_model, write_federated_trace
 from isthmus.api.run_session import Choices
 from isthmus.api.stored_run import RoundUploads
+from isthmus.api.traces import Traced
 from isthmus.api.up_choices import is_known
 from isthmus.api.watch import Ran, Watch
 from isthmus.callbacks import Evaluated, RunFault, StepDone
 from isthmus.combinations import refused
 from isthmus.data.allowed import refuse_paths
+from isthmus.disclosure import PrivacySpent
 from isthmus.errors import PeerError, UserError
+from isthmus.federated.accounting import written_guarantee
 from isthmus.federated.evaluation import Evaluation
-from isthmus.federated.history import RoundLine
+from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
+from isthmus.federated.privacy import Guarantee
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.job import Job
 from isthmus.models.registry import WithLoss
 from isthmus.programs.merging import Why
 from isthmus.programs.round_records import refusal_texts
+from isthmus.report.federated_trace import trace_of
 from isthmus.run_files import keep_stop
 from isthmus.runtime.federated.fleet_executors import check_on_devices, on_devices
 from isthmus.runtime.federated.run import FederatedRun
@@ -43,6 +48,7 @@ from isthmus.runtime.launchers.ray import RayLauncher, RayOptions
 from isthmus.runtime.launchers.ray_connection import RayUser
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
+from isthmus.trace import Trace
 
 USER = RayUser("runtime.backend", "runtime.ray.address")
 
@@ -123,6 +129,15 @@ class Rounds(NamedTuple):
         module = found.model if isinstance(found, WithLoss) and not isinstance(model, WithLoss) else found
         model.load_state_dict(module.state_dict())
         return done
+
+    def trace(self, folder: RunFolder) -> Trace:
+        return trace_of(folder.path.name, RoundHistory.of(folder.path).lines())
+
+    def traced(self, folder: RunFolder) -> Traced:
+        return Traced(folder.perfetto, *write_federated_trace(folder))
+
+    def privacy(self, folder: RunFolder) -> PrivacySpent | Guarantee | None:
+        return written_guarantee(folder.path)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -17,9 +17,8 @@ from isthmus.api.observer import Observer
 from isthmus.api.run_entries import run_entries, run_state
 from isthmus.combinations import refused
 from isthmus.data.description import DataDescription
-from isthmus.disclosure import PrivacySpent, read_spent
+from isthmus.disclosure import PrivacySpent
 from isthmus.errors import UserError, unknown_name
-from isthmus.federated.accounting import written_guarantee
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
@@ -31,7 +30,6 @@ from isthmus.models.registry import WithLoss
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary
-from isthmus.report.federated_trace import trace_of
 from isthmus.run_files import CLIENT_NAMES, stop_reason
 from isthmus.run_files import read_json as read_document
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
@@ -122,8 +120,8 @@ class Run:
     @property
     def trace(self) -> Trace:
         """The trace of the newest session, in seconds since its first step began; of a federated run, of all rounds.
-        UserError where it was killed."""
-        return trace_of(self.path.name, self.rounds) if self._folder.kind == "federated" else self._folder.measured()
+        UserError for a run that has none."""
+        return api.programs.program_of(self.job).trace(self._folder)
 
     @property
     def predicted(self) -> Trace:
@@ -162,7 +160,7 @@ class Run:
     @property
     def privacy(self) -> PrivacySpent | Guarantee | None:
         """The privacy of samples that messages spent, or that a private job promises; None without noise."""
-        return written_guarantee(self.path) if self._folder.kind == "federated" else read_spent(self.path)
+        return api.programs.program_of(self.job).privacy(self._folder)
 
     @property
     def checkpoint(self) -> Path | None:

@@ -20,21 +20,27 @@ app = typer.Typer()
 
 @app.command()
 def trace(run: RunFolder, json: JsonOption = False) -> None:
-    """Write a run's Perfetto trace (predicted and measured); print how well it was predicted."""
-    perfetto, found, notes = api.export.write_trace(run)
+    """Write a Perfetto trace of a run's sessions (predicted and measured); print how well the newest was predicted."""
+    perfetto, found, notes, sessions = api.traces.write_trace(run)
     _warn(notes)
     match found:
         case list():
             document = {"rounds": len(found), "seconds": sum(line.seconds for line in found)}
             table = api.output.rounds_table(found)
-        case api.export.ReplicasTraced():
+        case api.traces.ReplicasTraced():
             document, table = msgspec.to_builtins(found), api.output.replicas_table(found)
+        case None:
+            document, table = {"comparison": None}, "no step of the newest session can be compared with a prediction"
         case _:
             document, table = {"comparison": msgspec.to_builtins(found)}, api.output.comparison_table(found)
     if json:
-        print_json({"perfetto": str(perfetto), **document})
+        print_json({"perfetto": str(perfetto), **document, "sessions": msgspec.to_builtins(sessions)})
         return
     out().print(table)
+    for session in sessions:
+        out().print(str(session), highlight=False, soft_wrap=True)
+    if sessions:
+        out().print("the table is of the newest session, the trace of all", highlight=False)
     out().print(f"{perfetto}: open it in ui.perfetto.dev", highlight=False)
 
 
