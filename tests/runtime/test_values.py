@@ -11,7 +11,7 @@ from isthmus.job import Prepared, prepare
 from isthmus.runtime.coordinator import parameter_store as module
 from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.training.checkpoint import CheckpointWriter, Manifest
-from isthmus.training.stored import StoredTensor, in_memory
+from isthmus.training.stored import Sent, StoredTensor, in_memory
 from isthmus.training.weights import initial_weights
 
 from .jobs import DIGITS, job_of
@@ -26,11 +26,11 @@ def test_the_model_is_built_when_something_of_it_is_wanted(prepared: Prepared, m
     first = initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)
     built: list[int] = []
 
-    def counted(*arguments: object) -> dict[str, torch.Tensor]:
+    def counted(_: Prepared) -> tuple[dict[str, Sent], str]:
         built.append(1)
-        return dict(first)
+        return {**first}, ""
 
-    monkeypatch.setattr(module, "initial_weights", counted)
+    monkeypatch.setattr(module, "first_weights", counted)
     names = frozenset(first)
     some, own = sorted(names)[0], frozenset(sorted(names)[1:])
     values = ParameterStore(prepared, names)

@@ -89,3 +89,13 @@ def test_a_file_is_written_as_the_library_writes_it(tmp_path: Path, metadata: di
     assert (tmp_path / "ours").read_bytes() == expected and digest == hashlib.sha256(expected).hexdigest()
     again = save_tensors(tmp_path / "again", stored_tensors(tmp_path / "ours"), metadata)
     assert again == digest and (tmp_path / "again").read_bytes() == expected
+
+
+def test_a_cast_is_made_as_it_is_read_and_equals_that_of_the_whole(file: Path) -> None:
+    narrow = stored_tensors(file)["narrow"]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        cast, expected = narrow.cast(dtype), TENSORS["narrow"].to(dtype)
+        assert (cast.dtype, cast.nbytes) == (dtype, expected.nbytes)
+        assert torch.equal(cast.read(), expected) and torch.equal(cast.raw().read(), TENSORS["narrow"])
+        joined = b"".join(cast.pieces(9))
+        assert joined == bytes(expected.view(torch.uint8).reshape(-1).tolist())

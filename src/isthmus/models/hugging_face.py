@@ -26,6 +26,7 @@ from isthmus.documents import follow_umask
 from isthmus.errors import UserError, unknown_name, warn
 from isthmus.extensions import import_extra
 from isthmus.graph.label_means import is_hugging_face
+from isthmus.models.left_in_files import NotInFiles
 from isthmus.option_docs import OptionDoc, toml_text, type_text
 
 BY_NAME: Mapping[str, tuple[str, Mapping[str, object]]] = {
@@ -200,7 +201,7 @@ def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
                 output_loading_info=True,
             )
             _warn_of_new_weights(chosen, sorted(loaded["missing_keys"]))
-    except UserError:
+    except (UserError, NotInFiles):
         raise
     except Exception as error:  # missing files, no network, wrong task, unreadable weights: one family each
         raise UserError(f"hf option 'path': {chosen.path} as {chosen.task}: {_one_line(error)}") from error

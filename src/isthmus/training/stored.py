@@ -57,6 +57,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     header: TensorHeader
     path: Path
     offset: int  # of its first byte in the file
+    stored: str = ""  # the type of its elements in the file, where they are cast when they are read
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +71,28 @@ class StoredTensor(msgspec.Struct, frozen=True):
     def dtype(self) -> torch.dtype:
         return dtype_of(self.header)
 
+    def named(self, name: str) -> StoredTensor:
+        return msgspec.structs.replace(self, header=msgspec.structs.replace(self.header, name=name))
+
+    def cast(self, dtype: torch.dtype) -> StoredTensor:
+        """The same of another type, as `Tensor.to` makes it, when it is read."""
+        if dtype == self.dtype:
+            return self
+        header = msgspec.structs.replace(self.header, dtype=str(dtype).removeprefix("torch."))
+        return msgspec.structs.replace(self, header=header, stored=self.stored or self.header.dtype)
+
+    def raw(self) -> StoredTensor:
+        """The same without a cast."""
+        header = msgspec.structs.replace(self.header, dtype=self.stored or self.header.dtype)
+        return msgspec.structs.replace(self, header=header, stored="")
+
     def pieces(self, most_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
-        """Its bytes in order, at most so many at a time, each time in new memory."""
+        """Its bytes in order, about so many at a time, each time in new memory."""
+        if self.stored:
+            own, made = dtype_of(self.raw().header), self.dtype
+            for piece in self.raw().pieces(max(8, most_bytes // 8 * 8)):
+                yield bytes_of(torch.frombuffer(piece, dtype=own).to(made))
+            return
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
             for at in range(0, self.nbytes, most_bytes):
@@ -82,9 +103,10 @@ class StoredTensor(msgspec.Struct, frozen=True):
     def read(self) -> Tensor:
         """In memory of its own."""
         flat, buffer = receive_buffer(self.header)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.offset)
-            self._fill(file, buffer)
+        at = 0
+        for piece in self.pieces():
+            buffer[at : at + piece.nbytes] = piece
+            at += piece.nbytes
         return unpack(flat, self.header)
 
     def _fill(self, file: RawIOBase, buffer: memoryview) -> None:
@@ -102,9 +124,7 @@ Sent = Tensor | StoredTensor
 
 def sent_header(name: str, tensor: Sent) -> TensorHeader:
     """The header to send with it under this name."""
-    if isinstance(tensor, StoredTensor):
-        return msgspec.structs.replace(tensor.header, name=name)
-    return header_of(name, tensor)
+    return tensor.named(name).header if isinstance(tensor, StoredTensor) else header_of(name, tensor)
 
 
 def pieces_of(tensor: Sent) -> Iterator[memoryview]:

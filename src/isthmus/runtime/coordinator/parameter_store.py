@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from isthmus.job import Prepared
+from isthmus.job.first_weights import first_weights
 from isthmus.training.checkpoint import OPTIMIZER, check_base, digest_of, read_manifest, rest
 from isthmus.training.scaling import LOSS_SCALE, LossScale
 from isthmus.training.snapshot import part_of
 from isthmus.training.stored import Sent, StoredTensor
-from isthmus.training.weights import initial_weights, resume
+from isthmus.training.weights import resume
 
 
 class ParameterStore:
@@ -21,10 +22,17 @@ class ParameterStore:
     The module is built when something of it is wanted, and not before: of a large one that takes long, and a
     coordinator that was started again finds everything in its devices' memory."""
 
-    def __init__(self, prepared: Prepared, written: frozenset[str], given: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        written: frozenset[str],
+        given: Mapping[str, Tensor] | None = None,
+        noted: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """`written`: names of all that training changes; `given`: all variables, in place of the module's first
         values."""
         self._prepared = prepared
+        self._noted = noted
         self._written = written
         self._given = given
         self._found: Mapping[str, Sent] = {}
@@ -83,7 +91,7 @@ class ParameterStore:
     def _built(self) -> tuple[dict[str, Sent], dict[str, Sent]]:
         made, job = self._prepared, self._prepared.job
         found: dict[str, Sent] = {}
-        found |= initial_weights(made.build, made.captured, job.training.seed) if self._given is None else self._given
+        found |= self._given if self._given is not None else self._first()
         # Tensors that are neither parameters nor buffers are the module's own again when it is built.
         constants = {op.target for op in (*made.captured.train.ops, *made.captured.eval.ops) if op.kind == "constant"}
         own = found.keys() - constants - made.captured.constants.keys()
@@ -94,3 +102,9 @@ class ParameterStore:
             return found, unused
         self.base = digest_of(unused)
         return found, {}
+
+    def _first(self) -> dict[str, Sent]:
+        found, note = first_weights(self._prepared)
+        if note:
+            self._noted(note)
+        return found
