@@ -1,4 +1,4 @@
-"""Who gets what goes on while a call works."""
+"""An observer gets the events of a call while it works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is here, what runs, and how far it is, and tables of it. It imports neither torch nor what a job needs."""
+"""The devices that are here, what runs, how far it is, and tables of it. Imports neither torch nor what a job needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which samples: a data set shared out among clients.
+"""A partition: a data set shared out among clients.
 
 Every scheme gives each sample to one client at most, and every client at least one sample.
 """

@@ -1,4 +1,4 @@
-"""Who takes part in which round of a simulation: drawn for each round, or, where updates may be late, the clients that
+"""The clients of each round of a simulation: drawn for each round, or, where updates may be late, the clients that
 finish."""
 
 from __future__ import annotations

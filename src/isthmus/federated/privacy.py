@@ -36,8 +36,8 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     noise_multiplier: Above  # The noise's deviation in units of `clip`, on the sum.
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5  # The delta of (epsilon, delta) differential privacy.
     noise: Literal["server", "sites"] = "server"
-    """Who adds it: the server to the sum, or with federated.aggregation.secure each site its share, so that nobody
-    sees a sum without noise."""
+    """The noise is added by the server to the sum, or with federated.aggregation.secure by each site, a share of it, so
+    that nobody sees a sum without noise."""
 
     @property
     def bounds(self) -> AdmissionRules:

@@ -1,4 +1,4 @@
-"""Who computes what, in which order: planners, one algorithm per file, and their registry."""
+"""Planners decide which device computes what, and in which order: one algorithm per file, and their registry."""
 
 from isthmus.cost.blocks import legal_places
 from isthmus.planners.bounds import LeastBound

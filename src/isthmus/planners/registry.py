@@ -85,7 +85,7 @@ _OURS: Mapping[str, PlannerEntry] = {
     "sky-optimal": PlannerEntry(f"{_LAYERS}:sky_optimal"),
 }
 MOVED, MOST_MOVED = ("auto", "chain"), 6
-"""Whose pipelines are improved where weight gradients are computed apart, and up to how many devices."""
+"""The planners whose pipelines are improved where weight gradients are computed apart, and up to how many devices."""
 _ANYTHING = Capabilities(replicas=True, holders=True, labels_stay=True, prices=True)
 """Capabilities of other packages' planners: their plans are judged when they are there."""
 

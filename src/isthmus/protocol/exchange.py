@@ -46,7 +46,7 @@ class Exchange:
         self._at: dict[int, int] = {}  # groups at work: in which round each is
         self._items: dict[int, int] = {}  # for which item
         self._arrived: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
-        """Who has sent, by (item, group, round)."""
+        """The members that have sent, by (item, group, round)."""
 
     @property
     def busy(self) -> bool:

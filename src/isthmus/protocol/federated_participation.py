@@ -21,7 +21,7 @@ Choose = Callable[[int, Integers, Integers, int, np.random.Generator], Integers]
 
 
 class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who takes part, and when a round closes. One of `clients` and `fraction` says how many."""
+    """The clients of a round, and when it closes. One of `clients` and `fraction` says how many."""
 
     clients: Annotated[int, Meta(ge=1)] | None = None  # Clients per round.
     fraction: Annotated[float, Meta(gt=0, le=1)] | None = None  # Share of all clients per round.

@@ -1,4 +1,4 @@
-"""Who trains which clients in a phase: each executor's own client where it has one, else a schedule by fitted times."""
+"""The clients that each executor trains in a phase: its own client where each has one, else a schedule by fitted times."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class DeviceFailed(Body, frozen=True, kw_only=True):
 
     reason: Text
     fault: Literal["user", "device", "other"]
-    """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
+    """The fault is the job's, this device's, or another device's, which fell silent or sent what is wrong."""
     failure: StepFailure | None = None
     """An error of a step by the job's model or data, or for want of memory: the device can go on with another stage, or
     try again."""

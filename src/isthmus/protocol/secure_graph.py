@@ -1,4 +1,4 @@
-"""Who shares masks with whom: everybody with everybody, or, from about 100 sites on, each with some (SecAgg+).
+"""The graph of sites that share masks: everybody with everybody, or, from about 100 sites on, each with some (SecAgg+).
 
 Bell, Bonawitz, Gascon, Lepoint and Raykova, Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, 2020:
 a random graph in which each site has about log(n) neighbours hides each update as well, as long as few sites of a

@@ -1,4 +1,4 @@
-"""Who takes part in a run: the same rule for every program.
+"""A session decides who takes part in a run: the same rule for every program.
 
     connections that open and close, failures, accusations ─┐
     processes that ended, time limits ──────────────────────┴─► failure detector ─► the program loses a device
@@ -23,7 +23,7 @@ TICK_S, SOON_S = 0.25, 0.05
 """How often a host looks at its devices, and where the exit of a process is about to be known."""
 START_S = 60.0  # how long a device may take to start its process, on a machine that is busy
 Fault = Literal["user", "device", "other"]
-"""Who is to blame for a failure that a device reports: the job or the data of its user, the device, or another one."""
+"""The blame for a failure that a device reports: the job or the data of its user, the device, or another one."""
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     starting: frozenset[str] = frozenset()  # whose process is known to be there, or on its way
     returning: frozenset[str] = frozenset()  # who is expected among the offers if it is lost
     queued: frozenset[str] = frozenset()
-    """Who waits in the queue of an engine, and is expected among the offers whenever it has a node for it."""
+    """A device that waits in the queue of an engine, and is expected among the offers whenever it has a node for it."""
     offers: frozenset[str] = frozenset()  # who could work and does not
     leaving: frozenset[str] = frozenset()  # who is to leave without loss, since the last tick
 

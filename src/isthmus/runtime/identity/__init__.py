@@ -1,4 +1,4 @@
-"""Who is who in a fleet: keys, certificates of a private authority, tickets to join with, and the roster."""
+"""Identities of a fleet: keys, certificates of a private authority, tickets to join with, and the roster."""
 
 from isthmus.runtime.identity.authority import CERTIFICATE_LIFE_S, Authority
 from isthmus.runtime.identity.keys import Identity, Party, Role, party_of

@@ -1,4 +1,4 @@
-"""Who may be in the fleet: tickets that were given out, devices that joined, devices that were revoked.
+"""The roster says who may be in the fleet: tickets that were given out, devices that joined, devices that were revoked.
 
 In SQLite (WAL), so that other processes of the same user (`isthmus devices --revoke`) and a coordinator that is killed
 at any point find it whole. Of a ticket only the hash of its secret is kept.
