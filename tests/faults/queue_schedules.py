@@ -55,20 +55,26 @@ def _people(draw: random.Random, found: DrawnQueue) -> None:
         except UserError:
             found.asked[f"{act} refused"] += 1
         if act == "kill" and running is not None:
-            first, running = (None if running in stopped else running), None
+            ran = running not in stopped and queue.jobs[running].state == "running"
+            first, running = running if ran else None, None
             queue.restart()
         elif act == "end" and running is not None:
-            wished = queue.jobs[running].wish
+            wished = queue.jobs[running].wish or queue.jobs[running].state == "stopped"
             queue.end(running, "stopped" if wished else draw.choice(("done", "failed")))
             found.ended.append((time_s, running, queue.jobs[running].state))
             running = None
+        if running is not None and queue.jobs[running].state == "running" and draw.random() < 0.2:
+            queue.waits(running, ["d0"])
+            assert (queue.jobs[running].state == "running") == bool(queue.jobs[running].wish)
+            if draw.random() < 0.5:
+                queue.begun(running)
         if running is None and (begun := queue.begin()) is not None:
             assert begun not in stopped and first in (None, begun), f"{begun} begins, not {first}"
             others = [job.wanted_s for job in queue.jobs.values() if job.state == "queued"]
             assert all(queue.jobs[begun].wanted_s <= wanted_s for wanted_s in others)
             running, first = begun, None
         states = Counter(job.state for job in queue.jobs.values())
-        assert states["running"] == (running is not None)
+        assert states["running"] == (running is not None and queue.jobs[running].state == "running")
     assert {number for number, job in queue.jobs.items() if job.state == "stopped"} <= stopped
 
 

@@ -24,6 +24,7 @@ from isthmus.api.job_queue import run_queue
 from isthmus.api.observer import Observer
 from isthmus.api.run_session import Choices
 from isthmus.api.terminal import logged
+from isthmus.callbacks import RunStarted
 from isthmus.errors import UserError
 from isthmus.extensions import import_object
 from isthmus.federated.job import FederatedJob, load_federated_job
@@ -33,6 +34,8 @@ from isthmus.runtime.identity import Ticket, decode_ticket
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.job_queue import JobQueue, job_log
 from isthmus.runtime.service.status_file import CoordinatorStatus, DeviceStatus, write_status
+from isthmus.simulator.options import Fault
+from isthmus.simulator.queue import RunOfJob, simulate_queue
 from tests.federated.sites import write_job as write_federated_job
 from tests.runtime.commands import edited, isthmus, refused, start, wait_until, write_job
 
@@ -181,6 +184,47 @@ def test_a_job_that_is_stopping_is_resumed_once_it_has_stopped(tmp_path: Path) -
     queue.end(2, "stopped")
     assert _states(queue) == ["stopped", "stopped"]
     queue.close()
+
+
+def test_a_job_whose_devices_are_absent_is_queued_as_in_a_simulation(fleet: Fleet, tmp_path: Path) -> None:
+    """It says which it waits for, is the one that `isthmus stop` stops, and runs once they are there."""
+    queue = _submitted(fleet, tmp_path, "first", "second", "third")
+    state, seen = ("--state", fleet.state.folder), list[list[tuple[str, str]]]()
+
+    def shown() -> list[tuple[str, str]]:
+        return [(job.state, job.detail) for job in queue.jobs()]
+
+    def carry(job: Job, choices: Choices, observer: Observer, stop: Stop) -> int:
+        if job.name == "third":
+            _ctrl_c()
+            time.sleep(10)
+        with fleet.service.deciding() as membership:
+            membership.begin_wait(-1, ["absent"], every=True)
+        wait_until(lambda: queue.jobs()[job.name == "second"].detail != "")
+        seen.append(shown())
+        if job.name == "second":
+            assert isthmus("stop", *state).code == 0
+            ended = threading.Event()
+            with stop.calls(ended.set):
+                assert ended.wait(60)
+            return INTERRUPTED
+        with fleet.service.deciding() as membership:
+            membership.stop_wait(-1)
+        choices.callbacks[0].start(RunStarted(run=tmp_path, kind="pipeline", steps=1))
+        wait_until(lambda: queue.jobs()[0].state == "running")
+        seen.append(shown())
+        return 0
+
+    _served(fleet, queue, carry)
+    behind = ("queued", "")
+    assert seen[0] == [("queued", "waits for absent"), behind, behind]
+    assert seen[1] == [("running", ""), behind, behind]
+    assert seen[2] == [("done", ""), ("queued", "waits for absent"), behind]
+    assert shown() == [("done", ""), ("stopped", ""), behind]
+    away = simulate_queue(
+        ["first", "second"], lambda number, _: RunOfJob(1.0, needed=("absent",)), [Fault(device="absent", time_s=0.0)]
+    )
+    assert [(job.state, job.detail) for job in away] == [("done", ""), ("queued", "waits for absent")]
 
 
 def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from isthmus.api.observer import Observer
 from isthmus.api.programs import program_of
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
+from isthmus.callbacks import Callback, RunStarted
 from isthmus.errors import IsthmusError, UserError
 from isthmus.extensions import modules_of
 from isthmus.federated.job import FederatedJob
@@ -106,8 +107,9 @@ def _carried_out(
     with opened() as observer:
         outcome = ""
         try:
-            with _where_submitted(job), _watched(stop, lambda: queue.is_unwanted(job.number), stopped):
-                outcome = _run(job, service, queue, observer, stop)
+            begins = _Begins()
+            with _where_submitted(job), _watched(job.number, service, queue, begins, stop, stopped):
+                outcome = _run(job, service, queue, observer, stop, begins)
         except IsthmusError as e:
             reason = sanitize(str(e))
         except KeyboardInterrupt as e:  # before or after what would have taken it to a good end
@@ -145,11 +147,23 @@ def _where_submitted(job: Submitted) -> Generator[None]:
         yield
 
 
-def _run(job: Submitted, service: FleetCoordinator, queue: JobQueue, observer: Observer, stop: Stop) -> str:
+class _Begins(Callback):
+    """Knows whether the run has begun: before, it waits for devices."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+
+    def start(self, started: RunStarted) -> None:
+        self.begun.set()
+
+
+def _run(
+    job: Submitted, service: FleetCoordinator, queue: JobQueue, observer: Observer, stop: Stop, begins: _Begins
+) -> str:
     made = parse_job(job.document, READERS[job.kind].struct, "job")
     folder = _folder(job, made.run_dir, queue)
     again = f"isthmus resume {job.number}"
-    choices = Choices(resume=folder.begun, run=folder.path, backend=service, again=again)
+    choices = Choices(resume=folder.begun, run=folder.path, backend=service, again=again, callbacks=(begins,))
     return run_job(made, choices, observer, stop).outcome
 
 
@@ -163,16 +177,32 @@ def _folder(job: Submitted, parent: str, queue: JobQueue) -> RunFolder:
 
 
 @contextlib.contextmanager
-def _watched(stop: Stop, unwanted: Callable[[], bool], stopped: threading.Event) -> Generator[None]:
-    """Ask the job to stop where its owner does not want it any more. `stopped` tells that from Ctrl-C."""
+def _watched(
+    number: int,
+    service: FleetCoordinator,
+    queue: JobQueue,
+    begins: _Begins,
+    stop: Stop,
+    stopped: threading.Event,
+) -> Generator[None]:
+    """Ask the job to stop where its owner does not want it any more; `stopped` tells that from Ctrl-C. The queue says
+    which devices it waits for until it begins."""
     over = threading.Event()
 
     def watch() -> None:
+        shown: tuple[str, ...] = ()
         while not over.wait(LOOK_S):
-            if unwanted():
+            if queue.is_unwanted(number):
                 stopped.set()
                 stop.request()
                 return
+            absent = () if begins.begun.is_set() else service.current_status().awaited
+            with contextlib.suppress(StoreError):  # a full disk: the next look tries again
+                if absent and absent != shown:
+                    queue.waits(number, absent)
+                elif shown and not absent:
+                    queue.begun(number)
+                shown = absent
 
     watcher = threading.Thread(target=watch, name="stop", daemon=True)
     watcher.start()

@@ -5,12 +5,14 @@
                  │           ├──► stopped          somebody stops it
                  └───────────┴──── resume          somebody resumes it, or its coordinator is started again
 
-One job runs at a time: the one that has waited longest. Pure: a host gives the jobs that a call is about, and keeps
+One job runs at a time: the one that has waited longest. It is queued until the devices are there without which it does
+not begin (`waits`), and those behind it wait too. Pure: a host gives the jobs that a call is about, and keeps
 them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -28,7 +30,7 @@ class QueuedJob(msgspec.Struct, frozen=True):
     wish: Literal["", "stop", "stop and resume"] = ""  # what is asked of a job that runs
     began_s: float | None = None
     ended_s: float | None = None
-    detail: str = ""  # why it failed
+    detail: str = ""  # why it failed, or what it waits for
 
 
 class Queue:
@@ -49,9 +51,21 @@ class Queue:
         self._change(number, state="running", wish="", began_s=self.now_s, ended_s=None, detail="")
         return number
 
+    def waits(self, number: int, devices: Iterable[str]) -> None:
+        """It does not begin before these devices are there; nothing where somebody wants it to stop."""
+        job = self.jobs[number]
+        if job.state in ("queued", "running") and not job.wish:
+            self._change(number, state="queued", began_s=None, detail=f"waits for {', '.join(devices)}")
+
+    def begun(self, number: int) -> None:
+        """The devices that it waited for are there."""
+        if self.jobs[number].state == "queued":
+            self._change(number, state="running", began_s=self.now_s, detail="")
+
     def end(self, number: int, state: State, detail: str = "") -> None:
         """It runs no more; queued: it goes on later."""
-        if state == "stopped" and self.jobs[number].wish == "stop and resume":
+        job = self.jobs[number]
+        if state == "stopped" and (job.wish == "stop and resume" or job.state == "queued"):  # resumed meanwhile
             state = "queued"
         self._change(number, state=state, ended_s=self.now_s, detail=detail)
 
@@ -68,7 +82,7 @@ class Queue:
         """Take it out of the queue; if it runs, have it save and end. UserError when it does neither."""
         job = self._find(number)
         if job.state == "queued":
-            self._change(number, state="stopped", ended_s=self.now_s)
+            self._change(number, state="stopped", ended_s=self.now_s, detail="")
         elif job.state == "running":
             self._change(number, wish="stop")
         else:
@@ -80,7 +94,7 @@ class Queue:
         if job.state == "running" and job.wish == "stop":
             self._change(number, wish="stop and resume", wanted_s=self.now_s)
         elif job.state in ("stopped", "failed"):
-            self._change(number, state="queued", wanted_s=self.now_s)
+            self._change(number, state="queued", wanted_s=self.now_s, detail="")
         else:
             raise UserError(f"job {number}: is {job.state}, expected a stopped or failed job")
 

@@ -1,4 +1,4 @@
-"""The clients that each executor trains in a phase: its own client where each has one, else a schedule by fitted times."""
+"""The clients that each executor trains in a phase: its own where each has one, else a schedule by fitted times."""
 
 from __future__ import annotations
 

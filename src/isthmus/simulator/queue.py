@@ -37,22 +37,19 @@ class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
 def simulate_queue(names: Sequence[str], run: SimulateJob, faults: Sequence[Fault] = ()) -> list[SimulatedJob]:
     """All jobs, which are handed in at once. A job begins when the one before has ended and the devices are there that
     its plan names."""
-    queue, waits = Queue({}, 0.0), ""
+    queue = Queue({}, 0.0)
     for number in range(len(names)):
         queue.submit(number)
-    while not waits and (number := queue.begin()) is not None:
+    while (number := queue.begin()) is not None:
         begins_s, found, away = _begin(number, run, faults, queue.now_s)
         if away:
-            waits = f"waits for {', '.join(away)}"
-            queue.end(number, "queued")
-            continue
+            queue.waits(number, away)
+            break
         queue.jobs[number] = msgspec.structs.replace(queue.jobs[number], began_s=begins_s)
         queue.now_s = begins_s + found.seconds
         queue.end(number, "failed" if found.reason else "done", found.reason)
     return [
         SimulatedJob(name=name, state=job.state, began_s=job.began_s, ended_s=job.ended_s, detail=job.detail)
-        if job.state != "queued"
-        else SimulatedJob(name=name, state="queued", began_s=None, ended_s=None, detail=waits)
         for name, job in zip(names, (queue.jobs[number] for number in range(len(names))), strict=True)
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -46,11 +46,16 @@ class Submitted(msgspec.Struct, frozen=True):
     directory: str  # from where it was handed in: its runs are written there
     state: State
     folder: str  # the folder of the run; empty before there is one
-    detail: str  # why it failed
+    detail: str  # why it failed, or what it waits for
     submitted_s: float
     began_s: float | None
     ended_s: float | None
     modules: str = "."  # where the job's own Python modules are
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is next, and waits for devices."""
+        return self.state == "queued" and bool(self.detail)
 
 
 class JobQueue:
@@ -90,7 +95,7 @@ class JobQueue:
         of all. UserError when there is none."""
         jobs = self.jobs()
         if wanted is None:
-            found = [job for job in jobs if job.state in likely] or jobs
+            found = [job for job in jobs if job.state in likely or (job.waits and "running" in likely)] or jobs
         else:
             found = [job for job in jobs if wanted in (str(job.number), job.name)]
         if not found:
@@ -130,6 +135,18 @@ class JobQueue:
         with self._database.reading() as database:
             return Submitted(*database.execute(f"SELECT {_COLUMNS} FROM jobs WHERE number = ?", (number,)).fetchone())
 
+    def waits(self, number: int, devices: Iterable[str]) -> None:
+        """The job that begins needs these devices, which are not there."""
+        with self._changing() as queue:
+            if number in queue.jobs:
+                queue.waits(number, devices)
+
+    def begun(self, number: int) -> None:
+        """The devices of the job are there."""
+        with self._changing() as queue:
+            if number in queue.jobs:
+                queue.begun(number)
+
     def runs_in(self, number: int, folder: Path) -> None:
         with self._database.changing() as database:
             database.execute("UPDATE jobs SET folder = ? WHERE number = ?", (str(folder), number))
@@ -162,9 +179,10 @@ class JobQueue:
         return None if row is None else Submitted(*row)
 
     def is_unwanted(self, number: int) -> bool:
-        """Return whether somebody wants the job to stop that is running."""
+        """Return whether somebody wants the job to stop that runs, or waits for devices."""
         with self._database.reading() as database:
-            return database.execute("SELECT 1 FROM jobs WHERE number = ? AND stop", (number,)).fetchone() is not None
+            unwanted = "SELECT 1 FROM jobs WHERE number = ? AND (stop OR state = 'stopped')"
+            return database.execute(unwanted, (number,)).fetchone() is not None
 
     def resume(self, number: int) -> None:
         """Have it wait once more; it goes on from where it was. One that is stopping ends first. UserError for one that
