@@ -116,7 +116,9 @@ def test_unknown_peers_cut_nobody_who_is_known_and_shut_out_nobody(coordinator: 
 def _first_dial_of_a_device(fleet: Fleet, device: Identity, port: int) -> None:
     join = JoinRun(run=RUN, device="desk", host="127.0.0.1", port=1)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    CoordinatorLink(("127.0.0.1", fleet.service.port), device, join, inbox, lambda: (), 5.0).close()
+    CoordinatorLink(
+        ("127.0.0.1", fleet.service.port), device, join, inbox, lambda: (), lambda order, peers: None, 5.0
+    ).close()
 
 
 def _way_to_another(fleet: Fleet, device: Identity, port: int) -> None:

@@ -9,7 +9,7 @@ from tests.programs.ports import Asked, Recorder
 
 from isthmus.protocol import StateHolding
 from isthmus.protocol.device_session import DeviceSession, SessionOrder, SessionPort
-from isthmus.protocol.run_messages import FetchState, Halt, Pause, PlaceWeights, RetireSnapshots
+from isthmus.protocol.run_messages import Halt, Pause, PlaceWeights, RetireSnapshots, TakeState
 from isthmus.session.program import OutOfPhase
 
 OWN = frozenset({"a"})
@@ -33,6 +33,14 @@ class Worker:
 
     def connected(self, epoch: int) -> list[Asked]:
         self.session.connected(epoch)
+        return self.port.took()
+
+    def fetched(self, epoch: int, donor: str, values: Mapping[str, int]) -> list[Asked]:
+        self.session.fetched(epoch, donor, values)
+        return self.port.took()
+
+    def unfetched(self, epoch: int, donor: str, reason: str) -> list[Asked]:
+        self.session.unfetched(epoch, donor, reason)
         return self.port.took()
 
     def started(self, epoch: int) -> list[Asked]:
@@ -117,10 +125,42 @@ def test_a_copy_of_a_snapshot_is_told_and_one_s_own_is_not() -> None:
     assert worker.ordered(RetireSnapshots(step=5)) == [] and memory.holdings() == ()
 
 
-def test_a_device_that_has_just_joined_gives_what_it_holds() -> None:
-    worker = at_work()
-    worker.kept(1, 4, {"a": 1})
-    assert worker.ordered(FetchState(epoch=9, step=4, parts=OWN)) == [("give", 9, {"a": 1})]
+B, C = frozenset("b"), frozenset("c")
+
+
+def fetching() -> Worker:
+    worker = Worker()
+    worker.kept(0, 4, {"a": 1})
+    worker.assigned(1, 4)
+    worker.connected(1)
+    order = PlaceWeights(epoch=1, own=OWN, donors={"d1": B | C})
+    assert worker.ordered(order) == [("fetch", 4, {"d1": B | C})]
+    return worker
+
+
+def test_a_stage_begins_when_others_have_given_what_it_lacks() -> None:
+    worker = fetching()
+    assert worker.fetched(1, "d1", {"b": 2}) == []
+    assert worker.fetched(1, "d1", {"c": 3}) == [("start", 4, OWN | B | C)]
+    assert worker.session.memory.values(4, OWN | B | C) == {"a": 1, "b": 2, "c": 3}
+
+
+def test_a_second_donor_gives_what_the_first_one_did_not() -> None:
+    worker = fetching()
+    worker.fetched(1, "d1", {"b": 2})
+    assert worker.unfetched(1, "d1", "closed") == [("missing", "d1", C, "closed")]
+    assert worker.unfetched(1, "d1", "closed") == []
+    assert worker.ordered(TakeState(epoch=1, donors={"d2": C})) == [("fetch", 4, {"d2": C})]
+    assert worker.fetched(1, "d2", {"c": 3}) == [("start", 4, OWN | B | C)]
+
+
+def test_what_was_given_before_another_plan_is_in_the_inventory() -> None:
+    worker = fetching()
+    worker.fetched(1, "d1", {"b": 2})
+    assert worker.ordered(Pause(epoch=2)) == [("close_stage",), ("inventory",)]
+    assert worker.fetched(1, "d1", {"c": 3}) == worker.unfetched(1, "d1", "closed") == [], "of an epoch that is over"
+    assert worker.ordered(TakeState(epoch=2, donors={"d2": C})) == [], "no stage waits for it"
+    assert StateHolding(epoch=1, step=4, parts=B) in worker.session.memory.holdings()
 
 
 def test_what_lies_beyond_the_beginning_of_an_epoch_is_forgotten() -> None:

@@ -23,7 +23,7 @@ from isthmus.protocol.run_messages import (
     Inventory,
     ItemReported,
     SnapshotCopied,
-    StateFetched,
+    StateMissing,
     StateReceived,
     TransferEnded,
 )
@@ -102,6 +102,16 @@ def holdings(draw: random.Random, machine: Recorded) -> tuple[StateHolding, ...]
     return (StateHolding(epoch=epoch, step=step, parts=parts),)
 
 
+def lacks(machine: Recorded) -> list[tuple[str, DeviceReport]]:
+    """Each device that gets state from another one may say that it gets none."""
+    return [
+        (device, StateMissing(donor=donor, parts=parts, reason="closed", epoch=machine.epoch))
+        for device, donors in machine.sources.donors.items()
+        for donor, parts in donors.items()
+        if parts
+    ]
+
+
 def next_report(draw: random.Random, machine: Recorded) -> tuple[str, DeviceReport]:
     """A report of a device, with an item that is leased."""
     device, other, epoch = draw.choice(DEVICES), draw.choice(DEVICES), machine.epoch
@@ -111,7 +121,7 @@ def next_report(draw: random.Random, machine: Recorded) -> tuple[str, DeviceRepo
         (at_work, DeviceReady(epoch=epoch)),
         (at_work, DeviceFailed(reason="nan", fault="user", failure=failure, epoch=epoch)),
         (device, Inventory(holdings=held, epoch=epoch)),
-        (at_work, StateFetched(epoch=epoch)),
+        *lacks(machine),
         (device, SnapshotCopied(of=at_work, step=step, epoch=epoch)),
         (device, StateReceived(of=other, step=step, number=draw.randint(1, 2), epoch=epoch)),
         (at_work, TransferEnded(number=draw.randint(1, 2), epoch=epoch)),
@@ -122,9 +132,9 @@ def next_report(draw: random.Random, machine: Recorded) -> tuple[str, DeviceRepo
     for awaited in sorted(machine.awaited):
         expected += [
             (awaited, DeviceReady(epoch=epoch)),
-            (awaited, StateFetched(epoch=epoch)),
             (awaited, Inventory(holdings=held, epoch=epoch)),
         ]
+    expected += lacks(machine) if machine.phase == "placing" else []
     return draw.choice(expected if expected and draw.random() < 0.8 else reports)
 
 

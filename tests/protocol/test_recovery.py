@@ -1,5 +1,8 @@
 """Which state counts, who has it, and what the coordinator does about a loss: instruction lists."""
 
+import itertools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.programs.ports import Asked, Recorder
@@ -10,7 +13,7 @@ from isthmus.protocol.device_session import StateInventory
 from isthmus.protocol.recovery import recovery_step, state_donors
 from isthmus.protocol.run_messages import (
     DeviceReady,
-    FetchState,
+    GiveState,
     Inventory,
     ItemReported,
     OpenItem,
@@ -18,9 +21,11 @@ from isthmus.protocol.run_messages import (
     PlaceWeights,
     RetireSnapshots,
     SnapshotCopied,
-    StateFetched,
+    StateMissing,
+    TakeState,
 )
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PipelinePort, PlanRequest
+from isthmus.session.program import OutOfPhase
 from isthmus.session.session import Observation
 
 A, B = frozenset({"a"}), frozenset({"b"})
@@ -49,15 +54,48 @@ def test_the_newest_step_that_is_held_whole():
 sets = st.sets(st.sampled_from("abcdef"))
 
 
-@given(st.dictionaries(st.sampled_from("xyz"), sets), st.dictionaries(st.sampled_from("xyzuv"), sets))
-def test_each_missing_part_is_lent_once_by_one_who_has_it(needs: dict[str, set[str]], holds: dict[str, set[str]]):
+needed = st.dictionaries(st.sampled_from("xyz"), sets)
+holding = st.dictionaries(st.sampled_from("xyzuv"), sets)
+
+
+@given(needed, holding)
+def test_each_part_that_a_device_lacks_comes_from_one_who_has_it(
+    needs: dict[str, set[str]], holds: dict[str, set[str]]
+):
     somewhere = set[str]().union(*holds.values())
-    needs = {device: wanted & somewhere for device, wanted in needs.items()}
     found = state_donors(needs, holds)
-    given_parts = [part for parts in found.values() for part in parts]
-    missing = {part for device, wanted in needs.items() for part in wanted - holds.get(device, set())}
-    assert sorted(given_parts) == sorted(missing)
-    assert all(parts <= holds[device] for device, parts in found.items())
+    for device, wanted in needs.items():
+        donors = found.get(device, {})
+        given_parts = [part for parts in donors.values() for part in parts]
+        assert sorted(given_parts) == sorted(wanted & somewhere - holds.get(device, set()))
+        assert all(parts and parts <= holds[donor] for donor, parts in donors.items())
+
+
+@given(needed, holding, st.lists(st.integers(1, 9), min_size=6, max_size=6), st.lists(st.integers(1, 4), min_size=5))
+def test_donors_end_nearly_as_soon_as_with_the_best_choice(
+    needs: dict[str, set[str]], holds: dict[str, set[str]], sizes: list[int], speeds: list[int]
+):
+    """The best one by brute force: parts take a donor's time by their size and its speed."""
+    size, slowness = dict(zip("abcdef", sizes, strict=True)), dict(zip("xyzuv", speeds, strict=False))
+    found = state_donors(needs, holds, size, lambda donor, _: float(slowness[donor]))
+    pairs = [(part, d) for d, wanted in sorted(needs.items()) for part in sorted(wanted - holds.get(d, set()))]
+    choices = [[donor for donor, parts in holds.items() if part in parts] for part, _ in pairs]
+    choices = [found_donors for found_donors in choices if found_donors][:6]
+    pairs = [pair for pair in pairs if any(pair[0] in parts for parts in holds.values())]
+    busy = dict.fromkeys(holds, 0.0)
+    for donors in found.values():
+        for donor, parts in donors.items():
+            busy[donor] += sum(size[part] for part in parts) * slowness[donor]
+    if len(pairs) > 6:
+        return
+    best = min(
+        max(
+            (sum(size[p] * slowness[d] for (p, _), d in zip(pairs, chosen, strict=True) if d == x) for x in holds),
+            default=0,
+        )
+        for chosen in itertools.product(*choices)
+    )
+    assert max(busy.values(), default=0) <= 3 * best
 
 
 def test_a_memory_forgets_what_is_of_no_use():
@@ -127,7 +165,7 @@ def test_a_loss_from_beginning_to_end():
     assert (first.kind, first.step) == ("train", 2)
 
 
-def test_what_a_device_lacks_is_fetched_before_it_is_placed():
+def test_what_a_device_lacks_another_one_gives_it():
     coordinator = running()
     coordinator.loses("tokyo", "silent")
     coordinator.joined("lima")
@@ -135,14 +173,49 @@ def test_what_a_device_lacks_is_fetched_before_it_is_placed():
     assert asked == "make_plan"
     layout = StateLayout(parts={"oslo": A, "lima": B})
     out = coordinator.tell(coordinator.gets, 1, layout)
-    assert out[1:] == [("order", "oslo", FetchState(step=0, parts=B, epoch=1))]
-    assert coordinator.awaited == {"oslo"}
-    assert coordinator.tell(coordinator.takes, "oslo", StateFetched(epoch=1)) == [
+    assert out[1:] == [
+        ("order", "oslo", GiveState(step=0, receivers={"lima": B}, epoch=1)),
         ("assign_stage", "oslo"),
         ("order", "oslo", PlaceWeights(own=A, epoch=1)),
         ("assign_stage", "lima"),
-        ("order", "lima", PlaceWeights(epoch=1)),
+        ("order", "lima", PlaceWeights(donors={"oslo": B}, epoch=1)),
     ]
+    assert coordinator.awaited == {"oslo", "lima"}
+
+
+def placing(*holders: str) -> Recorded:
+    """Oslo's stage needs b, which these devices hold."""
+    coordinator = running(StateLayout(parts={"oslo": A, **dict.fromkeys(("tokyo", *holders), B)}))
+    coordinator.loses("tokyo", "silent")
+    coordinator.takes("oslo", Inventory(holdings=(held(0, 0, A),), epoch=1))
+    for holder in holders:
+        coordinator.takes(holder, Inventory(holdings=(held(0, 0, B),), epoch=1))
+    coordinator.gets(1, StateLayout(parts={"oslo": A | B}))
+    return coordinator
+
+
+def test_a_donor_that_does_not_give_is_replaced_by_another_holder():
+    coordinator = placing("lima", "rome")
+    missing = StateMissing(donor="lima", parts=B, reason="device 'lima': closed", epoch=1)
+    assert coordinator.tell(coordinator.takes, "oslo", missing) == [
+        ("order", "rome", GiveState(step=0, receivers={"oslo": B}, epoch=1)),
+        ("order", "oslo", TakeState(donors={"rome": B}, epoch=1)),
+    ]
+    for lie in (missing, StateMissing(donor="rome", parts=A, reason="", epoch=1)):
+        with pytest.raises(OutOfPhase, match="was not to give it"):
+            coordinator.takes("oslo", lie)
+
+
+def test_where_no_other_device_holds_a_part_the_link_counts_as_broken():
+    coordinator = placing("lima")
+    missing = StateMissing(donor="lima", parts=B, reason="device 'lima': closed", epoch=1)
+    assert coordinator.tell(coordinator.takes, "oslo", missing) == []
+    coordinator.clock(5.0)
+    assert coordinator.suspects
+    coordinator.looked(Observation())
+    coordinator.clock(9.0)
+    coordinator.looked(Observation())
+    assert coordinator.phase == "holding" and "oslo" not in coordinator.connected
 
 
 def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
@@ -171,9 +244,10 @@ def test_who_leaves_waits_until_the_others_hold_its_part():
     out = coordinator.tell(coordinator.takes, "tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1))
     assert out == [
         ("begin_epoch", EpochStart(1, 2, 2, False)),
-        ("order", "tokyo", FetchState(step=2, parts=B, epoch=1)),
+        ("order", "tokyo", GiveState(step=2, receivers={"oslo": B}, epoch=1)),
+        ("assign_stage", "oslo"),
+        ("order", "oslo", PlaceWeights(own=A, donors={"tokyo": B}, epoch=1)),
     ]
-    coordinator.takes("tokyo", StateFetched(epoch=1))
     assert coordinator.tell(coordinator.takes, "oslo", DeviceReady(epoch=1))[-1] == ("release_device", "tokyo")
 
 

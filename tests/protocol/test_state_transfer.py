@@ -12,7 +12,7 @@ from tests.protocol.recorded import Recorded, planning
 from isthmus.protocol import RunSpec, StateHolding, StateLayout
 from isthmus.protocol.run_messages import (
     DeviceReady,
-    FetchState,
+    GiveState,
     Inventory,
     ItemReported,
     OpenItem,
@@ -91,7 +91,7 @@ def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() ->
     ]
     for device in ("oslo", "rome"):
         run.tell(run.machine.takes, device, Inventory(holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1))
-    assert not any(isinstance(call[-1], FetchState) for call in run.said), "nothing has to travel"
+    assert not any(isinstance(call[-1], GiveState) for call in run.said), "nothing has to travel"
     assert ("order", "rome", PlaceWeights(own=PARTS, epoch=1)) in run.said
 
 

@@ -27,7 +27,7 @@ from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.assignment import Assignment, Peer
 from isthmus.runtime.messages.run import (
     Credit,
     Heartbeat,
@@ -72,8 +72,8 @@ class NotedScript:
     def begin(self, start: EpochStart, layout: StateLayout) -> None:
         pass
 
-    def give(self, tensors: Mapping[str, Tensor]) -> None:
-        pass
+    def peers(self, device: str, others: Collection[str], addresses: Mapping[str, Address]) -> tuple[Peer, ...]:
+        return tuple(Peer(device=other, host="127.0.0.1", port=addresses[other].port) for other in sorted(others))
 
     def acknowledged(self, step: int) -> None:
         pass

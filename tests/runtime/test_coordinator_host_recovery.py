@@ -21,7 +21,7 @@ from isthmus.protocol.run_messages import (
     DeviceOrder,
     DeviceReady,
     DeviceReport,
-    FetchState,
+    GiveState,
     Halt,
     Inventory,
     ItemReported,
@@ -29,7 +29,6 @@ from isthmus.protocol.run_messages import (
     Pause,
     PlaceWeights,
     RunOrder,
-    StateFetched,
 )
 from isthmus.protocol.run_ports import PlanRequest
 from isthmus.runtime.coordinator.host import CoordinatorHost
@@ -100,8 +99,6 @@ class Device:
                 self._work(message)
             elif isinstance(message, Pause):
                 self.say(Inventory(epoch=message.epoch, holdings=self.holdings))
-            elif isinstance(message, FetchState):
-                self.say(StateFetched(epoch=message.epoch), STATE)
             elif isinstance(message, Halt):
                 return
 
@@ -159,9 +156,10 @@ def test_those_left_are_stopped_and_give_what_the_newcomer_needs() -> None:
     a.stops_at = 99
     b.channel.close()
     assert a.hears(Pause).epoch == 1
-    fetch = a.hears(FetchState)
-    assert (fetch.step, fetch.parts) == (3, ALL)
-    assert c.hears(PlaceWeights).epoch == 1
+    given = a.hears(GiveState)
+    assert (given.step, given.receivers) == (3, {"c": ALL})
+    placed = c.hears(PlaceWeights)
+    assert (placed.epoch, placed.donors) == (1, {"a": ALL})
     opened = c.hears(OpenItem)
     assert (opened.item.step, opened.epoch) == (3, 1)
     outcome = _ended(found)

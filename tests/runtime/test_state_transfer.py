@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from isthmus.protocol.run_messages import SendState
 from isthmus.runtime.coordinator.run import RunController
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device.state_transfer import STRETCH_BYTES, CatchUpState, StateDonor, StateJoiner
+from isthmus.runtime.messages.assignment import Peer
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
@@ -153,7 +154,7 @@ def test_a_change_costs_what_is_waited_for_and_that_is_less_where_newcomers_foll
 
     assert moving_s(100 * wire_s) == pytest.approx(wire_s)
     state = prepared.problem(fleet_of(2)).state.optimizer_bytes / 4 + 1
-    assert moving_s(0.1 * wire_s) == pytest.approx(2 * state * wire_s), "its gradients would come too late"
+    assert moving_s(0.1 * wire_s) == pytest.approx(state * wire_s), "its gradients would come too late"
 
 
 def test_a_newcomer_takes_part_and_nobody_waited_for_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +162,11 @@ def test_a_newcomer_takes_part_and_nobody_waited_for_its_state(tmp_path: Path, m
     monkeypatch.setattr(adaptation, "CHANGE_S", 0.0)
     given: list[str] = []
 
-    def give(self: RunController, tensors: Mapping[str, Tensor]) -> None:
-        given.extend(tensors)
+    def peers(self: RunController, device: str, others: Collection[str], addresses: object) -> tuple[Peer, ...]:
+        given.extend(others)
+        return ()
 
-    monkeypatch.setattr(RunController, "give", give)
+    monkeypatch.setattr(RunController, "peers", peers)
     made = job_of("mlp", {"layers": 4}, DIGITS, steps=MOST_STEPS)
     made = msgspec.structs.replace(made, runtime=msgspec.structs.replace(made.runtime, emulate=True))
     prepared = prepare(made)

@@ -32,8 +32,8 @@ THE_SPARE_GETS_THE_COPY = """\
 Observation: RejectDevice d1 False; Disconnect d1; Pause d0
 Inventory d0: MakePlan d0,d2 True True
 PlanMade: CallDevice d2
-DeviceJoined d2: BeginEpoch 1 from memory; FetchState d0
-StateFetched d0: AssignStage d0; PlaceWeights d0; AssignStage d2; PlaceWeights d2
+DeviceJoined d2: BeginEpoch 1 from memory; GiveState d0; \
+AssignStage d0; PlaceWeights d0; AssignStage d2; PlaceWeights d2
 DeviceReady d0,d2
 """
 THE_SPARE_COMES_IN = """\

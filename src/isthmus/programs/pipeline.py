@@ -1,19 +1,21 @@
 """The program of a pipeline: the life of a training run over the stages of one plan after another.
 
-    joining ──all joined──► fetching ──► placing ──all ready──► running ──last item reported──► over
-       ▲                    (what the                            │   └─interrupted─► closing ──saved──► over
-       │                     plan moved)                         ├─ a better plan ─► settling ─┐
-       └─────── planning ◄──all said what they hold── holding ◄──┴── a device is lost ─────────┘
+    joining ──all joined──► placing ──all ready──► running ──last item reported──► over
+       ▲                                            │   └─interrupted─► closing ──saved──► over
+       │                                            ├─ a better plan ─► settling ─┐
+       └── planning ◄──all said what they hold── holding ◄── a device is lost ────┘
 
 It leases items ahead of the slowest device, so that no device waits for it, and commits a checkpoint once every
 device has reported its part.
 
 A lost device is fenced: a new plan epoch begins, and messages of older epochs are dropped. The remaining devices stop,
 report what they hold (`recovery`), get a new plan, and go on from the latest step whose state is whole, in memory or
-in the last checkpoint. A change to a better plan, for a device that leaves or for one that came, goes the same way, but
-all devices finish their leased items first: then nothing is lost. A joining device gets its state before that, while
-the others train (`state_transfer`). Where no device is left, or too few for any plan, the coordinator waits for lost
-devices whose machines are there (`recalling`), without a time limit for those in the queue of a cluster's engine.
+in the last checkpoint. The program says which device gives
+which parts to whom; the state goes from device to device. A change to a better plan, for a device that leaves or for
+one that came, goes the same way, but all devices finish their leased items first: then nothing is lost. A joining
+device gets its state before that, while the others train (`state_transfer`). Where no device is left, or too few for
+any plan, the coordinator waits for lost devices whose machines are there (`recalling`), without a time limit for those
+in the queue of a cluster's engine.
 
 Spans of steps and probes of links say what the fleet can do (`adaptation`): by these figures the coordinator asks for
 a better plan. The runtime's host and the simulator's are the two ports of the same program.
@@ -33,13 +35,13 @@ from isthmus.protocol.finite import Divergence
 from isthmus.protocol.interruptions import Interruptions, Recovery
 from isthmus.protocol.leases import ItemReports, Leases, evaluation_sums, mean_loss, non_finite
 from isthmus.protocol.members import MOST_RECALLS, Members, Restarts
-from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, recovery_point
+from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, StateSources, recovery_point
 from isthmus.protocol.report_checks import ReportChecks
 from isthmus.protocol.run_messages import (
     DeviceFailed,
     DeviceReady,
     DeviceReport,
-    FetchState,
+    GiveState,
     Halt,
     Inventory,
     ItemReported,
@@ -48,8 +50,9 @@ from isthmus.protocol.run_messages import (
     PlaceWeights,
     RetireSnapshots,
     SnapshotCopied,
-    StateFetched,
+    StateMissing,
     StateReceived,
+    TakeState,
     TransferEnded,
 )
 from isthmus.protocol.run_ports import Ending, EpochStart, FinishRun, PipelinePort, PlanRequest
@@ -107,7 +110,8 @@ class Pipeline(Policy[PipelinePort], Session):
         self._transfer: StateTransfer | None = None
         """The state transfer that prepares joining devices for the next plan."""
         self._transfers = 0
-        self._awaited: set[str] = set()  # who is to be ready, or to have given what it holds
+        self._awaited: set[str] = set()  # who is to be ready
+        self.sources = StateSources(self.layout, {})  # who gives what in this epoch
         self._reports = ItemReports()
         self._due: dict[str, int] = dict.fromkeys(self.devices, 0)  # the item that each worker reports next
         self._divergence = Divergence(spec.non_finite_steps)
@@ -154,7 +158,7 @@ class Pipeline(Policy[PipelinePort], Session):
             return self._recalls.awaited
         if self.phase == "settling" and self._transfer is not None and not self.leases.open:
             return self._transfer.waited_for
-        return frozenset(self._awaited) if self.phase in ("fetching", "placing") else frozenset()
+        return frozenset(self._awaited) if self.phase == "placing" else frozenset()
 
     @property
     def queued(self) -> frozenset[str]:
@@ -288,7 +292,7 @@ class Pipeline(Policy[PipelinePort], Session):
 
     def stop(self) -> None:
         """The user wants to stop: finish what is leased, save, leave."""
-        begins = self.phase in (JOINING, "fetching", "placing") and not self._began
+        begins = self.phase in (JOINING, "placing") and not self._began
         waits = self.phase == "recalling" and not (self.members.here and self._recalls.awaited)
         if begins or waits:
             self._end("interrupted")
@@ -414,10 +418,10 @@ class Pipeline(Policy[PipelinePort], Session):
         self._due[device] = report.item + 1
         self.port.accept_report(device, report.item)
 
-    # Joining, fetching, placing
+    # Joining, placing
 
     def _restore(self) -> None:
-        """Once all are here: choose the state to go on from, and have what the plan moved brought here."""
+        """Once all are here: choose the state to go on from, and who gives what the plan moved."""
         if self.members.missing(self.devices):
             return
         if self._restarted:
@@ -426,19 +430,46 @@ class Pipeline(Policy[PipelinePort], Session):
             return
         held = self.members.holdings if self._began else {}
         point = recovery_point(self.layout, held, self._lineage, self._saved)
-        self._step, self._own = point.step, point.own
+        self._step = point.step
+        self.sources = StateSources(self.layout, point.own, self._seconds_per_byte)
         self._lineage.begin(self.epoch, self._step)
         self._done_step = self._step
         self._divergence.restart()
         self._attempts.began()
         self.leases.begin(self._step, self.layout, due=self._began or self.spec.eval_due)
-        self.phase, self._awaited = "fetching", set(point.donors)
+        self.phase, self._awaited = "placing", set(self.devices)
         if self.survives:
             self._begin_epoch(EpochStart(self.epoch, self._step, self.leases.leased, not point.in_memory))
-        for device, parts in sorted(point.donors.items()):
-            self.port.order(device, FetchState(step=self._step, parts=parts, epoch=self.epoch))
-        if not point.donors:
-            self._place()
+        for donor, receivers in sorted(self.sources.receivers().items()):
+            self.port.order(donor, GiveState(step=self._step, receivers=receivers, epoch=self.epoch))
+        none = frozenset[str]()
+        for device in self.devices:
+            own = point.own.get(device, none) & self.layout.parts.get(device, none)
+            donors = dict(self.sources.donors.get(device, {}))
+            self.port.assign_stage(device)
+            self.port.order(device, PlaceWeights(own=own, donors=donors, epoch=self.epoch))
+
+    def _seconds_per_byte(self, donor: str, receiver: str) -> float:
+        source, target = device_of(donor), device_of(receiver)
+        if source == target:
+            return 0.0
+        if self._adaptation is None:
+            return 1.0
+        return 1 / self._adaptation.believed.link(source, target).bandwidth_bytes_per_s
+
+    @report(StateMissing, "placing")
+    def _missing(self, device: str, missing: StateMissing) -> None:
+        """Others give what a donor does not. Where nobody can, the link between the two counts as broken."""
+        if not self.sources.gives(missing.donor, device, missing.parts):
+            raise OutOfPhase(f"lacks parts that {missing.donor!r} was not to give it")
+        donors = self.sources.instead(missing.donor, device, missing.parts)
+        if donors is None:
+            self.failed(device_of(device), missing.reason, "other")
+            return
+        self._note(f"{device} gets state from {', '.join(sorted(donors))} instead: {missing.reason}")
+        for donor, parts in sorted(donors.items()):
+            self.port.order(donor, GiveState(step=self._step, receivers={device: parts}, epoch=self.epoch))
+        self.port.order(device, TakeState(donors=donors, epoch=self.epoch))
 
     def _begin_epoch(self, start: EpochStart) -> None:
         self._due = dict.fromkeys(self.devices, start.first_item)
@@ -447,20 +478,6 @@ class Pipeline(Policy[PipelinePort], Session):
         self._interruptions.epoch_began(start)
         if self._adaptation is not None:
             self._adaptation.began(self.layout.number, start.step, self.now_s)
-
-    @report(StateFetched, "fetching")
-    def _fetched(self, device: str, fetched: StateFetched) -> None:
-        self._awaited.discard(device)
-        if not self._awaited:
-            self._place()
-
-    def _place(self) -> None:
-        self.phase, self._awaited = "placing", set(self.devices)
-        none = frozenset[str]()
-        for device in self.devices:
-            own = self._own.get(device, none) & self.layout.parts.get(device, none)
-            self.port.assign_stage(device)
-            self.port.order(device, PlaceWeights(own=own, epoch=self.epoch))
 
     @report(DeviceReady, "placing")
     def _ready(self, device: str, ready: DeviceReady) -> None:
@@ -649,7 +666,7 @@ class Pipeline(Policy[PipelinePort], Session):
         self._fence(gone)
         self._hold()
 
-    @report(DeviceFailed, JOINING, "fetching", "placing", *AT_WORK, "holding", "planning", "recalling")
+    @report(DeviceFailed, JOINING, "placing", *AT_WORK, "holding", "planning", "recalling")
     def _failed(self, device: str, failed: DeviceFailed) -> None:
         failure = failed.failure
         if failure is None or self.phase not in ("placing", *AT_WORK):

@@ -1,11 +1,16 @@
 """A device's side of a run: which stage it has, and which states it keeps.
 
-    idle ──assigned──► connecting ──weights──► starting ──► working
-      ▲                    │                      │            │
-      └── paused, or the stage cannot go on ──────┴────────────┘
+    idle ──assigned──► connecting ──weights, state──► starting ──► working
+      ▲                    │                             │            │
+      └── paused, or the stage cannot go on ─────────────┴────────────┘
 
 Whatever the device had is closed before it gets something else. The state of a stage that is closed is kept, if it is
 that of a whole step: another plan may go on from it.
+
+A stage begins from parts of three kinds: those in the device's memory, those that other devices give, and the rest,
+which come with `PlaceWeights`. What others give is kept as soon as it is here. So if a donor is lost in the middle, the
+next plan asks for the rest alone. A device gives what is in its memory whatever its own stage does: nothing there is
+changed in place.
 """
 
 from __future__ import annotations
@@ -14,15 +19,14 @@ from collections.abc import Mapping, Set
 from typing import Generic, Protocol, TypeVar
 
 from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.run_messages import FetchState, Halt, Pause, PlaceWeights, RetireSnapshots
+from isthmus.protocol.run_messages import Halt, Pause, PlaceWeights, RetireSnapshots, TakeState
 from isthmus.session.program import OVER, OutOfPhase, Policy
 
 Value = TypeVar("Value")
-ValueT_contra = TypeVar("ValueT_contra", contravariant=True)
-SessionOrder = Pause | PlaceWeights | FetchState | RetireSnapshots | Halt
+SessionOrder = Pause | PlaceWeights | TakeState | RetireSnapshots | Halt
 
 
-class SessionPort(Protocol[ValueT_contra]):
+class SessionPort(Protocol):
     """A session asks this of its device. A method may notify the session at once of the outcome."""
 
     def close_stage(self) -> None:
@@ -30,6 +34,13 @@ class SessionPort(Protocol[ValueT_contra]):
 
     def connect(self) -> None:
         """Connect to the neighbours and read the data, then say `connected`; or `failed`."""
+
+    def fetch(self, step: int, donors: Mapping[str, frozenset[str]]) -> None:
+        """Get these parts of the state after `step` steps from other devices; say `fetched` of what has come, and
+        `unfetched` of a donor that gives no more."""
+
+    def missing(self, donor: str, parts: frozenset[str], reason: str) -> None:
+        """Tell the coordinator that the donor does not give these parts."""
 
     def start(self, step: int, own: frozenset[str]) -> None:
         """Make the stage from the weights at hand and these parts of the device's memory, then say `started`."""
@@ -43,14 +54,11 @@ class SessionPort(Protocol[ValueT_contra]):
     def copied(self, step: int, of: str) -> None:
         """Tell the coordinator that parts of the state of another device's stage are here."""
 
-    def give(self, epoch: int, values: Mapping[str, ValueT_contra]) -> None:
-        """Send what was asked for under this epoch: for a device that has just joined, another one than its own."""
-
     def leave(self) -> None:
         """The run is over."""
 
 
-class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
+class DeviceSession(Policy[SessionPort], Generic[Value]):
     """The session of one worker, which sets `port`. `Value` is the device's type for a part of the state."""
 
     def __init__(self) -> None:
@@ -60,6 +68,9 @@ class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
         self._step = 0
         self._connected = False
         self._placed: PlaceWeights | None = None
+        self._donors: dict[str, frozenset[str]] = {}  # parts that are still to come, by who gives them
+        self._taken: frozenset[str] = frozenset()  # all parts that others give, or gave
+        self._lacked: frozenset[str] = frozenset()  # those of them that are not here yet
 
     # What the coordinator orders
 
@@ -75,8 +86,10 @@ class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
                 before, self.phase, self.epoch = self.phase, "idle", epoch
                 self._close(before)
                 self.port.inventory()
-            case FetchState(epoch=epoch, step=step, parts=parts):
-                self.port.give(epoch, self.memory.values(step, parts))
+            case TakeState():
+                if not self._is_late(order.epoch):
+                    self._check(type(order).__name__, "idle", "connecting")
+                    self._take(order.donors)
             case RetireSnapshots(step=step):
                 self.memory.retire(step)
             case Halt():
@@ -90,6 +103,7 @@ class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
         before, self.phase = self.phase, "connecting"
         self.epoch, self._step = epoch, step
         self._connected, self._placed = False, None
+        self._donors, self._taken, self._lacked = {}, frozenset(), frozenset()
         self._close(before)
         self.port.connect()
 
@@ -102,6 +116,22 @@ class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
         self._check("connected", "idle", "connecting")
         self._connected = True
         self._start()
+
+    def fetched(self, epoch: int, donor: str, values: Mapping[str, Value]) -> None:
+        """Another device has given these parts of the state that the stage begins from."""
+        if self._is_late(epoch) or self.phase != "connecting":
+            return
+        self.memory.keep(epoch, self._step, values)
+        self._donors[donor] = self._donors.get(donor, frozenset()) - values.keys()
+        self._lacked -= values.keys()
+        self._start()
+
+    def unfetched(self, epoch: int, donor: str, reason: str) -> None:
+        """The donor gives no more."""
+        if self._is_late(epoch) or self.phase != "connecting":
+            return
+        if parts := self._donors.pop(donor, None):
+            self.port.missing(donor, parts, reason)
 
     def started(self, epoch: int) -> None:
         if self._is_late(epoch):
@@ -137,17 +167,27 @@ class DeviceSession(Policy[SessionPort[Value]], Generic[Value]):
     def _place(self, order: PlaceWeights) -> None:
         self._check(type(order).__name__, "idle", "connecting")
         self._placed = order
+        self._take(order.donors)
         self._start()
+
+    def _take(self, donors: Mapping[str, frozenset[str]]) -> None:
+        if self.phase != "connecting" or not donors:  # it may have failed meanwhile
+            return
+        for donor, parts in donors.items():
+            self._donors[donor] = self._donors.get(donor, frozenset()) | parts
+        parts = frozenset[str]().union(*donors.values())
+        self._taken, self._lacked = self._taken | parts, self._lacked | parts
+        self.port.fetch(self._step, donors)
 
     def _close(self, before: str) -> None:
         if before != "idle":
             self.port.close_stage()
 
     def _start(self) -> None:
-        if self.phase == "connecting" and self._connected and self._placed is not None:
+        if self.phase == "connecting" and self._connected and self._placed is not None and not self._lacked:
             self.phase = "starting"
             self.memory.begin(self._step)
-            self.port.start(self._step, self._placed.own)
+            self.port.start(self._step, self._placed.own | self._taken)
 
 
 class StateInventory(Generic[Value]):

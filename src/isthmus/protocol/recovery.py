@@ -12,8 +12,8 @@ What a device holds counts if it lies on the unbroken line: epoch 0's state afte
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import msgspec
 
@@ -32,6 +32,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of the state that each device holds under a plan."""
 
     parts: Mapping[str, frozenset[str]]  # per device, what its stage changes in training. Replicas hold the same parts.
+    sizes: Mapping[str, int] = {}  # bytes of each part's state, about; of others it is not known
     snapshot_copies: Mapping[str, str] = {}  # per device, which other one keeps a copy of its snapshots
     keep_every: int = 0  # steps between snapshots in memory, at least; 0 for none
     number: int = 0  # the plan's number, given by its planner
@@ -86,17 +87,36 @@ def recovery_step(parts: Set[str], held: Held, lineage: Lineage) -> int | None:
     return max(whole, default=None)
 
 
-def state_donors(needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> dict[str, frozenset[str]]:
-    """Return the parts that each device sends to devices that need them and do not hold them. Each part is sent once,
-    by the holder that sends the fewest parts so far."""
-    missing = sorted({part for device, wanted in needs.items() for part in wanted - holds.get(device, frozenset())})
-    given: Counter[str] = Counter()
-    found: dict[str, set[str]] = {}
-    for part in missing:
-        donor = min((d for d, parts in holds.items() if part in parts), key=lambda d: (given[d], d))
-        given[donor] += 1
-        found.setdefault(donor, set()).add(part)
-    return {device: frozenset(parts) for device, parts in found.items()}
+Donated = dict[str, frozenset[str]]  # by donor, the parts that it gives to one device
+SecondsPerByte = Callable[[str, str], float]  # of the link from a donor to a device that gets state
+
+
+def _alike(donor: str, receiver: str) -> float:
+    return 1.0
+
+
+def state_donors(
+    needs: Mapping[str, Set[str]],
+    holds: Mapping[str, Set[str]],
+    sizes: Mapping[str, int] = {},
+    seconds_per_byte: SecondsPerByte = _alike,
+) -> dict[str, dict[str, frozenset[str]]]:
+    """Return for each device which device gives it the parts that it needs and does not hold. The largest parts are
+    assigned first, each to the holder that is done with it first. Parts that nobody holds are left out."""
+    missing = [(part, device) for device, wanted in needs.items() for part in wanted - holds.get(device, frozenset())]
+    busy_s: defaultdict[str, float] = defaultdict(float)
+    found: dict[str, dict[str, set[str]]] = {}
+    for part, device in sorted(missing, key=lambda one: (-sizes.get(one[0], 1), *one)):
+        done_s = {
+            donor: busy_s[donor] + sizes.get(part, 1) * seconds_per_byte(donor, device)
+            for donor, parts in holds.items()
+            if part in parts
+        }
+        if done_s:
+            donor = min(done_s, key=lambda d: (done_s[d], d))
+            busy_s[donor] = done_s[donor]
+            found.setdefault(device, {}).setdefault(donor, set()).add(part)
+    return {d: {donor: frozenset(parts) for donor, parts in given.items()} for d, given in found.items()}
 
 
 class RecoveryPoint(msgspec.Struct, frozen=True):
@@ -105,13 +125,51 @@ class RecoveryPoint(msgspec.Struct, frozen=True):
     step: int
     in_memory: bool  # whether devices hold the state; else it is the last checkpoint's
     own: Mapping[str, frozenset[str]]  # parts that each device holds
-    donors: Mapping[str, frozenset[str]]  # parts that each device sends to others
 
 
 def recovery_point(layout: StateLayout, held: Held, lineage: Lineage, saved_step: int) -> RecoveryPoint:
     """The latest step whose whole state is in memory, unless the last checkpoint is of a later one."""
     step = recovery_step(layout.all_parts, held, lineage)
     if step is None or step < saved_step:
-        return RecoveryPoint(saved_step, False, {}, {})
-    own = holders_at(step, held, lineage)
-    return RecoveryPoint(step, True, own, state_donors(layout.parts, own))
+        return RecoveryPoint(saved_step, False, {})
+    return RecoveryPoint(step, True, holders_at(step, held, lineage))
+
+
+class StateSources:
+    """Who gives which parts to whom in an epoch, and who else could."""
+
+    def __init__(
+        self, layout: StateLayout, holds: Mapping[str, frozenset[str]], seconds_per_byte: SecondsPerByte = _alike
+    ) -> None:
+        """`holds`: parts that each device has of the state that the epoch begins from."""
+        self.holds = holds
+        self._sizes = layout.sizes
+        self._seconds_per_byte = seconds_per_byte
+        self.donors = state_donors(layout.parts, holds, layout.sizes, seconds_per_byte)
+        """The parts that each donor gives, by the device that gets them."""
+        self._tried: set[tuple[str, str]] = set()  # donor and receiver
+
+    def receivers(self) -> dict[str, dict[str, frozenset[str]]]:
+        """Return the parts that each device gets, by donor."""
+        found: dict[str, dict[str, frozenset[str]]] = {}
+        for device, donors in self.donors.items():
+            for donor, parts in donors.items():
+                found.setdefault(donor, {})[device] = parts
+        return found
+
+    def gives(self, donor: str, device: str, parts: Set[str]) -> bool:
+        """Return whether the donor is to give the device these parts."""
+        return bool(parts) and parts <= self.donors.get(device, {}).get(donor, frozenset())
+
+    def instead(self, donor: str, device: str, parts: Set[str]) -> Donated | None:
+        """Return who else gives the device these parts, as the donor does not; None where nobody else has one."""
+        self._tried.add((donor, device))
+        given = self.donors[device]
+        given[donor] = given[donor] - parts
+        holds = {d: held for d, held in self.holds.items() if d != device and (d, device) not in self._tried}
+        found = state_donors({device: parts}, holds, self._sizes, self._seconds_per_byte).get(device, {})
+        if frozenset[str]().union(*found.values()) != parts:
+            return None
+        for other, more in found.items():
+            given[other] = given.get(other, frozenset()) | more
+        return found

@@ -17,7 +17,7 @@ from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.work import Item
 from isthmus.session.program import Event
 from isthmus.trace import Span
-from isthmus.wire_types import Count, CountOrNone, Distinct, Many, Name, NotNegative, Place, Seconds, Text
+from isthmus.wire_types import Count, CountOrNone, Distinct, Many, Name, NotNegative, Place, Seconds, Table, Text
 
 Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
 """The data that one stage sends another: activations and gradients per micro-batch; per item the value of a shared
@@ -58,10 +58,18 @@ class Pause(Body, frozen=True, kw_only=True):
     """Close the stage and list the states in memory. The epoch is the new one."""
 
 
+class TakeState(Body, frozen=True, kw_only=True):
+    """Get these parts of the state that the stage begins from from other devices."""
+
+    donors: Table[Name, Distinct[Text]]
+
+
 class PlaceWeights(Body, frozen=True, kw_only=True):
-    """The weights of the stage follow, except the parts in `own`: the device has those in memory."""
+    """The weights of the stage follow, except the parts in `own`, which the device has in memory, and those that it
+    gets from `donors`."""
 
     own: Distinct[Text] = frozenset()
+    donors: Table[Name, Distinct[Text]] = msgspec.field(default_factory=dict[str, frozenset[str]])
 
 
 class WeightExchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,11 +87,12 @@ class OpenItem(Body, frozen=True, kw_only=True):
     exchange: WeightExchange | None = None
 
 
-class FetchState(Body, frozen=True, kw_only=True):
-    """Give these parts of the state after `step` steps: another device needs them."""
+class GiveState(Body, frozen=True, kw_only=True):
+    """Give these devices parts of the state after `step` steps when they ask, in this epoch: besides what the device is
+    to give already."""
 
     step: Count
-    parts: Distinct[Text]
+    receivers: Table[Name, Distinct[Text]]
 
 
 class RetireSnapshots(Body, frozen=True, kw_only=True):
@@ -105,7 +114,7 @@ class Halt(Body, frozen=True, kw_only=True):
     """The run is over for this device."""
 
 
-DeviceOrder = Pause | PlaceWeights | FetchState | SendState  # to one device
+DeviceOrder = Pause | PlaceWeights | TakeState | GiveState | SendState  # to one device
 RunOrder = OpenItem | RetireSnapshots | Halt  # to every device of the run
 
 
@@ -165,8 +174,12 @@ class Inventory(Body, frozen=True, kw_only=True):
     holdings: Many[StateHolding]
 
 
-class StateFetched(Body, frozen=True, kw_only=True):
-    """The parts of the state follow that the coordinator fetches."""
+class StateMissing(Body, frozen=True, kw_only=True):
+    """A donor does not give the device these parts of the state that its stage begins from."""
+
+    donor: Name
+    parts: Distinct[Text]
+    reason: Text
 
 
 class SnapshotCopied(Body, frozen=True, kw_only=True):
@@ -202,7 +215,7 @@ DeviceReport = (
     | ItemReported
     | DeviceFailed
     | Inventory
-    | StateFetched
+    | StateMissing
     | SnapshotCopied
     | StateReceived
     | TransferEnded

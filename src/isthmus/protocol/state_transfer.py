@@ -32,7 +32,8 @@ class StateTransfer:
         self.number = number
         self._epoch = epoch
         self.step = step
-        self.donated = state_donors(needs, holds)  # parts that each device at work gives
+        wanted_parts = frozenset[str]().union(*needs.values())
+        self.donated = state_donors({"": wanted_parts}, holds).get("", {})  # parts that each device at work gives
         self.donors = {
             device: tuple(donor for donor, parts in sorted(self.donated.items()) if parts & wanted)
             for device, wanted in sorted(needs.items())

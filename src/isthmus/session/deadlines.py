@@ -11,7 +11,6 @@ WHAT = {
     "holding": "to stop",
     "recalling": "to come back",
     "planning": "for a plan",
-    "fetching": "to give what they hold",
     "placing": "to set up their stages",
     "settling": "to be at the same step",
 }

@@ -6,7 +6,7 @@ crosses a link, is for the surroundings to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from isthmus.protocol.run_messages import (
     Parcel,
     PartsArrived,
     SnapshotCopied,
+    StateMissing,
 )
 from isthmus.protocol.work import Item, Work
 from isthmus.protocol.worker import Worker
@@ -51,7 +52,8 @@ class Surroundings(Protocol):
     def say(self, worker: SimulatedWorker, body: DeviceReport) -> None:
         """To the coordinator."""
 
-    def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None: ...
+    def fetch(self, worker: SimulatedWorker, step: int, donor: str, parts: frozenset[str]) -> None:
+        """Have another worker give this one parts of a state, as soon as it is ordered to."""
 
     def kept(self, worker: SimulatedWorker, step: int, values: State) -> None:
         """A snapshot is in the worker's memory: its copy may go to another one."""
@@ -75,6 +77,8 @@ class SimulatedWorker:
         self.live: State = {}
         self.step = 0  # how many updates its state has had
         self.placed: State = {}
+        self.gives: dict[tuple[int, str], frozenset[str]] = {}  # by epoch and receiver, the parts that it is to give
+        self.gives_epoch = -1  # the newest of them
         self._around = around
         self._items: dict[int, Item] = {}
         self._first_samples: dict[int, int] = {}  # the first sample of each item, of all replicas
@@ -116,8 +120,13 @@ class SimulatedWorker:
     def copied(self, step: int, of: str) -> None:
         self._around.say(self, SnapshotCopied(of=of, step=step, epoch=self.session.epoch))
 
-    def give(self, epoch: int, values: State) -> None:
-        self._around.give(self, epoch, values)
+    def fetch(self, step: int, donors: Mapping[str, frozenset[str]]) -> None:
+        for donor, parts in sorted(donors.items()):
+            self._around.fetch(self, step, donor, parts)
+
+    def missing(self, donor: str, parts: frozenset[str], reason: str) -> None:
+        missing = StateMissing(donor=donor, parts=parts, reason=reason, epoch=self.session.epoch)
+        self._around.say(self, missing)
 
     def leave(self) -> None:
         if self.machine is not None:

@@ -125,6 +125,11 @@ class Epoch:
         self.neighbours = {worker: self._neighbours(worker) for worker in self.worker_ids}
         """The workers on other devices to which each worker has a link."""
 
+    def part_bytes(self, worker_id: str, part: str) -> int:
+        """Bytes of one part of a worker's state: an equal share of it where the layout does not say."""
+        share = self.state_bytes[self.number[worker_id]] / max(1, len(self.layout.parts.get(worker_id, ())))
+        return self.layout.sizes.get(part, round(share))
+
     def _neighbours(self, worker_id: str) -> tuple[str, ...]:
         view = self.views[self.number[worker_id]]
         numbers = {*view.forward_from, *view.forward_to, *view.parameter_users, *view.parameter_owners, *view.partners}

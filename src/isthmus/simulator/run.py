@@ -9,7 +9,7 @@ Nothing is decided here. What must hold of a run's history is checked as it goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout
 from isthmus.protocol.run_messages import (
     DeviceOrder,
     DeviceReport,
-    FetchState,
+    GiveState,
     Halt,
     ItemReported,
     OpenItem,
@@ -34,7 +34,7 @@ from isthmus.protocol.run_messages import (
     PlaceWeights,
     RetireSnapshots,
     SendState,
-    StateFetched,
+    TakeState,
 )
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.work import Item, RunSpec
@@ -225,11 +225,6 @@ class RunSimulation:
     def say(self, worker: SimulatedWorker, body: DeviceReport) -> None:
         self.connections.up(worker, lambda: self.heard(worker.name, body))
 
-    def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None:
-        if self.connections.answered and self.machine.epoch == epoch:
-            self._store = {**self._store, **values}
-        self.say(worker, StateFetched(epoch=epoch))
-
     def report(self, worker: SimulatedWorker, item: Item, saved: State) -> None:
         report = ItemReported(item=item.index, epoch=worker.session.epoch)
 
@@ -298,17 +293,15 @@ class RunSimulation:
 
     def order(self, device: str, body: DeviceOrder) -> None:
         match body:
-            case PlaceWeights(own=own):
-                parts = self._epoch.layout.parts.get(device, frozenset[str]()) - own
+            case PlaceWeights(own=own, donors=donors):
+                parts = self._epoch.layout.parts.get(device, frozenset[str]()) - own.union(*donors.values())
                 placed = {part: self._store[part] for part in parts}
                 self.connections.down(device, partial(_place, placed, body))
-            case FetchState(parts=parts):
-                self.connections.down(
-                    device, lambda worker: worker.session.ordered(body), self._moving_s(device, parts)
-                )
+            case GiveState():
+                self.connections.down(device, lambda worker: self.world.give(worker, body))
             case SendState():
                 self.connections.down(device, partial(self._donations.send, body))
-            case Pause():
+            case Pause() | TakeState():
                 self.connections.down(device, lambda worker: worker.session.ordered(body))
 
     def begin_epoch(self, start: EpochStart) -> None:
@@ -385,14 +378,6 @@ class RunSimulation:
             return
         self._plans[layout.number] = figures.plan
         self.tell(lambda machine: machine.planned(request, layout, figures))
-
-    def _moving_s(self, worker_id: str, parts: Sequence[str] | frozenset[str]) -> float:
-        """To move these parts of a worker's state to the coordinator."""
-        epoch, own = self._epoch, self._epoch.layout.parts.get(worker_id, frozenset[str]())
-        if worker_id not in epoch.number or not own:
-            return 0.0
-        share = min(1.0, len(parts) / len(own))
-        return share * epoch.copy_s[epoch.number[worker_id]]
 
     # The coordinator is away
 

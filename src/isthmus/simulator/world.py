@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from isthmus.fleet import Fleet
 from isthmus.plans.plan import device_of
-from isthmus.protocol.run_messages import Arrived, DeviceFailed, DeviceReport, PartsArrived
+from isthmus.protocol.run_messages import Arrived, DeviceFailed, DeviceReport, GiveState, PartsArrived
 from isthmus.protocol.work import Item
 from isthmus.simulator.device import SimulatedWorker
-from isthmus.simulator.history import State
+from isthmus.simulator.history import HistoryEntry, State
 from isthmus.simulator.network import Transmission
 from isthmus.simulator.options import SimulationOptions
 from isthmus.simulator.parties import Act, LinkedParties, Party
@@ -22,12 +22,20 @@ from isthmus.trace import Span
 SPARE_SHARE = 0.5  # the share of a link that copies of snapshots take
 
 
+class _Request(NamedTuple):
+    """A worker wants parts of the state after `step` steps, under an epoch, from another one."""
+
+    receiver: SimulatedWorker
+    epoch: int
+    step: int
+    donor: str
+    parts: frozenset[str]
+
+
 class Coordination(Protocol):
     """Messages of devices to their coordinator, which travel on its connections."""
 
     def say(self, worker: SimulatedWorker, body: DeviceReport) -> None: ...
-
-    def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None: ...
 
     def report(self, worker: SimulatedWorker, item: Item, saved: State) -> None: ...
 
@@ -44,7 +52,8 @@ class World(LinkedParties[SimulatedWorker]):
         self.spans: list[Span] = []
         self._coordination = coordination
         self.say = coordination.say
-        self.give = coordination.give
+        self._requests: dict[str, list[_Request]] = {}
+        """Requests for state, by the worker that gives it, of which its coordinator has not told it yet."""
         self.report = coordination.report
         self.stepped = coordination.stepped
         self.left = coordination.left
@@ -181,6 +190,74 @@ class World(LinkedParties[SimulatedWorker]):
         else:
             self.on(there, partial(worker.arrived, body))
 
+    # State
+
+    def fetch(self, worker: SimulatedWorker, step: int, donor: str, parts: frozenset[str]) -> None:
+        request = _Request(worker, worker.session.epoch, step, donor, parts)
+        source, target = device_of(donor), worker.device.name
+        latency_s = self.latency_s(target, source) if source != target else 0.0
+        if source not in self.devices:
+            self._refuse(request, latency_s, "is not there")
+        elif (wait_s := self._blocked_s(source, target)) > self._options.recovery.timeout_s:
+            self._refuse(request, self._options.recovery.timeout_s, "cannot be reached")
+        else:
+            self.later(latency_s + wait_s, ("fetch", worker.name), partial(self._ask, request))
+
+    def _blocked_s(self, source: str, target: str) -> float:
+        """Seconds until something passes between two devices."""
+        return max(0.0, self.cut_until_s(source, target) - self.clock.now_s)
+
+    def _refuse(self, request: _Request, after_s: float, how: str) -> None:
+        receiver = request.receiver
+        reason = f"device {device_of(request.donor)!r} {how}"
+        lost = partial(receiver.session.unfetched, request.epoch, request.donor, reason)
+        self.later(after_s, ("fetch", receiver.name), partial(self.on, receiver.device, lost))
+
+    def _ask(self, request: _Request) -> None:
+        """The request is at the donor."""
+        donor = self.worker(request.donor)
+        if donor is None or request.epoch < donor.gives_epoch:
+            self._refuse(request, 0.0, "gives nothing")
+        elif not request.parts <= donor.gives.get((request.epoch, request.receiver.name), frozenset()):
+            self._requests.setdefault(request.donor, []).append(request)
+        else:
+            self._give(request, donor, sorted(donor.session.memory.values(request.step, request.parts).items()))
+
+    def give(self, donor: SimulatedWorker, order: GiveState) -> None:
+        """The donor's coordinator has told it to."""
+        donor.gives_epoch = max(donor.gives_epoch, order.epoch)
+        for receiver, parts in order.receivers.items():
+            before = donor.gives.get((order.epoch, receiver), frozenset())
+            donor.gives[order.epoch, receiver] = before | parts
+        for request in self._requests.pop(donor.name, []):
+            self._ask(request)
+
+    def _give(self, request: _Request, donor: SimulatedWorker, left: Sequence[tuple[str, HistoryEntry | None]]) -> None:
+        """One part after the other, while the donor runs and the link is whole."""
+        receiver, source = request.receiver, donor.device.name
+        target = receiver.device.name
+        if not left or donor.gives_epoch > request.epoch:
+            return
+        (part, value), *rest = left
+        fetched = partial(receiver.session.fetched, request.epoch, request.donor, {part: value})
+        following = partial(self.on, donor.device, partial(self._give, request, donor, rest))
+        if source == target:
+            self.on(receiver.device, fetched)
+            following()
+            return
+        if (wait_s := self._blocked_s(source, target)) > self._options.recovery.timeout_s:
+            return  # nobody waits for so long
+        assert receiver.epoch is not None, "who gets state has a stage"
+        size_bytes = receiver.epoch.part_bytes(receiver.name, part)
+        times = self._network.send(self.clock.now_s + wait_s, source, target, size_bytes)
+
+        def arrive() -> None:
+            if donor.device.died_s >= times.sent_s:
+                self.on(receiver.device, fetched)
+
+        self.clock.at(times.arrived_s, ("fetch", receiver.name), arrive)
+        self.clock.at(times.sent_s, ("give", donor.name), following)
+
     def kept(self, worker: SimulatedWorker, step: int, values: State) -> None:
         """A snapshot is in memory: its copy travels in the spare time of a link."""
         epoch, number = worker.epoch, worker.session.epoch
@@ -206,7 +283,13 @@ class World(LinkedParties[SimulatedWorker]):
     # What goes wrong
 
     def noticed(self, device: Party[SimulatedWorker], after_s: Callable[[str], float], how: str) -> None:
-        """Let those who have links to a device's stages give up."""
+        """Let those who have links to a device's stages, or get state from it, give up."""
+        for other in list(self.devices.values()):
+            for worker in other.workers.values() if other is not device else ():
+                for name in device.workers:
+                    reason = f"device {device.name!r} {how}"
+                    lost = partial(worker.session.unfetched, worker.session.epoch, name, reason)
+                    self.later(after_s(other.name), ("notice", worker.name), partial(self.on, other, lost))
         own = {worker.name: worker for worker in device.workers.values() if worker.epoch is not None}
         for other in list(self.devices.values()):
             for worker in other.workers.values() if other is not device else ():
@@ -225,6 +308,9 @@ class World(LinkedParties[SimulatedWorker]):
             return
         for worker in device.workers.values():
             epoch = worker.epoch
+            for name in there.workers:
+                reason = f"device {other!r}: stalled for {self._options.recovery.timeout_s:g} s"
+                self.on(device, partial(worker.session.unfetched, worker.session.epoch, name, reason))
             if epoch is not None and any(n in there.workers for n in epoch.neighbours[worker.name]):
                 why = f"device {other!r}: stalled for {self._options.recovery.timeout_s:g} s"
                 self.on(device, partial(self._give_up, worker, worker.session.epoch, why))

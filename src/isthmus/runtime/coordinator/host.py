@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,14 @@ from isthmus.protocol.run_messages import (
     DeviceOrder,
     DeviceReady,
     DeviceReport,
+    GiveState,
     Halt,
     ItemReported,
     OpenItem,
     PlaceWeights,
     RetireSnapshots,
     SendState,
-    StateFetched,
+    TakeState,
     TransferEnded,
     WeightsRead,
 )
@@ -127,7 +128,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         item = self._items.get(body.item) if isinstance(body, ItemReported) else None
         late = isinstance(body, ItemReported) and item is not None and body.epoch != self.session.epoch
         wanted = isinstance(body, WeightsRead) and body.item in self._exchanges
-        if isinstance(body, StateFetched) or late or wanted:
+        if late or wanted:
             self._callbacks.check_parts(message.tensors)
         elif item is not None and item.kind == "save":
             self._callbacks.check_state(device, message.tensors)
@@ -169,8 +170,6 @@ class CoordinatorHost(SessionHost[Pipeline]):
                     self._callbacks.note(f"{device}: {note}")
                 if is_first(device):
                     self.devices.linked(device, paths_of(device, paths, self.session.devices))
-            case StateFetched(epoch=epoch) if epoch == self.session.epoch:
-                self._callbacks.give(tensors)
             case WeightsRead(epoch=read, item=item):
                 if read == self.session.epoch and item in self._exchanges:
                     self._callbacks.weights_read(self._items[item], tensors)
@@ -214,12 +213,19 @@ class CoordinatorHost(SessionHost[Pipeline]):
 
     def order(self, device: str, body: DeviceOrder) -> None:
         weights: Mapping[str, Sent] = {}
-        if isinstance(body, PlaceWeights):
-            weights = self._callbacks.weights(device, body.own)
-        elif isinstance(body, SendState) and not body.parts:
-            self._joiners.forget(device)
+        others: Collection[str] = ()
+        match body:
+            case PlaceWeights(own=own, donors=others):
+                weights = self._callbacks.weights(device, own.union(*others.values()))
+            case TakeState(donors=others) | GiveState(receivers=others):
+                pass
+            case SendState(parts=parts) if not parts:
+                self._joiners.forget(device)
+            case _:
+                pass
         headers = tuple(sent_header(name, t) for name, t in weights.items())
-        self.send(device, ToDevice(run=self.run, body=body, tensors=headers), list(weights.values()))
+        peers = self._callbacks.peers(device, others, self.addresses) if others else ()
+        self.send(device, ToDevice(run=self.run, body=body, tensors=headers, peers=peers), list(weights.values()))
 
     def open_item(self, order: OpenItem) -> None:
         item = order.item

@@ -1,4 +1,4 @@
-"""A run's variables, as far as its coordinator has them: a module's first values, a checkpoint's, what devices gave."""
+"""A run's variables, as far as its coordinator has them: a module's first values, a checkpoint's."""
 
 from __future__ import annotations
 
@@ -68,9 +68,6 @@ class ParameterStore:
     def forget_others(self) -> None:
         """Forget the state of single replicas: it is in their memory now, or lost."""
         self._others = {}
-
-    def give(self, tensors: Mapping[str, Tensor]) -> None:
-        self._found = {**self._found, **tensors}
 
     def of(
         self, names: Collection[str], prefixes: tuple[str, ...], *, replica: int, without: Collection[str]

@@ -36,7 +36,7 @@ from isthmus.runtime.coordinator.privacy_ledger import opened_ledger
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome, WeightAmounts, WeightExchanges
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
-from isthmus.runtime.messages.assignment import Assignment, Fingerprinting
+from isthmus.runtime.messages.assignment import Assignment, Fingerprinting, Peer
 from isthmus.runtime.processes.signals import Stop
 from isthmus.session.session import START_S
 from isthmus.trace import Span
@@ -254,10 +254,6 @@ class RunController:
         found = self._periods or [self._period(self.start_step, origin_s)]
         return tuple(msgspec.structs.replace(p, since_s=max(0.0, p.since_s - origin_s)) for p in found)
 
-    def give(self, tensors: Mapping[str, Tensor]) -> None:
-        """Parts of the state that the epoch goes on from, out of a device's memory."""
-        self._values.give(tensors)
-
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
         """Before they are received: PeerError unless they are parts of the model. Any thread."""
         self.now.check_parts(tensors)
@@ -272,6 +268,10 @@ class RunController:
             d: msgspec.structs.replace(entry, digests=digests.get(device_of(d), {}), fingerprints=fingerprints)
             for d, entry in found.items()
         }
+
+    def peers(self, device: str, others: Collection[str], addresses: Mapping[str, Address]) -> tuple[Peer, ...]:
+        """The other devices, as this one reaches them."""
+        return tuple(self.now.peer(device, other, addresses[other], self._reached) for other in sorted(others))
 
     @property
     def _digests(self) -> Digests:

@@ -16,13 +16,21 @@ from isthmus.planners import whole_replicas
 from isthmus.plans import Packing, Plan, Stage
 from isthmus.plans.plan import device_of
 from isthmus.protocol import StateLayout
+from isthmus.protocol.recovery import state_donors
 from isthmus.protocol.run_ports import EpochStart
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.coordinator.activation_privacy import protection
 from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stages import StagePair, stage_pairs
-from isthmus.runtime.messages.assignment import Assignment, ComputeEmulation, GroupShare, Neighbour, SnapshotReplication
+from isthmus.runtime.messages.assignment import (
+    Assignment,
+    ComputeEmulation,
+    GroupShare,
+    Neighbour,
+    Peer,
+    SnapshotReplication,
+)
 from isthmus.runtime.transport.multi_stream import streams_for
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import EngineConfig
@@ -81,6 +89,7 @@ class StageAssignments:
         self._snapshot_copies = self._chosen_copy_holders()
         self.layout = StateLayout(
             parts={worker_id: pair.written for worker_id, pair in self.by_worker_id.items()},
+            sizes={name: self._bytes_of([name]) for pair in self.stages for name in pair.written},
             snapshot_copies=self._snapshot_copies,
             keep_every=self._keep_every(),
             period=plan.sync.period,
@@ -169,27 +178,30 @@ class StageAssignments:
     def moving_s(self, now: StageAssignments) -> float:
         """An estimate of how long all devices wait until each has the state of its stage, if `now` is in force.
 
-        State is relayed by the coordinator, to all devices at the same time. A fleet does not say where its coordinator
-        is, so the speed of a device's own line is taken as that of its fastest link. A joining device that gets its
-        state while the others train delays them by the transfer of one step's gradients. It cannot catch up if that
-        takes longer than a step.
+        State goes from device to device, over all links at the same time. A joining device that gets its state while
+        the others train, relayed by the coordinator, delays them by the transfer of one step's gradients. It cannot
+        catch up if that takes longer than a step. A fleet does not say where its coordinator is, so the speed of a
+        device's own line is taken as that of its fastest link.
         """
-        found = [0.0]
-        for worker_id, parts in self.layout.parts.items():
-            missing = parts - now.layout.parts.get(worker_id, frozenset())
-            if not missing:
-                continue
-            bytes_per_s = self.fleet.line_bytes_per_s(device_of(worker_id))
-            gradients_s = self._elements(missing) * FLOAT32_BYTES / bytes_per_s
-            follows = (
-                now.layout.repeats and worker_id not in now.layout.parts and gradients_s < now.plan.predicted.step_s
-            )
-            found.append(gradients_s if follows else 2 * self._bytes_of(missing) / bytes_per_s)
+        holds, found = now.layout.parts, [0.0]
+        donors = state_donors(self.layout.parts, holds, self.layout.sizes, self._seconds_per_byte)
+        for worker_id, given in donors.items():
+            missing = frozenset[str]().union(*given.values())
+            line_s = self._elements(missing) * FLOAT32_BYTES / self.fleet.line_bytes_per_s(device_of(worker_id))
+            if now.layout.repeats and worker_id not in holds and line_s < now.plan.predicted.step_s:
+                found.append(line_s)
+            else:
+                found += [self._bytes_of(p) * self._seconds_per_byte(d, worker_id) for d, p in given.items()]
         return max(found)
+
+    def _seconds_per_byte(self, donor: str, receiver: str) -> float:
+        near = device_of(donor) == device_of(receiver)
+        return 0.0 if near else 1 / self._bandwidth(donor, receiver)
 
     @property
     def whole_s(self) -> float:
-        """An estimate of how long it takes to bring all devices the state of their stages, by the same assumption."""
+        """An estimate of how long the coordinator takes to bring all devices the state of their stages, each over its
+        own line."""
         speed = self.fleet.line_bytes_per_s
         parts = self.layout.parts.items()
         return max((self._bytes_of(own) / speed(device_of(name)) for name, own in parts), default=0.0)
@@ -354,6 +366,19 @@ class StageAssignments:
                 )
             )
         return tuple(found)
+
+    def peer(self, here: str, there: str, address: Address, step: int) -> Peer:
+        """Another worker as this one reaches it in a step, whether the plan has them or not."""
+        source, target = device_of(here), device_of(there)
+        shapes = [shape for since, shape in self._shaped(source, target) if since <= step]
+        return Peer(
+            device=there,
+            host=address.host,
+            port=address.port,
+            id=address.id,
+            shape=shapes[-1] if shapes else None,
+            streams=1 if source == target else streams_for(self.fleet.link(target, source)),
+        )
 
     def _packing(self, source: int, target: int) -> Packing | None:
         """Return how the plan packs what one stage sends another: values, or gradients of what came from there."""

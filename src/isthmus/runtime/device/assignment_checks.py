@@ -23,6 +23,7 @@ from isthmus.protocol.run_messages import Parcel
 from isthmus.runtime.device.links import Signature
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.gradients import gradient_dtype
+from isthmus.training.scaling import LOSS_SCALE, LOSS_SCALE_SHAPE
 
 
 def check_assignment(assignment: Assignment) -> None:
@@ -148,6 +149,13 @@ def _packing(crossing: Crossing, packing: Packing | None, size: int) -> Packing 
         return None
     spec = crossing.spec
     return packing if packing.saves(math.prod(spec.shape_at(size)), spec.dtype) else None
+
+
+def part_shapes(assignment: Assignment) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the stage's variables, by name: other devices may give their state."""
+    size = assignment.engine.micro_batch_size
+    shapes = {op.target: op.outputs[0].shape_at(size) for op in assignment.train.variables()}
+    return shapes | {LOSS_SCALE: LOSS_SCALE_SHAPE}
 
 
 def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozenset[Signature]]:

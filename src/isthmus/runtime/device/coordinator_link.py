@@ -21,10 +21,11 @@ from isthmus.errors import IsthmusError, PeerError, StepError
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.run_messages import DeviceFailed, Halt, OpenItem
+from isthmus.protocol.run_messages import DeviceFailed, GiveState, Halt, OpenItem
 from isthmus.runtime.device.weight_exchange import OpenedExchange
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.all_messages import AnyMessage, content
+from isthmus.runtime.messages.assignment import Peer
 from isthmus.runtime.messages.generation import ServeStage, ServingOrder
 from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
@@ -51,12 +52,15 @@ class CoordinatorLink:
         join: JoinRun,
         inbox: queue.SimpleQueue[object],
         holdings: Callable[[], tuple[StateHolding, ...]],
+        give: Callable[[GiveState, Sequence[Peer]], None],
         timeout_s: float,
     ) -> None:
-        """Dials: PeerError when nobody answers before the timeout. `holdings` may be called by another thread."""
+        """Dials: PeerError when nobody answers before the timeout. `holdings` and `give` may be called by another
+        thread: state is given while the device is busy with its stage."""
         self._join = join
         self._inbox = inbox
         self._holdings = holdings
+        self._give = give
         self._away_s = AWAY_TIMEOUTS * timeout_s
         self._newest_epoch = -1
         self._connection = CoordinatorConnection(
@@ -122,6 +126,8 @@ class CoordinatorLink:
         if isinstance(body, OpenItem):
             amounts = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
             self._inbox.put(body if body.exchange is None else OpenedExchange(body, body.exchange, amounts))
+        elif isinstance(message, ToDevice) and isinstance(body, GiveState):
+            self._give(body, message.peers)
         elif isinstance(message, ORDERS):
             begun = message if isinstance(message, ServeStage) else body
             self._newest_epoch = max(self._newest_epoch, begun.epoch if begun is not None else -1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -25,6 +26,7 @@ from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_messages import (
     DeviceReady,
     DeviceReport,
+    GiveState,
     Inventory,
     ItemReported,
     OpenItem,
@@ -32,12 +34,13 @@ from isthmus.protocol.run_messages import (
     PlaceWeights,
     SendState,
     SnapshotCopied,
-    StateFetched,
+    StateMissing,
     StateReceived,
+    TakeState,
     TransferEnded,
     WeightsRead,
 )
-from isthmus.runtime.device.assignment_checks import check_assignment, expected_parcels, expected_parts
+from isthmus.runtime.device.assignment_checks import check_assignment, expected_parcels, expected_parts, part_shapes
 from isthmus.runtime.device.coordinator_link import CoordinatorLink, CoordinatorMessage, failed, of_order
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.island_ranks import begin_session, end_session
@@ -48,12 +51,13 @@ from isthmus.runtime.device.stage_data import Batches, stage_data
 from isthmus.runtime.device.stage_preparation import check_operators, check_room, check_samples_apart, compile_stage
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.stage_server import StageServer
+from isthmus.runtime.device.state_fetch import StateFetch, StateGiver
 from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.assignment import Assignment, Peer
 from isthmus.runtime.messages.generation import ForgetPrompts, GenerateStep, ServeStage
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateHello, StateMessage, StatePart
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reconnection import CoordinatorGone
@@ -70,6 +74,8 @@ from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 from isthmus.training.split_backward import SplitEngine
 from isthmus.training.watched import WatchedEngine
 from isthmus.units import format_size
+
+FoundT = TypeVar("FoundT")
 
 
 class DeviceWorker:
@@ -91,6 +97,10 @@ class DeviceWorker:
         self._executor: StageRunner | None = None
         self._joiner: StateJoiner | None = None  # the part of the run's state that a joining device has already
         self._values: Mapping[str, Tensor] = {}  # the weights at hand
+        self._last: CoordinatorMessage | None = None  # the order that is being followed, or was last
+        self._donors: dict[str, Peer] = {}  # other devices that give state
+        self._fetches: list[StateFetch] = []
+        giver = StateGiver(run, self._session.memory.values, timeout_s)
         self._server: StageServer | None = None  # the server of a device that generates text, in place of training
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
@@ -101,11 +111,11 @@ class DeviceWorker:
         near = site.sharing.doors if site.sharing is not None else {}
         if site.sharing is not None:
             site.sharing.doors[site.device] = (site.host, listener.port)
-        self._peers = PeerConnections(listener, run, dialer, site.device, near)
+        self._peers = PeerConnections(listener, run, dialer, site.device, near, giver.give)
         port = 0 if site.relayed else listener.port
         join = JoinRun(run=run, device=site.device, host=site.address or site.host, port=port)
         self._control = CoordinatorLink(
-            coordinator, site.identity, join, self._inbox, self._session.memory.holdings, timeout_s
+            coordinator, site.identity, join, self._inbox, self._session.memory.holdings, giver.ordered, timeout_s
         )
 
     def work(self) -> None:
@@ -114,7 +124,7 @@ class DeviceWorker:
             # Only now: a missing accelerator is reported to the coordinator.
             self._accelerator = open_accelerator(self._site.accelerator, f"device {self._site.device}: accelerator")
             while self._session.phase != "over":
-                order = self._next()
+                self._last = order = self._next()
                 try:
                     self._follow(order)
                 except Exception as e:
@@ -134,7 +144,11 @@ class DeviceWorker:
 
     def _next(self) -> CoordinatorMessage:
         """The coordinator's next order. Meanwhile the stage runs, if there is one."""
-        while self._executor is not None:
+        while True:
+            if self._executor is None:
+                if (order := self._waited()) is not None:
+                    return order
+                continue
             try:
                 return self._run_stage(self._executor)
             except CoordinatorGone:
@@ -149,15 +163,23 @@ class DeviceWorker:
                 self._send_failed(e)
             except Exception as e:
                 self._survive(e)
-        while True:
-            # No timeout here: when the coordinator stays away, its receiving thread puts an error into the inbox.
-            found = self._inbox.get()
-            if isinstance(found, CoordinatorMessage):
-                return found
-            if isinstance(found, Exception):
-                raise found
-            if callable(found):
+
+    def _waited(self) -> CoordinatorMessage | None:
+        """The next order; None where something else happened, which may have begun a stage."""
+        # No timeout here: when the coordinator stays away, its receiving thread puts an error into the inbox.
+        found = self._inbox.get()
+        if isinstance(found, CoordinatorMessage):
+            return found
+        if isinstance(found, Exception):
+            raise found
+        if callable(found):
+            try:
                 found()
+            except Exception as e:
+                if self._server is not None or self._last is None:
+                    raise
+                self._refuse(of_order(e, self._last), self._last.message)
+        return None
 
     def _run_stage(self, executor: StageRunner) -> CoordinatorMessage:
         """Errors of other ranks are raised as if they were of this one."""
@@ -213,11 +235,13 @@ class DeviceWorker:
         match message:
             case ToDevice(body=SendState() as asked):
                 self._send_state(asked)
-            case ToDevice(body=body) if not isinstance(body, OpenItem | SendState):
+            case ToDevice(body=body) if not isinstance(body, OpenItem | SendState | GiveState):
                 if isinstance(body, Pause):
                     self._end_following()
                 elif isinstance(body, PlaceWeights):
                     self._values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
+                if isinstance(body, PlaceWeights | TakeState):
+                    self._donors |= {peer.device: peer for peer in message.peers}
                 self._session.ordered(body)
             case AssignMessage(assignment=assignment):
                 check_assignment(assignment)
@@ -248,8 +272,35 @@ class DeviceWorker:
     def copied(self, step: int, of: str) -> None:
         self._send(SnapshotCopied(of=of, step=step, epoch=self._epoch))
 
-    def give(self, epoch: int, values: Mapping[str, Part]) -> None:
-        self._send(StateFetched(epoch=epoch), joined(values.values()))
+    def fetch(self, step: int, donors: Mapping[str, frozenset[str]]) -> None:
+        assignment = self._assignment
+        epoch, shapes = assignment.epoch, part_shapes(assignment)
+        for donor, parts in donors.items():
+            if donor not in self._donors or not parts <= shapes.keys():
+                raise PeerError(
+                    f"coordinator: names {donor!r} as donor of {min(parts)!r}, expected a part of the stage"
+                )
+            self._fetches.append(
+                StateFetch(
+                    StateHello(run=self._run, device=self._site.device, epoch=epoch, parts=parts),
+                    step,
+                    {part: shapes[part] for part in parts},
+                    partial(self._reach, self._donors[donor]),
+                    partial(self._put, self._session.fetched, epoch, donor),
+                    partial(self._put, self._session.unfetched, epoch, donor),
+                    self._timeout_s,
+                )
+            )
+
+    def _reach(self, peer: Peer) -> SocketChannel:
+        return self._peers.reach(peer)[0]
+
+    def _put(self, act: Callable[[int, str, FoundT], None], epoch: int, donor: str, found: FoundT) -> None:
+        """In the thread of a connection."""
+        self._inbox.put(partial(act, epoch, donor, found))
+
+    def missing(self, donor: str, parts: frozenset[str], reason: str) -> None:
+        self._send(StateMissing(donor=donor, parts=parts, reason=reason, epoch=self._epoch))
 
     def leave(self) -> None:
         """`work` ends when the session is over."""
@@ -397,6 +448,9 @@ class DeviceWorker:
     def close_stage(self) -> None:
         """Its state stays in memory if it is that of a whole step."""
         self._control.forget_meanwhile()
+        fetches, self._fetches = self._fetches, []
+        for fetch in fetches:
+            fetch.close()
         executor, self._executor = self._executor, None
         pending, self._pending = self._pending, None
         for channel in (pending[1] if pending is not None else {}).values():

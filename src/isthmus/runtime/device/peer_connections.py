@@ -1,5 +1,5 @@
 """Where a device is, and how the devices of a plan get a connection for each pair: the lower stage dials, the higher
-one accepts.
+one accepts. Of two devices of which one gives state, the one that gets it dials.
 
 A device listens for as long as its process lives. Who dials says for which plan epoch: one that this device has not
 come to yet waits, one that is over is shut out.
@@ -18,8 +18,9 @@ from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.device.tasklets import ComputeTurns
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
-from isthmus.runtime.messages.assignment import Neighbour
+from isthmus.runtime.messages.assignment import Neighbour, Peer
 from isthmus.runtime.messages.run import Hello, StreamHello
+from isthmus.runtime.messages.state_transfer import StateHello
 from isthmus.runtime.processes.place import DevicePlace
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
@@ -56,6 +57,13 @@ class StageLinkage(Protocol):
     def timeout_s(self) -> float: ...
 
 
+Give = Callable[[StateHello, SocketChannel], None]  # gives state over a new connection, in the connection's own thread
+
+
+def give_none(hello: StateHello, channel: SocketChannel) -> None:
+    channel.close()
+
+
 MOST_WAITING = 256  # connections that nobody has asked for yet
 LOOK_S = 0.1  # how often to look whether the meeting is called off
 
@@ -70,12 +78,15 @@ class PeerConnections:
         dialer: PeerDialer,
         worker_id: str = "",
         near: Mapping[str, tuple[str, int]] = {},
+        give: Give = give_none,
     ) -> None:
         """With an identity, other devices can also reach this one through the coordinator's relay, by `worker_id`.
-        `near` holds the addresses inside this device at which its other workers listen."""
+        `near` holds the addresses inside this device at which its other workers listen. `give` answers devices that ask
+        for state."""
         self._run = run
         self._dialer = dialer
         self._near = near
+        self._give = give
         self._timeout_s = dialer.timeout_s
         self._assembler = StreamAssembler(dialer.timeout_s)
         self._arrived = threading.Condition()
@@ -96,7 +107,7 @@ class PeerConnections:
             self._standby.close()
 
     def _on_connection(self, channel: SocketChannel) -> None:
-        hello = first_message(channel, (Hello, StreamHello), self._timeout_s)
+        hello = first_message(channel, (Hello, StateHello, StreamHello), self._timeout_s)
         if isinstance(hello, StreamHello):
             try:
                 stream_group = self._assembler.add(channel, hello)
@@ -105,8 +116,11 @@ class PeerConnections:
                 return
             if stream_group is None:
                 return
-            channel, hello = stream_group, first_message(stream_group, (Hello,), self._timeout_s)
+            channel, hello = stream_group, first_message(stream_group, (Hello, StateHello), self._timeout_s)
         if hello is None:
+            return
+        if isinstance(hello, StateHello):
+            self._give(hello, channel)
             return
         with self._arrived:
             welcome = hello.run == self._run and hello.epoch >= self._epoch
@@ -154,18 +168,23 @@ class PeerConnections:
             for device, (channel, relayed, streams) in self._ways.items()
         )
 
-    def _dial(self, neighbour: Neighbour, assignment: StageLinkage) -> SocketChannel:
-        host, port = self._near.get(neighbour.device, (neighbour.host, neighbour.port))
-        channel, relayed = self._dialer.dial(
+    def reach(self, peer: Peer) -> tuple[SocketChannel, bool]:
+        """A connection to another device, by whatever way there is, and whether it is relayed. PeerError if none. Any
+        thread."""
+        host, port = self._near.get(peer.device, (peer.host, peer.port))
+        return self._dialer.dial(
             PeerRoute(
-                run=_relayed_to(self._run, neighbour.device),
-                other=f"device {neighbour.device!r}",
+                run=_relayed_to(self._run, peer.device),
+                other=f"device {peer.device!r}",
                 host=host,
                 port=port,
-                id=neighbour.id,
-                streams=neighbour.streams,
+                id=peer.id,
+                streams=peer.streams,
             )
         )
+
+    def _dial(self, neighbour: Neighbour, assignment: StageLinkage) -> SocketChannel:
+        channel, relayed = self.reach(neighbour)
         self._ways[neighbour.device] = (channel, relayed, neighbour.streams)
         channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.stage))
         return channel
@@ -176,7 +195,7 @@ class PeerConnections:
         while missing := set(neighbours) - found.keys():
             absent = ", ".join(repr(neighbours[s].device) for s in sorted(missing))
             for stage, channel in self._take(assignment.epoch):
-                if stage in missing and stage < assignment.stage and _is(channel.party, neighbours[stage]):
+                if stage in missing and stage < assignment.stage and is_peer(channel.party, neighbours[stage]):
                     channel.other = f"device {neighbours[stage].device!r}"
                     found[stage] = channel
                     missing.discard(stage)
@@ -199,5 +218,6 @@ def _relayed_to(run: str, worker_id: str) -> str:
     return hashlib.sha256(f"{run} {worker_id}".encode()).hexdigest()
 
 
-def _is(party: Party | None, neighbour: Neighbour) -> bool:
-    return party == (Party("device", neighbour.id) if neighbour.id else None)
+def is_peer(party: Party | None, peer: Peer) -> bool:
+    """Return whether who is at the other end of a connection is this device."""
+    return party == (Party("device", peer.id) if peer.id else None)

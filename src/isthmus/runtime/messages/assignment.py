@@ -36,16 +36,21 @@ from isthmus.wire_types import (
 )
 
 
-class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
-    """Another stage's device, of this replica or of another one: where it listens, and the link to it."""
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Another device: where it listens, and the link to it."""
 
-    stage: Place
     device: Name
     host: Host
     port: Port
     id: Id = ""  # the id of the key that must answer there. Empty where links are plain TCP.
     streams: Streams = 1  # streams of the connection to it, where that is TLS
     shape: Link | None = None  # emulated link for what we send to it; None sends as fast as the socket takes it
+
+
+class Neighbour(Peer, frozen=True, kw_only=True):
+    """Another stage's device, of this replica or of another one."""
+
+    stage: Place
     later: Many[tuple[Count, Link]] = ()  # how the emulated link is from a step on
     sent: Packing | None = None  # how values, or gradients, of training that are sent to it are packed
     received: Packing | None = None  # how those are that come from it

@@ -9,7 +9,7 @@ import msgspec
 
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import Arrived, DeviceOrder, DeviceReport, PartsArrived, RunOrder, WeightsRead
-from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.assignment import Assignment, Peer
 from isthmus.runtime.messages.message import Message
 from isthmus.wire_types import Amount, Count, Host, Id, Many, Name, Place, Port, Seconds, Text
 
@@ -37,8 +37,7 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class ToCoordinator(Message, frozen=True, kw_only=True):
-    """With `ItemReported` of a save comes the stage's part of the checkpoint, with `WeightsRead` weights, with
-    `StateFetched` parts of a state."""
+    """With `ItemReported` of a save comes the stage's part of the checkpoint, with `WeightsRead` weights."""
 
     body: DeviceReport | WeightsRead
 
@@ -64,6 +63,7 @@ class ToDevice(Message, frozen=True, kw_only=True):
     exchange of `OpenItem`, amounts that are added to parameters."""
 
     body: DeviceOrder | RunOrder
+    peers: Many[Peer] = ()  # the other devices that the body names as donors or receivers of state
 
 
 class AssignMessage(Message, frozen=True, kw_only=True):

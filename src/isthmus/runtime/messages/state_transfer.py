@@ -72,4 +72,20 @@ class SnapshotPart(Message, frozen=True, kw_only=True):
     offset: Amount
 
 
-RecoveryMessage = SnapshotMessage | SnapshotPart
+class StateHello(Message, frozen=True, kw_only=True):
+    """First on a connection for state: the device asks for these parts of the state that the epoch begins from."""
+
+    device: Name
+    epoch: Count = 0
+    parts: Distinct[Text]
+
+
+class GivenPart(Message, frozen=True, kw_only=True):
+    """A part of the state after `step` steps: its tensors."""
+
+    epoch: Count = 0
+    step: Count
+    part: Text
+
+
+RecoveryMessage = SnapshotMessage | SnapshotPart | StateHello | GivenPart
