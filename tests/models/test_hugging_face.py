@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,20 @@ def test_save_and_load_again(saved):
     assert ours.training and ours.dtype == torch.float32 and ours.config.use_cache is False
     assert torch.equal(theirs(**batch).loss, expected)
     assert torch.equal(ours.eval()(**batch).loss, expected)
+
+
+def test_the_type_is_that_of_the_saved_model_unless_it_is_asked_for(saved):
+    module, directory = saved
+    module.bfloat16().save_pretrained(directory)
+    options = {"path": str(directory), "task": "causal-lm"}
+    for made in (build("hf", **options), build("hf", **options, random_weights=True)):
+        assert made.dtype == torch.bfloat16
+    with FakeTensorMode():
+        assert build("hf", **options).dtype == torch.bfloat16
+    assert build("hf", **options, dtype="float32").dtype == torch.float32
+    told = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in told.items() if k != "dtype"}))
+    assert build("hf", **options).dtype == torch.float32, "as earlier versions of transformers took it to be"
 
 
 def test_random_weights_keep_the_config_only(saved):

@@ -159,7 +159,7 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
         micro_batches=job.micro_batches,
         schedule=schedule_of(job.schedule, plan.replicas[0].schedule.name) if plan.replicas else job.schedule,
         period=job.sync.every,
-        state=_state(job),
+        state=_state(job, narrow=prepared.trains_in_half),
         constraints=constraints_of(job, fleet, prepared.samples.holders, prepared.lacking(fleet)),
         recompute=job.plan.recompute,
         counts=job.counts,
@@ -169,9 +169,8 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
     return verify(plan, question, simulated_s=partial(simulated_step_s, job, fleet, counts, SIMULATED_STEPS))
 
 
-def _state(job: Job) -> StateBytes:
+def _state(job: Job, *, narrow: bool) -> StateBytes:
     """Return the state of the optimizer that keeps the most: a stage may hold parameters of any."""
-    narrow = job.training.precision != "fp32"
     largest = max(
         (state_bytes(o.name, momentum=o.momentum > 0, narrow=narrow) for o in job.optimizer),
         key=lambda state: state.optimizer,

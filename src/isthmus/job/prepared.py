@@ -54,6 +54,15 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             return build_model(self.job.model)
 
     @property
+    def trains_in_half(self) -> bool:
+        """Return whether a trained parameter computes in bfloat16 or float16, and so has a float32 copy: by the job's
+        precision, or as the model's own weights are."""
+        trained = (
+            o.outputs[0].dtype for o in self.captured.train.ops if o.kind == "parameter" and any(o.requires_grad)
+        )
+        return any(dtype in ("bfloat16", "float16") for dtype in trained)
+
+    @property
     def flow(self) -> Flow:
         return Flow(self.captured.train, columns_first=bool(self.job.plan.holders))
 
@@ -109,7 +118,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             fleet=Fleet(name="any", devices=(anything,), links=Links()),
             micro_batch_size=self.job.micro_batch_size,
             micro_batches=1,
-            state=_state(self.job),
+            state=_state(self.job, narrow=self.trains_in_half),
         )
 
     def problem(self, fleet: Fleet) -> Problem:
@@ -123,7 +132,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             micro_batches=self.job.micro_batches,
             schedule=self.job.schedule,
             sync=self.job.sync,
-            state=_state(self.job),
+            state=_state(self.job, narrow=self.trains_in_half),
             constraints=constraints_of(self.job, fleet, self.samples.holders, self.lacking(fleet)),
             recompute=self.job.plan.recompute,
         )
@@ -302,9 +311,8 @@ def _origin(job: Job) -> str:
     return hashlib.sha256(msgspec.json.encode(document)).hexdigest()
 
 
-def _state(job: Job) -> ParameterState:
+def _state(job: Job, *, narrow: bool) -> ParameterState:
     """The largest per-parameter state among the job's optimizers: a stage may hold parameters of any of them."""
-    narrow = job.training.precision != "fp32"
     states = [parameter_state(o.name, momentum=o.momentum > 0, narrow=narrow) for o in job.optimizer]
     largest = max(states, key=lambda s: s.optimizer_bytes)
     outer = job.sync.outer

@@ -66,7 +66,9 @@ class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     task: Literal["causal-lm", "sequence-classification", "image-classification"]
     """The task that the model is trained for."""
     random_weights: bool = False  # Take the config alone and draw new weights.
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # The type of the weights.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The type of the weights, in which they compute unless `training.precision` is a half type. "auto": that which the
+    model's config names, float32 where it names none."""
     config: dict[str, object] = {}  # Entries of the model's config that are to differ.
 
 
@@ -183,12 +185,13 @@ def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
     location = str(path) if path.is_dir() else chosen.path
     library = _transformers()
     auto_class = getattr(library, _AUTO_CLASS[chosen.task])
-    dtype: torch.dtype = getattr(torch, chosen.dtype)
     try:
         config = library.AutoConfig.from_pretrained(location, trust_remote_code=False)
         _check_names("hf config", chosen.config, config)
         config = library.AutoConfig.from_pretrained(location, trust_remote_code=False, **chosen.config)
         _prepare_for_training(config, chosen.task)
+        named = config.dtype if chosen.dtype == "auto" else chosen.dtype
+        dtype = named if isinstance(named, torch.dtype) else getattr(torch, named or "float32")
         if chosen.random_weights or isinstance(torch.empty(0), FakeTensor):
             module = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
         else:
