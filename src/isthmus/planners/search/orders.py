@@ -16,17 +16,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from isthmus.cost import Problem, build_plan, kernel
 from isthmus.cost.blocks import Blocks, coarse
-from isthmus.cost.network import FleetNetwork, Floats
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.network import FleetNetwork
 from isthmus.planners.observer import looked_at, salvaged
 from isthmus.planners.search.cuts import Budget, ThresholdSearch
-from isthmus.planners.search.local_search import first_improvement, nearest_tour
+from isthmus.planners.search.local_search import nearest_tour
 from isthmus.planners.search.relaxation import Path, Relaxation, StageTables
 from isthmus.planners.search.routes import ANY, MOST_BEGINNINGS, Routes, all_orders, fixed_placement_of, one_order
 from isthmus.plans import Plan
@@ -52,23 +52,30 @@ class Scorer:
 
     def score(self, order: Sequence[int]) -> float:
         """Seconds per step if every device took work and memory in proportion to its speed."""
-        fill_s, period_s = self.fill_and_period(order)
-        return kernel.step_s(fill_s, period_s, self.micro_batches)
+        return float(self.scores(np.array([order]))[0])
+
+    def scores(self, orders: Ints) -> Floats:
+        """[orders]: the same of many, [orders, devices]."""
+        return kernel.step_s(*self._fills_and_periods(orders), self.micro_batches)
 
     def fill_and_period(self, order: Sequence[int]) -> tuple[float, float]:
         """Seconds of one micro-batch alone, and between micro-batches."""
-        chain = np.asarray(order)
-        speed = self.speed[chain]
-        share = speed / speed.sum()
-        stage_s = self.work / float(speed.sum())
-        links = self.pair_s[chain[:-1], chain[1:]]
-        fill_s = len(order) * stage_s + float(links.sum())
-        round_trip_s = fill_s - np.cumsum(stage_s + np.concatenate([[0.0], links])) + stage_s
-        held = (self.memory[chain] - share * self.fixed_bytes) / np.maximum(share * self.micro_batch_bytes, 1.0)
+        fill_s, period_s = self._fills_and_periods(np.array([order]))
+        return float(fill_s[0]), float(period_s[0])
+
+    def _fills_and_periods(self, orders: Ints) -> tuple[Floats, Floats]:
+        speed = self.speed[orders]
+        total = speed.sum(axis=1, keepdims=True)
+        share, stage_s = speed / total, self.work / total
+        links = self.pair_s[orders[:, :-1], orders[:, 1:]]
+        fill_s = orders.shape[1] * stage_s + links.sum(axis=1, keepdims=True)
+        way_s = stage_s + np.pad(links, ((0, 0), (1, 0)))
+        round_trip_s = fill_s - np.cumsum(way_s, axis=1) + stage_s
+        held = (self.memory[orders] - share * self.fixed_bytes) / np.maximum(share * self.micro_batch_bytes, 1.0)
         # A device too small for one micro-batch may still do with less work than its share.
-        throttle_s = round_trip_s / np.clip(held, 0.25, None) * (held < self.micro_batches)
-        busy_s = max(stage_s, float(self.wire_s[chain[:-1], chain[1:]].max(initial=0.0)), float(throttle_s.max()))
-        return fill_s, busy_s
+        throttle_s = round_trip_s / np.maximum(held, 0.25) * (held < self.micro_batches)
+        wire_s = self.wire_s[orders[:, :-1], orders[:, 1:]].max(axis=1, initial=0.0)
+        return fill_s[:, 0], np.maximum(np.maximum(stage_s[:, 0], wire_s), throttle_s.max(axis=1))
 
 
 def scorer_of(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Scorer:
@@ -110,10 +117,9 @@ def candidate_orders(scorer: Scorer, starts: Sequence[int]) -> list[Order]:
         offer(improve(scorer, order, MOST_SCORES))
     thinned, own = _best_of_sizes(found), tuple(range(len(scorer.speed)))
     # Devices that are near one another may all be dropped above: also the beginning of the tour from each.
-    for start in own:
-        tour = nearest_neighbour(scorer, start)
-        for size in own[1:]:
-            offer(tour[:size])
+    tours = np.array([nearest_neighbour(scorer, start) for start in own])
+    for size in own[1:]:
+        found |= zip(map(tuple, tours[:, :size].tolist()), scorer.scores(tours[:, :size]).tolist(), strict=True)
     for order in _best_of_sizes(found)[:MOST_POLISHED]:
         offer(improve(scorer, order, MOST_SCORES, own))
     best = _best_of_sizes(found)
@@ -133,37 +139,49 @@ def nearest_neighbour(scorer: Scorer, start: int) -> Order:
 
 
 def improve(scorer: Scorer, order: Order, most_scores: int, devices: Sequence[int] = ()) -> Order:
-    """First improvement over reversals, moves of one device and exchanges of one for another of `devices`, until none
-    helps or the budget is spent."""
+    """First improvement over exchanges of one device for another of `devices`, reversals and moves of one device, until
+    none helps or the budget is spent."""
+    now, now_s, improved = np.array(order), scorer.score(order), True
+    while improved:
+        improved = False
+        for others in _neighbours(now, np.setdiff1d(np.array(devices, dtype=np.int64), now)):
+            others_s = scorer.scores(others[: max(most_scores, 0)])
+            better = np.flatnonzero(others_s < now_s * (1 - ROUNDING))
+            looked = int(better[0]) + 1 if len(better) else len(others)
+            looked_at(looked)
+            most_scores -= looked
+            if len(better):
+                now, now_s, improved = others[better[0]], float(others_s[better[0]]), True
+                break
+            if most_scores <= 0:
+                break
+    return tuple(now.tolist())
 
-    def scored(now: tuple[Order, float]) -> Iterator[tuple[Order, float]]:
-        return ((other, scorer.score(other)) for other in _neighbours(now[0], devices))
 
-    start = order, scorer.score(order)
-    return first_improvement(start, scored, lambda now: now[1], most=most_scores, tolerance=ROUNDING)[0]
-
-
-def _neighbours(order: Order, devices: Sequence[int]) -> Iterator[Order]:
-    size = len(order)
-    for i, device in product(range(size), [d for d in devices if d not in order]):
-        yield (*order[:i], device, *order[i + 1 :])
-    for i in range(size):
-        for j in range(i + 1, size):
-            yield order[:i] + order[i : j + 1][::-1] + order[j + 1 :]
-    for i in range(size):
-        rest = order[:i] + order[i + 1 :]
-        for j in range(size):
-            if j != i:
-                yield (*rest[:j], order[i], *rest[j:])
+def _neighbours(order: Ints, idle: Ints) -> Iterator[Ints]:
+    """Yield orders like it, [orders, devices], a place of it at a time."""
+    size, places = len(order), np.arange(len(order))
+    for i in places if len(idle) else ():
+        others = np.tile(order, (len(idle), 1))
+        others[:, i] = idle
+        yield others
+    for i in places[:-1]:
+        j = places[i + 1 :, None]
+        yield order[np.where((places >= i) & (places <= j), i + j - places, places)]
+    for i in places if size > 1 else ():
+        j = np.delete(places, i)[:, None]
+        later, earlier = (places >= i) & (places < j), (places > j) & (places <= i)
+        yield order[np.where(places == j, i, places + later - earlier)]
 
 
 def _thinned(scorer: Scorer, order: Order) -> Iterator[Order]:
     """Ever shorter orders, each without the device whose loss scores best."""
-    while len(order) > 1:
-        looked_at(len(order))
-        shorter = [order[:i] + order[i + 1 :] for i in range(len(order))]
-        order = min(shorter, key=scorer.score)
-        yield order
+    now = np.array(order)
+    while len(now) > 1:
+        looked_at(len(now))
+        shorter = np.array([np.delete(now, i) for i in range(len(now))])
+        now = shorter[scorer.scores(shorter).argmin()]
+        yield tuple(now.tolist())
 
 
 MOST_EXHAUSTIVE = 6  # devices up to which every order of every subset is searched
