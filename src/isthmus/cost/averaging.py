@@ -10,7 +10,7 @@ server or a ring:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -43,7 +43,11 @@ class Averaging:
         """[choices, replicas, parts]: the device that owns the gradients of each part. `rows` is [choices, replicas],
         into each replica's pipelines."""
         chosen = [(p.order[rows[:, r]], p.stage_of[rows[:, r]]) for r, p in enumerate(pipelines)]
-        return np.stack([np.take_along_axis(order, of[:, self.parts], axis=1) for order, of in chosen], axis=1)
+        return np.stack([self.owners(order, stage_of) for order, stage_of in chosen], axis=1)
+
+    def owners(self, order: Ints, stage_of: Ints) -> Ints:
+        """[pipelines, parts]: the same of one replica, with the devices of stages and the stages of blocks."""
+        return np.take_along_axis(order, stage_of[:, self.parts], axis=1)
 
     def exact_s(self, holders: Ints, looked_at: Callable[[], None]) -> Floats:
         """[choices] seconds, as `cost.sync` has it. `holders` is [choices, replicas, parts] devices; `looked_at` is
@@ -84,35 +88,31 @@ class Averaging:
         total = np.zeros(choices)
         if replicas == 1 or not parts:
             return total
-        devices = len(self._network.names)
-        loads = np.zeros((choices, devices * devices))
+        devices, byte_s, latency_s = len(self._network.names), self._network.byte_s, self._network.latency
         a, b = np.nonzero(~np.eye(replicas, dtype=bool))
         turn = np.roll(np.arange(replicas), -1)
-        for rows, members, size in self._begun(holders):
-            shard = (size / replicas)[:, None]
-            hop_s = self._network.byte_s[members[:, a], members[:, b]] * shard
-            latency_s = self._network.latency[members[:, a], members[:, b]]
-            around_s = self._network.byte_s[members, members[:, turn]] * shard
-            around_s += self._network.latency[members, members[:, turn]]
-            alone_s = np.minimum(2 * (hop_s + latency_s).max(axis=1), 2 * (replicas - 1) * around_s.max(axis=1))
-            total[rows] = np.maximum(total[rows], alone_s)
-            loads[rows[:, None], members[:, a] * devices + members[:, b]] += 2 * hop_s  # none comes twice in a row
-        return np.maximum(total, loads.max(axis=1))
+        rows, members, size = self._groups(holders)
+        shard = (size / replicas)[:, None]
+        hop_s = byte_s[members[:, a], members[:, b]] * shard
+        around_s = byte_s[members, members[:, turn]] * shard + latency_s[members, members[:, turn]]
+        server_s = 2 * (hop_s + latency_s[members[:, a], members[:, b]]).max(axis=1)
+        np.maximum.at(total, rows, np.minimum(server_s, 2 * (replicas - 1) * around_s.max(axis=1)))
+        link = (rows[:, None] * devices + members[:, a]) * devices + members[:, b]
+        used, load = np.unique(link, return_inverse=True)
+        loads = np.bincount(load.ravel(), weights=2 * hop_s.ravel())
+        np.maximum.at(total, used // devices**2, loads)
+        return total
 
-    def _begun(self, holders: Ints) -> Iterator[tuple[Ints, Ints, Floats]]:
-        """(choices, their members, bytes): for every part, the choices in which a group begins there."""
-        parts = len(self._size)
+    def _groups(self, holders: Ints) -> tuple[Ints, Ints, Floats]:
+        """Return the choice that each group is in, its members and its bytes."""
+        parts = holders.shape[2]
         begins = np.ones((len(holders), parts), dtype=bool)
         begins[:, 1:] = (holders[:, :, 1:] != holders[:, :, :-1]).any(axis=1)
-        for part in range(parts):
-            rows = np.flatnonzero(begins[:, part])
-            if not len(rows):
-                continue
-            size, same = np.full(len(rows), float(self._size[part])), np.ones(len(rows), dtype=bool)
-            for later in range(part + 1, parts):
-                same &= ~begins[rows, later]
-                size += same * self._size[later]
-            yield rows, holders[rows, :, part], size
+        next_begin = np.full((len(holders), parts + 1), parts)
+        next_begin[:, :-1] = np.minimum.accumulate(np.where(begins, np.arange(parts), parts)[:, ::-1], axis=1)[:, ::-1]
+        rows, part = np.nonzero(begins)
+        before = np.concatenate([[0.0], np.cumsum(self._size)])
+        return rows, holders[rows, :, part], before[next_begin[rows, part + 1]] - before[part]
 
 
 def balanced_s(network: FleetNetwork, orders: Sequence[Sequence[int]], gradient_bytes: float) -> float:

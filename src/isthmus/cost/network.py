@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.price import GB, SECONDS_PER_HOUR
 from isthmus.cost.problem import Problem
 from isthmus.fleet import Fleet
@@ -31,6 +31,7 @@ class FleetNetwork:
     rate: Floats  # [devices]: money per second
     region: Ints  # [devices]
     byte_price: Floats  # [devices]: money per byte that leaves the device's region
+    uplinks: tuple[tuple[Bools, float], ...]  # of sites that share one: its devices, and bytes per second
 
     @cached_property
     def egress(self) -> Floats:
@@ -77,6 +78,11 @@ def network_of(problem: Problem) -> FleetNetwork:
         rate=np.array([d.price_per_hour for d in fleet.devices]) / SECONDS_PER_HOUR,
         region=np.unique([d.region for d in fleet.devices], return_inverse=True)[1].reshape(-1),
         byte_price=np.array([fleet.region_info_of(d.region).egress_price_per_gb for d in fleet.devices]) / GB,
+        uplinks=tuple(
+            (np.array([device.region == site.region for device in fleet.devices]), site.uplink_bytes_per_s)
+            for site in fleet.region_info
+            if site.uplink_bytes_per_s is not None
+        ),
     )
 
 

@@ -103,10 +103,10 @@ class Sent:
     price: Floats
 
     @staticmethod
-    def of(problem: Problem, network: FleetNetwork, trials: Trials) -> Sent:
+    def of(network: FleetNetwork, trials: Trials) -> Sent:
         return Sent(
             list(_messages(network, trials)),
-            list(_uplinks_s(problem, trials)),
+            list(_uplinks_s(network, trials)),
             _shared_s(network, trials),
             _price(network, trials),
         )
@@ -119,13 +119,13 @@ def timed(
 
     Of two stages on one device each has the memory for itself: their step is a lower bound.
     """
-    sent = sent or Sent.of(problem, network, trials)
+    sent = sent or Sent.of(network, trials)
     table, cuts, order = trials.table, trials.cuts, trials.order
     again = np.zeros(order.shape, dtype=bool) if recompute is None else recompute
     speed = network.speed[order]
     forward_s = table.forward_work[cuts] / speed
     backward_s = table.backward_work[cuts] / speed + again * forward_s
-    held = _held(problem, network, trials, again)
+    held = held_at_most(problem, network, trials, again)
     throttled = problem.schedule != "gpipe" and bool((held < problem.micro_batches).any())
     return Pipelines(
         order=order,
@@ -152,9 +152,9 @@ def stage_tasks(
     speed = network.speed[order]
     forward_s = table.forward_work[cuts] / speed
     backward_s = table.backward_work[cuts] / speed + again * forward_s
-    messages, held = list(_messages(network, trials)), _held(problem, network, trials, again)
+    messages, held = list(_messages(network, trials)), held_at_most(problem, network, trials, again)
     if problem.schedule != "gpipe":
-        busy_s = kernel.busiest_s(order, forward_s + backward_s, messages, list(_uplinks_s(problem, trials)))
+        busy_s = kernel.busiest_s(order, forward_s + backward_s, messages, list(_uplinks_s(network, trials)))
         hiding = np.ceil(kernel.round_trips_s(forward_s, backward_s, messages) / busy_s[:, None]) + 1
         hiding[:, -1] = 1
         held = np.minimum(held, np.maximum(hiding, order.shape[1] - np.arange(order.shape[1])))
@@ -171,7 +171,7 @@ def joined(several: Sequence[Pipelines]) -> Pipelines:
     )
 
 
-def _held(problem: Problem, network: FleetNetwork, trials: Trials, again: Bools) -> Floats:
+def held_at_most(problem: Problem, network: FleetNetwork, trials: Trials, again: Bools) -> Floats:
     """[pipelines, stages]: micro-batches for which a stage has memory; below 0 where its state does not fit."""
     table, cuts = trials.table, trials.cuts
     saved = table.saved_bytes[cuts]
@@ -226,19 +226,15 @@ def _shared_s(network: FleetNetwork, trials: Trials) -> Floats:
     return total
 
 
-def _uplinks_s(problem: Problem, trials: Trials) -> Iterator[Floats]:
+def _uplinks_s(network: FleetNetwork, trials: Trials) -> Iterator[Floats]:
     """Per site with a shared uplink: seconds that one micro-batch's bytes occupy it."""
-    limited = [site for site in problem.fleet.region_info if site.uplink_bytes_per_s is not None]
-    regions = np.array([device.region for device in problem.fleet.devices]) if limited else np.array([])
     table, cuts = trials.table, trials.cuts
-    for site in limited:
-        assert site.uplink_bytes_per_s is not None
-        home = (regions == site.region)[trials.order]
-        size = np.zeros(len(cuts))
+    for members, bytes_per_s in network.uplinks:
+        home, size = members[trials.order], np.zeros(len(cuts))
         for source, target in table.sending:
             size += table.forward[cuts, source, target] * (home[:, source] & ~home[:, target])
             size += table.backward[cuts, source, target] * (home[:, target] & ~home[:, source])
-        yield size / site.uplink_bytes_per_s
+        yield size / bytes_per_s
 
 
 def rate_of(network: FleetNetwork, order: Ints) -> Floats:

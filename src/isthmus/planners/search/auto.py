@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -119,20 +119,20 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         raise refused
     # step = max over replicas (fill_r + (m_r - 1) * period_r) + averaging, or its price
     plans.sort(key=lambda plan: preference(problem, plan))
+    if steady:
+        part("moves by simulated time")
+        plans = _steadily(problem, network, plans)
     if score is not None:
         part("simulating the best")
-        plans = _judged(problem, _to_score(plans), score)
-    if score is not None and steady:
-        part("moves by simulated time")
-        moved = {_cut_of(plan): plan for plan in _steadily(problem, network, plans)}
-        plans = _judged(problem, [plans[0], *moved.values()], score) + plans[1:]
+        plans = _judged(problem, plans[:LEAST_SCORED] if steady else _to_score(plans), score)
     return [_certified(problem, plans[0], least, problem.fleet.names), *plans[1:]]
 
 
 def _wide(problem: Problem) -> Iterator[Plan]:
     """Yield the plans of quick planners for a fleet that was narrowed."""
     with contextlib.suppress(FleetTooSmall):
-        yield chain(problem)
+        if problem.constraints.objective == "cost" or problem.constraints.limited:  # else it narrows the fleet alike
+            yield chain(problem)
     if len(problem.fleet.names) <= MOST_WHOLE and not problem.constraints.data_holders:
         with contextlib.suppress(UserError):
             yield keep(op_fence(problem))
@@ -158,12 +158,18 @@ def _extremes(problem: Problem) -> Iterator[Plan]:
 
 def _to_score(plans: Sequence[Plan]) -> list[Plan]:
     """The best of each cut, best first: plans that differ in a codec or a share alone take about the same time."""
+    found = _of_each_cut(plans)
+    tasks = itertools.accumulate(sum(len(r.stages) * r.micro_batches for r in plan.replicas) for plan in found)
+    affordable = sum(total <= MOST_TASKS_SCORED for total in tasks)
+    return found[: min(MOST_SCORED, max(LEAST_SCORED, affordable))]
+
+
+def _of_each_cut(plans: Iterable[Plan]) -> list[Plan]:
+    """The first of each cut, in this order."""
     cuts: dict[object, Plan] = {}
     for plan in plans:
         cuts.setdefault(_cut_of(plan), plan)
-    tasks = itertools.accumulate(sum(len(r.stages) * r.micro_batches for r in plan.replicas) for plan in cuts.values())
-    affordable = sum(total <= MOST_TASKS_SCORED for total in tasks)
-    return list(cuts.values())[: min(MOST_SCORED, max(LEAST_SCORED, affordable))]
+    return list(cuts.values())
 
 
 def _cut_of(plan: Plan) -> object:
@@ -220,21 +226,31 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
                 yield plan
 
 
-def _steadily(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:
-    """Yield the results of descents by the steady step: from the best plans, and from random moves of the best."""
-    left, kicks = MOST_STEADY, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING)
-    best = float("inf"), layouts_of(plans[0])
-    first_of = {len(plan.replicas): plan for plan in reversed(plans)}  # the best with so many replicas
-    starts = {_cut_of(plan): plan for plan in (*plans[:STEADY_STARTS], *list(first_of.values())[-STEADY_STARTS:])}
-    for plan in (*starts.values(), None):
-        layouts = layouts_of(plan) if plan is not None else best[1]
-        descent = SteadyDescent(problem, network, _places(problem, layouts), left)
-        step_s = descent.step_s(layouts)
-        found = descent.run(layouts, step_s, 0 if plan is not None else kicks)
-        left, best = descent.left, min(best, found or (step_s, layouts), key=lambda pair: pair[0])
-        if found is not None:
+def _steadily(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans by their steady steps, with those of descents from the best of them and from random moves of the best
+    of all."""
+    layouts = {id(plan): layouts_of(plan) for plan in plans}
+    judge = SteadyDescent(problem, network, _places(problem, list(itertools.chain(*layouts.values()))), 0)
+    found = sorted(((judge.step_s(layouts[id(plan)]), plan) for plan in plans), key=lambda pair: pair[0])
+    best_of: dict[int, Plan] = {}  # the best with so many replicas
+    for _, plan in found:
+        best_of.setdefault(len(plan.replicas), plan)
+    near = [plan for _, plan in found[:STEADY_STARTS]]
+    starts = {_cut_of(plan): layouts[id(plan)] for plan in (*near, *list(best_of.values())[:STEADY_STARTS])}
+    left, best, kicks = (
+        MOST_STEADY,
+        (float("inf"), layouts[id(plans[0])]),
+        KICKS_EACH * min(len(network.names), MOST_KICKING),
+    )
+    for start in (*starts.values(), None):
+        descent = SteadyDescent(problem, network, _places(problem, start or best[1]), left)
+        known = descent.step_s(start or best[1])
+        better = descent.run(start or best[1], known, 0 if start else kicks)
+        left, best = descent.left, min(best, better or (known, start or best[1]), key=lambda pair: pair[0])
+        if better is not None:
             with contextlib.suppress(FleetTooSmall):
-                yield keep(build_replicas(problem, found[1], planner="auto"))
+                found.append((better[0], keep(build_replicas(problem, better[1], planner="auto"))))
+    return _of_each_cut(plan for _, plan in sorted(found, key=lambda pair: pair[0]))
 
 
 def _places(problem: Problem, layouts: Sequence[PlanLayout]) -> Blocks:

@@ -72,6 +72,7 @@ class Descent:
         self.problem, self.network, self.blocks, self.left = problem, network, blocks, most
         self._averaging = Averaging(problem.fleet, network, blocks)
         self._fixed = fixed_placement_of(problem, network)
+        self._anywhere = not (problem.constraints.data_holders or problem.constraints.labels_stay)
         self._priced = problem.constraints.objective == "cost"
         self._kept: dict[tuple[Stages, int], Pipelines] = {}
 
@@ -169,8 +170,9 @@ class Descent:
         return likely_choice(self.problem, self.network, self._trials(several), share)
 
     def _trials(self, several: Sequence[Stages]) -> Trials:
-        ends, cuts = np.unique(np.array([s.ends for s in several]), axis=0, return_inverse=True)
-        return Trials(cut_table(self.blocks, ends), cuts.reshape(-1), np.array([s.order for s in several]))
+        row: dict[tuple[int, ...], int] = {}
+        cuts = np.array([row.setdefault(stages.ends, len(row)) for stages in several])
+        return Trials(cut_table(self.blocks, np.array(list(row))), cuts, np.array([s.order for s in several]))
 
     def _changes(self, now: Replicas) -> Iterator[Change]:
         used = {d for stages in now for d in stages.order}
@@ -212,6 +214,8 @@ class Descent:
         """Return whether the ends are where the data are, and no device has two stages but both ends where labels
         stay."""
         order, fixed = stages.order, self._fixed
+        if self._anywhere:
+            return True
         first, last = order[0], order[-1]
         around = fixed.labels_stay and len(set(order)) > 1 and first == last
         return (
@@ -312,7 +316,7 @@ def every_choice(
 def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int) -> Pipelines:
     """One choice per trial: none, the stages that throttle it, or all that are short of memory; the soonest with so
     many micro-batches."""
-    sent = Sent.of(problem, network, trials)
+    sent = Sent.of(network, trials)
     plain = timed(problem, network, trials, sent=sent)
     hindered = _hindered(problem, plain) if problem.recompute else np.zeros(len(trials.order), dtype=bool)
     best, best_s = plain, plain.step_s(micro_batches)

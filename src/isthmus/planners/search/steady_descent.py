@@ -18,10 +18,10 @@ from isthmus.cost.blocks import Blocks
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.network import FleetNetwork
-from isthmus.cost.pipelines import Trials, stage_tasks, timed
+from isthmus.cost.pipelines import Trials, held_at_most, stage_tasks, timed
 from isthmus.cost.steady import least_step_s, steady_step_s
 from isthmus.planners.search.cuts import TOLERANCE
-from isthmus.planners.search.descent import Change, Descent, Found, Stages, throttling
+from isthmus.planners.search.descent import Change, Descent, Found, Replicas, Stages, throttling
 
 NEVER = float("inf")
 EACH, TASKS = 20, 10  # Work of a kind of neighbours, for each replica; tasks of one stage that are one more.
@@ -45,7 +45,7 @@ class SteadyDescent(Descent):
     def step_s(self, layouts: Sequence[PlanLayout]) -> float:
         """Infinite where they do not fit."""
         replicas, shares = self._replicas(layouts), [layout.micro_batches for layout in layouts]
-        return max(map(self._alone_s, replicas, shares)) + float(self._sums_s([[stages] for stages in replicas])[0])
+        return max(map(self._alone_s, replicas, shares)) + float(self._sums_s(replicas, {0: replicas[:1]})[0])
 
     def _layout(self, stages: Stages, share: int) -> PlanLayout:
         again = self._alone(stages, share).again[0].tolist()
@@ -76,8 +76,7 @@ class SteadyDescent(Descent):
     def _best(self, now: Found, change: Change, goal: float) -> Found | None:
         count = len(next(iter(change.values())))
         self.left -= EACH * len(now.shares) + count // 4
-        every = [change.get(r, [stages] * count) for r, stages in enumerate(now.replicas)]
-        value, sums_s = np.zeros(count), self._sums_s(every)
+        value, sums_s = np.zeros(count), self._sums_s(now.replicas, change)
         for r, share in enumerate(now.shares):
             if r in change:
                 below_s = goal - sums_s
@@ -88,16 +87,21 @@ class SteadyDescent(Descent):
         k = int(value.argmin())
         if value[k] >= goal:
             return None
-        return Found(tuple(several[k] for several in every), now.shares, float(value[k]))
+        replicas = tuple(change[r][k] if r in change else stages for r, stages in enumerate(now.replicas))
+        return Found(replicas, now.shares, float(value[k]))
 
-    def _sums_s(self, every: Sequence[Sequence[Stages]]) -> Floats:
-        """[neighbours]: averaging. `every` has the neighbours of each replica."""
-        count = len(every[0])
-        if len(every) == 1:
+    def _sums_s(self, replicas: Replicas, change: Change) -> Floats:
+        """[neighbours]: averaging."""
+        count = len(next(iter(change.values())))
+        if len(replicas) == 1:
             return np.zeros(count)
-        pipelines = [timed(self.problem, self.network, self._trials(several)) for several in every]
-        rows = np.tile(np.arange(count)[:, None], len(every))
-        return self._averaging.nearly_s(self._averaging.holders(pipelines, rows)) / self.problem.sync.every
+        owners = [self._owners(change.get(r, (stages,))) for r, stages in enumerate(replicas)]
+        holders = np.stack([np.broadcast_to(found, (count, found.shape[1])) for found in owners], axis=1)
+        return self._averaging.nearly_s(holders) / self.problem.sync.every
+
+    def _owners(self, several: Sequence[Stages]) -> Ints:
+        trials = self._trials(several)
+        return self._averaging.owners(trials.order, trials.table.stage_of[trials.cuts])
 
     def _alone_s(self, stages: Stages, share: int) -> float:
         return float(self._alone(stages, share).seconds[0])
@@ -112,6 +116,8 @@ class SteadyDescent(Descent):
         trials = self._trials(several)
         found = _Steps(np.full(len(several), NEVER), np.zeros(trials.order.shape, dtype=bool))
         for again, rows in self._choices(trials):
+            if not len(rows):
+                continue
             tasks = stage_tasks(self.problem, self.network, trials, share, again)
             rows, limit_s = rows[(tasks.held[rows] >= 1).all(axis=1)], np.minimum(below_s, found.seconds)
             over_s = least_step_s(tasks[rows], share) - limit_s[rows]  # over its limit; the best is below it by most
@@ -130,11 +136,15 @@ class SteadyDescent(Descent):
     def _choices(self, trials: Trials) -> Iterator[tuple[Bools, Ints]]:
         """Yield which stages recompute, and the pipelines in which any does: none, those that memory throttles, those
         that hold fewer than all micro-batches."""
-        yield np.zeros(trials.order.shape, dtype=bool), np.arange(len(trials.order))
-        if self.problem.recompute:
-            plain = timed(self.problem, self.network, trials)
-            for again in (throttling(plain), plain.held < self.problem.micro_batches):
-                yield again, np.flatnonzero(again.any(axis=1))
+        none = np.zeros(trials.order.shape, dtype=bool)
+        yield none, np.arange(len(trials.order))
+        short = held_at_most(self.problem, self.network, trials, none) < self.problem.micro_batches
+        rows = np.flatnonzero(short.any(axis=1))
+        if self.problem.recompute and len(rows):
+            again = none.copy()
+            again[rows] = short[rows] & throttling(timed(self.problem, self.network, trials[rows]))
+            for chosen in (again, short):
+                yield chosen, np.flatnonzero(chosen.any(axis=1))
 
 
 def is_steady(problem: Problem) -> bool:
