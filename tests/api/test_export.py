@@ -8,10 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from isthmus.api.export import export_model
+from isthmus.api.export import ExportOptions, export_model
+from isthmus.api.folder import RunFolder
 from isthmus.errors import UserError
-from tests.generation.runs import finished_run
+from isthmus.models import build_model, save_hugging_face
+from isthmus.training.checkpoint import CheckpointWriter, Manifest
+from tests.generation.runs import GPT2, LLAMA, finished_run, fleet_of
+from tests.runtime.jobs import TEXT, job_of
 
 
 @contextmanager
@@ -36,3 +42,54 @@ def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path)
     (tmp_path / "file").write_text("text")
     with pytest.raises(UserError, match=r"file/out: cannot be written: Not a directory"):
         export_model(run, tmp_path / "file" / "out")
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+FAMILIES: dict[str, dict[str, object]] = {
+    "hf-llama": {**LLAMA, "tie_word_embeddings": True},
+    "hf-gpt2": GPT2,
+    "hf:Qwen3ForCausalLM": {**SMALL, "num_key_value_heads": 1, "head_dim": 16, "dtype": "bfloat16"},
+    "hf-resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+    "hf:MixtralForCausalLM": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4},  # computes its files' weights
+}
+
+
+def saved_run(folder: Path, name: str, options: dict[str, object]) -> nn.Module:
+    """A run's folder with a checkpoint of two stages; returns the module that it is of."""
+    run, job = RunFolder(folder), job_of(name, options, TEXT)
+    run.begin(job, fleet_of(), None, 0)
+    torch.manual_seed(1)
+    module = build_model(job.model)
+    writer, kept = CheckpointWriter(run.checkpoints), module.state_dict().keys()
+    own: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    names = [name for name in own if name in kept]
+    writer.write(2, "stage-0", {n: own[n] for n in names[::2]} | {"optimizer.x.step": torch.zeros(())})
+    writer.write(2, "rest", {n: own[n] for n in names[1::2]})
+    writer.commit(Manifest(step=2, seed=job.training.seed, batch=job.training.batch_size))
+    return module
+
+
+@pytest.mark.parametrize("size", [None, "20KB"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_export_is_what_save_pretrained_writes(tmp_path: Path, name: str, size: str | None) -> None:
+    """Byte for byte, though the model is never built with its values."""
+    module = saved_run(tmp_path / "run", name, FAMILIES[name])
+    export_model(tmp_path / "run", tmp_path / "ours", ExportOptions(max_shard_size=size))
+    save_hugging_face(module, tmp_path / "theirs", max_shard_size=size)
+    ours, theirs = ({p.name: p for p in (tmp_path / who).iterdir()} for who in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert (len([n for n in ours if n.endswith(".safetensors")]) > 1) == (size is not None)
+    for file, path in ours.items():
+        assert path.read_bytes() == theirs[file].read_bytes(), file
+        assert path.stat().st_mode == theirs[file].stat().st_mode
+
+
+def test_a_size_that_is_none_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--max-shard-size: got '5', expected a size such as 5GB"):
+        ExportOptions(max_shard_size="5")
+
+
+def test_only_whole_models_of_transformers_are_split(tmp_path: Path) -> None:
+    run, _ = finished_run(tmp_path / "run")
+    with pytest.raises(UserError, match="--max-shard-size: the run's model is none of transformers"):
+        export_model(run, tmp_path / "out", ExportOptions(max_shard_size="1MB"))

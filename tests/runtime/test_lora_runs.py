@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import isthmus
-from isthmus.api.export import export_model
+from isthmus.api.export import ExportOptions, export_model
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.data.dataset import batch_at
 from isthmus.errors import UserError
@@ -129,7 +129,7 @@ def test_llama_over_three_devices_and_exported_equals_peft_alone(tmp_path: Path)
     assert_equal(adapter_of(folder), trained(theirs))
 
     export_model(folder, tmp_path / "adapter")
-    export_model(folder, tmp_path / "merged", merge=True)
+    export_model(folder, tmp_path / "merged", ExportOptions(merge=True))
     loaded = peft.PeftModel.from_pretrained(base("llama"), tmp_path / "adapter").eval()
     (batch, *_) = micro_batches(job, 0)
     assert torch.equal(loaded(**batch).loss, theirs.eval()(**batch).loss)

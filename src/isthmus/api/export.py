@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import save_model
+from torch import Tensor
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
@@ -31,12 +32,13 @@ from isthmus.models import (
     is_hugging_face,
     is_peft,
     merged,
+    model_on_meta,
     save_adapter,
     save_hugging_face,
     widened,
 )
 from isthmus.models.registry import own_names
-from isthmus.training.checkpoint import checkpoint_weights, latest_checkpoint, read_manifest
+from isthmus.training.checkpoint import checkpoint_weights, latest_checkpoint, read_manifest, weights_of_module
 from isthmus.training.stored import save_tensors
 
 
@@ -46,53 +48,101 @@ class Exported(NamedTuple):
     unit: str
 
 
-def export_model(run: str | Path, directory: Path, *, merge: bool = False) -> tuple[Exported, list[str]]:
+class ExportOptions(msgspec.Struct, frozen=True, kw_only=True):
+    merge: bool = False  # of LoRA the base model with the adapter added
+    max_shard_size: str | None = None  # of a Hugging Face model's files, as "5GB"; None: as transformers has it
+
+    def __post_init__(self) -> None:
+        size = self.max_shard_size
+        if size is not None and not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", size):
+            raise UserError(f"export: --max-shard-size: got {size!r}, expected a size such as 5GB")
+
+
+AS_IT_IS = ExportOptions()
+
+
+def export_model(run: str | Path, directory: Path, options: ExportOptions = AS_IT_IS) -> tuple[Exported, list[str]]:
     """The newest checkpoint or last federated round, in a Hugging Face directory when the model is one, else as
-    safetensors; and what could not be read. Of LoRA the adapter, or with `merge` the base model with it added. `run` is
-    a folder or the URL of a run's store."""
+    safetensors; and what could not be read. Of LoRA the adapter. `run` is a folder or the URL of a run's store."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"export: {directory} exists and is not an empty directory")
     with local_copy(run) as path:
-        return _export(RunFolder.existing(path), directory, merge=merge)
+        return _export(RunFolder.existing(path), directory, options)
 
 
 def push_model(
-    run: str | Path, name: str, *, merge: bool = False, public: bool = False
+    run: str | Path, name: str, options: ExportOptions = AS_IT_IS, *, public: bool = False
 ) -> tuple[Exported, list[str], str]:
     """Export a model as `export_model` does, into a repository of the Hugging Face hub; return its address."""
     hub = HubRepository(name, public=public)
     with tempfile.TemporaryDirectory() as temporary:
-        found, notes = export_model(run, Path(temporary), merge=merge)
+        found, notes = export_model(run, Path(temporary), options)
         return found, notes, hub.push(found.directory, f"{found.done} {found.unit} of training by Isthmus")
 
 
-def _export(folder: RunFolder, directory: Path, *, merge: bool) -> tuple[Exported, list[str]]:
+def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple[Exported, list[str]]:
     notes: list[str] = []
     job = folder.any_job()
     if isinstance(job, Job) and is_given(job):
         return _export_given(folder, job.model.name, directory), notes
+    if options.merge and job.model.lora is None:
+        raise UserError("export: --merge: the run's model has no LoRA, expected a job with [model.lora]")
+    tokenizer = "bytes" if job.data is None else job.data.located.get("tokenizer", "bytes")
+    tokenizer_dir = Path(str(tokenizer)) if tokenizer != "bytes" else None
+    unit = job.LENGTH.rpartition(".")[2]
+    if isinstance(job, Job) and (step := _streamed(folder, job, directory, tokenizer_dir, options)) is not None:
+        return Exported(directory, step, unit), notes
     module, done = program_of(job).trained(folder, notes.append)
-    if merge:
-        if not is_peft(module):
-            raise UserError("export: --merge: the run's model has no LoRA, expected a job with [model.lora]")
+    if options.merge:
         module = merged(module)
     model = job.model
     if has_subspace(module):
         model = _without_boundary(model)
         module = widened(module, build_model(model))
-    tokenizer = "bytes" if job.data is None else job.data.located.get("tokenizer", "bytes")
-    tokenizer_dir = Path(str(tokenizer)) if tokenizer != "bytes" else None
+    library = is_hugging_face(module) and not is_peft(module) and not has_bottlenecks(module)
+    if options.max_shard_size is not None and not library:
+        raise UserError("export: --max-shard-size: the run's model is none of transformers, or LoRA without --merge")
     with _whole(directory):
         if is_peft(module):
             save_adapter(module, directory, tokenizer_dir)
-        elif is_hugging_face(module) and not has_bottlenecks(module):
-            save_hugging_face(module, directory, tokenizer_dir)
+        elif library:
+            save_hugging_face(module, directory, tokenizer_dir, max_shard_size=options.max_shard_size)
         else:
             directory.mkdir(parents=True, exist_ok=True)
             save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
             follow_umask(directory / "model.safetensors")
             (directory / "model.json").write_bytes(msgspec.json.encode(model))
-    return Exported(directory, done, job.LENGTH.rpartition(".")[2]), notes
+    return Exported(directory, done, unit), notes
+
+
+class _Computed(Exception):
+    """The library computes a weight of the export from several of the module's."""
+
+
+def _streamed(
+    folder: RunFolder, job: Job, directory: Path, tokenizer_dir: Path | None, options: ExportOptions
+) -> int | None:
+    """Export a Hugging Face model as it is in the newest checkpoint, a tensor at a time; return the checkpoint's step.
+    None where that cannot be done."""
+    if job.model.lora is not None or job.model.boundary is not None:
+        return None
+    module = model_on_meta(job.model)
+    if not is_hugging_face(module):
+        return None
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    found = weights_of_module(module, checkpoint)
+
+    def write(tensors: dict[str, Tensor], path: str, metadata: dict[str, str]) -> None:
+        if any(tensor not in found for tensor in tensors.values()):
+            raise _Computed
+        save_tensors(Path(path), {name: found[t].cast(t.dtype) for name, t in tensors.items()}, metadata)
+
+    try:
+        with _whole(directory):
+            save_hugging_face(module, directory, tokenizer_dir, max_shard_size=options.max_shard_size, write_file=write)
+    except _Computed:
+        return None
+    return read_manifest(checkpoint).step
 
 
 @contextlib.contextmanager

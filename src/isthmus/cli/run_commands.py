@@ -69,15 +69,20 @@ def export(
         str | None, typer.Option("--push", metavar="USER/NAME", help="Push to the Hugging Face hub, in place of DIR.")
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: a repository that all can read.")] = False,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option("--max-shard-size", metavar="SIZE", help="Most bytes of a file, as 5GB; Hugging Face models."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.
 
     A Hugging Face directory when the model is one; of LoRA the adapter alone, as peft reads it."""
+    options = api.export.ExportOptions(merge=merge, max_shard_size=max_shard_size)
     if push is not None and directory is None:
-        found, notes, where = api.export.push_model(run, push, merge=merge, public=public)
+        found, notes, where = api.export.push_model(run, push, options, public=public)
     elif push is None and directory is not None and not public:
-        (found, notes), where = api.export.export_model(run, directory, merge=merge), str(directory)
+        (found, notes), where = api.export.export_model(run, directory, options), str(directory)
     else:
         raise UserError("export: expected either DIR or --push USER/NAME; --public is for --push")
     _warn(notes)

@@ -5,7 +5,7 @@ from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
 from isthmus.models.lora import LoraOptions, base_of, is_peft, merged, save_adapter
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
-from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names, summarize_model
+from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names, model_on_meta, summarize_model
 from isthmus.models.subspace import has_subspace, widened
 from isthmus.models.unet import UNet, UNetConfig
 
@@ -32,6 +32,7 @@ __all__ = [
     "is_peft",
     "merged",
     "model_names",
+    "model_on_meta",
     "save_adapter",
     "save_hugging_face",
     "summarize_model",

@@ -11,7 +11,8 @@ import inspect
 import re
 import shutil
 import sys
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -227,15 +228,39 @@ def _warn_of_new_weights(chosen: PretrainedOptions, names: Sequence[str]) -> Non
         warn(f"hf option 'path': {chosen.path} as {chosen.task} has no {shown} ({len(names)} such): drawn at random")
 
 
-def save_hugging_face(module: nn.Module, directory: Path, tokenizer_dir: Path | None = None) -> None:
+WriteFile = Callable[[dict[str, torch.Tensor], str, dict[str, str]], None]
+"""Writes a safetensors file: the module's tensors by the names that they get, the file's path, its metadata."""
+
+
+def save_hugging_face(
+    module: nn.Module,
+    directory: Path,
+    tokenizer_dir: Path | None = None,
+    *,
+    max_shard_size: str | None = None,
+    write_file: WriteFile | None = None,
+) -> None:
     """Writes `module` so that `from_pretrained(directory)` reads it back, with the tokenizer's files beside it.
 
-    Raises `UserError` if `module` is no transformers model, or `tokenizer_dir` holds no tokenizer.
+    `max_shard_size` as "5GB"; None is the library's own. With `write_file` the module may be on the meta device: the
+    library says which file holds what under which name, and a tensor that it computes from several is none of the
+    module's. Raises `UserError` if `module` is no transformers model, or `tokenizer_dir` holds no tokenizer.
     """
     if not is_hugging_face(module):
         raise UserError(f"cannot save {type(module).__name__} for Hugging Face: it is no transformers model")
     tokenizer = tokenizer_files(tokenizer_dir)
-    module.save_pretrained(directory)  # pyright: ignore[reportCallIssue]
+    # Of one on the meta device the library asks the module which are tied, by the module's own tensors.
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    given = {} if write_file is None else {"state_dict": {name: own[name] for name in module.state_dict()}}
+    size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+
+    def write(tensors: dict[str, torch.Tensor], path: str, metadata: dict[str, str]) -> None:
+        assert write_file is not None
+        write_file(tensors, path, metadata)
+
+    library = import_module("transformers.modeling_utils")
+    with mock.patch.object(library, "safe_save_file", write) if write_file else contextlib.nullcontext():
+        module.save_pretrained(directory, **given, **size)  # pyright: ignore[reportCallIssue]
     finish_directory(directory, tokenizer)
 
 

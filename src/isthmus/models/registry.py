@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isthmus.combinations import refused
 from isthmus.errors import IsthmusError, UserError, unknown_name
@@ -100,6 +101,22 @@ def build_model(spec: ModelSpec) -> nn.Module:
     if spec.boundary is not None:
         module = add_boundary(module, spec.boundary)
     return module if spec.lora is None else add_lora(module, spec.lora)
+
+
+def model_on_meta(spec: ModelSpec) -> nn.Module:
+    """The same module without values, on torch's meta device: it takes no memory. Errors as of `build_model`."""
+    with FakeTensorMode():
+        module = build_model(spec)
+    made: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if tensor not in made:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                parameter = isinstance(tensor, nn.Parameter)
+                made[tensor] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+            setattr(part, name, made[tensor])
+    return module
 
 
 def _build(spec: ModelSpec) -> nn.Module:

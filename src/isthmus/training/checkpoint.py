@@ -372,35 +372,55 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
 
 def load_checkpoint(module: nn.Module, checkpoint: Path, named: Named = lambda weights: weights) -> int:
     """Fill a plain module with a checkpoint's weights; returns the step. Tied parameters are filled once. `named` gives
-    the weights that are the module's, under its own names.
-
-    UserError when a weight of the checkpoint is not in the module or has another shape, when a parameter of the module
-    is not in the checkpoint, and when weights that the checkpoint leaves out are not those it was made with.
+    the weights that are the module's, under its own names. UserError as `weights_of_module`, and when weights that the
+    checkpoint leaves out are not those it was made with.
     """
-    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    kind, filled = type(module).__name__, set[int]()
-    weights, manifest = named(checkpoint_weights(checkpoint)), read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint)
+    found = weights_of_module(module, checkpoint, named)
     with torch.no_grad():
-        for name, value in weights.items():
-            if name not in own and isinstance(attribute_of(module, name), Tensor):
-                continue  # earlier versions saved them: they are as the module was built
-            if name not in own:
-                raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {kind}")
-            if own[name].shape != value.shape:
-                raise UserError(
-                    f"checkpoint {checkpoint}: weight {name!r} has shape {list(value.shape)}, "
-                    f"expected {list(own[name].shape)}"
-                )
-            own[name].copy_(value.read())
-            filled.add(id(own[name]))
+        for own, stored in found.items():
+            own.copy_(stored.read())
     if manifest.base:
-        kept = own.keys() - not_persistent(module)
-        check_base(manifest, digest_of(rest(own, set(weights), kept)), checkpoint)
-        return manifest.step
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in filled:
-            raise UserError(f"checkpoint {checkpoint}: holds no value for {name!r} of {kind}")
+        own = _variables(module)
+        kept, held = own.keys() - not_persistent(module), {name for name, tensor in own.items() if tensor in found}
+        check_base(manifest, digest_of(rest(own, held, kept)), checkpoint)
     return manifest.step
+
+
+def weights_of_module(
+    module: nn.Module, checkpoint: Path, named: Named = lambda weights: weights
+) -> dict[Tensor, StoredTensor]:
+    """A checkpoint's values of a plain module's parameters and buffers, which may be on the meta device; of tied ones
+    once.
+
+    UserError when a weight of the checkpoint is not in the module or has another shape, and when a parameter of the
+    module is not in the checkpoint, which has not left any out.
+    """
+    own, kind = _variables(module), type(module).__name__
+    found: dict[Tensor, StoredTensor] = {}
+    for name, value in named(checkpoint_weights(checkpoint)).items():
+        if name not in own and isinstance(attribute_of(module, name), Tensor):
+            continue  # earlier versions saved them: they are as the module was built
+        if name not in own:
+            raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {kind}")
+        if own[name].shape != value.shape:
+            raise UserError(
+                f"checkpoint {checkpoint}: weight {name!r} has shape {list(value.shape)}, "
+                f"expected {list(own[name].shape)}"
+            )
+        found[own[name]] = value
+    left_out = () if read_manifest(checkpoint).base else module.named_parameters()
+    for name, parameter in left_out:
+        if parameter not in found:
+            raise UserError(f"checkpoint {checkpoint}: holds no value for {name!r} of {kind}")
+    return found
+
+
+def _variables(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def not_persistent(module: nn.Module) -> set[str]:
