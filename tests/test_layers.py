@@ -89,9 +89,9 @@ PUBLIC = {
         "question_in_words save_plan schedule_of"
     ),
     "planners": (
-        "ABILITIES Capabilities ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped abilities "
+        "ABILITIES Capabilities ENTRY_POINTS INTERRUPTED Planner SearchObserver SearchStopped abilities "
         "capabilities "
-        "check_constraints check_planner cut_short describe keep least legal_places looked_at observed_by over_counts "
+        "check_constraints check_planner cut_short describe keep legal_places looked_at observed_by over_counts "
         "plan planner_names scheduled whole_replicas"
     ),
     "programs": "",
@@ -122,7 +122,8 @@ PUBLIC = {
     ),
     "runtime": "",
     "verification": (
-        "MOST_WORK BoundCheck Difference ProofProgress Prover Question StateBytes Verdict provable state_bytes verify"
+        "BoundCheck Difference ProofProgress Prover Question StateBytes Until Verdict asked_in_words is_priced "
+        "state_bytes unproven verify"
     ),
 }
 """What people may rely on: a change here is a change of the public API."""

@@ -81,15 +81,10 @@ WORDS = [
 GLOSSARY = "docs/glossary.md"
 MADE = "docs/state-machines.md"
 """Made from names of phases and events."""
-QUESTION = "the question in plan documents, which earlier versions wrote"
 PROSE = [
     Word("tasklets?", "task"),
     Word("makespans?", "longest executor, longest device"),
-    Word(
-        "closed forms?",
-        "formula",
-        {"src/isthmus/plans/constraints.py": QUESTION, "src/isthmus/planners/search/one_pipeline.py": QUESTION},
-    ),
+    Word("closed forms?", "formula"),
     Word("attained", "the bound is reached"),
     Word("overran", "took longer than"),
     Word("twins?", "naive reference, copy of the model"),

@@ -13,7 +13,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -28,14 +28,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from fleets import sized_problem
 
 from harness import machine, options_of, write_figures
-from isthmus.api.proof import PROVING, Proving, as_proven, question_of
+from isthmus.api.proof import PROVING_WORK, certificate_of, question_of
 from isthmus.errors import UserError
+from isthmus.experiments import RunSpec
 from isthmus.planners import plan as make_plan
-from isthmus.verification import MOST_WORK, verify
+from isthmus.plans import Plan
+from isthmus.simulator import simulate
+from isthmus.trace import steady_step_s
+from isthmus.verification import Prover, verify
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 SIZES = ((2, 6), (7, 8), (9, 16), (17, 64))
 GOALS = (0.0, 0.02, 0.10, 0.25)
+SCORED_STEPS, STEPS = 2, 8  # of a simulation, while planning and of the plan
 PROBLEMS, SECONDS = 100, 60.0
 QUICK_PROBLEMS, QUICK_SECONDS = 4, 5.0
 
@@ -66,40 +71,31 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return (seed, size) in self.unfit or any((r.seed, r.size) == (seed, size) for r in self.rows)
 
 
-OFTEN = 2_000_000
-"""Entries of arrays, about a hundredth of a second."""
-
-
-class ProcessorTime(Proving):
-    """So many seconds of this process, however much else the machine does."""
-
-    def ended(self) -> Callable[[int], bool]:
-        start_s, asked_at, over = time.process_time(), 0, False
-
-        def ended(work: int) -> bool:
-            nonlocal asked_at, over
-            if work >= asked_at:  # the processor's time is slow to ask for
-                asked_at = work + OFTEN
-                over = time.process_time() - start_s > (self.seconds or 0.0) or work > PROVING * MOST_WORK
-            return over
-
-        return ended
-
-
 def row(seed: int, size: tuple[int, int], seconds: float) -> Row | None:
     """None where nothing fits."""
     problem = sized_problem(seed, *size)
     start_s = time.perf_counter()
+
+    def simulated_s(plan: Plan, steps: int = SCORED_STEPS) -> float:
+        spec = RunSpec(steps=steps, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
+        return steady_step_s(simulate(plan, problem.fleet, spec))
+
     try:
-        plan = make_plan("auto", problem)
+        plan = make_plan("auto", problem, simulated_s)
     except UserError:
         return None
+    predicted = msgspec.structs.replace(plan.predicted, steady_s=simulated_s(plan, STEPS))
+    plan = msgspec.structs.replace(plan, predicted=predicted)
     planned_s, start_prove_s = time.perf_counter(), time.process_time()
-    counts = (problem.micro_batches,)
-    proven = as_proven(problem, plan, counts, ProcessorTime(seconds))
+    question, reached = question_of(problem, (problem.micro_batches,)), plan.predicted.steady_s
+
+    def ended() -> bool:
+        return time.process_time() - start_prove_s > seconds
+
+    bound_s = Prover(question, priced=False).run(reached, PROVING_WORK, ended, lambda _: None)
     prove_s = time.process_time() - start_prove_s
-    certificate = proven.certificate
-    verdict = verify(proven, question_of(problem, counts))
+    certificate = certificate_of(question, reached, bound_s)
+    verdict = verify(msgspec.structs.replace(plan, certificate=certificate), question)
     return Row(
         seed=seed,
         size=size,

@@ -1,4 +1,4 @@
-"""Cost and bound of sixty planning problems: ten graphs on ten fleets, each by six planners."""
+"""Cost of sixty planning problems: ten graphs on ten fleets, each by six planners."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ CASES = range(10)
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """In seconds per step; no step and no bound where the fleet is too small."""
+    """In seconds per step; no step where the fleet is too small."""
 
     step_s: float | None = None
-    bound_s: float | None = None
 
 
 def problem(case: int) -> Problem:
@@ -42,5 +41,4 @@ def cost(case: int, planner: str) -> Cost:
         found = plan(planner, problem(case))
     except FleetTooSmall:
         return Cost()
-    certificate = found.certificate
-    return Cost(step_s=found.predicted.step_s, bound_s=None if certificate is None else certificate.lower_bound)
+    return Cost(step_s=found.predicted.step_s)

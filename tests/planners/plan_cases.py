@@ -8,11 +8,15 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from isthmus.api.proof import with_bound
 from isthmus.cost import Problem, place
 from isthmus.cost.placement import Placement, recomputing
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec, cuts
-from isthmus.plans import classic_in_flight
+from isthmus.plans import Plan, classic_in_flight
+from isthmus.protocol import RunSpec
+from isthmus.simulator import simulate
+from isthmus.trace import steady_step_s
 
 
 def tensor(*shape: int, dtype: str = "float32", batched: bool = True) -> TensorSpec:
@@ -156,6 +160,19 @@ def brute_force(problem: Problem, orders: Sequence[Sequence[str]]) -> float:
         (p.times.step_s(problem.micro_batches) for order in orders for p in every_cut(problem, order) if fits(p)),
         default=float("inf"),
     )
+
+
+def simulated_s(problem: Problem, plan: Plan, steps: int = 8) -> float:
+    """Seconds of a steady step."""
+    spec = RunSpec(steps=steps, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
+    return steady_step_s(simulate(plan, problem.fleet, spec))
+
+
+def document(problem: Problem, plan: Plan, counts: Sequence[int] = ()) -> Plan:
+    """The plan as commands write it: simulated, and with a bound over these numbers of micro-batches."""
+    predicted = msgspec.structs.replace(plan.predicted, steady_s=simulated_s(problem, plan))
+    simulated = msgspec.structs.replace(plan, predicted=predicted, constraints=problem.constraints)
+    return with_bound(problem, simulated, counts or (problem.micro_batches,))
 
 
 def all_orders_of(fleet: Fleet) -> list[tuple[str, ...]]:

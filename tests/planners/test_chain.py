@@ -33,7 +33,6 @@ from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, with_memory
 from isthmus.graph import OpGraph, Ref, assign, partition
 from isthmus.planners import plan
-from isthmus.planners.bounds import pipeline_step_s
 from isthmus.planners.search.cuts import ThresholdSearch
 from isthmus.planners.search.relaxation import Relaxation, StageTables
 from isthmus.planners.search.routes import Routes, all_orders, fixed_placement_of, one_order
@@ -90,14 +89,6 @@ def test_every_order_and_subset_is_searched_as_by_brute_force(
     best = brute_force(problem, all_orders_of(problem.fleet))
     search, bound = search_over(problem, routes_of(problem))
     assert (search.upper_s, bound) == pytest.approx((best, best), rel=1e-8)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 4), st.booleans())
-def test_the_bound_is_below_every_pipeline(seed: int, operators: int, devices: int, memory: bool) -> None:
-    problem = random_problem(seed, operators, devices, memory=memory)
-    bound = pipeline_step_s(network_of(problem), Blocks(problem), problem.micro_batches)
-    assert bound <= brute_force(problem, all_orders_of(problem.fleet)) * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
@@ -165,8 +156,6 @@ def test_a_plan_is_consistent_with_its_stage_graphs(seed: int, operators: int, d
     for stage in made.stages:
         assert stage.memory.total <= problem.fleet.device(stage.device).memory_bytes
     assert {name.split(" ")[0] for name in made.notes} == set(problem.fleet.names)
-    assert made.certificate is not None
-    assert made.certificate.lower_bound <= made.predicted.step_s
     assert msgspec.json.decode(msgspec.json.encode(made), type=Plan) == made
     assert plan("chain", problem) == made
 
@@ -193,8 +182,6 @@ def test_a_gpt_on_unequal_devices_beats_even_and_is_proven_optimal() -> None:
     problem = problem_of(gpt_graph(2), _fleet([1e9, 3e9, 2e9]), micro_batches=8)
     made, baseline = plan("chain", problem), plan("even", problem)
     assert made.predicted.step_s < 0.8 * baseline.predicted.step_s
-    assert made.certificate is not None
-    assert made.certificate.gap == 0
     assert made.replicas[0].shared[0].name == "module.wte"
 
 
@@ -208,7 +195,7 @@ def test_a_device_behind_a_slow_link_is_left_out_and_the_plan_says_so() -> None:
     )
     made = plan("chain", problem_of(gpt_graph(1), fleet, micro_batches=8))
     assert sorted(s.device for s in made.stages) == ["d0", "d1"]
-    assert "away is left out: no plan is faster with it" in made.notes
+    assert "away is left out: no plan that was found is faster with it" in made.notes
 
 
 def test_many_devices_are_ordered_by_region() -> None:
@@ -218,16 +205,13 @@ def test_many_devices_are_ordered_by_region() -> None:
     regions = [fleet.device(s.device).region for s in made.stages]
     assert len(regions) > 4
     assert sum(a != b for a, b in itertools.pairwise(regions)) == 1
-    assert made.certificate is not None
-    assert 0 < made.certificate.lower_bound <= made.predicted.step_s
     assert made.predicted.step_s < plan("even", problem_of(gpt_graph(4), fleet, micro_batches=64)).predicted.step_s
 
 
 def test_memory_decides_how_many_micro_batches_are_in_flight_and_is_in_the_prediction() -> None:
     graph = gpt_graph(2, vocabulary=50)
     roomy = plan("chain", problem_of(graph, _fleet([1e8, 1e8], latency=0.5, bandwidth=1e9), micro_batches=32))
-    assert roomy.certificate is not None
-    assert (len(roomy.stages), roomy.certificate.gap) == (2, 0)
+    assert len(roomy.stages) == 2
     most = max(s.memory.total for s in roomy.stages)
     fleet = _fleet([1e8, 1e8], latency=0.5, bandwidth=1e9, memory=most // 2)
     tight, keeping = (problem_of(graph, fleet, micro_batches=32, recompute=allowed) for allowed in (True, False))
@@ -241,7 +225,6 @@ def test_memory_decides_how_many_micro_batches_are_in_flight_and_is_in_the_predi
     again = plan("chain", tight)
     assert [s.recompute for s in again.stages] == [True, False]
     assert all(s.memory.total <= most // 2 for s in again.stages)
-    assert again.certificate is not None and again.certificate.gap == 0
     assert roomy.predicted.step_s < again.predicted.step_s < squeezed.predicted.step_s
 
 

@@ -17,7 +17,6 @@ from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import resolve_fleet
 from isthmus.planners import plan
-from isthmus.planners.bounds import pipeline_step_s, replicas_step_s
 from isthmus.planners.search import prune_fleet
 from isthmus.planners.search.auto import auto
 from isthmus.planners.search.descent import Descent
@@ -42,7 +41,6 @@ def test_auto_equals_brute_force_on_small_fleets(seed: int) -> None:
         assert best_s == float("inf")
         return
     assert found.predicted.step_s == pytest.approx(best_s, rel=1e-8)
-    assert found.certificate is not None and found.certificate.gap == 0
     assert verify(found, question_of(problem)).holds()
 
 
@@ -74,8 +72,6 @@ def test_odd_graphs_are_settled_and_bounds_are_below(
     assert settled.plan is not None
     assert settled.bound == pytest.approx(best_s, rel=1e-8)
     assert settled.plan.predicted.step_s == pytest.approx(best_s, rel=1e-8)
-    bounds = pipeline_step_s(network, blocks, count), replicas_step_s(network, blocks, count)
-    assert 0 < min(bounds) <= best_s * (1 + 1e-9)
 
 
 def test_in_some_of_these_stages_recompute() -> None:
@@ -104,7 +100,6 @@ def test_a_large_fleet_is_narrowed_and_the_bound_is_over_all(monkeypatch: pytest
     problem = Problem(flow=small_case(0).flow, fleet=resolve_fleet("random:100:0"), micro_batch_size=2, micro_batches=8)
     made = {name: plan(name, problem) for name in ("auto", "chain")}
     for found in made.values():
-        assert found.certificate is not None and found.certificate.lower_bound > 0
         assert len(found.notes) == 100
     told = [note for note in made["auto"].notes if "was not looked at" in note]
     assert len(told) == 100 - most

@@ -64,8 +64,6 @@ def test_the_chain_is_as_good_as_the_best_of_all(seed: int, labels_stay: bool, o
     for planner in ("chain", "auto"):
         made = make_plan(planner, problem)
         assert preference(problem, made)[0] == pytest.approx(best, rel=1e-9)
-        assert made.certificate is not None
-        assert made.certificate.lower_bound <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -85,5 +83,3 @@ def test_where_memory_holds_copies_up_no_chain_is_below_the_bound(seed: int, hol
     assert "memory" in best.predicted.bottleneck
     made = make_plan("chain", problem)
     assert made.predicted.step_s == pytest.approx(best.predicted.step_s, rel=1e-9)
-    assert made.certificate is not None
-    assert made.certificate.lower_bound <= best.predicted.step_s * (1 + 1e-9)

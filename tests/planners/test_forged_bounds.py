@@ -1,106 +1,94 @@
-"""One certificate of one question: the same for every planner's plan, and no figure of it can be edited unseen."""
+"""Forged documents: figures, bounds, plans and problems that are not what they were. None passes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
+from plan_cases import document, fleet_of, gpt_graph, problem_of, random_graph, simulated_s
 from term_cases import asked, priced_fleet
-from test_verify import question_of
-from tests.tiers import represented_by
 
-from isthmus.cost import Problem, preference
-from isthmus.errors import UserError
-from isthmus.planners import over_counts, planner_names
+from isthmus.api.proof import question_of
+from isthmus.cost import Problem
+from isthmus.fleet import Link, Links, corrected
 from isthmus.planners import plan as plan_by
-from isthmus.plans import Certificate, Plan
-from isthmus.verification import verify
-
-SLOW = {"sky-optimal", "dtfm-genetic", "dtfm-kl"}
-PLANNERS = ("auto", "chain", "even")
-LONG_TO_CHECK = 2
-"""Of the instances: a second for each claim."""
+from isthmus.plans import Plan
+from isthmus.verification import Verdict, verify
 
 
-def planned(name: str, problem: Problem) -> Plan | None:
-    """As the commands plan; None where the planner refuses."""
-    knows_prices = name in ("auto", "chain")
-    try:
-        return over_counts(
-            problem, (problem.micro_batches,), lambda cut: plan_by(name, cut if knows_prices else cut.timed()), None
-        )
-    except UserError:
-        return None
-
-
-def certificates(problem: Problem) -> dict[str, Certificate]:
-    plans = {name: planned(name, problem) for name in sorted(set(planner_names()) - SLOW)}
-    return {name: plan.certificate for name, plan in plans.items() if plan is not None and plan.certificate is not None}
-
-
-def instances() -> list[Problem]:
-    """Settled by trying every plan; by one replica's search; by bounds alone; and of prices."""
+def problems() -> list[Problem]:
+    seven = fleet_of([1e6, 2e6, 3e6, 4e6, 5e6, 6e6, 7e6])
+    near = msgspec.structs.replace(seven, links=Links(default=Link(0.01, 1e6)))
     return [
         problem_of(random_graph(5, 5), fleet_of([1.0, 3.0, 5.0], 5), micro_batches=4),
         problem_of(gpt_graph(2), fleet_of([2e4, 3e4], 4), micro_batches=1),
-        problem_of(gpt_graph(2), fleet_of([1e4, 2e4, 3e4, 4e4, 5e4, 6e4, 7e4], 4), micro_batches=8),
+        problem_of(gpt_graph(2), near, micro_batches=8),
         asked(7, 5, priced_fleet(7, 3), objective="cost"),
     ]
 
 
-@pytest.mark.parametrize("number", represented_by(range(4), 1))
-def test_every_planner_states_the_same_bound_on_the_same_question(number: int) -> None:
-    problem = instances()[number]
-    found = certificates(problem)
-    assert {"auto", "chain", "even"} <= set(found)
-    assert len({c.question for c in found.values()}) == 1
-    bounds = [c.lower_bound for c in found.values()]
-    assert max(bounds) <= min(bounds) * (1 + 1e-9)
+def checked(plan: Plan, problem: Problem) -> Verdict:
+    question = question_of(problem, (problem.micro_batches,))
+    return verify(plan, question, simulated_s=lambda plan: simulated_s(problem, plan))
+
+
+def forged(plan: Plan, problem: Problem) -> Iterator[tuple[str, Plan, Problem]]:
+    """Ten kinds."""
+    stated, predicted, replica = plan.certificate, plan.predicted, plan.replicas[0]
+    assert stated is not None
+    reached = stated.lower_bound * (1 + stated.gap)
+
+    def claim(**fields: object) -> Plan:
+        return msgspec.structs.replace(plan, certificate=msgspec.structs.replace(stated, **fields))  # type: ignore[arg-type]
+
+    def raised(bound: float) -> Plan:
+        return claim(lower_bound=bound, gap=reached / bound - 1, exact=False)
+
+    yield "gap", claim(gap=stated.gap / 2 + 1e-4), problem
+    yield "bound alone", claim(lower_bound=stated.lower_bound * 1.001), problem
+    yield "bound and gap", raised(1.5 * reached), problem
+    yield "a plan said to be best", claim(lower_bound=reached, gap=0.0, exact=not stated.exact), problem
+    yield "question", claim(question="the time of a step of any plan"), problem
+    yield "objective", claim(objective="cost" if stated.objective == "step" else "step"), problem
+    quicker = msgspec.structs.replace(predicted, steady_s=0.9 * predicted.steady_s)
+    yield "simulated step", msgspec.structs.replace(plan, predicted=quicker), problem
+    shorter = msgspec.structs.replace(predicted, step_s=0.9 * predicted.step_s)
+    yield "formula", msgspec.structs.replace(plan, predicted=shorter), problem
+    lighter = msgspec.structs.replace(replica.stages[0], flops_forward=replica.stages[0].flops_forward // 2)
+    stages = (lighter, *replica.stages[1:])
+    yield (
+        "plan",
+        msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(replica, stages=stages), *plan.replicas[1:])),
+        problem,
+    )
+    name = replica.stages[0].device
+    quick = corrected(problem.fleet, {name: 2 * problem.fleet.device(name).flops_per_s}, {})
+    yield "problem", plan, replace(problem, fleet=quick)
 
 
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("name", represented_by(PLANNERS, "auto"))
-def test_no_figure_of_a_certificate_can_be_edited(number: int, name: str) -> None:
-    problem = instances()[number]
-    plan = planned(name, problem)
-    assert plan is not None and plan.certificate is not None
-    plan = msgspec.structs.replace(plan, constraints=problem.constraints)  # whom prices do not concern planned for time
-    assert verify(plan, question_of(problem)).holds()
-    stated, reached = plan.certificate, preference(problem, plan)[0]
-    forged = [msgspec.structs.replace(stated, gap=gap) for gap in (stated.gap + 1e-4, stated.gap / 2 + 1e-5, -0.5)]
-    for factor in (0.3, 0.9, 0.999, 1.001, 1.1, 2.0):
-        bound = stated.lower_bound * factor
-        forged.append(msgspec.structs.replace(stated, lower_bound=bound))
-        forged.append(msgspec.structs.replace(stated, lower_bound=bound, gap=reached / bound - 1))
-    forged += [
-        msgspec.structs.replace(stated, question="the time of a step of any plan"),
-        msgspec.structs.replace(stated, objective="cost" if stated.objective == "step" else "step"),
-        msgspec.structs.replace(stated, lower_bound=reached, gap=0.0, exact=True),
-    ]
-    if number == LONG_TO_CHECK:  # all planners state the same bound there: each edit is made to one of them
-        forged.pop()  # far above the bound: a check looks for a better plan for two minutes
-        forged = forged[PLANNERS.index(name) :: len(PLANNERS)]
-    for claim in forged:
-        if claim == stated:
-            continue
-        verdict = verify(msgspec.structs.replace(plan, certificate=claim), question_of(problem))
-        # A bound between what is stated and what the check proves is as good as the stated one.
-        proven = verdict.bound is not None and stated.lower_bound < claim.lower_bound <= (verdict.bound.proven or 0.0)
-        assert not verdict.holds() or (proven and claim.lower_bound < reached), claim
+def test_no_forged_document_passes(number: int) -> None:
+    problem = problems()[number]
+    plan = document(problem, plan_by("chain", problem))
+    assert checked(plan, problem).holds(), checked(plan, problem)
+    kinds = 0
+    for kind, other, question in forged(plan, problem):
+        assert not checked(other, question).holds(), kind
+        kinds += 1
+    assert kinds == 10
 
 
-@given(seed=st.integers(0, 10**6), devices=st.integers(1, 4), units=st.integers(2, 5), factor=st.floats(1.0001, 5))
-@settings(max_examples=15, deadline=None)
-def test_a_raised_bound_with_its_gap_is_caught_on_any_problem(
-    seed: int, devices: int, units: int, factor: float
-) -> None:
-    fleet = fleet_of([1 + (seed * (k + 3)) % 7 for k in range(devices)], seed)
-    problem = problem_of(random_graph(seed, units), fleet, micro_batches=1 + seed % 5)
-    plan = planned("even", problem)
-    if plan is None or plan.certificate is None:
-        return
-    bound = plan.certificate.lower_bound * factor
-    raised = msgspec.structs.replace(plan.certificate, lower_bound=bound, gap=preference(problem, plan)[0] / bound - 1)
-    assert not verify(msgspec.structs.replace(plan, certificate=raised), question_of(problem)).holds()
+@pytest.mark.parametrize("number", range(4))
+def test_a_bound_that_no_decision_proves_is_not_checked(number: int) -> None:
+    """Between what is proven and what the plan takes."""
+    problem = problems()[number]
+    plan = document(problem, plan_by("even" if number < 3 else "chain", problem.timed()))
+    stated = plan.certificate
+    assert stated is not None
+    bound = stated.lower_bound * (1 + stated.gap) ** 0.99
+    other = msgspec.structs.replace(stated, lower_bound=bound, gap=(1 + stated.gap) ** 0.01 - 1, exact=False)
+    found = checked(msgspec.structs.replace(plan, certificate=other), problem)
+    if stated.gap > 0.05:
+        assert found.bound.status in ("unchecked", "proven") and found.holds(bound_unchecked=True)

@@ -9,7 +9,7 @@ from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 from term_cases import asked, priced_fleet
 from test_verify import question_of
 
-from isthmus.cost import Problem, preference
+from isthmus.cost import Problem
 from isthmus.errors import UserError
 from isthmus.planners import INTERRUPTED, SearchStopped, cut_short, observed_by, over_counts, planner_names
 from isthmus.planners import plan as plan_by
@@ -65,9 +65,8 @@ def instances() -> list[Problem]:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_search_that_is_ended_has_its_best_plan_and_an_honest_bound(number: int) -> None:
+def test_a_search_that_is_ended_has_its_best_plan(number: int) -> None:
     problem = instances()[number]
-    best, _ = planned("auto", problem, Patient(0, plans=10**9))
     names = [name for name in PLANNERS if problem.constraints.objective == "time" or name in ("auto", "chain")]
     ended = 0
     for name, looks in itertools.product(names, (0, 100)):
@@ -76,10 +75,9 @@ def test_a_search_that_is_ended_has_its_best_plan_and_an_honest_bound(number: in
             plan, early = planned(name, problem, observer)
         except UserError:  # nothing fits the planner's way
             continue
-        assert plan.planner == name and plan.certificate is not None
+        assert plan.planner == name
         assert (INTERRUPTED in plan.notes) == early
-        assert plan.certificate.lower_bound <= preference(problem, best)[0] * (1 + 1e-9)
-        assert verify(plan, question_of(problem)).holds(bound_unchecked=not early)
+        assert verify(plan, question_of(problem)).holds()
         if early:
             ended += 1
             assert observer.found_s, "a plan was there before"
@@ -123,19 +121,8 @@ def test_before_the_first_plan_there_is_none(name: str) -> None:
         planned(name, larger(), Patient(0, plans=0))
 
 
-def test_the_bound_ranges_over_counts_that_were_not_planned() -> None:
-    problem = instances()[0]
-    whole, _ = planned("auto", problem, Patient(0, plans=10**9), counts=(4, 2))
-    early, ended = planned("auto", problem, Patient(0, plans=1), counts=(4, 2))
-    assert ended and early.micro_batches == 4
-    assert early.certificate is not None and whole.certificate is not None
-    assert early.certificate.question == whole.certificate.question
-    assert early.certificate.lower_bound <= whole.predicted.step_s
-
-
 def test_what_is_searched_is_said() -> None:
     observer = Patient(500, plans=1)
     planned("auto", larger(), observer)
     assert observer.said[:2] == ["auto, 4 micro-batches", "one pipeline"]
-    assert observer.said[-1] == "lower bound"
     assert observer.found_s == sorted(observer.found_s, reverse=True)

@@ -9,7 +9,7 @@ from math import inf
 
 import msgspec
 import pytest
-from plan_cases import all_orders_of, fleet_of, problem_of, random_graph
+from plan_cases import all_orders_of, document, fleet_of, problem_of, random_graph
 from test_verify import check, question_of
 from tests.tiers import represented_by
 
@@ -17,7 +17,7 @@ from isthmus.cost import Problem, build_plan, step_price
 from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import cuts
-from isthmus.planners import over_counts, plan
+from isthmus.planners import plan
 from isthmus.plans import Constraints
 from isthmus.verification import verify
 
@@ -65,11 +65,11 @@ def test_the_best_within_the_limit(seed: int, share: float, limited: str) -> Non
     assert reached[other] <= limit * (1 + 1e-9) and reached[mine] <= best * (1 + 1e-9)
 
 
-def test_the_certificate_says_the_limit_and_a_plan_beyond_it_has_a_finite_gap() -> None:
+def test_the_certificate_says_the_limit() -> None:
     problem = priced(1)
     cheapest = min(price for _, price in every_pair(1))
     asked = replace(problem, constraints=Constraints(max_price=1.01 * cheapest))
-    dear = over_counts(asked, (asked.micro_batches,), lambda cut: plan("even", cut.timed()), None)
+    dear = document(asked, plan("even", asked.timed()))
     assert beyond_limit(asked, dear) is not None
     assert dear.certificate is not None and 0 <= dear.certificate.gap < inf
     assert f"at most {asked.constraints.max_price:g} for 1,000 steps" in dear.certificate.question

@@ -102,7 +102,6 @@ def test_of_two_stages_on_a_device_the_right_one_recomputes(planner: str) -> Non
         except FleetTooSmall:
             continue
     assert made.predicted.step_s == pytest.approx(min(each), rel=1e-12)
-    assert made.certificate is not None and made.certificate.gap == 0
 
 
 def test_a_refusal_says_that_recomputing_would_fit() -> None:

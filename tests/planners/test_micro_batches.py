@@ -29,8 +29,7 @@ def test_the_best_count_is_taken_and_bounded_over_all(seed: int) -> None:
     chosen = over_counts(problem, counts, auto, None)
     assert chosen.predicted.step_s == min(made.predicted.step_s for made in each)
     assert chosen.batch == 12
-    assert chosen.certificate is not None and chosen.certificate.gap == 0
-    assert chosen.certificate.lower_bound == pytest.approx(chosen.predicted.step_s, rel=1e-9)
+    assert chosen.certificate is None
     assert f"{chosen.micro_batches} are best" in chosen.notes[0]
 
 
@@ -38,7 +37,6 @@ def test_who_judges_better_decides() -> None:
     problem = problem_with(1)
     fewest = over_counts(problem, (12, 2, 1), auto, lambda made: float(made.micro_batches))
     assert fewest.micro_batches == 1
-    assert fewest.certificate is not None and fewest.certificate.gap > 0  # by the closed form others are faster
 
 
 def fitting_counts(memory: int) -> tuple[Problem, list[int]]:

@@ -56,7 +56,6 @@ def test_chain_is_the_best_of_all_that_respect_the_terms(
         return
     made = plan("chain", problem)
     assert made.predicted.step_s == pytest.approx(best_s)
-    assert made.certificate is not None and made.certificate.gap == 0
     assert respects(made, problem)
     check(made, problem)
     for other in ("auto", "even"):
@@ -69,8 +68,6 @@ def test_chain_is_the_best_of_all_that_respect_the_terms(
         check(found, problem)
         if other == "auto":
             assert found.predicted.step_s <= best_s * (1 + 1e-9)
-            assert found.certificate is not None
-            assert found.certificate.lower_bound <= best_s * (1 + 1e-9)
 
 
 def test_a_device_at_both_ends_of_one_replica_is_in_no_other() -> None:

@@ -66,8 +66,6 @@ def test_the_exact_planner_finds_the_best_of_all_packed_pipelines(method: str, s
         assert least_s == float("inf")
         return
     assert made.predicted.step_s == pytest.approx(least_s, rel=1e-9)
-    assert made.certificate is not None
-    assert made.certificate.lower_bound <= least_s * SLACK
     check(made, problem)
 
 
@@ -80,8 +78,6 @@ def test_auto_is_no_slower_than_any_planner(method: str, seed: int) -> None:
         best = plan("auto", problem)
     except FleetTooSmall:
         return
-    assert best.certificate is not None
-    assert best.predicted.step_s >= best.certificate.lower_bound / SLACK
     check(best, problem)
     for name in QUICK:
         try:
@@ -89,7 +85,6 @@ def test_auto_is_no_slower_than_any_planner(method: str, seed: int) -> None:
         except UserError:
             continue
         assert best.predicted.step_s <= other.predicted.step_s * SLACK, name
-        assert best.certificate.lower_bound <= other.predicted.step_s * SLACK, name
 
 
 @pytest.mark.parametrize("method", METHODS)

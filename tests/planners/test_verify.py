@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf
 
 import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plan_cases import all_orders_of, brute_force, fleet_of, gpt_graph, problem_of, random_graph, saving
-from term_cases import every_plan
+from plan_cases import document, fleet_of, gpt_graph, problem_of, random_graph, saving
 
-from isthmus.api.proof import as_proven
 from isthmus.api.proof import question_of as asked_of
 from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, parameter_state, plan_compression
-from isthmus.cost.blocks import Blocks
-from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region, Route, corrected
-from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
-from isthmus.planners.bounds import LeastBound, relaxed, with_certificate
 from isthmus.plans import Plan
 from isthmus.verification import Question, Verdict, state_bytes, verify
-from isthmus.verification.bound import Bounds
-from isthmus.verification.reading import GraphReading
-from isthmus.verification.search import PlanSearch
 
 
 def question_of(problem: Problem) -> Question:
@@ -35,13 +25,8 @@ def question_of(problem: Problem) -> Question:
 
 
 def make_plan(planner: str, problem: Problem) -> Plan:
-    """With the certificate that documents have, whoever planned."""
-    return over_counts(problem, (problem.micro_batches,), lambda cut: plan_by(planner, cut), None)
-
-
-def certificate(problem: Problem, plan: Plan, bound_s: float, *, exact: bool = False) -> Plan:
-    """The plan with a bound that somebody states."""
-    return with_certificate(problem, plan, LeastBound(bound_s, exact))
+    """As documents have it, simulated and with a bound."""
+    return document(problem, plan_by(planner, problem))
 
 
 def two_sites(uplink: float, seed: int) -> Fleet:
@@ -59,10 +44,7 @@ def two_sites(uplink: float, seed: int) -> Fleet:
 
 def check(plan: Plan, problem: Problem) -> Verdict:
     """Of the document that a command would make of the plan."""
-    if plan.certificate is not None:
-        plan = over_counts(problem, (problem.micro_batches,), lambda _: plan, None)
-        plan = as_proven(problem, plan, (problem.micro_batches,))
-    found = verify(plan, question_of(problem))
+    found = verify(document(problem, plan), question_of(problem))
     assert found.holds(), (found.bound, found.differences)
     return found
 
@@ -113,7 +95,7 @@ def test_every_plan_of_ours_passes(
         recompute=recompute,
     )
     try:
-        plan = make_plan(planner, problem)
+        plan = plan_by(planner, problem)
     except FleetTooSmall:
         return
     found = check(plan, problem)
@@ -135,56 +117,6 @@ def test_replicas_and_shared_uplinks_pass(seed: int, uplink: float, cuts: tuple[
     layouts = [PlanLayout(("d2", "d0"), (cuts[0],), share), PlanLayout(("d1", "d3"), (cuts[1],), 6 - share)]
     check(build_replicas(problem, layouts, planner="hand"), problem)
     check(build_plan(problem, ["d0", "d3", "d1"], [2, 4], planner="hand"), problem)
-
-
-@given(seed=st.integers(0, 10**6), devices=st.integers(1, 3), units=st.integers(1, 4), micro_batches=st.integers(1, 5))
-@settings(max_examples=20, deadline=None)
-def test_its_brute_force_is_that_of_the_planners_tests_and_its_bound_is_below(
-    seed: int, devices: int, units: int, micro_batches: int
-) -> None:
-    problem = problem_of(
-        random_graph(seed, units), fleet_of([1.0, 2.0, 5.0][:devices], seed), micro_batches=micro_batches
-    )
-    plan = build_plan(problem, problem.fleet.names[:1], [], planner="hand")
-    best_s = brute_force(problem, all_orders_of(problem.fleet))
-    reading = GraphReading(question_of(problem))
-    bounds = Bounds(reading)
-    assert 0 < bounds.single_s() <= best_s * (1 + 1e-9)
-    search = PlanSearch(reading, priced=False)
-    assert search.single(2 * plan.predicted.step_s).known == pytest.approx(best_s, rel=1e-9)
-    assert search.single(best_s * (1 - 1e-9)) == (inf, inf)
-
-
-@given(seed=st.integers(0, 10**6), devices=st.integers(1, 3), units=st.integers(2, 4), micro_batches=st.integers(1, 4))
-@settings(max_examples=10, deadline=None)
-def test_its_search_over_several_replicas_is_brute_force(
-    seed: int, devices: int, units: int, micro_batches: int
-) -> None:
-    fleet = fleet_of([1 + (seed * (k + 5)) % 6 for k in range(devices)], seed)
-    problem = problem_of(random_graph(seed, units), fleet, micro_batches=micro_batches)
-    several = [plan.predicted.step_s for plan in every_plan(problem) if len(plan.replicas) > 1]
-    reading = GraphReading(question_of(problem))
-    bounds = Bounds(reading)
-    found_s = PlanSearch(reading, priced=False).several(1e12).known
-    assert bounds.several_s() <= min(several, default=float("inf")) * (1 + 1e-9)
-    assert found_s == (pytest.approx(min(several), rel=1e-9) if several else inf)
-
-
-@pytest.mark.long
-def test_a_bound_that_takes_too_much_work_is_no_pass() -> None:
-    problem = problem_of(gpt_graph(2), fleet_of([1e4, 2e4, 3e4, 1e4, 2e4, 3e4, 1e4], 4), micro_batches=8)
-    plan = make_plan("even", problem)
-    assert plan.certificate is not None
-    check(plan, problem)
-    higher = certificate(problem, plan, 0.999 * make_plan("auto", problem).predicted.step_s)
-    found = verify(higher, question_of(problem), effort=1e-3)
-    assert not found.differences and found.bound.status == "unchecked"
-    assert not found.holds() and found.holds(bound_unchecked=True)
-    # A poor plan that claims to be optimal is refuted by one of its neighbours.
-    poor = build_plan(problem, ["d0", "d1", "d2"], [30, 60], planner="hand")
-    refuted = verify(certificate(problem, poor, poor.predicted.step_s), question_of(problem), effort=1e-3)
-    assert [d.field for d in refuted.differences] == ["certificate.lower_bound"]
-    assert refuted.bound.status == "refuted"
 
 
 WORDS = {"planner", "notes", "version"}
@@ -224,12 +156,12 @@ def two_replicas() -> tuple[Plan, Problem]:
     problem = problem_of(random_graph(29, 6), two_sites(9.0, 1), micro_batches=6, state=parameter_state("adam"))
     layouts = [PlanLayout(("d2", "d0"), (3,), 2, (True, False)), PlanLayout(("d1", "d3"), (2,), 4)]
     plan = build_replicas(problem, layouts, planner="hand")
-    return with_certificate(problem, plan, relaxed(problem, network_of(problem), Blocks(problem), None)), problem
+    return document(problem, plan), problem
 
 
 def test_every_field_that_is_tampered_with_is_caught() -> None:
     plan, problem = two_replicas()
-    plan = msgspec.structs.replace(plan, predicted=msgspec.structs.replace(plan.predicted, steady_s=3.5))
+    steady_s = plan.predicted.steady_s
     check(plan, problem)
     assert plan.replicas[0].shared and plan.sync.groups and any(edge.gradients for edge in plan.replicas[0].edges)
     built: Built = msgspec.json.decode(msgspec.json.encode(plan))
@@ -255,7 +187,7 @@ def test_every_field_that_is_tampered_with_is_caught() -> None:
                 continue  # no plan document at all: a name that is none of a few
             if path[0] != "certificate":  # its search is not what is tested here, and takes long
                 tampered = msgspec.structs.replace(tampered, certificate=None)
-            found = verify(tampered, question_of(problem), simulated_s=lambda _: 3.5)
+            found = verify(tampered, question_of(problem), simulated_s=lambda _: steady_s)
             assert not found.holds() and found.differences, (name, value, other)
             assert all(d.field and d.got != d.expected for d in found.differences)
             seen += 1
@@ -337,7 +269,7 @@ def test_state_is_counted_as_the_cost_model_does(name: str, narrow: bool) -> Non
 
 def test_a_compressed_plan_is_timed_by_what_crosses_the_wire() -> None:
     problem = problem_of(gpt_graph(3), fleet_of([1e6, 2e6, 3e6], 4), micro_batches=6)
-    packed = plan_compression("uniform", problem, make_plan("even", problem), 20.0)
+    packed = plan_compression("uniform", problem, plan_by("even", problem), 20.0)
     check(packed, asked := replace(problem, constraints=packed.constraints))
     (replica,) = packed.replicas
     edge = replica.edges[0]

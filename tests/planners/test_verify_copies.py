@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 import pytest
 from test_feeding import every_chain, fed_problem
 
-from isthmus.api.proof import as_proven, question_of
-from isthmus.cost import Problem, preference
-from isthmus.planners import over_counts
+from isthmus.api.proof import question_of, with_bound
+from isthmus.cost import Problem
 from isthmus.planners import plan as plan_by
 from isthmus.plans import Objective, Plan, Replica
-from isthmus.verification import Verdict, provable, verify
-from isthmus.verification.feeding import relaxed
-from isthmus.verification.reading import GraphReading
-from isthmus.verification.search import PlanSearch
+from isthmus.verification import Verdict, verify
 
 
 def check(plan: Plan, problem: Problem) -> Verdict:
@@ -25,8 +20,7 @@ def check(plan: Plan, problem: Problem) -> Verdict:
 
 
 def documented(problem: Problem, planner: str = "auto") -> Plan:
-    made = over_counts(problem, (problem.micro_batches,), lambda cut: plan_by(planner, cut), None)
-    return as_proven(problem, made, (problem.micro_batches,))
+    return with_bound(problem, plan_by(planner, problem), (problem.micro_batches,))
 
 
 @pytest.mark.parametrize("objective", ["time", "cost"])
@@ -37,39 +31,17 @@ def test_what_planners_make_of_several_holders_passes(holders: int, labels_stay:
         problem = fed_problem(seed, 4, holders=holders, labels_stay=labels_stay, objective=objective)
         verdict = check(documented(problem), problem)
         assert not verdict.differences
-        assert verdict.bound.status == "proven"
+        assert verdict.bound.status == "none stated" and "no proof: several holders" in verdict.bound.text
 
 
 @pytest.mark.parametrize("memory", [1 << 40, 6000, 3000])
 @pytest.mark.parametrize("labels_stay", [False, True])
-def test_no_chain_is_below_what_the_check_proves(labels_stay: bool, memory: int) -> None:
-    """And every one of them has the figures that the check computes."""
+def test_every_chain_has_the_figures_that_the_check_computes(labels_stay: bool, memory: int) -> None:
     for seed in range(4):
         problem = fed_problem(seed, 4, labels_stay=labels_stay, memory=memory)
         chains = list(every_chain(problem))
-        if not chains:
-            continue
-        best = min(preference(problem, plan)[0] for plan in chains)
-        proven = provable(question_of(problem, (problem.micro_batches,)), best, attained=False)
-        assert 0 < proven.bound <= best * (1 + 1e-9)
         for plan in chains[:: max(1, len(chains) // 8)]:
             assert not check(plan, problem).differences
-
-
-@pytest.mark.parametrize("labels_stay", [False, True])
-def test_the_bound_counts_the_sums_of_the_copies(labels_stay: bool) -> None:
-    more = 0
-    for seed in range(4):
-        problem = fed_problem(seed, 4, labels_stay=labels_stay)
-        best = min(plan.predicted.step_s for plan in every_chain(problem))
-        asked = relaxed(question_of(problem, (problem.micro_batches,)))
-        counted, alone = (
-            PlanSearch(GraphReading(question), priced=False).single(2 * best).bound
-            for question in (asked, replace(asked, fed=None))
-        )
-        assert alone <= counted <= best * (1 + 1e-9)
-        more += counted > alone * 1.01
-    assert more > 2
 
 
 def changed(plan: Plan, change: Callable[[Replica], Replica]) -> Plan:

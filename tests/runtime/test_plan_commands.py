@@ -262,7 +262,7 @@ def test_a_job_lets_the_plan_choose_how_many_micro_batches(tmp_path: Path) -> No
 def test_a_forged_gap_is_no_pass(tmp_path: Path) -> None:
     job, document = write_job(tmp_path), tmp_path / "plan.json"
     made = json.loads(isthmus("plan", job, "--planner", "even", "--json").out)
-    reached = made["predicted"]["step_s"]
+    reached = made["predicted"]["steady_s"]
     for gap in (made["certificate"]["gap"], 0.0001):
         made["certificate"] |= {"gap": gap, "lower_bound": reached / (1 + gap)}
         document.write_text(json.dumps(made))

@@ -19,7 +19,6 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare, prepared_again
 from isthmus.models import BoundaryOptions, build_model
 from isthmus.models.residual_stream import find_stream
-from isthmus.planners import least
 from isthmus.plans import CompressionConfig, Plan
 from isthmus.report.boundary_table import BoundaryChoice, BoundaryRow, replica_line
 from isthmus.runtime.processes.signals import Stop
@@ -39,7 +38,7 @@ def plan_boundaries(job: Job, budget: float, observer: Observer, stop: Stop) -> 
     def rows() -> list[BoundaryRow]:
         prepared = prepare(job)
         problem = prepared.problem(fleet)
-        dense = make(prepared.job, problem, bound=least)
+        dense = make(prepared.job, problem, proving=None)
         found = [_row(prepared, fleet, "none", None, 0.0, budget)]
         try:
             blocks = _block_ends(job, problem)
@@ -108,7 +107,7 @@ def _row(
     settings = f"{_toml(boundary)}{_packing_toml(packed)}"
     job = msgspec.structs.replace(_bounded(dense.job, boundary), compression=packed)
     try:
-        plan = make(job, prepared_again(dense, job).problem(fleet), bound=least)
+        plan = make(job, prepared_again(dense, job).problem(fleet), proving=None)
     except UserError as refusal:
         return BoundaryRow(name=name, settings=settings, refused=str(refusal))
     return BoundaryRow(

@@ -24,7 +24,7 @@ from isthmus.api.make_plan import (
     with_steady,
 )
 from isthmus.api.observer import Observer
-from isthmus.api.proof import Proving, proven, raised
+from isthmus.api.proof import A_LITTLE, ROUNDING, Proving, question_of, reached_by
 from isthmus.api.search import searched
 from isthmus.cost import Problem, step_price
 from isthmus.data.description import description_file
@@ -34,12 +34,10 @@ from isthmus.graph import OpGraph
 from isthmus.job import Job, Prepared, constraints_of, described_here, fleet_of, prepare
 from isthmus.planners import (
     INTERRUPTED,
-    LeastBound,
     SearchStopped,
     capabilities,
     check_planner,
     cut_short,
-    least,
     planner_names,
 )
 from isthmus.plans import Plan, load_plan, schedule_of
@@ -62,7 +60,17 @@ from isthmus.simulator import SimulationOptions
 from isthmus.simulator import simulate as simulate_plan
 from isthmus.trace import Trace, busy_share, link_bytes, steady_step_s
 from isthmus.units import format_duration, parse_duration
-from isthmus.verification import Question, StateBytes, Verdict, state_bytes, verify
+from isthmus.verification import (
+    Question,
+    StateBytes,
+    Until,
+    Verdict,
+    asked_in_words,
+    is_priced,
+    state_bytes,
+    unproven,
+    verify,
+)
 from isthmus.verification.question import FLOAT32_BYTES
 
 
@@ -84,7 +92,7 @@ def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, p
     problem = prepared.problem(fleet)
     plan = searched(observer, stop, lambda: make(prepared.job, problem, proving=proving), best_so_far=True)
     if prove is not None and plan.certificate is None:
-        observer.note("--prove: no bound of this plan is known")
+        observer.note("--prove: nothing is proven of this plan")
     check_feedback(prepared, plan, fleet)
     explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
     return Explained(plan, fleet, prepared.captured.train, explanation, list(protection_text(prepared, plan, fleet)))
@@ -124,7 +132,7 @@ class Simulated(Forecast, frozen=True):
         predicted = self.plan.predicted
         return [
             f"simulated step {format_duration(steady_step_s(self.trace))}",
-            f"by the formula {format_duration(predicted.step_s)}: bounds are of it; auto minimises the simulated step",
+            f"by the formula {format_duration(predicted.step_s)}",
             f"by FusionLLM's Eq. 3 {format_duration(predicted.eq3_step_s)}: with the latency of every micro-batch",
             *(f"  {device}: computing {share:.0%}" for device, share in busy_share(self.trace).items()),
         ]
@@ -145,8 +153,12 @@ def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None
     return Simulated(trace, plan, fleet, prepared.captured.train)
 
 
-def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
-    """Verify a plan, or its document. UserError for what is no plan document."""
+CHECK_S = 20.0  # for the bound: what takes longer was not checked
+
+
+def verify_plan(job: Job, plan: Plan | Path, tell: Callable[[str], None] = lambda _: None) -> Verdict:
+    """Verify a plan, or its document: its figures, and then its bound; `tell` hears how far that is. UserError for what
+    is no plan document."""
     plan, fleet = plan if isinstance(plan, Plan) else load_plan(plan), fleet_of(job)
     if plan.micro_batches in job.counts:
         job = job.cut_into(plan.micro_batches)
@@ -166,7 +178,10 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
         gradients=job.sync.mode == "every-step",
     )
     counts = prepared.captured.train.count is not None
-    return verify(plan, question, simulated_s=partial(simulated_step_s, job, fleet, counts, SIMULATED_STEPS))
+    simulated_s = partial(simulated_step_s, job, fleet, counts, SIMULATED_STEPS)
+    start_s = time.monotonic()
+    until = Until(CHECK_S, lambda: time.monotonic() - start_s > CHECK_S)
+    return verify(plan, question, until=until, simulated_s=simulated_s, tell=tell)
 
 
 def _state(job: Job, *, narrow: bool) -> StateBytes:
@@ -207,20 +222,10 @@ def compare_planners(job: Job, planners: str, observer: Observer, stop: Stop) ->
 def _rows(names: Sequence[str], prepared: Prepared, fleet: Fleet) -> tuple[list[ComparedPlan], list[UserError]]:
     """A row per planner, and the refusals. Where planning is interrupted, of those that were asked till then;
     SearchStopped where none has a plan."""
-    rows, refusals, bounds = list[ComparedPlan](), list[UserError](), dict[int, LeastBound]()
-
-    def bound(problem: Problem) -> LeastBound:
-        """The same for all planners, and computed before the first is timed."""
-        return bounds[problem.micro_batches]
-
-    problem, counts = prepared.problem(fleet), prepared.job.counts
-    for count in counts:
-        bounds[count] = least(problem.cut_into(count))
-    lowest = min(bounds, key=lambda count: bounds[count].bound)
-    bounds[lowest] = proven(problem, bounds[lowest], counts)
+    rows, refusals, plans = list[ComparedPlan](), list[UserError](), dict[str, Plan]()
     for name in names:
         try:
-            row, refusal = _row(name, prepared, fleet, bound)
+            row, refusal = _row(name, prepared, fleet, plans)
         except SearchStopped:
             if len(rows) == len(refusals):
                 raise
@@ -229,20 +234,31 @@ def _rows(names: Sequence[str], prepared: Prepared, fleet: Fleet) -> tuple[list[
         refusals += [refusal] if refusal is not None else []
         if cut_short():
             break
-    return _raised(problem, rows, counts), refusals
+    return _bounded(prepared.problem(fleet), rows, plans, prepared.job.counts), refusals
 
 
-def _raised(problem: Problem, rows: list[ComparedPlan], counts: Sequence[int]) -> list[ComparedPlan]:
-    """With the bound that the document of the best of these plans would state."""
-    timed = [row for row in rows if row.lower_bound_s is not None and row.step_s is not None]
-    steps = [row.step_s for row in timed if row.step_s is not None]
-    own = max((row.lower_bound_s for row in timed if row.lower_bound_s is not None), default=0.0)
-    if not steps or own >= min(steps) or cut_short():
+def _bounded(
+    problem: Problem, rows: list[ComparedPlan], plans: dict[str, Plan], counts: Sequence[int]
+) -> list[ComparedPlan]:
+    """With one bound for all, up to what the best of these plans takes."""
+    question = question_of(problem, counts)
+    if not plans or unproven(question) is not None or cut_short():
         return rows
-    found = raised(problem, LeastBound(own, exact=False), counts, min(steps)).least
+    reached = {name: reached_by(question, problem, plan) for name, plan in plans.items()}
+    bound = A_LITTLE.bound(question, min(reached.values()))
+    if bound <= 0:
+        return rows
+    priced, exact = is_priced(question), min(reached.values()) <= bound * (1 + ROUNDING)
     return [
-        msgspec.structs.replace(row, lower_bound_s=found.bound, gap=row.step_s / found.bound - 1, exact=found.exact)
-        if row.lower_bound_s is not None and row.step_s is not None and found.bound > own
+        msgspec.structs.replace(
+            row,
+            lower_bound_s=None if priced else bound,
+            lower_bound_per_1000_steps=1000 * bound if priced else None,
+            question=asked_in_words(question),
+            exact=exact,
+            gap=max(0.0, reached[row.planner] / bound - 1),
+        )
+        if row.planner in reached
         else row
         for row in rows
     ]
@@ -260,23 +276,19 @@ def chosen_planners(text: str) -> list[str]:
     return names
 
 
-def _row(
-    name: str, prepared: Prepared, fleet: Fleet, bound: Callable[[Problem], LeastBound]
-) -> tuple[ComparedPlan, UserError | None]:
-    """The planner's row, and why it made no plan."""
+def _row(name: str, prepared: Prepared, fleet: Fleet, plans: dict[str, Plan]) -> tuple[ComparedPlan, UserError | None]:
+    """The planner's row, and why it made no plan; the plan is added to the others."""
     problem = prepared.problem(fleet)  # a new one each: no planner profits from what another left in its caches
     start_s = time.perf_counter()
     try:
         # What a planner makes that knows no prices has one all the same.
-        plan = make(prepared.job, problem, name, bound, timed=not capabilities(name).prices)
+        plan = make(prepared.job, problem, name, timed=not capabilities(name).prices, proving=None)
     except UserError as refusal:
         plan_s = time.perf_counter() - start_s
         return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal
     plan_s = time.perf_counter() - start_s
     simulated_s = steady_step_s(predict(prepared, plan, fleet, run_spec(prepared.cut_into(plan.micro_batches))))
-    certificate = plan.certificate
-    least = None if certificate is None else certificate.lower_bound
-    priced = certificate is not None and certificate.objective == "cost"
+    plans[name] = plan
     row = ComparedPlan(
         planner=name,
         plan_s=plan_s,
@@ -284,11 +296,6 @@ def _row(
         step_s=plan.predicted.step_s,
         simulated_step_s=simulated_s,
         price_per_1000_steps=1000 * step_price(plan, fleet, simulated_s).total,
-        lower_bound_s=None if priced else least,
-        lower_bound_per_1000_steps=1000 * least if priced and least is not None else None,
-        question=None if certificate is None else certificate.question,
-        exact=certificate is not None and certificate.exact,
-        gap=None if certificate is None else certificate.gap,
         headroom=least_headroom(plan, fleet),
         devices=len(plan.used),
         replicas=len(plan.replicas),

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from isthmus.api.proof import A_LITTLE, Proving, as_proven
+from isthmus.api.proof import A_LITTLE, Proving, with_bound
 from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
 from isthmus.expected_loss import MEASURED_ON, boundary_increase
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, constraints_of, fleet_of
-from isthmus.planners import LeastBound, check_constraints, check_planner, over_counts, scheduled
+from isthmus.planners import check_constraints, check_planner, over_counts, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan, PlanPeriod, Replica, load_plan, schedule_of
 from isthmus.protocol import RunSpec
@@ -47,15 +47,14 @@ def make(
     job: Job,
     problem: Problem,
     planner: str | None = None,
-    bound: Callable[[Problem], LeastBound] | None = None,
     *,
     timed: bool = False,
-    proving: Proving = A_LITTLE,
+    proving: Proving | None = A_LITTLE,
 ) -> Plan:
     """The plan of the job's planner, or of another, with the best of the job's numbers of micro-batches.
 
-    `bound` is what no plan of a problem undercuts, by default the highest that a check of the document proves, raised
-    as `proving` says; `timed` lets the planner minimise time, whatever its plan is judged by.
+    `proving` says how far what no plan undercuts is raised; without it nothing is proven. `timed` lets the planner
+    minimise time, whatever its plan is judged by.
     """
 
     simulated_in = partial(simulated_step_s, job, problem.fleet, problem.flow.graph.count is not None)
@@ -64,10 +63,9 @@ def make(
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
-    plan = over_counts(problem, job.counts, planned, simulated_s, bound)
-    if bound is None:
-        plan = as_proven(problem, plan, job.counts, proving, simulated_s)
-    return _with_boundary(job, with_steady(plan, simulated_in(SIMULATED_STEPS, plan)))
+    plan = over_counts(problem, job.counts, planned, simulated_s)
+    plan = with_steady(plan, simulated_in(SIMULATED_STEPS, plan))
+    return _with_boundary(job, plan if proving is None else with_bound(problem, plan, job.counts, proving))
 
 
 def simulated_step_s(job: Job, fleet: Fleet, counts: bool, steps: int, plan: Plan) -> float:
@@ -101,15 +99,15 @@ def plan_for(
     prepared: Prepared,
     fleet: Fleet,
     document: Path | None = None,
-    bound: Callable[[Problem], LeastBound] | None = None,
+    proving: Proving | None = A_LITTLE,
 ) -> Plan:
     """A new plan to run; or the one in the document, where people may have moved cuts, swapped devices, set limits or
     chosen other codecs, whatever compression the job asks for.
 
-    Where cuts or devices were edited, all else is computed anew. `bound` is that of `make`.
+    Where cuts or devices were edited, all else is computed anew. `proving` is that of `make`.
     """
     if document is None:
-        plan = make(prepared.job, prepared.problem(fleet), bound=bound)
+        plan = make(prepared.job, prepared.problem(fleet), proving=proving)
         check_feedback(prepared, plan, fleet)
         return plan
     plan = read_plan(prepared.job, fleet, document)

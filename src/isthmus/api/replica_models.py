@@ -11,7 +11,6 @@ from isthmus.api.make_plan import plan_for, predict
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
-from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
@@ -62,7 +61,7 @@ def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> 
     def planned(present: frozenset[str]) -> PlannedStep | None:
         left = fleet.subset([name for name in fleet.names if name in present]) if present else None
         try:
-            plan = None if left is None else known.get(present) or plan_for(own, left, bound=least)
+            plan = None if left is None else known.get(present) or plan_for(own, left, proving=None)
         except UserError:  # of too little memory, for example
             return None
         if plan is None or left is None:

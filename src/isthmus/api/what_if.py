@@ -22,7 +22,7 @@ from isthmus.fleet import Fleet, edits
 from isthmus.job import Job, Prepared, prepare, prepared_again
 from isthmus.job.settings import DTYPES
 from isthmus.overrides import read_overrides
-from isthmus.planners import SearchStopped, cut_short, least, scheduled
+from isthmus.planners import SearchStopped, cut_short, scheduled
 from isthmus.plans import Plan
 from isthmus.report import linked_devices
 from isthmus.report.what_if_table import WhatIf, WhatIfRow
@@ -290,7 +290,7 @@ def _asked(change: Change, job: Job) -> _Asked:
 
 def _planned(prepared: Prepared, fleet: Fleet) -> Plan:
     """Without a proof: what changes by how much is asked, and not how good each plan is."""
-    return make(prepared.job, prepared.problem(fleet), bound=least)
+    return make(prepared.job, prepared.problem(fleet), proving=None)
 
 
 def _changed(asked: _Asked, before: Prepared, fleet: Fleet, today: Plan, now: WhatIfRow) -> WhatIfRow:

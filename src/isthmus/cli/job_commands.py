@@ -277,7 +277,7 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     """The exit code: 0 when every figure holds, 1 when one does not, or when the bound could not be checked unless
     `bound_unchecked` allows it."""
     plan = api.output.load_plan(document)
-    verdict = api.job_plans.verify_plan(job, plan)
+    verdict = api.job_plans.verify_plan(job, plan, _terminal().note)
     holds = verdict.holds(bound_unchecked=bound_unchecked)
     stated = {"holds": holds, **msgspec.to_builtins(verdict)}
     show(stated, lambda: api.output.verdict_table(verdict, plan, str(document)), json=json)

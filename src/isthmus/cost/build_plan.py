@@ -17,7 +17,7 @@ from isthmus.cost.steptime import prediction, together
 from isthmus.cost.sync import copies_sync, replica_sync, sync_s
 from isthmus.errors import UserError
 from isthmus.expected_loss import packed_note
-from isthmus.plans import Certificate, Constraints, Plan, Prediction, Replica, ReplicaSync, Schedule, Stage
+from isthmus.plans import Constraints, Plan, Prediction, Replica, ReplicaSync, Schedule, Stage
 from isthmus.units import format_compute, format_share
 
 
@@ -63,7 +63,6 @@ def build_plan(
     *,
     planner: str,
     recompute: Sequence[bool] | None = None,
-    certificate: Certificate | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan that runs operators `boundaries[k-1] .. boundaries[k] - 1` on `order[k]`: a pipeline, one replica.
@@ -83,7 +82,7 @@ def build_plan(
     """
     again = None if recompute is None else tuple(recompute)
     layout = PlanLayout(tuple(order), tuple(boundaries), problem.micro_batches, again)
-    return build_replicas(problem, [layout], planner=planner, certificate=certificate, notes=notes)
+    return build_replicas(problem, [layout], planner=planner, notes=notes)
 
 
 def build_replicas(
@@ -91,7 +90,6 @@ def build_replicas(
     layouts: Sequence[PlanLayout],
     *,
     planner: str,
-    certificate: Certificate | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan of several pipelines that share each batch, as `build_plan` says of one.
@@ -121,7 +119,6 @@ def build_replicas(
         sync=sync,
         constraints=problem.constraints,
         predicted=together(predicted, averaging_s),
-        certificate=certificate,
         notes=tuple(all_notes),
     )
 

@@ -1,8 +1,7 @@
 """Planners decide which device computes what, and in which order: one algorithm per file, and their registry."""
 
 from isthmus.cost.blocks import legal_places
-from isthmus.planners.bounds import LeastBound
-from isthmus.planners.micro_batches import INTERRUPTED, least, over_counts
+from isthmus.planners.micro_batches import INTERRUPTED, over_counts
 from isthmus.planners.observer import SearchObserver, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.registry import (
     ABILITIES,
@@ -25,7 +24,6 @@ __all__ = [
     "ENTRY_POINTS",
     "INTERRUPTED",
     "Capabilities",
-    "LeastBound",
     "Planner",
     "SearchObserver",
     "SearchStopped",
@@ -36,7 +34,6 @@ __all__ = [
     "cut_short",
     "describe",
     "keep",
-    "least",
     "legal_places",
     "looked_at",
     "observed_by",

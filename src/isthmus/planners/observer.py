@@ -6,8 +6,7 @@ wants the search to end, and a search that has built a whole plan says `keep`. W
 no plan yet, `salvaged` builds it on the way out. Nobody watches by default, and then nothing of this does anything: a
 search that is not stopped makes the same plan with an observer and without. There is no clock here, and no signal.
 
-A search that is ended early keeps its plan and drops what it was about to prove: the bound is then that of the
-relaxation (`bounds.relaxed`).
+A search that is ended early keeps its plan. What is proven afterwards is what needs no search.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.option_docs import first_line
-from isthmus.planners.bounds import stated, with_certificate
 from isthmus.planners.observer import SearchStopped, keeping, looked_at
 from isthmus.planners.operators import with_operators
 from isthmus.planners.search.one_pipeline import improved_by_moves
@@ -200,8 +199,6 @@ def _with_constraints(name: str, problem: Problem, made: Plan) -> Plan:
         broken = broken_constraint(problem, [s.device for s in replica.stages], [s.first for s in replica.stages[1:]])
         if broken is not None:
             raise UserError(f"planner {name!r}: {broken}")
-    if problem.schedule == "delayed":  # what planners prove is of steps that fill and drain
-        made = msgspec.structs.replace(made, certificate=None)
     return scheduled(problem, made)
 
 
@@ -210,7 +207,7 @@ def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:
     that is beyond the limit too."""
     constraints = problem.constraints
     other = planner(problem.unlimited("cost" if constraints.max_step_s is None else "time"))
-    other = msgspec.structs.replace(scheduled(problem, other), constraints=constraints, certificate=None)
+    other = msgspec.structs.replace(scheduled(problem, other), constraints=constraints)
     beyond = beyond_limit(problem, other)
     if beyond is None:
         return other
@@ -257,9 +254,7 @@ def scheduled(problem: Problem, made: Plan) -> Plan:
         return made if words in made.notes else _noted(made, (words,))
     if problem.sync.mode not in _SCHEDULED:
         return made
-    dream_plans = dream_replicas(problem, made, _SCHEDULED[problem.sync.mode])
-    proven = stated(problem, made.certificate)
-    return dream_plans if proven is None else with_certificate(problem, dream_plans, proven)
+    return dream_replicas(problem, made, _SCHEDULED[problem.sync.mode])
 
 
 def _planner(name: str) -> Planner:

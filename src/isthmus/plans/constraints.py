@@ -178,7 +178,7 @@ def question_in_words(
         conditions.append("no recomputing")
     return (
         f"the {'price' if priced else 'time'} of a step {ANY_PLAN}: any number of replicas, any devices in any order, "
-        f"any cuts and any shares of the batch, {', '.join(conditions)}, by the closed form"
+        f"any cuts and any shares of the batch, {', '.join(conditions)}"
     )
 
 

@@ -116,7 +116,7 @@ def _bounds(comparison: Comparison) -> Iterator[str]:
         priced = "; per 1,000 steps" if comparison.objective == "cost" else ""
         exact = any(row.exact for row in comparison.rows if row.question == question)
         reached = "A plan reaches it. " if exact else ""
-        yield f"[1] of {who}: {asked(question)}, by the formula{priced}. {reached}gap: how far a plan is above it"
+        yield f"[1] of {who}: {asked(question)}{priced}. {reached}gap: how far a plan is above it"
 
 
 def _cells(row: ComparedPlan) -> tuple[str, ...]:

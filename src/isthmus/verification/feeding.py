@@ -7,13 +7,8 @@ the chain by counts for its holder's part of the micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 
-import msgspec
-
-from isthmus.fleet import Device, Fleet, Link
-from isthmus.fleet.links import Links, Route
 from isthmus.plans import Replica
 from isthmus.verification.cutting import CutGraph
 from isthmus.verification.question import DifferenceList, Question
@@ -116,45 +111,6 @@ class FedTimed(StepTiming):
 
 def timed(question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]) -> StepTiming:
     return (FedTimed if question.constraints.copied else StepTiming)(question, graph, devices, recompute)
-
-
-def relaxed(question: Question) -> Question:
-    """The same with one device for all holders, which no chain that they feed undercuts: what bounds this one's plans
-    from below bounds theirs.
-
-    With the part p of a holder, the device takes the largest of p * seconds of each, of compute and of every link. So a
-    micro-batch alone takes no longer there than the mean of all ways, weighted by these parts. Of n holders one's round
-    trip times its part is at least an n-th of that mean, so n times the memory holds a stage up no longer than theirs
-    does; two stages may divide it worse, and then it has no limit. What leaves a site has no shared uplink and no
-    price. Sums are those of the copies: who holds which parameters depends on the cuts alone.
-    """
-    constraints, fleet = question.constraints, question.fleet
-    if not constraints.copied:
-        return question
-    feeders, shares = constraints.feeders, constraints.shares
-    first, others = feeders[0], [name for name in fleet.names if name not in feeders]
-    held = [fleet.device(name) for name in feeders]
-    speed = min(d.sustained_flops_per_s / share for d, share in zip(held, shares, strict=True))
-    memory = UNLIMITED if constraints.labels_stay else len(held) * min(d.memory_bytes for d in held)
-    price = sum(d.price_per_hour for d in held)
-    together = Device(name=first, region=f"of {first}", flops_per_s=speed, memory_bytes=memory, price_per_hour=price)
-    routes = [Route(a, b, fleet.link(a, b)) for a in others for b in others if a != b]
-    for other in others:
-        routes.append(Route(first, other, _least(shares, [fleet.link(name, other) for name in feeders])))
-        routes.append(Route(other, first, _least(shares, [fleet.link(other, name) for name in feeders])))
-    apart = [msgspec.structs.replace(fleet.device(name), region=f"of {name}") for name in others]
-    merged = Fleet(name=fleet.name, devices=(together, *apart), links=Links(devices=tuple(routes)))
-    return replace(
-        question,
-        fleet=merged,
-        constraints=msgspec.structs.replace(constraints, data_holders=(first,), own_samples=()),
-        fed=question,
-    )
-
-
-def _least(shares: Sequence[float], links: Sequence[Link]) -> Link:
-    bandwidth = min(x.bandwidth_bytes_per_s / share for x, share in zip(links, shares, strict=True))
-    return Link(latency_s=min(x.latency_s for x in links), bandwidth_bytes_per_s=bandwidth)
 
 
 def _places(copies: Iterable[tuple[int, int, str]]) -> str:

@@ -58,8 +58,6 @@ class Question:
     counts: tuple[int, ...] = ()
     """The numbers of micro-batches that a plan may choose from; none: `micro_batches` alone."""
     gradients: bool = True  # whether replicas sum gradients, in each step
-    fed: Question | None = None
-    """The data of several holders, where this one has a device in place of all of them (`feeding.relaxed`)."""
 
     def __post_init__(self) -> None:
         if self.graph.mode != "train":
@@ -108,9 +106,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 class BoundCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The result of the check of the certificate's lower bound."""
 
-    status: Literal["none stated", "proven", "refuted", "unchecked"]
-    own: float | None = None  # a lower bound computed here without a search, for the same question: seconds, or money
-    proven: float = 0.0  # the highest lower bound that was proven here, by a search too, but not above the one stated
+    status: Literal["none stated", "proven", "unchecked"]
+    proven: float = 0.0  # a lower bound that was proven here, not above the one stated: seconds, or money
     text: str  # in words, with what this does not prove
 
 

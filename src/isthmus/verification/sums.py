@@ -7,8 +7,7 @@ is over before every link has carried all that crosses it.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Collective, ReplicaSync, SyncGroup
@@ -18,7 +17,6 @@ from isthmus.verification.question import FLOAT32_BYTES
 Sent = list[tuple[str, str, float]]  # source, target and bytes of each message of a round
 Members = tuple[tuple[str, ...], tuple[int, ...]]
 """Devices, and the stages that sum on them, as a plan's groups have them."""
-Summed = tuple[tuple[str, ...], int]  # who sums together, in the order of the replicas, and how many bytes
 
 
 def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[Members, list[str]]:
@@ -37,74 +35,6 @@ def buffer_bytes(graph: CutGraph, parameters: Sequence[str], averages: str) -> i
     """float32 elements; with gradients go one number per parameter and the count of the loss."""
     elements = sum(graph.owners[name][1] for name in parameters)
     return FLOAT32_BYTES * (elements + (len(parameters) + 1 if averages == "gradients" else 0))
-
-
-def summed_soonest(
-    fleet: Fleet, replicas: Sequence[tuple[Sequence[str], CutGraph]], known: dict[Summed, Collective]
-) -> ReplicaSync:
-    """Gradients summed by sharded parameter servers, in a ring or by way of each region's leader: each group as it
-    ends soonest alone. `known` keeps what was chosen before on this fleet."""
-    summed = ((devices, names) for (devices, _), names in averaging_groups(replicas).items())
-    return groups_soonest(fleet, replicas[0][1], summed, known)
-
-
-def groups_soonest(
-    fleet: Fleet,
-    graph: CutGraph,
-    summed: Iterable[tuple[tuple[str, ...], list[str]]],
-    known: dict[Summed, Collective],
-) -> ReplicaSync:
-    """Return the same as `summed_soonest`, of these members and parameters."""
-    groups: list[SyncGroup] = []
-    for members, parameters in summed:
-        size_bytes = buffer_bytes(graph, parameters, "gradients")
-        if (members, size_bytes) not in known:
-            known[members, size_bytes] = _soonest(fleet, members, size_bytes)
-        collective = known[members, size_bytes]
-        groups.append(
-            SyncGroup(devices=members, parameters=tuple(parameters), collective=collective, size_bytes=size_bytes)
-        )
-    return ReplicaSync(groups=tuple(groups))
-
-
-def _soonest(fleet: Fleet, members: tuple[str, ...], size_bytes: int) -> Collective:
-    def sum_s(collective: Collective) -> float:
-        return sum(_round_s(fleet, sent) for sent in _rounds(collective, members, size_bytes // FLOAT32_BYTES))
-
-    return min(_collectives(fleet, members), key=sum_s)
-
-
-def _collectives(fleet: Fleet, members: Sequence[str]) -> Iterator[Collective]:
-    """The ring is that whose slowest hop is fastest; an island is led by whose slowest link to others is fastest."""
-    yield Collective()
-    if len(members) < 3:
-        return
-    rings = [(0, *rest) for rest in itertools.permutations(range(1, len(members)))]
-
-    def hop_s(a: int, b: int) -> float:
-        link = fleet.link(members[a], members[b])
-        return link.latency_s + 1 / link.bandwidth_bytes_per_s
-
-    slowest_hop = {ring: max(hop_s(a, b) for a, b in zip(ring, (*ring[1:], 0), strict=True)) for ring in rings}
-    yield Collective(kind="ring", islands=(min(rings, key=slowest_hop.__getitem__),))
-    homes: dict[str, list[int]] = {}
-    for member, name in enumerate(members):
-        homes.setdefault(fleet.device(name).region, []).append(member)
-    if 1 < len(homes) < len(members):
-        islands: list[tuple[int, ...]] = []
-        for island in homes.values():
-            others = [members[m] for m in range(len(members)) if m not in island]
-            worst = {
-                m: min(
-                    fleet.link(*ends).bandwidth_bytes_per_s
-                    for o in others
-                    for ends in ((members[m], o), (o, members[m]))
-                )
-                for m in island
-            }
-            leader = max(island, key=worst.__getitem__)
-            islands.append((leader, *(m for m in island if m != leader)))
-        yield Collective(kind="hierarchical", islands=tuple(islands))
 
 
 def well_formed(group: SyncGroup) -> bool:
@@ -171,5 +101,5 @@ def _rounds(collective: Collective, devices: Sequence[str], elements: int) -> It
         yield [(leader, member, FLOAT32_BYTES * elements) for member, leader in inside]
 
 
-def _parts(count: int, elements: int) -> Mapping[int, float]:
+def _parts(count: int, elements: int) -> dict[int, float]:
     return {k: FLOAT32_BYTES * (elements * (k + 1) // count - elements * k // count) for k in range(count)}

@@ -22,11 +22,10 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.planners.baselines.allocation.on_fleet import certified, equal_compute, sky_heuristic
 from isthmus.planners.baselines.even import even
 from isthmus.planners.baselines.op_fence import op_fence
-from isthmus.planners.bounds import LeastBound, of_fed, relaxed, settles, with_certificate
 from isthmus.planners.observer import keep, part
 from isthmus.planners.placement.on_fleet import islands, random
 from isthmus.planners.search.descent import Descent
-from isthmus.planners.search.exhaustive import exhaustive_plan
+from isthmus.planners.search.exhaustive import exhaustive_plan, settles
 from isthmus.planners.search.one_pipeline import chain, fed, unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
@@ -57,7 +56,7 @@ Score = Callable[[Plan], float]  # seconds per step of a plan, by a better estim
 
 
 def auto(problem: Problem, score: Score | None = None) -> Plan:
-    """The fastest plan found over any number of replicas, or the cheapest, with a lower bound on all plans.
+    """The fastest plan found over any number of replicas, or the cheapest.
 
     Within a loss budget it has the least time to a loss. Raises FleetTooSmall with the device that is short, and by
     how much.
@@ -68,8 +67,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
 def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
     """The plan of `auto`, and others that it found."""
     if problem.constraints.copied:
-        plan = fed(problem)
-        return [msgspec.structs.replace(with_certificate(problem, plan, of_fed(plan)), planner="auto")]
+        return [msgspec.structs.replace(fed(problem), planner="auto")]
     if problem.constraints.objective == "cost" and not is_priced(problem.fleet) and not problem.constraints.limited:
         return [unpriced(problem, auto(problem.timed(), score))]
     network, blocks = network_of(problem), Blocks(problem)
@@ -83,7 +81,7 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
             if not found:
                 raise
         plan = min(found, key=lambda plan: preference(problem, plan))
-        return [_certified(problem, plan, relaxed(problem, network, blocks, None), near.fleet.names)]
+        return [_named(problem, plan, near.fleet.names)]
     refused: FleetTooSmall | None = None
     steady = score is not None and is_steady(problem)
     plans: list[Plan] = []
@@ -92,7 +90,6 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         plans.append(chain(problem))
     except FleetTooSmall as error:
         refused = error
-    least = relaxed(problem, network, blocks, plans[0] if plans else None)
     alike = packs_alike(problem)
     if not alike:
         with contextlib.suppress(FleetTooSmall):
@@ -103,7 +100,6 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         part("every plan")
         settled = exhaustive_plan(problem, network, blocks, _best_s(plans))
     if settled is not None:
-        least = LeastBound(settled.bound, exact=alike)
         plans += [] if settled.plan is None else [settled.plan if alike else rebuilt(problem, settled.plan)]
         plans += _others(problem) if score is not None or not alike else ()
     elif alike and (plans or settles(problem)):  # else all this was done for each way to pack alike
@@ -125,7 +121,7 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
     if score is not None:
         part("simulating the best")
         plans = _judged(problem, plans[:LEAST_SCORED] if steady else _to_score(plans), score)
-    return [_certified(problem, plans[0], least, problem.fleet.names), *plans[1:]]
+    return [_named(problem, plans[0], problem.fleet.names), *plans[1:]]
 
 
 def _wide(problem: Problem) -> Iterator[Plan]:
@@ -259,17 +255,15 @@ def _places(problem: Problem, layouts: Sequence[PlanLayout]) -> Blocks:
     return Blocks(problem, sorted({*coarse(Blocks(problem), DESCENT_BLOCKS).places[1:-1], *used}))
 
 
-def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:
-    """The plan under this planner's name and with its certificate, and why each device that it leaves out is."""
+def _named(problem: Problem, plan: Plan, looked_at: Sequence[str]) -> Plan:
+    """The plan under this planner's name, and why each device that it leaves out is."""
     used, known, priced = set(plan.devices), set(looked_at), problem.constraints.objective == "cost"
-    made = with_certificate(problem, plan, least)
-    found = "" if made.certificate is not None and not made.certificate.gap else " that was found"
     alone = f"; several replicas are not possible: {problem.not_summed}" if problem.not_summed is not None else ""
-    near = f"no plan{found} is {'cheaper' if priced else 'faster'} with it{alone}"
+    near = f"no plan that was found is {'cheaper' if priced else 'faster'} with it{alone}"
     far = f"it is not among the {len(known)} that are fastest, or nearest to those, and was not looked at"
     names = problem.fleet.names
     notes = [
         note if name in used else f"{name} is left out: {near if name in known else far}"
         for name, note in zip(names, plan.notes, strict=False)
     ]
-    return msgspec.structs.replace(made, planner="auto", notes=(*notes, *plan.notes[len(names) :]))
+    return msgspec.structs.replace(plan, planner="auto", notes=(*notes, *plan.notes[len(names) :]))

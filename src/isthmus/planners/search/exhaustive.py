@@ -67,6 +67,14 @@ class _TooManyPlans(Exception):
     pass
 
 
+def settles(problem: Problem) -> bool:
+    """Return whether every plan may be tried: time alone counts, nothing has a limit, the data are everywhere, and
+    gradients are summed in every step."""
+    constraints = problem.constraints
+    free = not constraints.limited and not constraints.data_holders and problem.schedule != "delayed"
+    return constraints.objective == "time" and free and problem.sync.mode == "every-step"
+
+
 def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> Settled | None:
     """The best of all plans; None where they are too many. `known_s` is the step of some plan, or infinite."""
     devices = len(network.names)

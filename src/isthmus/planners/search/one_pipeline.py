@@ -4,8 +4,8 @@ The fastest minimises the closed form over the order and choice of devices and o
 
     step = fill + (n - 1) * period + shared
 
-Up to six devices it is exact; beyond, orders come from local search, cuts stay exact, and the certificate says how far
-a lower bound is. FusionLLM's OP-Fence and Sky Computing's allocation solve the same problem by heuristics.
+Up to six devices it is exact; beyond, orders come from local search, and cuts stay exact. FusionLLM's OP-Fence and Sky
+Computing's allocation solve the same problem by heuristics.
 
 On a given set of devices the price of an hour is fixed, so the fastest pipeline of a set is also its cheapest, but for
 egress:
@@ -32,8 +32,9 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+import numpy as np
 
-from isthmus.cost import Problem, build_plan, is_priced, minimised, preference
+from isthmus.cost import Problem, build_plan, is_priced, preference
 from isthmus.cost.blocks import Blocks, legal_places
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.cut_table import stage_bytes
@@ -44,7 +45,6 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
 from isthmus.planners.baselines.even import even
-from isthmus.planners.bounds import certificate_of, pipeline_bound, pipeline_step_s
 from isthmus.planners.observer import keep, looked_at
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.descent import Stages, neighbours
@@ -55,9 +55,6 @@ from isthmus.planners.search.orders import FoundOrder, OrderSearch
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.plans import Plan
-
-ONE = "any plan of one replica: any devices"
-FED = "any chain that {} feed with their own data: any others"
 
 
 def chain(problem: Problem) -> Plan:
@@ -72,9 +69,9 @@ def chain(problem: Problem) -> Plan:
 
 
 def fastest(problem: Problem, *, settle: bool = True) -> Plan:
-    """The fastest pipeline, whatever the problem's objective, with its certificate.
+    """The fastest pipeline, whatever the problem's objective.
 
-    Without `settle` it does not try every pipeline where memory throttles them, and proves less. Raises FleetTooSmall
+    Without `settle` it does not try every pipeline where memory throttles them. Raises FleetTooSmall
     with the device that is short, and by how much.
     """
     looked_at(0)
@@ -84,8 +81,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
         return _packed(problem, network, blocks, settle)
     near = pruned_fleet(problem, network, blocks)
     if near is not problem:
-        plan = fastest(near, settle=False)
-        return with_bound(problem, _rebuilt(problem, plan), pipeline_bound(problem, network, blocks))
+        return _noted(problem, fastest(near, settle=False))
     classic = OrderSearch(problem, network, blocks)
     best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
     plans = list(_plans(problem, best))
@@ -106,14 +102,11 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
         proven = exhaustive_pipeline(problem, network, blocks, known_s)
         if proven is not None and (proven.plan or plans):
             chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
-            return with_bound(problem, chosen, proven.bound)
+            return _noted(problem, chosen)
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
         plans += _plans(problem, FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0))
-    chosen = min(plans, key=lambda p: p.predicted.step_s)
-    if best and classic.exhaustive and not tight:
-        return with_bound(problem, chosen, best.bound_s)
-    return with_bound(problem, chosen, pipeline_bound(problem, network, blocks))
+    return _noted(problem, min(plans, key=lambda p: p.predicted.step_s))
 
 
 def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: bool) -> Plan:
@@ -124,8 +117,8 @@ def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: boo
     if settle and OrderSearch(problem, network, blocks).exhaustive:
         proven = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0])
         if proven is not None:
-            return with_bound(problem, proven.plan or best, proven.bound)
-    return with_bound(problem, best, pipeline_bound(problem, network, blocks))
+            best = proven.plan or best
+    return _noted(problem, best)
 
 
 def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
@@ -165,19 +158,15 @@ def cheapest(problem: Problem) -> Plan:
         best = _rebuilt(problem, fastest(problem))  # raises where nothing fits
     if len(problem.fleet.names) > MOST_EXHAUSTIVE:
         best = _with_fewer(problem, best)
-    price, bound = preference(problem, best)[0], pipeline_bound(problem, network, blocks)
-    # Where the simple bound is reached nothing is left to try.
-    small = len(problem.fleet.names) <= MOST_EXHAUSTIVE and bound < price * (1 - TOLERANCE)
-    proven = exhaustive_pipeline(problem, network, blocks, price * (1 + 1e-9)) if small else None
-    if proven is not None:
-        if proven.plan is not None:
+    if len(problem.fleet.names) <= MOST_EXHAUSTIVE:
+        proven = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0] * (1 + 1e-9))
+        if proven is not None and proven.plan is not None:
             best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
-        return with_bound(problem, best, proven.bound)
-    return with_bound(problem, best, bound)
+    return _noted(problem, best)
 
 
 def unpriced(problem: Problem, plan: Plan) -> Plan:
-    """The plan for a fleet in which nothing costs anything: its certificate is one of time."""
+    """The plan for a fleet in which nothing costs anything."""
     return msgspec.structs.replace(plan, constraints=problem.constraints, notes=(UNPRICED, *plan.notes))
 
 
@@ -221,7 +210,7 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
         part = problem.timed().on(problem.fleet.subset(names))
         hour = sum(device.price_per_hour for device in part.fleet.devices)
         second = hour / SECONDS_PER_HOUR if problem.constraints.objective == "cost" else 1.0
-        bounds.append((second * pipeline_step_s(network_of(part), blocks, problem.micro_batches), names))
+        bounds.append((second * _least_s(network_of(part), blocks, problem.micro_batches), names))
     best: Plan | None = None
     # price of a set >= rate of its devices * bound on its step
     for bound, names in sorted(bounds, key=lambda pair: pair[0]):
@@ -231,6 +220,13 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
         if found is not None and (best is None or preference(problem, found) <= preference(problem, best)):
             best = found
     return best
+
+
+def _least_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
+    """Return what the formula of no pipeline undercuts: all devices share the work, but for the largest block."""
+    work, fastest_flops = float(blocks.work[-1]), float(network.speed.max())
+    largest = float(np.diff(blocks.work).max(initial=0.0))
+    return work / fastest_flops + (micro_batches - 1) * max(work / float(network.speed.sum()), largest / fastest_flops)
 
 
 def _of_set(problem: Problem, names: Sequence[str]) -> Plan | None:
@@ -265,21 +261,12 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
     return plan
 
 
-def with_bound(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> Plan:
-    """The same layout with what the bound proves of `plans`, and with the reason why devices are left out."""
-    priced = problem.constraints.objective == "cost"
-    what, better = ("price", "cheaper") if priced else ("time", "faster")
-    question = f"the {what} of a step of {plans} in any order, any cuts, by the closed form"
-    certificate = certificate_of(bound, minimised(problem, plan), question, exact=False, priced=priced)
-    found = "" if certificate is not None and not certificate.gap else " that was found"
-    return build_plan(
-        problem,
-        [stage.device for stage in plan.stages],
-        plan.boundaries(),
-        planner="chain",
-        certificate=certificate,
-        notes={name: f"no plan{found} is {better} with it" for name in problem.fleet.names if name not in plan.devices},
-    )
+def _noted(problem: Problem, plan: Plan) -> Plan:
+    """The same layout as a plan of this problem, with the reason why devices are left out."""
+    better = "cheaper" if problem.constraints.objective == "cost" else "faster"
+    idle = [name for name in problem.fleet.names if name not in plan.devices]
+    notes = dict.fromkeys(idle, f"no plan that was found is {better} with it")
+    return build_plan(problem, [stage.device for stage in plan.stages], plan.boundaries(), planner="chain", notes=notes)
 
 
 MOST_BEHIND = 6  # devices behind the holders up to which every chain is tried
@@ -287,19 +274,17 @@ MOST_NEIGHBOURS = 400  # chains that are looked at near the best one
 
 
 def fed(problem: Problem) -> Plan:
-    """The best chain that all holders feed, with a lower bound on all such chains.
+    """The best chain that all holders feed.
 
     Raises FleetTooSmall with the device that is short, and by how much; UserError where no first stage may have copies.
     """
     one = as_one(problem)
     network, blocks = network_of(one), Blocks(one)
     best = improved_by_moves(problem, _best_start(problem, one))
-    reached, bound = preference(problem, best)[0], pipeline_bound(one, network, blocks)
-    if len(one.fleet.names) <= MOST_BEHIND and reached > bound * (1 + TOLERANCE):
-        proven = exhaustive_pipeline(one, network, blocks, reached, judged=problem)
-        if proven is not None:
-            best, bound = proven.plan or best, proven.bound
-    return with_bound(problem, best, bound, FED.format(" and ".join(problem.constraints.feeders)))
+    if len(one.fleet.names) <= MOST_BEHIND:
+        proven = exhaustive_pipeline(one, network, blocks, preference(problem, best)[0], judged=problem)
+        best = best if proven is None else proven.plan or best
+    return _noted(problem, best)
 
 
 def as_one(problem: Problem) -> Problem:

@@ -30,9 +30,8 @@ from isthmus.cost.averaging import balanced_s
 from isthmus.cost.blocks import Blocks, coarse
 from isthmus.cost.network import FleetNetwork, Floats
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.bounds import settles
 from isthmus.planners.observer import keep, looked_at
-from isthmus.planners.search.exhaustive import every_grouping
+from isthmus.planners.search.exhaustive import every_grouping, settles
 from isthmus.planners.search.local_search import first_improvement, nearest_tour, share_out
 from isthmus.planners.search.one_pipeline import fastest
 from isthmus.planners.search.orders import ROUNDING, Order, Scorer, improve, nearest_neighbour, scorer_of

@@ -1,0 +1,114 @@
+"""Whether any pipeline, or any several that share a batch, may take less than a limit: a dynamic programme.
+
+With P the compute and messages, both ways, of all stages before stage s on the way of a micro-batch to it, no step is
+shorter than
+
+    P + n * C[s],    P + ceil(n / held[s]) * trip[s],    P + message + C[s] + (n - 1) * bytes / bandwidth for a link
+
+Below a limit a prefix is better the less its P is, whatever follows: for each choice of devices (how many of each
+class), last device and last cuts it is enough to know the least P. What a micro-batch does next is bounded from below
+where it is not known: `trip` has the least that operators behind the stage take anywhere.
+
+P is a sum along one way: from each stage to the next if that certainly waits for it, else along the trunk
+(`stage_figures`), else it begins anew with 0. Every stage of a way ends each step between its own beginning of it and
+that of the next, so what holds from its beginning to the next one bounds a step in the long run.
+
+Several replicas, of n micro-batches together: for each number of micro-batches the same programme tells on which
+devices one replica may have so many, and a second one how many disjoint sets of devices have together. Sums of two
+replicas or more take two messages at least after a stage's last backward, of one part in R of its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+
+from isthmus.verification.copies import Copies
+from isthmus.verification.prefixes import Prefixes, Work
+from isthmus.verification.reading import GraphReading
+from isthmus.verification.stage_figures import Bools, Floats
+from isthmus.verification.stage_seconds import Relaxation, StageSeconds
+
+ROUNDING = 1e-9
+MOST_COUNTS = 8  # numbers of micro-batches of one of several replicas that are distinguished
+
+
+class Decision:
+    """One number of micro-batches of the question."""
+
+    def __init__(self, reading: GraphReading, relaxation: Relaxation) -> None:
+        self.question = question = reading.question
+        self._seconds = StageSeconds(reading, relaxation)
+        self.figures, self.classes = self._seconds.figures, self._seconds.classes
+        self._states, self._sizes = self.classes.state_counts, np.array([len(own) for own in self.classes.members])
+        self.whole_flops = float(self.figures.work[0, -1])
+        one_place = len(question.constraints.data_holders or question.fleet.names) == 1
+        self._one_only = one_place or reading.not_summed is not None
+
+    def below(self, limit_s: float, work: Work) -> bool:
+        """Whether some plan may take less, by what is distinguished."""
+        if self.whole_flops * self.question.micro_batches > self._capacity(limit_s):
+            return False
+        if self._possible(limit_s, self.question.micro_batches, 1, work).any():
+            return True
+        copies = Copies(self.figures)
+        several = range(2, self._most_replicas + 1)
+        return any(copies.below(limit_s, number) for number in several) or any(
+            self._together(limit_s, number, work, divided=True).any() for number in several
+        )
+
+    def rates(self, of_device: Mapping[str, float]) -> Floats:
+        """[class]: the least of its devices."""
+        return np.array([min(of_device[name] for name in own) for own in self.classes.members])
+
+    def least_rate(self, limit_s: float, rate: Floats, work: Work) -> float:
+        """Return the least price per second of the devices of a plan that takes less, by `rate` of a device of each
+        class; infinite where there is none."""
+        possible = self._possible(limit_s, self.question.micro_batches, 1, work)
+        for number in range(2, self._most_replicas + 1):
+            possible |= self._together(limit_s, number, work, divided=False)
+        return float((self._states[possible] @ rate).min(initial=np.inf))
+
+    def _capacity(self, limit_s: float) -> float:
+        return limit_s * float(self.classes.speed @ self._sizes) * (1 + ROUNDING)
+
+    @cached_property
+    def _most_replicas(self) -> int:
+        if self._one_only:
+            return 1
+        devices, need = int(self._sizes.sum()), float(self.figures.state[0, -1])
+        room = int(self.classes.room @ self._sizes // need) if need else devices
+        return min(devices, self.question.micro_batches, room)
+
+    def _together(self, limit_s: float, replicas: int, work: Work, *, divided: bool) -> Bools:
+        """[state]: whether so many replicas may complete the batch on these devices; `divided`: of which one has two
+        stages or more."""
+        batch, least = self.question.micro_batches, self.question.micro_batches - replicas + 1
+        counts = np.unique(np.round(np.geomspace(1, least, min(MOST_COUNTS, least))).astype(int))
+        completed = np.zeros(len(self._states))
+        for count, following in zip(counts.tolist(), [*counts[1:].tolist(), least + 1], strict=True):
+            possible = self._possible(limit_s, count, replicas, work)
+            if not possible.any():
+                break
+            completed[possible] = following - 1
+        chosen = np.flatnonzero(completed > 0)
+        several = self._states[chosen].sum(axis=1) > 1
+        found = np.zeros((2, len(self._states)))  # without a divided one, and with one
+        found[0, chosen[~several]], found[1, chosen[several]] = completed[chosen[~several]], completed[chosen[several]]
+        for _ in range(replicas - 1):
+            more = np.zeros_like(found)
+            for state, apart in zip(chosen.tolist(), several.tolist(), strict=True):
+                index = np.flatnonzero((self._states >= self._states[state]).all(axis=1))
+                before = found[:, index - state]
+                after = np.where(before > 0, before + completed[state], 0.0)
+                after = np.stack([np.zeros(len(index)), after.max(axis=0)]) if apart else after
+                more[:, index] = np.maximum(more[:, index], after)
+                work.add(4 * len(self._states))
+            found = more
+        return (found[1] if divided else found.max(axis=0)) >= batch
+
+    def _possible(self, limit_s: float, count: int, replicas: int, work: Work) -> Bools:
+        """[state]: whether one replica of so many, with so many micro-batches, may be on exactly these devices."""
+        return Prefixes(self._seconds, limit_s, count, replicas, work).run()

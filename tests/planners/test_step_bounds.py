@@ -1,0 +1,126 @@
+"""No bound is above the best simulated plan, whatever is distinguished; and where it is nearly attained."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from plan_cases import document, fleet_of, gpt_graph, problem_of, random_graph, simulated_s
+from term_cases import every_plan
+
+from isthmus.api.proof import question_of
+from isthmus.cost import PlanLayout, Problem, build_replicas
+from isthmus.errors import UserError
+from isthmus.fleet import Device, Fleet, Link, Links, Route
+from isthmus.graph import cuts
+from isthmus.planners import plan as plan_by
+from isthmus.plans import Constraints
+from isthmus.verification import verify
+from isthmus.verification.decision import Decision
+from isthmus.verification.prefixes import Work
+from isthmus.verification.reading import GraphReading
+from isthmus.verification.stage_seconds import Relaxation
+
+FINE, ROUGH = Relaxation(64, 10**6), Relaxation(4, 3)
+MOST_PLANS = 1500
+
+
+def bound_s(problem: Problem, relaxation: Relaxation, known_s: float) -> float:
+    """By bisection, up to twice what is known."""
+    decision = Decision(GraphReading(question_of(problem, (problem.micro_batches,))), relaxation)
+    low, high = 0.0, 2 * known_s
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if decision.below(middle, Work()) else (middle, high)
+    return low
+
+
+def drawn(seed: int) -> Problem:
+    """One to three devices; some lack memory, some have quick links, some fleets have one data holder."""
+    source = random.Random(seed)
+    devices = source.choice((1, 2, 2, 3, 3))
+    memory = [source.randint(150, 1500) for _ in range(devices)] if source.random() < 0.4 else None
+    fleet = fleet_of([source.uniform(1, 20) for _ in range(devices)], source.randrange(10**6), memory=memory)
+    if source.random() < 0.3:
+        routes = tuple(
+            msgspec.structs.replace(r, link=Link(r.link.latency_s / 20, r.link.bandwidth_bytes_per_s * 50))
+            for r in fleet.links.devices
+        )
+        fleet = msgspec.structs.replace(fleet, links=Links(devices=routes))
+    held = Constraints(data_holders=("d0",), labels_stay=source.random() < 0.5)
+    return problem_of(
+        random_graph(source.randrange(10**6), source.randint(2, 4 if devices == 3 else 5)),
+        fleet,
+        micro_batches=source.choice((1, 2, 3, 4, 6)),
+        schedule=source.choice(("1f1b", "gpipe")),
+        recompute=source.random() < 0.7,
+        constraints=held if source.random() < 0.25 else Constraints(),
+    )
+
+
+@pytest.mark.parametrize("seed", [*range(24), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(24, 500))])
+def test_no_bound_is_above_the_best_of_all_simulated_plans(seed: int) -> None:
+    problem = drawn(seed)
+    plans = [plan for plan, _ in zip(every_plan(problem), range(MOST_PLANS), strict=False)]
+    best_s = min((simulated_s(problem, plan) for plan in plans), default=float("inf"))
+    for relaxation in (FINE, ROUGH) if plans else ():
+        assert bound_s(problem, relaxation, best_s) <= best_s * (1 + 1e-6), relaxation
+
+
+def sites(seed: int) -> Fleet:
+    """Three to five devices at up to three sites, with quick links within each."""
+    source = random.Random(seed)
+    devices = tuple(
+        Device(name=f"d{k}", region=source.choice("abc"), flops_per_s=source.uniform(1, 20), memory_bytes=1 << 40)
+        for k in range(source.randint(3, 5))
+    )
+    regions = sorted({device.region for device in devices})
+    near, far = Link(0.1, source.uniform(100, 2000)), Link(source.uniform(0, 1.5), source.uniform(20, 400))
+    routes = tuple(Route(a, b, near if a == b else far) for a in regions for b in regions)
+    return Fleet(name="sites", devices=devices, links=Links(regions=routes))
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60))])
+def test_no_bound_is_above_replicas_of_several_sites(seed: int) -> None:
+    """Of which most are one device, so that what their sums take counts."""
+    source, found = random.Random(seed), list[float]()
+    problem = problem_of(
+        random_graph(source.randrange(10**6), source.randint(2, 5)), sites(seed), micro_batches=source.choice((4, 6, 8))
+    )
+    places = [cut.position for cut in cuts(problem.flow)]
+    for _ in range(60):
+        names = source.sample(problem.fleet.names, source.randint(2, len(problem.fleet.names)))
+        groups = [[names[0]]]
+        for name in names[1:]:
+            groups += [[name]] if source.random() < 0.7 else []
+            groups[-1] += [name] if name not in groups[-1] else []
+        shares = [1] * len(groups)
+        for _ in range(problem.micro_batches - len(groups)):
+            shares[source.randrange(len(groups))] += 1
+        try:
+            layouts = [
+                PlanLayout(tuple(group), tuple(sorted(source.sample(places, len(group) - 1))), share)
+                for group, share in zip(groups, shares, strict=True)
+            ]
+            found.append(simulated_s(problem, build_replicas(problem, layouts, planner="drawn")))
+        except (UserError, ValueError):  # it does not fit, or there are fewer places
+            continue
+    assert bound_s(problem, FINE, min(found)) <= min(found) * (1 + 1e-6)
+
+
+def test_replicas_on_alike_devices_are_proven_to_a_few_percent_by_little_work() -> None:
+    routes = Links(default=Link(0.001, 1e9))
+    fleet = fleet_of([1e9] * 6)
+    problem = problem_of(gpt_graph(3), msgspec.structs.replace(fleet, links=routes), micro_batches=16)
+    layouts = [PlanLayout((name,), (), share) for name, share in zip(fleet.names, (3, 3, 3, 3, 2, 2), strict=True)]
+    made = document(problem, build_replicas(problem, layouts, planner="hand"))
+    assert made.certificate is not None and made.certificate.gap < 0.1
+    found = verify(made, question_of(problem, (problem.micro_batches,)))
+    assert found.holds() and found.bound.status == "proven"
+
+
+def test_more_is_distinguished_where_it_proves_more() -> None:
+    problem = problem_of(gpt_graph(2), fleet_of([1e4, 2e4, 3e4, 4e4], 4), micro_batches=4)
+    known_s = simulated_s(problem, plan_by("even", problem))
+    assert bound_s(problem, ROUGH, known_s) <= bound_s(problem, FINE, known_s) * (1 + 1e-6)
