@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.federated.test_run_folders import JOB
 from tests.runtime.commands import isthmus as isthmus_command
 from tests.runtime.commands import refused
 
@@ -59,6 +60,30 @@ def test_several_jobs_are_simulated_one_after_another() -> None:
     pictured = isthmus_command("simulate", example, example, "--picture", "x.png")
     refused(pictured, 2, "--picture: got it with 2 jobs, expected one")
     refused(isthmus_command("simulate", example, example, "--fault", "nobody@1s"), 2, "nobody")
+
+
+def test_executors_have_the_names_of_their_devices_in_faults_of_a_queue(tmp_path: Path) -> None:
+    """A fault of a fleet's device strikes each job that has it; executors of a job without a fleet are processes."""
+    pipeline = tmp_path / "pipeline.toml"
+    pipeline.write_text((EXAMPLES / "decoupled.toml").read_text().replace("steps = 200", "steps = 20"))
+    text = JOB.format(folder=tmp_path)
+    (tmp_path / "alone.toml").write_text(text.replace('scheme = "sp"', 'scheme = "ours"\nexecutors = 2'))
+    placed = text.replace("run_dir", 'fleet = "three-sites"\nrun_dir').replace('scheme = "sp"', 'scheme = "ours"')
+    (tmp_path / "placed.toml").write_text(placed)
+
+    def took(*options: str) -> list[float]:
+        jobs = (pipeline, tmp_path / "placed.toml", tmp_path / "alone.toml")
+        found = isthmus_command("simulate", *jobs, "--json", *options)
+        assert found.code == 0, found.err
+        return [job["ended_s"] - job["began_s"] for job in json.loads(found.out)["jobs"]]
+
+    whole = took()
+    slowed = took("--slow", "home-0@0s:50")
+    assert slowed[0] > whole[0] and slowed[1] > whole[1]
+    slowed = took("--slow", "executor-0@0s:1000", "--slow", "executor-1@0s:1000")
+    assert slowed[0] == whole[0] and slowed[1] == whole[1] and slowed[2] > 20 * whole[2]
+    unknown = isthmus_command("simulate", tmp_path / "placed.toml", tmp_path / "alone.toml", "--fault", "cloud@1s")
+    refused(unknown, 2, "device in --fault", "cloud")
 
 
 def test_jobs_of_a_queue_are_on_one_fleet() -> None:

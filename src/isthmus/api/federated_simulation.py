@@ -42,7 +42,7 @@ from isthmus.protocol.federated_participation import Participation
 from isthmus.report.rounds_table import simulated_table
 from isthmus.runtime.federated.emulation import counted_costs
 from isthmus.runtime.federated.pipeline_plans import PipelinePlans
-from isthmus.runtime.federated.run import FederatedRun, coordinator_of
+from isthmus.runtime.federated.run import FederatedRun, coordinator_of, process_names
 from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.sizing import with_executors
 from isthmus.sanitize import sanitize
@@ -185,6 +185,17 @@ def _simulated(
         timeline=timeline if faults else None,
         pipelines=pipelines,
     )
+
+
+def executor_names(job: FederatedJob) -> tuple[str, ...]:
+    """Return the names of those that train in a simulation of the job: its sites, the devices of its fleet that are
+    executors, or processes of this machine. UserError as of `simulate_rounds`."""
+    if job.federated.deployment is not None:
+        return job.federated.deployment.sites
+    job = with_executors(job, data := client_data(job))
+    count = executors(job, len(data.sizes))
+    fleet = job.executor_fleet(count)
+    return tuple(process_names(count) if fleet is None else fleet.names)
 
 
 def _after_saved(job: FederatedJob, make: Callable[[int], Rounds]) -> Callable[[int], Rounds]:

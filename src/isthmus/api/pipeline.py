@@ -130,6 +130,11 @@ class Pipeline:
         """Names of the devices that it waits for."""
         return fleet_of(self.job).names
 
+    @property
+    def fault_names(self) -> tuple[str, ...]:
+        """Names that a fault of its simulation may have: devices, sites, or processes that are executors."""
+        return self.devices
+
     def engine_fleet(self, measure: bool | None) -> Fleet | None:
         """The fleet that names an engine's devices; None where those that join are taken. UserError as of `check`."""
         if not is_known(self.job.fleet, measure):

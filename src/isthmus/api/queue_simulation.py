@@ -48,16 +48,15 @@ def simulate_jobs(
         if fleet != named[0][1]:
             raise UserError(f"{job.name}: fleet: got {job.fleet!r}, expected {named[0][1].name!r} as of the job before")
     programs = [program_of(job) for job in jobs]
-    fleets = [set(program.devices) for program in programs]
-    known = set[str]().union(*fleets)
+    struck = [set(program.fault_names) if faults else set[str]() for program in programs]
+    known = set[str]().union(*struck)
     for fault in faults:
-        if all(fleets) and not _names(fault) <= known:
+        if not _names(fault) <= known:
             raise unknown_name(f"device in {fault.option}", min(_names(fault) - known), known)
 
     def run(number: int, faults: tuple[Fault, ...]) -> RunOfJob:
-        fleet = fleets[number]
         observer.note(f"simulating {jobs[number].name} ...")
-        faults = tuple(f for f in faults if _names(f) <= fleet or not (fleet or _names(f) & known))
+        faults = tuple(fault for fault in faults if _names(fault) <= struck[number])
         return programs[number].simulated(Simulating(faults), observer, stop).as_job
 
     return SimulatedQueue(jobs=tuple(simulate_queue([job.name for job in jobs], run, faults)))

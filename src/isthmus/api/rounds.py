@@ -41,7 +41,7 @@ from isthmus.programs.round_records import refusal_texts
 from isthmus.report.federated_trace import trace_of
 from isthmus.run_files import keep_stop
 from isthmus.runtime.federated.fleet_executors import check_on_devices, on_devices
-from isthmus.runtime.federated.run import FederatedRun
+from isthmus.runtime.federated.run import FederatedRun, process_names
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.launchers.launcher import AgentSpec
 from isthmus.runtime.launchers.ray import RayLauncher, RayOptions
@@ -142,6 +142,10 @@ class Rounds(NamedTuple):
     @property
     def devices(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def fault_names(self) -> tuple[str, ...]:
+        return api.federated_simulation.executor_names(self.job)
 
     def engine_fleet(self, measure: bool | None) -> Fleet | None:
         if self.job.has_sites:
@@ -285,4 +289,4 @@ def _executors(job: FederatedJob, room: int) -> list[AgentSpec]:
     data = Path("" if job.data is None else job.data.folder).absolute()
     (device,) = job.devices
     arguments = ("--one-owner", "--timeout", job.runtime.timeout, "--data", str(data), "--device", device)
-    return [AgentSpec(name=f"executor-{number}", arguments=arguments, ticket="") for number in range(count)]
+    return [AgentSpec(name=name, arguments=arguments, ticket="") for name in process_names(count)]

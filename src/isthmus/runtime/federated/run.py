@@ -68,6 +68,11 @@ ONE_BY_ONE = (
 )
 
 
+def process_names(count: int) -> list[str]:
+    """Return the names of executors that are processes of this machine."""
+    return [f"executor-{number}" for number in range(count)]
+
+
 def coordinator_of(
     job: FederatedJob,
     sizes: NDArray[np.int64],
@@ -96,7 +101,7 @@ def coordinator_of(
         rules = msgspec.structs.replace(rules, gathering=ExecutorChurn(start=job.runtime.executors))
     check_sizes(job.federated.aggregation, sizes)
     fleet = None if joined else job.executor_fleet(count)
-    names = [f"executor-{number}" for number in range(count)] if fleet is None else fleet.names
+    names = process_names(count) if fleet is None else fleet.names
     throughput = ThroughputModel(count, window_rounds=job.runtime.window_rounds)
     own = {name: number for number, name in enumerate(names)} if scheme.per == "population" else {}
     return Rounds(names, rules, sizes, cohorts.members, throughput, clients=own, states=states, late=cohorts.late)
