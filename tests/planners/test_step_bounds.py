@@ -9,7 +9,8 @@ import pytest
 from plan_cases import document, fleet_of, gpt_graph, problem_of, random_graph, simulated_s
 from term_cases import every_plan
 
-from isthmus.api.proof import question_of
+from isthmus.api.observer import Silent
+from isthmus.api.proof import Proving, question_of, with_bound
 from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
@@ -124,3 +125,18 @@ def test_more_is_distinguished_where_it_proves_more() -> None:
     problem = problem_of(gpt_graph(2), fleet_of([1e4, 2e4, 3e4, 4e4], 4), micro_batches=4)
     known_s = simulated_s(problem, plan_by("even", problem))
     assert bound_s(problem, ROUGH, known_s) <= bound_s(problem, FINE, known_s) * (1 + 1e-6)
+
+
+def test_a_bound_that_is_raised_for_a_time_says_how_far_it_is() -> None:
+    said = list[str]()
+
+    class Listener(Silent):
+        def note(self, text: str) -> None:
+            said.append(text)
+
+    problem = problem_of(gpt_graph(2), fleet_of([1e6, 2e6, 3e6, 4e6], 4), micro_batches=4)
+    plan = plan_by("even", problem)
+    steady = msgspec.structs.replace(plan.predicted, steady_s=2 * plan.predicted.step_s)
+    made = with_bound(problem, msgspec.structs.replace(plan, predicted=steady), (4,), Proving(10.0, Listener()))
+    assert made.certificate is not None and made.certificate.gap > 0
+    assert said and all("above the best possible plan after" in text for text in said)

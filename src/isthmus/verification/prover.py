@@ -27,7 +27,7 @@ SECONDS_PER_HOUR = 3600
 
 class ProofProgress(NamedTuple):
     bound: float
-    told_apart: str  # in words
+    distinguished: str  # in words
 
 
 def unproven(question: Question) -> str | None:
@@ -95,7 +95,7 @@ class Prover:
                         left -= sum(work.spent for work in works)
                     if proven > low:
                         best = low = proven
-                        tell(ProofProgress(best, _told_apart(decisions[0])))
+                        tell(ProofProgress(best, _distinguished(decisions[0])))
                     if proven < asked:
                         high = asked
                     if self._priced:
@@ -115,11 +115,11 @@ class Prover:
     def _levels(self) -> Iterator[list[Decision]]:
         if len(self._question.fleet.names) > MOST_DEVICES:
             return
-        told_apart: object = None
+        distinguished: object = None
         for relaxation in RELAXATIONS:
             decisions = [Decision(reading, relaxation) for reading in self._readings]
-            same, told_apart = told_apart, [(d.figures.count, len(d.classes.speed)) for d in decisions]
-            if same != told_apart:
+            same, distinguished = distinguished, [(d.figures.count, len(d.classes.speed)) for d in decisions]
+            if same != distinguished:
                 yield decisions
 
     def _price(self, decision: Decision, goal: float, work: Work) -> float:
@@ -145,5 +145,5 @@ class Prover:
         return min(goal, intervals[0][0])
 
 
-def _told_apart(decision: Decision) -> str:
+def _distinguished(decision: Decision) -> str:
     return f"{len(decision.classes.speed)} classes of devices, {decision.figures.count} places to cut"
