@@ -116,116 +116,111 @@ class _Way(NamedTuple):
     latency_s: float
 
 
-class _Inbox:
-    """Arrivals at a stage by micro-batch or step: when the last one came, and how many are missing."""
+class _Messages:
+    """Messages of one kind. Lists are by stage."""
 
-    __slots__ = ("latest_s", "missing")
+    __slots__ = ("awaited", "latest_s", "missing", "ways")
 
-    def __init__(self, missing: int, numbers: int) -> None:
-        self.missing, self.latest_s = [missing] * numbers, [0.0] * numbers
+    def __init__(self, messages: Sequence[MessageTimes], row: int, stages: int, numbers: int, *, back: bool) -> None:
+        """`numbers` of them go each way, one for each micro-batch or step."""
+        self.ways: list[list[_Way]] = [[] for _ in range(stages)]
+        missing = [0] * stages
+        for m in messages:
+            source, target = (m.target, m.source) if back else (m.source, m.target)
+            seconds, wire_s = (m.backward_s, m.backward_wire_s) if back else (m.forward_s, m.forward_wire_s)
+            if m.sent[row] and (not back or seconds[row] > 0):
+                link = source * stages + target
+                self.ways[source].append(_Way(target, link, float(wire_s[row]), float(seconds[row] - wire_s[row])))
+                missing[target] += 1
+        self.missing = [[count] * numbers for count in missing]  # how many of each number have not come
+        self.latest_s = [[0.0] * numbers for _ in missing]  # when the last one came
+        self.awaited = [0] * stages  # the number that is taken next
 
 
 class _Recurrence:
     """One pipeline. Lists are by stage."""
 
     def __init__(self, tasks: StageTasks, row: int, each: int, steps: int) -> None:
-        self._each, self._steps, self._stages = each, steps, range(tasks.forward_s.shape[1])
+        stages = tasks.forward_s.shape[1]
+        self._each, self._steps = each, steps
         self._forward_s, self._backward_s = tasks.forward_s[row].tolist(), tasks.backward_s[row].tolist()
         self._held = tasks.held[row].tolist()
-        self._links_s = [0.0] * len(self._stages) ** 2
-        self._forward_ways, self._forward = self._ways(tasks.messages, row, each * steps, back=False)
-        self._backward_ways, self._backward = self._ways(tasks.messages, row, each * steps, back=True)
-        self._value_ways, self._values = self._ways(tasks.shared, row, steps, back=False)
-        self._gradient_ways, self._gradients = self._ways(tasks.shared, row, steps, back=True)
-        for inbox in self._backward:  # its own forward too
-            inbox.missing = [missing + 1 for missing in inbox.missing]
-        self._forwards, self._backwards, self._step = ([0 for _ in self._stages] for _ in range(3))
-        self._free_s, self._begin_s = ([0.0 for _ in self._stages] for _ in range(2))
-        self._is_backward = [False for _ in self._stages]
+        self._links_s = [0.0] * stages**2
+        self._forward = _Messages(tasks.messages, row, stages, each * steps, back=False)
+        self._backward = _Messages(tasks.messages, row, stages, each * steps, back=True)
+        self._values = _Messages(tasks.shared, row, stages, steps, back=False)
+        self._gradients = _Messages(tasks.shared, row, stages, steps, back=True)
+        # A backward waits for its own forward too.
+        self._backward.missing = [[count + 1 for count in missing] for missing in self._backward.missing]
+        self._ends = [each] * stages  # micro-batches of all steps up to this one
+        self._free_s, self._begin_s = [0.0] * stages, [0.0] * stages
+        self._is_backward = [False] * stages
         self._ended_s = [0.0] * steps
-
-    def _ways(
-        self, messages: Sequence[MessageTimes], row: int, numbers: int, *, back: bool
-    ) -> tuple[list[list[_Way]], list[_Inbox]]:
-        ways: list[list[_Way]] = [[] for _ in self._stages]
-        missing = [0 for _ in self._stages]
-        for m in messages:
-            source, target = (m.target, m.source) if back else (m.source, m.target)
-            seconds, wire_s = (m.backward_s, m.backward_wire_s) if back else (m.forward_s, m.forward_wire_s)
-            if m.sent[row] and (not back or seconds[row] > 0):
-                link = source * len(self._stages) + target
-                ways[source].append(_Way(target, link, float(wire_s[row]), float(seconds[row] - wire_s[row])))
-                missing[target] += 1
-        return ways, [_Inbox(count, numbers) for count in missing]
 
     def run(self) -> list[float]:
         """When each step ends."""
-        begin_s, each = self._begin_s, self._each
-        for stage in self._stages:
-            self._send(self._value_ways[stage], self._values, 0.0, 0)
-        for stage in self._stages:
+        begin_s, forward, backward = self._begin_s, self._forward, self._backward
+        for stage in range(len(begin_s)):
+            self._send(self._values, stage, 0.0, 0)
+        for stage in range(len(begin_s)):
             self._look(stage)
         while (now_s := min(begin_s)) < NEVER:
             stage = begin_s.index(now_s)
-            if self._backwards[stage] == each:
+            if backward.awaited[stage] == self._ends[stage]:
                 self._end(stage, now_s)
             elif self._is_backward[stage]:
-                self._do_backward(stage, now_s)
+                number = backward.awaited[stage]
+                end_s = self._free_s[stage] = now_s + self._backward_s[stage]
+                backward.awaited[stage] = number + 1
+                self._send(backward, stage, end_s, number)
+                if number + 1 == self._ends[stage]:
+                    self._send(self._gradients, stage, end_s, number // self._each)
             else:
-                number = self._step[stage] * each + self._forwards[stage]
+                number = forward.awaited[stage]
                 end_s = self._free_s[stage] = now_s + self._forward_s[stage]
-                self._forwards[stage] += 1
-                own = self._backward[stage]
-                own.missing[number] -= 1
-                own.latest_s[number] = max(own.latest_s[number], end_s)
-                self._send(self._forward_ways[stage], self._forward, end_s, number)
+                forward.awaited[stage] = number + 1
+                backward.missing[stage][number] -= 1
+                backward.latest_s[stage][number] = max(backward.latest_s[stage][number], end_s)
+                self._send(forward, stage, end_s, number)
             self._look(stage)
         return self._ended_s
 
-    def _do_backward(self, stage: int, now_s: float) -> None:
-        step = self._step[stage]
-        end_s = self._free_s[stage] = now_s + self._backward_s[stage]
-        self._send(self._backward_ways[stage], self._backward, end_s, step * self._each + self._backwards[stage])
-        self._backwards[stage] += 1
-        if self._backwards[stage] == self._each:
-            self._send(self._gradient_ways[stage], self._gradients, end_s, step)
-
     def _end(self, stage: int, now_s: float) -> None:
         """The step is done here; the next one begins, if there is one."""
-        step = self._step[stage]
+        step = self._gradients.awaited[stage]
         self._ended_s[step] = max(self._ended_s[step], now_s)
-        self._step[stage], self._forwards[stage], self._backwards[stage] = step + 1, 0, 0
+        self._values.awaited[stage] = self._gradients.awaited[stage] = step + 1
+        self._ends[stage] += self._each
         self._free_s[stage] = now_s
         if step + 1 < self._steps:
-            self._send(self._value_ways[stage], self._values, now_s, step + 1)
+            self._send(self._values, stage, now_s, step + 1)
 
-    def _send(self, ways: Sequence[_Way], inboxes: Sequence[_Inbox], now_s: float, number: int) -> None:
+    def _send(self, messages: _Messages, stage: int, now_s: float, number: int) -> None:
         links_s = self._links_s
-        for target, link, wire_s, latency_s in ways:
+        for target, link, wire_s, latency_s in messages.ways[stage]:
             left_s = links_s[link] = max(links_s[link], now_s) + wire_s
-            inbox = inboxes[target]
-            inbox.latest_s[number] = max(inbox.latest_s[number], left_s + latency_s)
-            inbox.missing[number] -= 1
-            if not inbox.missing[number]:
+            latest_s, missing = messages.latest_s[target], messages.missing[target]
+            latest_s[number] = max(latest_s[number], left_s + latency_s)
+            missing[number] -= 1
+            if not missing[number] and number == messages.awaited[target]:
                 self._look(target)
 
     def _look(self, stage: int) -> None:
         """When the stage begins its next task, and which."""
-        step, forwards, backwards = self._step[stage], self._forwards[stage], self._backwards[stage]
-        ready_s = NEVER
+        backward, end = self._backward, self._ends[stage]
+        back, ready_s, free_s = backward.awaited[stage], NEVER, self._free_s[stage]
+        step = self._gradients.awaited[stage]
         if step == self._steps:
             pass
-        elif backwards == self._each:
-            inbox = self._gradients[stage]
-            ready_s = NEVER if inbox.missing[step] else inbox.latest_s[step]
+        elif back == end:
+            ready_s = NEVER if self._gradients.missing[stage][step] else self._gradients.latest_s[stage][step]
         else:
-            first = step * self._each
-            inbox = self._backward[stage]
-            backward_s = NEVER if inbox.missing[first + backwards] else inbox.latest_s[first + backwards]
-            if forwards < self._each and forwards - backwards < self._held[stage]:
-                inbox, values = self._forward[stage], self._values[stage]
-                if not inbox.missing[first + forwards] and not values.missing[step]:
-                    ready_s = max(inbox.latest_s[first + forwards], values.latest_s[step])
+            backward_s = NEVER if backward.missing[stage][back] else backward.latest_s[stage][back]
+            number = self._forward.awaited[stage]
+            if number < end and number - back < self._held[stage] and not self._forward.missing[stage][number]:
+                values = self._values
+                if not values.missing[stage][step]:
+                    ready_s = max(self._forward.latest_s[stage][number], values.latest_s[stage][step])
             ready_s = min(ready_s, backward_s)
-            self._is_backward[stage] = backward_s <= max(self._free_s[stage], ready_s)
-        self._begin_s[stage] = max(self._free_s[stage], ready_s)
+            self._is_backward[stage] = backward_s <= max(free_s, ready_s)
+        self._begin_s[stage] = max(free_s, ready_s)

@@ -23,7 +23,7 @@ from isthmus.planners.baselines.allocation.on_fleet import certified, equal_comp
 from isthmus.planners.baselines.even import even
 from isthmus.planners.baselines.op_fence import op_fence
 from isthmus.planners.observer import keep, part
-from isthmus.planners.placement.on_fleet import islands, random
+from isthmus.planners.placement.on_fleet import random
 from isthmus.planners.search.descent import Descent
 from isthmus.planners.search.exhaustive import exhaustive_plan, settles
 from isthmus.planners.search.one_pipeline import chain, fed, unpriced
@@ -50,7 +50,6 @@ DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0  # times the best plan known, up to which another is a start
 MOST_WHOLE = 256  # devices up to which `op_fence` is asked for a plan of all of them
 OTHERS = (even, equal_compute, sky_heuristic, certified, op_fence, random)
-MOST_PLACED = 16  # devices up to which `islands`, which takes a second for each number of stages, is asked too
 
 Score = Callable[[Plan], float]  # seconds per step of a plan, by a better estimate than the closed form: the simulator
 
@@ -138,8 +137,7 @@ def _others(problem: Problem) -> Iterator[Plan]:
     """Yield the plans of the other planners, as far as they are quick: they put any part of the model anywhere."""
     if problem.constraints.data_holders:
         return
-    small = len(problem.fleet.names) <= MOST_PLACED
-    for planner in (*OTHERS, *((islands,) if small else ())):
+    for planner in OTHERS:
         part(f"as {planner.__name__.replace('_', '-')} would")
         with contextlib.suppress(UserError):  # it does not fit their way, or the devices do not factor
             yield keep(over_surrogates(problem, planner))
