@@ -1,0 +1,227 @@
+"""The steady step in closed form (`cost.steady`) against the simulator's, on drawn plans.
+
+`python benchmarks/prediction/steady.py [--quick] [--plans N] [--json PATH]`
+
+Fleets of 2 to 32 devices as in `benchmarks/auto`; models made by hand, and captured ones: GPT with the output layer
+tied and not, a U-Net, a ResNet and two towers. Every planner that is quick makes a plan of each. Ends with 1 where the
+median error is above 0.1 %.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, cat, nn
+
+from isthmus.cost import Problem
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.cut_table import cut_table
+from isthmus.cost.network import network_of
+from isthmus.cost.pipelines import Trials, stage_tasks
+from isthmus.cost.steady import steady_step_s
+from isthmus.errors import UserError
+from isthmus.fleet import Fleet, Link, Links, Route
+from isthmus.graph import Flow
+from isthmus.graph.capture import capture
+from isthmus.graph.captured import Column
+from isthmus.models import GPT, GPTConfig, UNet, UNetConfig
+from isthmus.planners import plan as make_plan
+from isthmus.plans import Plan, Replica
+from isthmus.protocol import RunSpec
+from isthmus.simulator import simulate
+from isthmus.trace import steady_step_s as simulated_step_s
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
+from cases import case_of
+
+from harness import machine, options_of, write_figures
+
+LATEST = Path(__file__).parent / "results" / "steady.json"
+PLANS, QUICK_PLANS = 400, 24
+PLANNERS = ("chain", "even", "op-fence", "equal-compute", "sky-heuristic", "certified", "random")
+STEPS = 8  # simulated
+MEDIAN_LIMIT = 0.001
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    planner: str
+    devices: int
+    replicas: int
+    schedule: str
+    alike: bool  # whether a pipeline has devices of one speed, whose tasks may end at the same time
+    uplinks: bool
+    closed_s: float
+    simulated_s: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.closed_s / self.simulated_s - 1)
+
+    @property
+    def kind(self) -> str:
+        if self.uplinks:
+            return "shared uplinks"
+        if self.replicas > 1:
+            return "several replicas"
+        return "one pipeline, equal devices" if self.alike else "one pipeline"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    host: str
+    median_error: float
+    worst_error: float
+    rows: list[Row]
+
+
+class Towers(nn.Module):
+    """Two inputs, each through layers of its own, and what joins them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(*self._layers()) for _ in range(2))
+        self.joined = nn.Linear(128, 10)
+
+    @staticmethod
+    def _layers() -> Iterator[nn.Module]:
+        for _ in range(6):
+            yield from (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))
+
+    def forward(self, left: Tensor, right: Tensor, labels: Tensor) -> Tensor:
+        found = self.joined(cat([self.left(left), self.right(right)], -1))
+        return nn.functional.cross_entropy(found, labels)
+
+
+@cache
+def captured(name: str) -> Flow:
+    tokens = {"input_ids": Column("int64", (64,)), "labels": Column("int64", (64,))}
+    image = {"pixel_values": Column("float32", (1, 32, 32)), "labels": Column("int64", ())}
+    pair = {"left": Column("float32", (64,)), "right": Column("float32", (64,)), "labels": Column("int64", ())}
+    sizes = GPTConfig(vocab_size=128, sequence_length=64, layers=4, width=64, tie_embedding=name == "tied gpt")
+    build, columns = {
+        "gpt": (lambda: GPT(sizes), tokens),
+        "tied gpt": (lambda: GPT(sizes), tokens),
+        "unet": (lambda: UNet(UNetConfig()), image),
+        "towers": (Towers, pair),
+    }[name]
+    return Flow(capture(build, columns, name=name).train)
+
+
+MODELS = ("by hand", "by hand", "gpt", "tied gpt", "unet", "towers")
+
+
+def drawn(seed: int) -> tuple[str, Problem]:
+    source = random.Random(f"steady {seed}")
+    name, devices = source.choice(MODELS), round(2 * 16 ** source.random())
+    problem = case_of(source, devices, source.choice((8, 16, 32)), f"steady-{seed}")
+    return name, problem if name == "by hand" else with_model(problem, captured(name))
+
+
+def with_model(problem: Problem, flow: Flow) -> Problem:
+    """Another model on devices and links that are as much faster, and hold as much more, as it needs."""
+    wide = msgspec.structs.replace(problem.fleet, region_info=())
+    made = Problem(
+        flow=flow,
+        fleet=wide,
+        micro_batch_size=problem.micro_batch_size,
+        micro_batches=min(problem.micro_batches, 16),
+        schedule=problem.schedule,
+        state=problem.state,
+    )
+    work = made.cumulative_flops[-1] / problem.cumulative_flops[-1]
+    sent = [np.median([Blocks(p).live_bytes(k) for k in range(1, Blocks(p).count)]) for p in (made, problem)]
+    kept = [p.cumulative_saved_bytes[-1] + sum(v.owned_bytes for v in Blocks(p).variables) for p in (made, problem)]
+    return made.on(scaled(wide, work, float(sent[0] / max(sent[1], 1)), kept[0] / kept[1]))
+
+
+def scaled(fleet: Fleet, work: float, sent: float, kept: float) -> Fleet:
+    def routes(found: tuple[Route, ...]) -> tuple[Route, ...]:
+        return tuple(
+            Route(r.source, r.target, Link(r.link.latency_s, r.link.bandwidth_bytes_per_s * sent)) for r in found
+        )
+
+    def held(size: int) -> int:
+        return min(1 << 50, int(size * kept))
+
+    devices = tuple(
+        msgspec.structs.replace(d, flops_per_s=d.flops_per_s * work, memory_bytes=held(d.memory_bytes))
+        for d in fleet.devices
+    )
+    links = Links(regions=routes(fleet.links.regions), devices=routes(fleet.links.devices))
+    return msgspec.structs.replace(fleet, devices=devices, links=links)
+
+
+def closed_s(problem: Problem, plan: Plan) -> float:
+    """The slowest replica's steady step, and what averaging takes."""
+    return max(_of_replica(problem, replica) for replica in plan.replicas) + plan.predicted.sync_s
+
+
+def _of_replica(problem: Problem, replica: Replica) -> float:
+    starts = [stage.first for stage in replica.stages[1:]]
+    blocks = Blocks(problem, starts)
+    number = {name: d for d, name in enumerate(problem.fleet.names)}
+    order = np.array([[number[stage.device] for stage in replica.stages]])
+    trials = Trials(cut_table(blocks, np.arange(blocks.count + 1)[None, :]), np.zeros(1, dtype=np.int64), order)
+    again = np.array([[stage.recompute for stage in replica.stages]])
+    tasks = stage_tasks(problem, network_of(problem), trials, replica.micro_batches, again)
+    return steady_step_s(tasks, 0, replica.micro_batches)
+
+
+def rows() -> Iterator[Row]:
+    for seed in itertools.count():
+        name, problem = drawn(seed)
+        planner = PLANNERS[seed % len(PLANNERS)]
+        try:
+            plan = make_plan(planner, problem)
+        except UserError:  # it does not fit
+            continue
+        spec = RunSpec(steps=STEPS, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
+        speeds = [[problem.fleet.device(stage.device).flops_per_s for stage in r.stages] for r in plan.replicas]
+        yield Row(
+            model=name,
+            planner=planner,
+            devices=len(problem.fleet.names),
+            replicas=len(plan.replicas),
+            schedule=problem.schedule,
+            alike=any(len(set(found)) < len(found) for found in speeds),
+            uplinks=any(site.uplink_bytes_per_s is not None for site in problem.fleet.region_info),
+            closed_s=closed_s(problem, plan),
+            simulated_s=simulated_step_s(simulate(plan, problem.fleet, spec)),
+        )
+
+
+def table(found: list[Row]) -> Table:
+    made = Table("plans", "number", "within 0.1 %", "within 1 %", "median", "largest")
+    kinds = sorted({row.kind for row in found})
+    for kind, some in ((kind, [r.error for r in found if r.kind == kind]) for kind in kinds):
+        shares = [f"{sum(e <= limit for e in some) / len(some):.0%}" for limit in (0.001, 0.01)]
+        made.add_row(kind, str(len(some)), *shares, f"{statistics.median(some):.3%}", f"{max(some):.2%}")
+    return made
+
+
+def main() -> int:
+    parser = options_of(__doc__, LATEST, f"{QUICK_PLANS} plans")
+    parser.add_argument("--plans", type=int, default=None, metavar="N", help="how many; 400")
+    options = parser.parse_args()
+    found = list(itertools.islice(rows(), options.plans or (QUICK_PLANS if options.quick else PLANS)))
+    errors = [row.error for row in found]
+    report = Report(host=machine(), median_error=statistics.median(errors), worst_error=max(errors), rows=found)
+    write_figures(options.json, report)
+    Console(width=110).print(table(found))
+    print(f"median {report.median_error:.3%}, largest {report.worst_error:.2%}")
+    return 0 if report.median_error <= MEDIAN_LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
