@@ -25,6 +25,7 @@ from isthmus.protocol.run_messages import (
 from isthmus.protocol.state_transfer import CLOSE_STEPS, StateTransfer
 
 P = ParamSpec("P")
+ROME = frozenset({"rome"})
 PARTS = frozenset({"w", "v"})
 ALONE = StateLayout(parts={"oslo": PARTS}, repeats=True)
 BOTH = StateLayout(parts={"oslo": PARTS, "rome": PARTS}, number=1, repeats=True)
@@ -71,7 +72,7 @@ def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() ->
     donated = run.rome_is_wanted()
     assert donated == [
         ("receive_state", "rome", 1, 5, {"oslo": PARTS}),
-        ("order", "oslo", SendState(number=1, step=5, parts=PARTS)),
+        ("order", "oslo", SendState(number=1, step=5, parts=PARTS, receivers=ROME)),
     ], "all that is leased counts"
     run.work(8)
     assert run.machine.statistics().phase == "running"
@@ -143,7 +144,7 @@ def test_no_better_plan_is_looked_for_meanwhile_but_one_that_must_be() -> None:
     assert again[0] == ("order", "oslo", SendState(number=1, step=2, parts=frozenset()))
     assert again[1:] == [
         ("receive_state", "rome", 2, 2, {"oslo": PARTS}),
-        ("order", "oslo", SendState(number=2, step=2, parts=PARTS)),
+        ("order", "oslo", SendState(number=2, step=2, parts=PARTS, receivers=ROME)),
     ]
 
 
@@ -178,3 +179,15 @@ def test_a_lag_that_grows_is_hopeless(steps_behind: range) -> None:
         found.state_received("rome", "oslo", step)
         hopeless = hopeless or found.will_not_converge(step + lag)
     assert hopeless == (steps_behind.step > 0)
+
+
+def test_a_step_that_nobody_has_done_ends_the_transfer_and_no_device() -> None:
+    """Its donor may have lied: the joining device forgets what it has."""
+    run = Run()
+    run.rome_is_wanted()
+    asked = run.tell(run.machine.takes, "rome", StateReceived(number=1, of="oslo", step=99))
+    assert asked[:2] == [
+        ("receive_state", "rome", 1, 2, {}),
+        ("order", "oslo", SendState(number=1, step=2, parts=frozenset())),
+    ]
+    assert "rome" in run.machine.connected and run.machine.phase == "settling"

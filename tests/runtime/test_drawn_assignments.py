@@ -43,6 +43,7 @@ from isthmus.runtime.device import device as device_module
 from isthmus.runtime.device.coordinator_link import CoordinatorLink, CoordinatorMessage
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
+from isthmus.runtime.device.state_transfer import StateOutlets
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.run import AssignMessage, ToDevice
@@ -95,16 +96,14 @@ class _Worker(DeviceWorker):
         self.follow_on: list[CoordinatorMessage] = [HALT]
         """What it is told when it cannot go on."""
         self._control = cast(Any, self)
+        self._followed, self._donors, self._fetches, self._feeds = None, {}, [], []
+        self._outlets = StateOutlets(RUN, 1.0)
+        self._outlets.put = lambda message, tensors, of: self.lent.append(message)
         self._peers = cast(Any, SimpleNamespace(connect=lambda _, off: {}, paths=lambda: (), close=lambda: None))
 
     # As the link to the coordinator
 
-    def send(
-        self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: object = None, background: bool = False
-    ) -> None:
-        if background:
-            self.lent.append(cast(Any, message))
-            return
+    def send(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: object = None) -> None:
         body = cast(Any, message).body
         self.said.append(body)
         if isinstance(body, DeviceFailed):
@@ -117,11 +116,6 @@ class _Worker(DeviceWorker):
         link: Any = SimpleNamespace(_inbox=self._inbox, _newest_epoch=-1)
         link._connection = SimpleNamespace(over=threading.Event())
         CoordinatorLink._on_message(link, message, tensors)
-
-    def background_bytes(self) -> int:
-        return 0
-
-    def forget_meanwhile(self) -> None: ...
 
     def outdated(self, epoch: int) -> bool:
         return False
@@ -262,7 +256,7 @@ def _at_work(alone: Given) -> tuple[list[ToDevice], list[list[Tensor]]]:
         tensors = () if exchange is None else headers
         return ToDevice(run=RUN, body=OpenItem(item=item, exchange=exchange, epoch=EPOCH), tensors=tensors)
 
-    lent = SendState(number=2, step=4, parts=frozenset(names), epoch=EPOCH)
+    lent = SendState(number=2, step=4, parts=frozenset(names), receivers=frozenset({"d1"}), epoch=EPOCH)
     orders = [
         opened(first, WeightExchange(rate_step=3, wanted=(names[1],))),
         ToDevice(run=RUN, body=lent),

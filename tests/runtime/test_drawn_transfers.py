@@ -23,7 +23,6 @@ from isthmus.protocol.exchange import Exchange, PartsPort
 from isthmus.protocol.run_messages import PartsArrived, SendState, StateReceived, TransferEnded
 from isthmus.protocol.run_ports import EpochStart
 from isthmus.protocol.work import Item
-from isthmus.runtime.coordinator.joiners import Joiners
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device import state_transfer
@@ -32,11 +31,12 @@ from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.links import Expected, StageLinks
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver, SnapshotSender
-from isthmus.runtime.device.state_transfer import CatchUpState, StateDonor, StateJoiner
+from isthmus.runtime.device.state_transfer import CatchUpState, StateDonor, StateFeed, StateJoiner
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment, Neighbour, SnapshotReplication
 from isthmus.runtime.messages.run import Credit, Hello, ToPeer
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.messages.state_transfer import FollowHello, ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import Credits
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import header_of
@@ -46,7 +46,6 @@ from isthmus.training.snapshot import Snapshot, joined, snapshot
 from ..drawn_integers import Lies, landed
 from ..programs.ports import Recorder
 from .jobs import DIGITS, fleet_of, job_of, random_cut
-from .test_coordinator_host import NotedScript
 from .test_drawn_assignments import Given, _Worker
 from .wire import assignment
 
@@ -56,16 +55,20 @@ RUN, EPOCH, NUMBER, FIRST, DONE = "run", 4, 2, 5, 7
 SHAPES = {"w": (30, 31), "v": (4,)}
 CONFIG = EngineConfig(optimizers=(OptimizerConfig(name="sgd", momentum=0.9),), steps=20)
 AGREED = ReceiveStateMessage(
-    run=RUN, epoch=EPOCH, number=NUMBER, donated={"oslo": SHAPES}, trained=frozenset(SHAPES), config=CONFIG
+    run=RUN,
+    epoch=EPOCH,
+    number=NUMBER,
+    step=FIRST,
+    donated={"oslo": SHAPES},
+    trained=frozenset(SHAPES),
+    config=CONFIG,
+    peers=(),
 )
 Frame = tuple[AnyMessage, list[Tensor]]
 
 
-class _Script(NotedScript):
-    def check_parts(self, tensors: object) -> None: ...
-
-    def shapes(self, parts: object) -> dict[str, tuple[int, ...]]:
-        return SHAPES
+def _nowhere() -> SocketChannel:
+    raise PeerError("device 'oslo': nobody answers")
 
 
 def _given(draw: torch.Generator) -> dict[str, Tensor]:
@@ -90,21 +93,18 @@ def _lent(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Frame], dict[str, Tenso
 
 def test_a_state_on_its_way_to_a_joining_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, expected = _lent(monkeypatch)
-    joiners = Joiners(RUN, _Script(), {})
-    joiners.follow("rome", NUMBER, FIRST, {"oslo": frozenset(SHAPES)}, EPOCH)
+    hello = FollowHello(run=RUN, epoch=EPOCH, number=NUMBER, device="rome")
+    feed = StateFeed(hello, "oslo", _nowhere, lambda message, tensors: None, lambda e: None, 1.0)
     joiner, lies = StateJoiner(AGREED), Lies(1, len(sent))
     for right, tensors in sent:
 
         def take(message: AnyMessage, tensors: list[Tensor] = tensors) -> None:
             nonlocal joiner
             told = cast(StateMessage | StatePart, message)
-            try:  # the coordinator passes it on, and says whose it is
-                landed(told, tensors, lambda _: joiners.check("oslo", told, EPOCH, DONE))
+            try:
+                landed(told, tensors, feed._guard)
             except PeerError as e:
-                raise PeerError(f"device 'oslo': {e}") from None
-            if (told.epoch, told.number) != (EPOCH, NUMBER):  # the host drops the one, and this the other
-                assert told.epoch != EPOCH or joiners.pass_on("oslo", told, tensors) is None
-                return
+                raise PeerError(f"device 'oslo': {e}") from None  # as the channel does
             before = copy.deepcopy(joiner)
             step = joiner.accept(told, tensors)
             assert step is None or FIRST <= step <= DONE
@@ -128,7 +128,7 @@ def test_what_a_joining_device_is_told_of_the_state_that_will_come(monkeypatch: 
         worker._session.epoch = EPOCH
         worker._follow(cast(Any, SimpleNamespace(message=message, tensors=[])))
         for frame in sent:
-            worker._follow(cast(Any, SimpleNamespace(message=frame[0], tensors=frame[1])))
+            worker._receive_state(cast(Any, frame[0]), frame[1])
         worker._end_following()
         return worker.said
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
-from isthmus.protocol.run_messages import GiveState
+from isthmus.protocol.run_messages import GiveState, SendState
 from isthmus.runtime.device.state_fetch import StateFetch, StateGiver
+from isthmus.runtime.device.state_transfer import STRETCH_BYTES, StateFeed, StateOutlets
 from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.assignment import Peer
 from isthmus.runtime.messages.run import Heartbeat
-from isthmus.runtime.messages.state_transfer import GivenPart, StateHello
+from isthmus.runtime.messages.state_transfer import FollowHello, GivenPart, StateHello, StateMessage, StatePart
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.training.layout import header_of, pack
 from isthmus.training.snapshot import Part
@@ -188,3 +190,101 @@ def test_a_fetch_that_is_called_off_says_nothing_more() -> None:
     assert donors.receive() is None
     time.sleep(0.1)
     assert asked.ended.empty() and not asked.found
+
+
+FOLLOW = FollowHello(run=RUN, epoch=EPOCH, number=3, device="rome")
+SEND = SendState(number=3, step=STEP, parts=frozenset("a"), receivers=frozenset({"rome"}), epoch=EPOCH)
+ROW = torch.arange(100, dtype=torch.uint8)
+STRETCH = StatePart(run=RUN, epoch=EPOCH, number=3, of="oslo", offset=0, tensors=(header_of("stretch", ROW),))
+
+
+class Followed:
+    """What a joining device gets from a donor, and the reason where no more comes."""
+
+    def __init__(self, channel: SocketChannel) -> None:
+        self.found: queue.SimpleQueue[tuple[StateMessage | StatePart, list[Tensor]]] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        arrived = lambda message, tensors: self.found.put((message, tensors))  # noqa: E731
+        self.feed = StateFeed(FOLLOW, "oslo", lambda: channel, arrived, self.ended.put, 5.0)
+
+    def end(self) -> str:
+        return str(self.ended.get(timeout=10))
+
+
+def _following(outlets: StateOutlets, party: Party | None = None) -> Followed:
+    mine, donors = _pair(party)
+
+    def answer() -> None:
+        received = donors.receive()
+        assert received is not None and isinstance(received[0], FollowHello)
+        outlets.attach(received[0], donors)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return Followed(mine)
+
+
+def test_a_joining_device_gets_what_is_put_before_it_comes_and_after_while_stages_go_first() -> None:
+    outlets, busy = StateOutlets(RUN, 5.0), [True]
+    asked = _following(outlets)  # before the donor knows of it
+    outlets.open(SEND, [ROME], lambda: busy[0])
+    for _ in range(2):
+        outlets.put(STRETCH, [ROW], None)
+    assert outlets.waiting_bytes() <= 2 * ROW.nbytes
+    for _ in range(2):
+        message, (row,) = asked.found.get(timeout=10)
+        assert message == STRETCH and torch.equal(row, ROW), "a busy link delays it, and not for ever"
+    outlets.put(STRETCH, [ROW], None)
+    assert asked.found.get(timeout=10)[0] == STRETCH
+    outlets.close()
+    assert asked.end() == "device 'oslo': closed the connection" and outlets.waiting_bytes() == 0
+
+
+@pytest.mark.parametrize("wrong", ["number", "receiver", "key", "run", "over"])
+def test_who_may_not_follow_gets_nothing(wrong: str) -> None:
+    outlets, asked, peer = StateOutlets("s" if wrong == "run" else RUN, 0.2), SEND, ROME
+    if wrong == "number":
+        asked = msgspec.structs.replace(SEND, number=4)
+    elif wrong == "receiver":
+        peer = Peer(device="lima", host="127.0.0.1", port=1)
+    elif wrong == "key":
+        peer = Peer(device="rome", host="127.0.0.1", port=1, id="another")
+    outlets.open(asked, [peer], lambda: False)
+    outlets.put(STRETCH, [ROW], None)
+    if wrong == "over":
+        outlets.close()
+    followed = _following(outlets, Party("device", "some") if wrong == "key" else None)
+    assert followed.end() == "device 'oslo': closed the connection" and followed.found.empty()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        msgspec.structs.replace(
+            STRETCH, tensors=(header_of("stretch", torch.zeros(STRETCH_BYTES + 1, dtype=torch.uint8)),)
+        ),
+        msgspec.structs.replace(STRETCH, tensors=(header_of("stretch", torch.zeros(8)),)),
+        msgspec.structs.replace(STRETCH, tensors=STRETCH.tensors * 2),
+        msgspec.structs.replace(STRETCH, tensors=()),
+        msgspec.structs.replace(STRETCH, of="lima"),
+        msgspec.structs.replace(STRETCH, number=2),
+        msgspec.structs.replace(STRETCH, epoch=1),
+        msgspec.structs.replace(STRETCH, run="s"),
+        StateMessage(
+            run=RUN, epoch=EPOCH, number=3, of="oslo", kind="state", step=1, headers=(), tensors=STRETCH.tensors
+        ),
+        GivenPart(run=RUN, epoch=EPOCH, step=STEP, part="a"),
+    ],
+    ids=["too large", "no bytes", "two", "none", "of another", "number", "epoch", "run", "begun with bytes", "kind"],
+)
+def test_what_is_no_state_of_the_transfer_is_refused_before_it_is_received(wrong: Any) -> None:
+    mine, donors = _pair()
+    asked = Followed(mine)
+    donors.receive()
+    payload = [pack(torch.zeros(h.shape, dtype=getattr(torch, h.dtype))) for h in wrong.tensors]
+    threading.Thread(target=lambda: _send(donors, wrong, payload), daemon=True).start()
+    assert asked.end().startswith("device 'oslo': sent ") and asked.found.empty()
+
+
+def _send(donors: SocketChannel, message: Any, payload: list[memoryview]) -> None:
+    with contextlib.suppress(PeerError):  # the other end hangs up in the middle
+        donors.send(message, payload)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,11 +19,10 @@ from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item, adaptation
-from isthmus.protocol.run_messages import SendState
-from isthmus.runtime.coordinator.run import RunController
+from isthmus.protocol.run_messages import DeviceOrder, GiveState, SendState
+from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device.state_transfer import STRETCH_BYTES, CatchUpState, StateDonor, StateJoiner
-from isthmus.runtime.messages.assignment import Peer
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
@@ -44,7 +43,9 @@ CONFIG = EngineConfig(
     steps=20,
 )
 SHAPES = {"w": (300, 301), "v": (4,), "mean": (4,)}
-AGREED = ReceiveStateMessage(run="r", number=1, donated={"oslo": SHAPES}, trained=frozenset({"w", "v"}), config=CONFIG)
+AGREED = ReceiveStateMessage(
+    run="r", number=1, step=5, donated={"oslo": SHAPES}, trained=frozenset({"w", "v"}), config=CONFIG, peers=()
+)
 Frame = tuple[StateMessage | StatePart, list[Tensor]]
 
 
@@ -162,11 +163,13 @@ def test_a_newcomer_takes_part_and_nobody_waited_for_its_state(tmp_path: Path, m
     monkeypatch.setattr(adaptation, "CHANGE_S", 0.0)
     given: list[str] = []
 
-    def peers(self: RunController, device: str, others: Collection[str], addresses: object) -> tuple[Peer, ...]:
-        given.extend(others)
-        return ()
+    order = CoordinatorHost.order
 
-    monkeypatch.setattr(RunController, "peers", peers)
+    def ordered(host: CoordinatorHost, device: str, body: DeviceOrder) -> None:
+        given.extend([device] if isinstance(body, GiveState) else [])
+        order(host, device, body)
+
+    monkeypatch.setattr(CoordinatorHost, "order", ordered)
     made = job_of("mlp", {"layers": 4}, DIGITS, steps=MOST_STEPS)
     made = msgspec.structs.replace(made, runtime=msgspec.structs.replace(made.runtime, emulate=True))
     prepared = prepare(made)

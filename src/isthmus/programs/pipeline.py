@@ -598,6 +598,10 @@ class Pipeline(Policy[PipelinePort], Session):
         transfer = self._transfer
         if transfer is None or received.number != transfer.number:
             return
+        if received.step > self.leases.last_step:  # which nobody can have: the donor lies, or the device
+            self.port.receive_state(device, transfer.number, transfer.step, {})
+            self._stop_receiving_state()
+            return
         transfer.state_received(device, received.of, received.step)
         if self.phase == "settling":
             if not self.leases.open:

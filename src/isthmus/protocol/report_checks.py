@@ -54,7 +54,7 @@ class ReportChecks:
             case SnapshotCopied(step=step):
                 _check("copied the snapshot of step", step, 0, most)
             case StateReceived(step=step) if body.number == number:
-                _check("received the state of step", step, first, most)
+                _check("received the state of step", step, first, max(step, first))  # its donor says how many are done
             case StateReceived() | TransferEnded():
                 _check("took part in state transfer", body.number, 1, number)
             case DeviceFailed(failure=failure) if failure is not None:

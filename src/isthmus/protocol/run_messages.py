@@ -102,12 +102,13 @@ class RetireSnapshots(Body, frozen=True, kw_only=True):
 
 
 class SendState(Body, frozen=True, kw_only=True):
-    """Give these parts of the state after `step` steps, which the device has not passed yet, and each later step's
-    gradients, in the background. No parts: give no more."""
+    """Give joining devices these parts of the state after `step` steps, which the device has not passed yet, and each
+    later step's gradients, in the background. No parts: give no more."""
 
     number: Count  # the number of the state transfer in the run
     step: Count
     parts: Distinct[Text]
+    receivers: Distinct[Name] = frozenset()
 
 
 class Halt(Body, frozen=True, kw_only=True):

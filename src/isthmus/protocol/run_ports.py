@@ -87,7 +87,7 @@ class PipelinePort(Protocol):
 
     def receive_state(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]]) -> None:
         """Have a joining device get the state after `step` steps, of the parts that each device sends, and repeat what
-        they do then. `number` counts the run's state transfers."""
+        they do then. `number` counts the run's state transfers. Nobody sends: have it forget what it has of that."""
 
     def release_device(self, device: str) -> None:
         """The device may leave: nothing depends on it any more."""

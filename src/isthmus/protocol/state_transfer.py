@@ -47,16 +47,17 @@ class StateTransfer:
         """The state and the gradients of each step are given from now on."""
         for device, donors in self.donors.items():
             port.receive_state(device, self.number, self.step, {donor: self.donated[donor] for donor in donors})
-        for device, parts in sorted(self.donated.items()):
-            port.order(device, self._asked(parts))
+        for donor, parts in sorted(self.donated.items()):
+            receivers = frozenset(device for device, donors in self.donors.items() if donor in donors)
+            port.order(donor, self._asked(parts, receivers))
 
     def end(self, port: PipelinePort) -> None:
         """Nothing is given any more."""
         for device in sorted(self.donated):
             port.order(device, self._asked(frozenset()))
 
-    def _asked(self, parts: frozenset[str]) -> SendState:
-        return SendState(number=self.number, step=self.step, parts=parts, epoch=self._epoch)
+    def _asked(self, parts: frozenset[str], receivers: frozenset[str] = frozenset()) -> SendState:
+        return SendState(number=self.number, step=self.step, parts=parts, receivers=receivers, epoch=self._epoch)
 
     def state_received(self, device: str, of: str, step: int) -> None:
         """The joining device has the state of that device's parts after so many steps."""

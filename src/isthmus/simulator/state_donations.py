@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
+from isthmus.plans.plan import device_of
 from isthmus.protocol.run_messages import SendState, StateReceived, TransferEnded
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
@@ -16,14 +17,16 @@ MOST_BACKLOG = 2.0
 """Copies of the state that may be on their way; with more, steps are quicker than their gradients travel."""
 
 
+GRADIENTS_SHARE = 1 / 3  # bytes of a step's gradients, as a share of those of the state with Adam
+
+
 class _Donation(NamedTuple):
     asked: SendState
     donor: SimulatedWorker
-    copy_s: float  # that the copy takes, and a third of it each step's gradients
 
 
 class StateDonations:
-    """The coordinator passes on what donors send; it takes as long as both lines take."""
+    """State goes over the links from donors to joining devices."""
 
     def __init__(self, world: World, connections: Connections[SimulatedWorker]) -> None:
         self._world = world
@@ -32,11 +35,13 @@ class StateDonations:
         """Joining devices that get state from each donor, and of which parts."""
         self._donations: dict[str, _Donation] = {}
         self._through_s: dict[str, float] = {}  # seconds at which all that each donor has sent so far has arrived
+        self._copy_s: dict[str, float] = {}  # seconds that the first copy of each donor's state takes
 
     def clear(self) -> None:
         self._receivers.clear()
         self._donations.clear()
         self._through_s.clear()
+        self._copy_s.clear()
 
     def receive(self, device: str, donated: Mapping[str, frozenset[str]]) -> None:
         for donor, parts in donated.items():
@@ -50,11 +55,9 @@ class StateDonations:
             return
         if donor.machine is None or donor.session.epoch != asked.epoch:
             return
-        copy_s = self._world.copy_s(donor)
-        self._donations[donor.name] = donation = _Donation(asked, donor, copy_s)
-        self._through_s[donor.name] = self._world.clock.now_s
+        self._donations[donor.name] = donation = _Donation(asked, donor)
         if donor.step == asked.step:
-            self._give(donation, copy_s)
+            self._give(donation, 1.0)
 
     def stepped(self, donor: SimulatedWorker) -> None:
         """It has done one more step."""
@@ -62,22 +65,37 @@ class StateDonations:
         if donation is None or donation.donor is not donor or donor.step < donation.asked.step:
             return
         first = donor.step == donation.asked.step
-        if self._through_s[donor.name] - self._world.clock.now_s > MOST_BACKLOG * donation.copy_s > 0.0:
+        now_s = self._world.clock.now_s
+        if not first and self._through_s[donor.name] - now_s > MOST_BACKLOG * self._copy_s[donor.name]:
             del self._donations[donor.name]
             ended = TransferEnded(number=donation.asked.number, epoch=donation.asked.epoch)
             self._world.say(donor, ended)
             return
-        self._give(donation, donation.copy_s if first else donation.copy_s / 3)
+        self._give(donation, 1.0 if first else GRADIENTS_SHARE)
 
-    def _give(self, donation: _Donation, seconds: float) -> None:
+    def _give(self, donation: _Donation, share: float) -> None:
+        """`share`: of the bytes of the state."""
         donor, asked = donation.donor, donation.asked
-        now_s = self._world.clock.now_s
-        self._through_s[donor.name] = max(self._through_s[donor.name], now_s) + seconds
+        now_s = through_s = self._world.clock.now_s
         state, step = donor.state_after(donor.step, asked.parts), donor.step
         for device, parts in self._receivers.get(donor.name, ()):
             values = {part: value for part, value in state.items() if part in parts}
+            arrived_s = self._world.state_arrives_s(donor, device_of(device), values, share)
+            if arrived_s is None:
+                timeout_s = self._world.timeout_s
+                self._world.later(timeout_s, ("follow", device, donor.name), partial(self._lose, donation, device))
+                continue
+            through_s = max(through_s, arrived_s)
             arrive = partial(self._arrive, donation, device, step, values)
-            self._world.later(self._through_s[donor.name] - now_s, ("follow", device, donor.name), arrive)
+            self._world.clock.at(arrived_s, ("follow", device, donor.name), arrive)
+        self._through_s[donor.name] = through_s
+        self._copy_s.setdefault(donor.name, through_s - now_s)
+
+    def _lose(self, donation: _Donation, device: str) -> None:
+        """Nothing comes any more."""
+        if (joiner := self._world.worker(device)) is not None:
+            ended = TransferEnded(number=donation.asked.number, epoch=donation.asked.epoch)
+            self._world.on(joiner.device, lambda: self._world.say(joiner, ended))
 
     def _arrive(self, donation: _Donation, device: str, step: int, values: State) -> None:
         asked, donor = donation.asked, donation.donor.name

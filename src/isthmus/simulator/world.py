@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -257,6 +257,20 @@ class World(LinkedParties[SimulatedWorker]):
 
         self.clock.at(times.arrived_s, ("fetch", receiver.name), arrive)
         self.clock.at(times.sent_s, ("give", donor.name), following)
+
+    def state_arrives_s(self, donor: SimulatedWorker, target: str, parts: Iterable[str], share: float) -> float | None:
+        """Send a share of the bytes of these parts of a donor's state; return when they arrive, None where the link is
+        cut for too long."""
+        assert donor.epoch is not None, "who gives its state has a stage"
+        source, now_s = donor.device.name, self.clock.now_s
+        if (wait_s := self._blocked_s(source, target)) > self.timeout_s:
+            return None
+        size_bytes = round(share * sum(donor.epoch.part_bytes(donor.name, part) for part in parts))
+        return now_s if source == target else self._network.send(now_s + wait_s, source, target, size_bytes).arrived_s
+
+    @property
+    def timeout_s(self) -> float:
+        return self._options.recovery.timeout_s
 
     def kept(self, worker: SimulatedWorker, step: int, values: State) -> None:
         """A snapshot is in memory: its copy travels in the spare time of a link."""

@@ -27,21 +27,16 @@ from isthmus.protocol.run_messages import (
     RetireSnapshots,
     SendState,
     TakeState,
-    TransferEnded,
     WeightsRead,
 )
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import DevicesAtWork, paths_of
-from isthmus.runtime.coordinator.joiners import Joiners
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage, content
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
-from isthmus.runtime.messages.state_transfer import (
-    StateMessage,
-    StatePart,
-)
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage
 from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.channel import Landing, in_host_memory, nowhere
@@ -78,7 +73,6 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._origin_s = 0.0
         self._finish: FinishRun | None = None
         self._assigned: Mapping[str, Assignment] = {}
-        self._joiners = Joiners(run, callbacks, self.lanes)
         self._landed: dict[tuple[str, int], LandedPart] = {}  # what came with reports of saves, by device and item
         self._at_hand: ItemReported | None = None
         """The report that the machine is asked about."""
@@ -121,9 +115,6 @@ class CoordinatorHost(SessionHost[Pipeline]):
     def guard(self, device: str, message: AnyMessage) -> None:
         if not isinstance(message, FROM_DEVICES):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
-        if isinstance(message, StateMessage | StatePart):
-            self._joiners.check(device, message, self.session.epoch, self.session.leases.last_step)
-            return
         body = content(message)
         item = self._items.get(body.item) if isinstance(body, ItemReported) else None
         late = isinstance(body, ItemReported) and item is not None and body.epoch != self.session.epoch
@@ -148,20 +139,10 @@ class CoordinatorHost(SessionHost[Pipeline]):
         return land
 
     def received(self, device: str, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
-        if isinstance(message, StateMessage | StatePart):
-            self._pass_on(device, message, tensors)
-        elif isinstance(message, ToCoordinator):
+        if isinstance(message, ToCoordinator):
             landed = isinstance(message.body, ItemReported)
             named = {} if landed else {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
             self._hear(device, message.body, named)
-
-    def _pass_on(self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:
-        if message.epoch != self.session.epoch:
-            return
-        slow = self._joiners.pass_on(device, message, tensors)
-        if slow is not None:
-            ended = TransferEnded(number=message.number, epoch=message.epoch)
-            self.session.heard(slow, ended)
 
     def _hear(self, device: str, body: DeviceReport | WeightsRead, tensors: Mapping[str, Tensor]) -> None:
         match body:
@@ -204,7 +185,6 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._callbacks.begin(start, self.session.layout)
         self._assigned = {}
         self._landed.clear()
-        self._joiners.clear()
 
     def assign_stage(self, device: str) -> None:
         if not self._assigned:
@@ -217,10 +197,8 @@ class CoordinatorHost(SessionHost[Pipeline]):
         match body:
             case PlaceWeights(own=own, donors=others):
                 weights = self._callbacks.weights(device, own.union(*others.values()))
-            case TakeState(donors=others) | GiveState(receivers=others):
+            case TakeState(donors=others) | GiveState(receivers=others) | SendState(receivers=others):
                 pass
-            case SendState(parts=parts) if not parts:
-                self._joiners.forget(device)
             case _:
                 pass
         headers = tuple(sent_header(name, t) for name, t in weights.items())
@@ -280,7 +258,22 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._callbacks.note(f"too few devices are left ({reasons}): {again}")
 
     def receive_state(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]]) -> None:
-        self._joiners.follow(device, number, step, donated, self.session.epoch)
+        trained, config = self._callbacks.updates()
+        self.send(
+            device,
+            ReceiveStateMessage(
+                run=self.run,
+                epoch=self.session.epoch,
+                number=number,
+                step=step,
+                donated={donor: self._callbacks.shapes(parts) for donor, parts in donated.items()},
+                trained=trained,
+                config=config,
+                peers=self._callbacks.peers(device, donated, self.addresses),
+            ),
+        )
+        if donated:
+            self.note(f"{device} gets its state, from step {step} on, while the others train")
 
     def release_device(self, device: str) -> None:
         self._callbacks.fault("left", device)

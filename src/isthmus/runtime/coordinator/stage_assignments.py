@@ -179,19 +179,20 @@ class StageAssignments:
         """An estimate of how long all devices wait until each has the state of its stage, if `now` is in force.
 
         State goes from device to device, over all links at the same time. A joining device that gets its state while
-        the others train, relayed by the coordinator, delays them by the transfer of one step's gradients. It cannot
-        catch up if that takes longer than a step. A fleet does not say where its coordinator is, so the speed of a
-        device's own line is taken as that of its fastest link.
+        the others train delays them by the transfer of one step's gradients. It cannot catch up if that takes longer
+        than a step.
         """
-        holds, found = now.layout.parts, [0.0]
-        donors = state_donors(self.layout.parts, holds, self.layout.sizes, self._seconds_per_byte)
+        found = [0.0]
+        donors = state_donors(self.layout.parts, now.layout.parts, self.layout.sizes, self._seconds_per_byte)
         for worker_id, given in donors.items():
-            missing = frozenset[str]().union(*given.values())
-            line_s = self._elements(missing) * FLOAT32_BYTES / self.fleet.line_bytes_per_s(device_of(worker_id))
-            if now.layout.repeats and worker_id not in holds and line_s < now.plan.predicted.step_s:
-                found.append(line_s)
-            else:
-                found += [self._bytes_of(p) * self._seconds_per_byte(d, worker_id) for d, p in given.items()]
+            per_byte = {donor: self._seconds_per_byte(donor, worker_id) for donor in given}
+            gradients_s = max(self._elements(parts) * FLOAT32_BYTES * per_byte[d] for d, parts in given.items())
+            follows = (
+                now.layout.repeats and worker_id not in now.layout.parts and gradients_s < now.plan.predicted.step_s
+            )
+            found.append(
+                gradients_s if follows else max(self._bytes_of(parts) * per_byte[d] for d, parts in given.items())
+            )
         return max(found)
 
     def _seconds_per_byte(self, donor: str, receiver: str) -> float:
@@ -201,7 +202,8 @@ class StageAssignments:
     @property
     def whole_s(self) -> float:
         """An estimate of how long the coordinator takes to bring all devices the state of their stages, each over its
-        own line."""
+        own line. A fleet does not say where its coordinator is: a line is taken to be as fast as the device's fastest
+        link."""
         speed = self.fleet.line_bytes_per_s
         parts = self.layout.parts.items()
         return max((self._bytes_of(own) / speed(device_of(name)) for name, own in parts), default=0.0)

@@ -28,7 +28,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.assignment import Peer
 from isthmus.runtime.messages.generation import ServeStage, ServingOrder
 from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage
 from isthmus.runtime.transport.lanes import FLUSH_S, PackedMessage, Packer, SendLane
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, CoordinatorGone, Outage, Retry, dial_lane
 from isthmus.runtime.transport.tcp import Unreached, until_reached
@@ -39,7 +39,7 @@ from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot
 
 AWAY_TIMEOUTS = 10  # for so many times its timeout a device waits for a coordinator that went away
-ORDERS = ToDevice | AssignMessage | ReceiveStateMessage | StateMessage | StatePart | ServingOrder
+ORDERS = ToDevice | AssignMessage | ReceiveStateMessage | ServingOrder
 
 
 class CoordinatorLink:
@@ -74,21 +74,11 @@ class CoordinatorLink:
         until_reached(self._connection.connect, timeout_s, Unreached)
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
 
-    def send(
-        self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None, background: bool = False
-    ) -> None:
+    def send(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
         """Put a message into the lane; the caller does not wait. A message is lost while the coordinator is away: it
-        will ask anew. Tensors `of` a snapshot are sent when that is copied; a `background` message after all others."""
+        will ask anew. Tensors `of` a snapshot are sent when that is copied."""
         if (lane := self._lane) is not None:
-            lane.put(message, tensors, _when_whole(message, tensors, of), background=background)
-
-    def background_bytes(self) -> int:
-        """Return the bytes of background messages that wait to be sent."""
-        return lane.background_bytes() if (lane := self._lane) is not None else 0
-
-    def forget_meanwhile(self) -> None:
-        if (lane := self._lane) is not None:
-            lane.drop_background()
+            lane.put(message, tensors, _when_whole(message, tensors, of))
 
     def outdated(self, epoch: int) -> bool:
         """Return whether the coordinator has begun another epoch since, or the run is over."""

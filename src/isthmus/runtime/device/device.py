@@ -52,12 +52,18 @@ from isthmus.runtime.device.stage_preparation import check_operators, check_room
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.stage_server import StageServer
 from isthmus.runtime.device.state_fetch import StateFetch, StateGiver
-from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
+from isthmus.runtime.device.state_transfer import StateDonor, StateFeed, StateJoiner, StateOutlets
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment, Peer
 from isthmus.runtime.messages.generation import ForgetPrompts, GenerateStep, ServeStage
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateHello, StateMessage, StatePart
+from isthmus.runtime.messages.state_transfer import (
+    FollowHello,
+    ReceiveStateMessage,
+    StateHello,
+    StateMessage,
+    StatePart,
+)
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reconnection import CoordinatorGone
@@ -76,6 +82,7 @@ from isthmus.training.watched import WatchedEngine
 from isthmus.units import format_size
 
 FoundT = TypeVar("FoundT")
+OfT = TypeVar("OfT")
 
 
 class DeviceWorker:
@@ -97,10 +104,12 @@ class DeviceWorker:
         self._executor: StageRunner | None = None
         self._joiner: StateJoiner | None = None  # the part of the run's state that a joining device has already
         self._values: Mapping[str, Tensor] = {}  # the weights at hand
-        self._last: CoordinatorMessage | None = None  # the order that is being followed, or was last
+        self._followed: CoordinatorMessage | None = None  # the order that is being followed, or was last
         self._donors: dict[str, Peer] = {}  # other devices that give state
         self._fetches: list[StateFetch] = []
-        giver = StateGiver(run, self._session.memory.values, timeout_s)
+        self._giver = StateGiver(run, self._session.memory.values, timeout_s)
+        self._outlets = StateOutlets(run, timeout_s)  # to joining devices that get its state while it trains
+        self._feeds: list[StateFeed] = []  # from the devices whose state this one gets while they train
         self._server: StageServer | None = None  # the server of a device that generates text, in place of training
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
@@ -111,11 +120,11 @@ class DeviceWorker:
         near = site.sharing.doors if site.sharing is not None else {}
         if site.sharing is not None:
             site.sharing.doors[site.device] = (site.host, listener.port)
-        self._peers = PeerConnections(listener, run, dialer, site.device, near, giver.give)
+        self._peers = PeerConnections(listener, run, dialer, site.device, near, self._answer)
         port = 0 if site.relayed else listener.port
         join = JoinRun(run=run, device=site.device, host=site.address or site.host, port=port)
         self._control = CoordinatorLink(
-            coordinator, site.identity, join, self._inbox, self._session.memory.holdings, giver.ordered, timeout_s
+            coordinator, site.identity, join, self._inbox, self._session.memory.holdings, self._giver.ordered, timeout_s
         )
 
     def work(self) -> None:
@@ -124,7 +133,7 @@ class DeviceWorker:
             # Only now: a missing accelerator is reported to the coordinator.
             self._accelerator = open_accelerator(self._site.accelerator, f"device {self._site.device}: accelerator")
             while self._session.phase != "over":
-                self._last = order = self._next()
+                self._followed = order = self._next()
                 try:
                     self._follow(order)
                 except Exception as e:
@@ -176,9 +185,9 @@ class DeviceWorker:
             try:
                 found()
             except Exception as e:
-                if self._server is not None or self._last is None:
+                if self._server is not None or self._followed is None:
                     raise
-                self._refuse(of_order(e, self._last), self._last.message)
+                self._refuse(of_order(e, self._followed), self._followed.message)
         return None
 
     def _run_stage(self, executor: StageRunner) -> CoordinatorMessage:
@@ -234,7 +243,7 @@ class DeviceWorker:
         message = order.message
         match message:
             case ToDevice(body=SendState() as asked):
-                self._send_state(asked)
+                self._send_state(asked, message.peers)
             case ToDevice(body=body) if not isinstance(body, OpenItem | SendState | GiveState):
                 if isinstance(body, Pause):
                     self._end_following()
@@ -249,9 +258,7 @@ class DeviceWorker:
                 self._assignment = assignment
                 self._session.assigned(assignment.epoch, assignment.start_step)
             case ReceiveStateMessage():
-                self._joiner = StateJoiner(message)
-            case StateMessage() | StatePart():
-                self._receive_state(message, order.tensors)
+                self._receive_states(message)
             case ServeStage() | GenerateStep() | ForgetPrompts():
                 if self._server is None:
                     control, inbox = self._control, self._inbox
@@ -292,12 +299,19 @@ class DeviceWorker:
                 )
             )
 
+    def _answer(self, hello: StateHello | FollowHello, channel: SocketChannel) -> None:
+        """Another device asks for state; in the thread of its connection."""
+        if isinstance(hello, StateHello):
+            self._giver.give(hello, channel)
+        else:
+            self._outlets.attach(hello, channel)
+
     def _reach(self, peer: Peer) -> SocketChannel:
         return self._peers.reach(peer)[0]
 
-    def _put(self, act: Callable[[int, str, FoundT], None], epoch: int, donor: str, found: FoundT) -> None:
+    def _put(self, act: Callable[[int, OfT, FoundT], None], epoch: int, of: OfT, found: FoundT) -> None:
         """In the thread of a connection."""
-        self._inbox.put(partial(act, epoch, donor, found))
+        self._inbox.put(partial(act, epoch, of, found))
 
     def missing(self, donor: str, parts: frozenset[str], reason: str) -> None:
         self._send(StateMissing(donor=donor, parts=parts, reason=reason, epoch=self._epoch))
@@ -309,18 +323,45 @@ class DeviceWorker:
         """The stage, or what there is of it, cannot go on."""
         self._session.failed(self._epoch)
 
-    def _send_state(self, asked: SendState) -> None:
-        if self._executor is None or asked.epoch != self._epoch:
+    def _send_state(self, asked: SendState, peers: Sequence[Peer]) -> None:
+        if (executor := self._executor) is None or asked.epoch != self._epoch:
             return
         if not asked.parts:
-            self._executor.set_donor(None)
-            self._control.forget_meanwhile()
+            executor.set_donor(None)
+            self._outlets.close()
             return
-        control, executor = self._control, self._executor
-        send = partial(control.send, background=True)
-        donor = StateDonor(asked, self._run, self._site.device, send, control.background_bytes, executor.copied)
-        ended = TransferEnded(number=asked.number, epoch=asked.epoch)
-        self._executor.set_donor(donor, lambda: self._send(ended))
+        outlets, ended = self._outlets, TransferEnded(number=asked.number, epoch=asked.epoch)
+        outlets.open(asked, peers, lambda: executor.links.busy)
+        donor = StateDonor(asked, self._run, self._site.device, outlets.put, outlets.waiting_bytes, executor.copied)
+        executor.set_donor(donor, lambda: self._send(ended))
+
+    def _receive_states(self, agreed: ReceiveStateMessage) -> None:
+        self._close_feeds()
+        self._joiner = StateJoiner(agreed)
+        hello = FollowHello(run=self._run, epoch=agreed.epoch, number=agreed.number, device=self._site.device)
+        for peer in agreed.peers:
+            failed = partial(self._put, self._lose_feed, agreed.epoch, agreed.number)
+            reach = partial(self._reach, peer)
+            feed = StateFeed(hello, peer.device, reach, self._put_state, failed, self._timeout_s)
+            self._feeds.append(feed)
+
+    def _put_state(self, message: StateMessage | StatePart, tensors: list[Tensor]) -> None:
+        """In the thread of a connection."""
+        self._inbox.put(partial(self._receive_state, message, tensors))
+
+    def _lose_feed(self, epoch: int, number: int, error: Exception) -> None:
+        """The device can still join, and gets its state while all wait."""
+        joiner = self._joiner
+        if joiner is not None and (epoch, number) == (joiner.epoch, joiner.number):
+            print(f"device {self._site.device}: stops its live state transfer: {error}", file=sys.stderr)
+            self._close_feeds()
+            self._joiner = None
+            self._send(TransferEnded(number=number, epoch=epoch))
+
+    def _close_feeds(self) -> None:
+        feeds, self._feeds = self._feeds, []
+        for feed in feeds:
+            feed.close()
 
     def _receive_state(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:
         joiner, number = self._joiner, message.number
@@ -328,10 +369,8 @@ class DeviceWorker:
             return
         try:
             step = joiner.accept(message, tensors)
-        except Exception as e:  # of any kind: the device can still join, and gets its state while all wait
-            print(f"device {self._site.device}: stops its live state transfer: {e}", file=sys.stderr)
-            self._joiner = None
-            self._send(TransferEnded(number=number, epoch=joiner.epoch))
+        except Exception as e:  # of any kind
+            self._lose_feed(joiner.epoch, number, e)
             return
         if step is not None:
             self._send(StateReceived(number=number, of=message.of, step=step, epoch=joiner.epoch))
@@ -339,6 +378,7 @@ class DeviceWorker:
     def _end_following(self) -> None:
         """Keep the state that a joining device has received: it counts from now on."""
         joiner, self._joiner = self._joiner, None
+        self._close_feeds()
         if joiner is not None:
             for step, parts in joiner.states():
                 self._session.kept(joiner.epoch, step, parts)
@@ -447,7 +487,7 @@ class DeviceWorker:
 
     def close_stage(self) -> None:
         """Its state stays in memory if it is that of a whole step."""
-        self._control.forget_meanwhile()
+        self._outlets.close()
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
             fetch.close()

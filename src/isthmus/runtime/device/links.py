@@ -199,6 +199,11 @@ class StageLinks:
         """Hand a stretch of a snapshot to the link's send lane, behind all else."""
         self._lanes[target].put(message, tensors, background=True)
 
+    @property
+    def busy(self) -> bool:
+        """Return whether something waits to be sent to another stage."""
+        return any(lane.busy for lane in self._lanes.values())
+
     def opened(self, item: Item) -> Item:
         """The coordinator opens an item: this replica's part of it. PeerError for one that none opens, or of which
         something wrong has arrived."""

@@ -20,7 +20,7 @@ from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 from isthmus.runtime.messages.assignment import Neighbour, Peer
 from isthmus.runtime.messages.run import Hello, StreamHello
-from isthmus.runtime.messages.state_transfer import StateHello
+from isthmus.runtime.messages.state_transfer import FollowHello, StateHello
 from isthmus.runtime.processes.place import DevicePlace
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
@@ -57,10 +57,12 @@ class StageLinkage(Protocol):
     def timeout_s(self) -> float: ...
 
 
-Give = Callable[[StateHello, SocketChannel], None]  # gives state over a new connection, in the connection's own thread
+Give = Callable[
+    [StateHello | FollowHello, SocketChannel], None
+]  # gives state over a new connection, in the connection's own thread
 
 
-def give_none(hello: StateHello, channel: SocketChannel) -> None:
+def give_none(hello: StateHello | FollowHello, channel: SocketChannel) -> None:
     channel.close()
 
 
@@ -107,7 +109,7 @@ class PeerConnections:
             self._standby.close()
 
     def _on_connection(self, channel: SocketChannel) -> None:
-        hello = first_message(channel, (Hello, StateHello, StreamHello), self._timeout_s)
+        hello = first_message(channel, (Hello, StateHello, FollowHello, StreamHello), self._timeout_s)
         if isinstance(hello, StreamHello):
             try:
                 stream_group = self._assembler.add(channel, hello)
@@ -116,10 +118,13 @@ class PeerConnections:
                 return
             if stream_group is None:
                 return
-            channel, hello = stream_group, first_message(stream_group, (Hello, StateHello), self._timeout_s)
+            channel, hello = (
+                stream_group,
+                first_message(stream_group, (Hello, StateHello, FollowHello), self._timeout_s),
+            )
         if hello is None:
             return
-        if isinstance(hello, StateHello):
+        if isinstance(hello, StateHello | FollowHello):
             self._give(hello, channel)
             return
         with self._arrived:

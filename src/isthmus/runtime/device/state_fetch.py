@@ -16,7 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
+from torch import Tensor
+
 from isthmus.errors import PeerError
+from isthmus.fleet import Link
 from isthmus.protocol.run_messages import GiveState
 from isthmus.runtime.device.peer_connections import is_peer
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -91,27 +94,45 @@ class StateGiver:
             return self._orders[hello.device] if covers() else None
 
     def _send(self, hello: StateHello, order: _Order, channel: SocketChannel) -> None:
-        values, failures = self._values(order.step, hello.parts), list[Exception]()
-        link = ShapedLink(channel, order.peer.shape, failures.append) if order.peer.shape is not None else None
+        values, sender = self._values(order.step, hello.parts), StateSender(channel, order.peer.shape)
         for part in sorted(hello.parts & values.keys()):
             tensors = values[part]
             headers = tuple(header_of(name, t) for name, t in tensors.items())
             given = GivenPart(run=self._run, epoch=hello.epoch, step=order.step, part=part, tensors=headers)
-            payload = [pack(t) for t in tensors.values()]
-            if link is None:
-                channel.send(given, payload)
-            else:
-                link.send(frame(given, payload), time.monotonic())
-            if failures or self._epoch != hello.epoch:
+            sender.send(given, list(tensors.values()))
+            if self._epoch != hello.epoch:
                 return
-        if link is not None:
-            link.close()
+        sender.close()
         if hello.parts <= values.keys():
             channel.receive(_nothing, idle_s=self._timeout_s)  # until the receiver has all and closes
 
 
 def _nothing(message: AnyMessage) -> None:
     raise PeerError(f"sent {type(message).__name__} after it asked for state")
+
+
+class StateSender:
+    """The way of states to another device, shaped where links are emulated."""
+
+    def __init__(self, channel: SocketChannel, shape: Link | None) -> None:
+        self._channel = channel
+        self._failures: list[Exception] = []
+        self._link = ShapedLink(channel, shape, self._failures.append) if shape is not None else None
+
+    def send(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        """Return when it has left. PeerError where it cannot."""
+        payload = [pack(t) for t in tensors]
+        if self._link is None:
+            self._channel.send(message, payload)
+        else:
+            self._link.send(frame(message, payload), time.monotonic())
+        if self._failures:
+            raise PeerError(f"{self._channel.other}: {self._failures[0]}")
+
+    def close(self) -> None:
+        """Wait until all has arrived."""
+        if self._link is not None:
+            self._link.close()
 
 
 class StateFetch:

@@ -1,10 +1,17 @@
-"""How a joining device gets the state of the run while the others train: the donor sends, the joining device receives.
+"""How a joining device gets the state of the run while the others train: the joining device dials each donor, and the
+donor sends.
 
-The coordinator relays the state. The donor's reports and heartbeats go first: they do not wait for the transfer.
+    joining device ── FollowHello: device, number ──► donor    both are named by the coordinator's orders
+    joining device ◄── StateMessage, StatePart ...  ─ donor    the state, then each step's gradients
+
+What the donor sends to other stages goes first.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Literal
 
@@ -12,7 +19,14 @@ from torch import Tensor, nn
 
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import SendState
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.device.peer_connections import is_peer
+from isthmus.runtime.device.state_fetch import StateSender
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.assignment import Peer
+from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.messages.state_transfer import FollowHello, ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.message_sender import PER_TIMEOUT
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader, check_header
@@ -25,14 +39,17 @@ from isthmus.training.snapshot import (
     check_state,
     part_of,
     snapshot,
+    stretch_bytes,
     stretches,
 )
 
 STRETCH_BYTES = 1 << 18  # sent at once: what else there is to say waits for no more
+MOST_YIELD_S, LOOK_S = 0.05, 0.002  # how long a stretch lets other stages go first, and how often it looks
 MOST_BACKLOG = 2.0
 """Copies of the sent state that may wait to be sent; with more, steps are quicker than their gradients travel."""
 Put = Callable[[StateMessage | StatePart, Sequence[Tensor], "Snapshot | None"], None]
 """The tensors are stretches of the snapshot, which may still be being copied."""
+_Outgoing = tuple[StateMessage | StatePart, Sequence[Tensor], "Snapshot | None"]
 
 
 class StateDonor:
@@ -100,8 +117,158 @@ class StateDonor:
         return taken.flat.numel()
 
 
+class StateOutlets:
+    """The donor's connections to joining devices. `attach` is called by the thread of a connection, which sends."""
+
+    def __init__(self, run: str, timeout_s: float) -> None:
+        """Who asks before the coordinator's order is here waits for `timeout_s`."""
+        self._run = run
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._transfer = (-1, -1)  # epoch and number
+        self._peers: dict[str, Peer] = {}  # joining devices that have not come yet
+        self._outgoing: dict[str, queue.SimpleQueue[_Outgoing | None]] = {}  # by joining device
+        self._waiting_bytes: dict[str, int] = {}
+        self._busy: Callable[[], bool] = lambda: False
+
+    def open(self, asked: SendState, peers: Sequence[Peer], busy: Callable[[], bool]) -> None:
+        """`busy` says whether other stages are waited for: states go when they are not, or after a while."""
+        self.close()
+        with self._changed:
+            self._transfer, self._busy = (asked.epoch, asked.number), busy
+            self._peers = {peer.device: peer for peer in peers}
+            self._outgoing = {device: queue.SimpleQueue() for device in self._peers}
+            self._waiting_bytes = dict.fromkeys(self._peers, 0)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing is sent any more, and what waits is dropped."""
+        with self._changed:
+            outgoing, self._outgoing, self._peers, self._waiting_bytes = self._outgoing, {}, {}, {}
+            self._changed.notify_all()
+        for one in outgoing.values():
+            one.put(None)
+
+    def put(self, message: StateMessage | StatePart, tensors: Sequence[Tensor], of: Snapshot | None) -> None:
+        """Hand a message to all joining devices; the caller does not wait."""
+        with self._changed:
+            for device, outgoing in self._outgoing.items():
+                self._waiting_bytes[device] += sum(t.nbytes for t in tensors)
+                outgoing.put((message, tensors, of))
+
+    def waiting_bytes(self) -> int:
+        """Return the most bytes that wait to be sent to one device."""
+        return max(self._waiting_bytes.values(), default=0)
+
+    def attach(self, hello: FollowHello, channel: SocketChannel) -> None:
+        """Send what was put, and what will be, until `close`; who may not follow gets nothing."""
+        transfer = (hello.epoch, hello.number)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._transfer >= transfer, self._timeout_s)
+                peer = self._peers.get(hello.device) if self._transfer == transfer else None
+                if hello.run != self._run or peer is None or not is_peer(channel.party, peer):
+                    return
+                del self._peers[hello.device]
+                outgoing, busy = self._outgoing[hello.device], self._busy
+            self._send(hello.device, outgoing, StateSender(channel, peer.shape), busy)
+        except PeerError:  # the joining device says so
+            pass
+        finally:
+            channel.close()
+
+    def _send(
+        self,
+        device: str,
+        outgoing: queue.SimpleQueue[_Outgoing | None],
+        sender: StateSender,
+        busy: Callable[[], bool],
+    ) -> None:
+        while True:
+            try:
+                entry = outgoing.get(timeout=self._timeout_s / PER_TIMEOUT)
+            except queue.Empty:
+                sender.send(Heartbeat(run=self._run))
+                continue
+            if entry is None or self._outgoing.get(device) is not outgoing:
+                return
+            message, tensors, of = entry
+            if of is not None:
+                of.wait()
+            end_s = time.monotonic() + MOST_YIELD_S
+            while busy() and time.monotonic() < end_s:
+                time.sleep(LOOK_S)
+            sender.send(message, tensors)
+            with self._changed:
+                if self._outgoing.get(device) is outgoing:
+                    self._waiting_bytes[device] -= sum(t.nbytes for t in tensors)
+
+
+class StateFeed:
+    """A joining device's connection to one donor, received by a thread."""
+
+    def __init__(
+        self,
+        hello: FollowHello,
+        of: str,
+        reach: Callable[[], SocketChannel],
+        arrived: Callable[[StateMessage | StatePart, list[Tensor]], None],
+        failed: Callable[[Exception], None],
+        timeout_s: float,
+    ) -> None:
+        """`of` is the donor, which `reach` dials. The thread calls `arrived`, and `failed` at the end; neither after
+        `close`."""
+        self._hello = hello
+        self._of = of
+        self._reach = reach
+        self._arrived = arrived
+        self._failed = failed
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._channel: SocketChannel | None = None
+        threading.Thread(target=self._receive, name=f"follow {of}", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if (channel := self._channel) is not None:
+            channel.close()
+
+    def _receive(self) -> None:
+        try:
+            self._channel = channel = self._reach()
+            try:
+                channel.send(self._hello)
+                while not self._closed.is_set():
+                    if (received := channel.receive(self._guard, self._timeout_s)) is None:
+                        raise PeerError(f"{channel.other}: closed the connection")
+                    if isinstance(received[0], StateMessage | StatePart) and not self._closed.is_set():
+                        self._arrived(received[0], received[1])
+            finally:
+                channel.close()
+        except Exception as e:  # of any kind: the device can still join
+            if not self._closed.is_set():
+                self._failed(e)
+
+    def _guard(self, message: AnyMessage) -> None:
+        """PeerError unless it is a stretch of bytes, or says what bytes will be, of this transfer. Errors do not name
+        the donor."""
+        hello = self._hello
+        if isinstance(message, StatePart):
+            size = stretch_bytes(message.tensors)
+            fits = size is not None and size <= STRETCH_BYTES
+        else:
+            fits = isinstance(message, StateMessage | Heartbeat) and not message.tensors
+        if not fits:
+            raise PeerError(f"sent {type(message).__name__} of {[h.nbytes for h in message.tensors]} bytes as state")
+        if isinstance(message, StateMessage | StatePart):
+            got = (message.run, message.epoch, message.number, message.of)
+            due = (hello.run, hello.epoch, hello.number, self._of)
+            if got != due:
+                raise PeerError(f"sent state of run, epoch, transfer and device {got!r}, expected {due!r}")
+
+
 class StateJoiner:
-    """a joining device's side: the states that it follows. PeerError for what was not agreed."""
+    """A joining device's side: the states that it follows. PeerError for what was not agreed."""
 
     def __init__(self, agreed: ReceiveStateMessage) -> None:
         self.number = agreed.number
@@ -137,7 +304,7 @@ class StateJoiner:
         shapes, catch_up = self._agreed.donated[begun.of], self._receivers.get(begun.of)
         if begun.of in self._arriving:
             raise PeerError("began another copy before the last one was whole")
-        if begun.kind == "state" and catch_up is None:
+        if begun.kind == "state" and catch_up is None and begun.step == self._agreed.step:
             check_state(shapes, begun.headers)
         elif begun.kind == "state" or catch_up is None or begun.step != catch_up.step + 1:
             raise PeerError(f"sent {begun.kind} of step {begun.step} out of order")

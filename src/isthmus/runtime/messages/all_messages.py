@@ -10,12 +10,7 @@ from isthmus.runtime.messages.fleet import DataMessage, FleetMessage
 from isthmus.runtime.messages.generation import GenerationMessage
 from isthmus.runtime.messages.probe import ProbeMessage
 from isthmus.runtime.messages.run import Heartbeat, RelayMessage, RunMessage, ToCoordinator, ToDevice, ToPeer
-from isthmus.runtime.messages.state_transfer import (
-    RecoveryMessage,
-    StateMessage,
-    StatePart,
-    StateTransferMessage,
-)
+from isthmus.runtime.messages.state_transfer import RecoveryMessage, StateTransferMessage
 
 AnyMessage = (
     RunMessage
@@ -30,7 +25,7 @@ AnyMessage = (
     | GenerationMessage
 )
 
-FROM_DEVICES = ToCoordinator | Heartbeat | StateMessage | StatePart
+FROM_DEVICES = ToCoordinator | Heartbeat
 """Messages that devices send the coordinator of a run."""
 
 

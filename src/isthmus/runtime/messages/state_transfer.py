@@ -1,10 +1,11 @@
-"""Messages with states of stages: a joining device gets the state of the run before it takes part; snapshots go to
-another device, for recovery after a loss."""
+"""Messages with states of stages, between devices: a joining device gets the state of the run before it takes part; a
+stage begins from what others give; snapshots go to another device, for recovery after a loss."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from isthmus.runtime.messages.assignment import Peer
 from isthmus.runtime.messages.message import Message
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
@@ -22,14 +23,22 @@ class OfTransfer(Message, frozen=True, kw_only=True):
 
 
 class ReceiveStateMessage(OfTransfer, frozen=True, kw_only=True):
-    """Parts of these devices' states will come, and gradients to repeat their steps with."""
+    """Get parts of these devices' states after `step` steps from them, and gradients to repeat their steps with."""
 
+    step: Count
+    peers: Many[Peer]  # the donors
     donated: Table[Name, Table[Text, Shape]]  # shapes of the parts that each device gives
     trained: Distinct[Text]  # those of the parameters' names that optimizers update
     config: EngineConfig
 
 
-# Device to coordinator, and on to the joining devices
+# Between two devices
+
+
+class FollowHello(OfTransfer, frozen=True, kw_only=True):
+    """First on a connection: the joining device gets the other one's state and gradients over it."""
+
+    device: Name
 
 
 class StateMessage(OfTransfer, frozen=True, kw_only=True):
@@ -48,10 +57,7 @@ class StatePart(OfTransfer, frozen=True, kw_only=True):
     offset: Amount
 
 
-StateTransferMessage = ReceiveStateMessage | StateMessage | StatePart
-
-
-# Between two devices
+StateTransferMessage = ReceiveStateMessage | FollowHello | StateMessage | StatePart
 
 
 class SnapshotMessage(Message, frozen=True, kw_only=True):

@@ -132,7 +132,6 @@ class SendLane:
         self._waiting: deque[_Entry] = deque()
         self._urgent: deque[_Entry] = deque()
         self._background: deque[_Entry] = deque()
-        self._background_bytes = 0
         self._closing = self._ended = self._sending = False
         self._packing = ThreadPoolExecutor(1, thread_name_prefix=f"pack for {channel.other}")
         self._thread = threading.Thread(target=self._run, name=f"send to {channel.other}", daemon=True)
@@ -159,7 +158,6 @@ class SendLane:
                     entry.packed = self._packing.submit(_timed, packer)
                 queue = self._background if background else self._waiting
                 (self._urgent if isinstance(message, Credit | Heartbeat) else queue).append(entry)
-                self._background_bytes += size_bytes if queue is self._background else 0
                 self._changed.notify_all()
 
     def wake(self) -> None:
@@ -167,15 +165,10 @@ class SendLane:
         with self._changed:
             self._changed.notify_all()
 
-    def background_bytes(self) -> int:
-        """Return the bytes of messages that are sent when no others wait."""
-        return self._background_bytes
-
-    def drop_background(self) -> None:
-        """Forget it."""
-        with self._changed:
-            self._background.clear()
-            self._background_bytes = 0
+    @property
+    def busy(self) -> bool:
+        """Return whether a message is on its way, or waits to be."""
+        return self._sending or bool(self._waiting)
 
     def withdraw(self, kind: type[msgspec.Struct]) -> None:
         """Forget messages whose body is of this type and that have not begun to leave."""
@@ -232,9 +225,7 @@ class SendLane:
                     return None
                 if self._background:
                     self._sending = True
-                    entry = self._background.popleft()
-                    self._background_bytes -= entry.size_bytes
-                    return entry
+                    return self._background.popleft()
                 if not self._waiting:
                     self._changed.wait()
                 else:
