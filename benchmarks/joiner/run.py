@@ -3,8 +3,8 @@
 `python benchmarks/joiner/run.py [--quick] [--json PATH]`
 
 One device trains a model with more than 50 MB of weights and optimizer state; a second one comes, as another replica.
-Each has a line of 100 Mbit/s to the coordinator, which relays the state. With catch-up the joining device repeats
-the other's steps until it is near; without, its state travels while all wait. The pause is the longest time between the
+The link between them carries 200 Mbit/s. With catch-up the joining device repeats the other's steps until it is near;
+without, its state travels while all wait. The pause is the longest time between the
 ends of two steps, less the usual one.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -47,10 +46,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
-LINE_BYTES_PER_S, LINE_S = 100e6 / 8, 0.005
-BETWEEN = Link(0.005, 1e9 / 8)
+BETWEEN = Link(0.005, 200e6 / 8)
 STEP_S = 3.2
-"""Of one device alone: longer than a step's gradients take on the line."""
+"""Of one device alone: longer than a step's gradients take on the link."""
 AFTER = 3
 """Steps of both, then the run is ended."""
 MOST_S = 130.0
@@ -79,39 +77,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Found, ...]
 
 
-class Line:
-    """The coordinator's address as devices see it: each connection has its own 100 Mbit/s in each direction."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
-
-    @staticmethod
-    def _carry(source: socket.socket, target: socket.socket) -> None:
-        free_s = 0.0
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 15):
-                free_s = max(free_s, time.monotonic()) + len(data) / LINE_BYTES_PER_S
-                time.sleep(max(0.0, free_s - time.monotonic()))
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
 class _Work(DevicesAtWork):
     """The second device is offered when it is time."""
 
@@ -131,8 +96,8 @@ class _Work(DevicesAtWork):
         self._launcher.start(device, ProcessPlace())
 
 
-class FarBackend(LocalBackend, frozen=True, kw_only=True):
-    """Processes here, behind lines of their own."""
+class OfferingBackend(LocalBackend, frozen=True, kw_only=True):
+    """Processes here, of which the second one is offered later."""
 
     comes: threading.Event
 
@@ -140,9 +105,8 @@ class FarBackend(LocalBackend, frozen=True, kw_only=True):
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[DevicesAtWork]:
         listener = Listener(self.host, timeout_s=call.timeout_s)
         listener.start(acceptor.on_connection)
-        line = Line(listener.port)
         try:
-            address = f"{self.host}:{line.port}"
+            address = f"{self.host}:{listener.port}"
             with DeviceProcesses(
                 address, call.run, timeout_s=call.timeout_s, threads=call.threads, logs=call.logs
             ) as launcher:
@@ -151,7 +115,6 @@ class FarBackend(LocalBackend, frozen=True, kw_only=True):
                     work.call(device)
                 yield work
         finally:
-            line.close()
             listener.close()
 
 
@@ -190,7 +153,7 @@ def one_run(prepared: Prepared, fleet: Fleet, *, follows: bool, before: int) -> 
 
     settles = contextlib.nullcontext() if follows else mock.patch.object(Pipeline, "_bring", Pipeline._settle)  # pyright: ignore[reportPrivateUsage]
     with tempfile.TemporaryDirectory() as folder, settles:
-        options = RunOptions(replan=replan, backend=FarBackend(comes=comes))
+        options = RunOptions(replan=replan, backend=OfferingBackend(comes=comes))
         watcher = Watcher(advanced=advanced, noted=noted)
         outcome = run_plan(prepared, replan(fleet.subset(["a"])), fleet, Path(folder), options, watcher)
     if not outcome.recoveries:
@@ -233,7 +196,7 @@ def main() -> int:
         "step meanwhile",
         "all stand for",
         "called to first step",
-        title=f"A joining device: {state_bytes / 1e6:.1f} MB of state, 100 Mbit/s",
+        title=f"A joining device: {state_bytes / 1e6:.1f} MB of state, 200 Mbit/s",
     )
     for run in found:
         table.add_row(
