@@ -6,15 +6,17 @@ import resource
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 
 from isthmus.api.export import ExportOptions, export_model
 from isthmus.api.folder import RunFolder
 from isthmus.errors import UserError
-from isthmus.models import build_model, save_hugging_face
+from isthmus.models import ModelSpec, build_model, save_hugging_face
 from isthmus.training.checkpoint import CheckpointWriter, Manifest
 from tests.generation.runs import GPT2, LLAMA, finished_run, fleet_of
 from tests.runtime.jobs import TEXT, job_of
@@ -93,3 +95,32 @@ def test_only_whole_models_of_transformers_are_split(tmp_path: Path) -> None:
     run, _ = finished_run(tmp_path / "run")
     with pytest.raises(UserError, match="--max-shard-size: the run's model is none of transformers"):
         export_model(run, tmp_path / "out", ExportOptions(max_shard_size="1MB"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_what_is_exported_for_it(tmp_path: Path) -> None:
+    """Tied names too, and the optimizer's state."""
+    module = saved_run(tmp_path / "run", "hf-llama", FAMILIES["hf-llama"])
+    export_model(tmp_path / "run", tmp_path / "out", ExportOptions(format="dcp", optimizer=True))
+    fresh = build_model(job_of("hf-llama", FAMILIES["hf-llama"], TEXT).model)
+    assert not torch.equal(fresh.state_dict()["lm_head.weight"], module.state_dict()["lm_head.weight"])
+    step = torch.tensor(1.0)
+    dcp.load({"model": fresh.state_dict(), "optim": {"state": {"x": {"step": step}}}}, checkpoint_id=tmp_path / "out")
+    assert all(torch.equal(fresh.state_dict()[name], value) for name, value in module.state_dict().items())
+    assert step == 0
+
+
+def test_a_folder_with_a_pickle_is_no_start(tmp_path: Path) -> None:
+    saved_run(tmp_path / "run", "hf-gpt2", GPT2)
+    export_model(tmp_path / "run", tmp_path / "out", ExportOptions(format="dcp"))
+    with pytest.raises(UserError, match=r"'path': .*/out is a folder of torch\.distributed\.checkpoint, .* pickle"):
+        build_model(ModelSpec(name="hf", options={"path": str(tmp_path / "out"), "task": "causal-lm"}))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"optimizer": True}, "--optimizer: is for --format dcp"), ({"format": "dcp", "merge": True}, "neither --merge")],
+)
+def test_options_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        ExportOptions(**given)

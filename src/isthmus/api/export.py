@@ -7,9 +7,9 @@ import contextlib
 import re
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 from safetensors import SafetensorError
@@ -22,7 +22,7 @@ from isthmus.api.programs import program_of
 from isthmus.api.stored_run import local_copy
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError
-from isthmus.extensions import import_extra
+from isthmus.extensions import import_extra, import_object
 from isthmus.job import Job
 from isthmus.models import (
     ModelSpec,
@@ -38,8 +38,19 @@ from isthmus.models import (
     widened,
 )
 from isthmus.models.registry import own_names
-from isthmus.training.checkpoint import checkpoint_weights, latest_checkpoint, read_manifest, weights_of_module
-from isthmus.training.stored import save_tensors
+from isthmus.training.checkpoint import (
+    OPTIMIZER,
+    checkpoint_files,
+    checkpoint_weights,
+    latest_checkpoint,
+    read_manifest,
+    variables_of,
+    weights_of_module,
+)
+from isthmus.training.optim import NOT_OPTIMIZERS
+from isthmus.training.stored import Sent, StoredTensor, save_tensors
+
+SaveDistributed = Callable[[Path, Mapping[str, Sent], Mapping[str, Sent]], None]
 
 
 class Exported(NamedTuple):
@@ -51,8 +62,14 @@ class Exported(NamedTuple):
 class ExportOptions(msgspec.Struct, frozen=True, kw_only=True):
     merge: bool = False  # of LoRA the base model with the adapter added
     max_shard_size: str | None = None  # of a Hugging Face model's files, as "5GB"; None: as transformers has it
+    format: Literal["safetensors", "dcp"] = "safetensors"  # dcp: a folder of torch.distributed.checkpoint
+    optimizer: bool = False  # of dcp, the optimizer's state too
 
     def __post_init__(self) -> None:
+        if self.optimizer and self.format != "dcp":
+            raise UserError("export: --optimizer: is for --format dcp")
+        if self.format == "dcp" and (self.merge or self.max_shard_size is not None):
+            raise UserError("export: --format dcp: takes neither --merge nor --max-shard-size")
         size = self.max_shard_size
         if size is not None and not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", size):
             raise UserError(f"export: --max-shard-size: got {size!r}, expected a size such as 5GB")
@@ -83,6 +100,8 @@ def push_model(
 def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple[Exported, list[str]]:
     notes: list[str] = []
     job = folder.any_job()
+    if options.format == "dcp":
+        return _export_distributed(folder, directory, options, notes), notes
     if isinstance(job, Job) and is_given(job):
         return _export_given(folder, job.model.name, directory), notes
     if options.merge and job.model.lora is None:
@@ -113,6 +132,44 @@ def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple
             follow_umask(directory / "model.safetensors")
             (directory / "model.json").write_bytes(msgspec.json.encode(model))
     return Exported(directory, done, unit), notes
+
+
+def _export_distributed(folder: RunFolder, directory: Path, options: ExportOptions, notes: list[str]) -> Exported:
+    """The module's state dict, a tensor at a time where a checkpoint has it."""
+    job = folder.any_job()
+    if job.model.lora is not None:
+        raise UserError("export: --format dcp: the run's model has LoRA, expected one that is trained as a whole")
+    state: dict[str, StoredTensor] = {}
+    if isinstance(job, Job):
+        checkpoint = latest_checkpoint(folder.checkpoints)
+        values: dict[str, Sent] = {**_state_dict(job, checkpoint)}
+        done = read_manifest(checkpoint).step
+        if options.optimizer:
+            saved = checkpoint_files(checkpoint)
+            state = {
+                n: t for n, t in saved.items() if n.startswith(OPTIMIZER) and n.rpartition(".")[2] not in NOT_OPTIMIZERS
+            }
+    else:
+        module, done = program_of(job).trained(folder, notes.append)
+        values = {**module.state_dict()}
+    if options.optimizer and not state:
+        raise UserError("export: --optimizer: the run has saved no optimizer state")
+    # Imported when it is needed: torch's package takes long.
+    save = import_object("isthmus", "isthmus.training.distributed_checkpoint:save_distributed")
+    with _whole(directory):
+        cast("SaveDistributed", save)(directory, values, state)
+    return Exported(directory, done, job.LENGTH.rpartition(".")[2])
+
+
+def _state_dict(job: Job, checkpoint: Path) -> dict[str, StoredTensor]:
+    """The state dict of the job's module, tied names too; of one that was given, what the checkpoint has."""
+    if is_given(job):
+        return own_names(job.model.name, checkpoint_weights(checkpoint))
+    module = model_on_meta(job.model)
+    found, own = weights_of_module(module, checkpoint), variables_of(module)
+    if lacking := next((name for name in module.state_dict() if own[name] not in found), None):
+        raise UserError(f"checkpoint {checkpoint}: holds no value for {lacking!r}")
+    return {name: found[own[name]].cast(own[name].dtype) for name in module.state_dict()}
 
 
 class _Computed(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -73,12 +73,16 @@ def export(
         str | None,
         typer.Option("--max-shard-size", metavar="SIZE", help="Most bytes of a file, as 5GB; Hugging Face models."),
     ] = None,
+    format: Annotated[
+        Literal["safetensors", "dcp"], typer.Option("--format", help="dcp: a folder of torch.distributed.checkpoint.")
+    ] = "safetensors",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="With --format dcp: optimizer state too.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.
 
     A Hugging Face directory when the model is one; of LoRA the adapter alone, as peft reads it."""
-    options = api.export.ExportOptions(merge=merge, max_shard_size=max_shard_size)
+    options = api.export.ExportOptions(merge=merge, max_shard_size=max_shard_size, format=format, optimizer=optimizer)
     if push is not None and directory is None:
         found, notes, where = api.export.push_model(run, push, options, public=public)
     elif push is None and directory is not None and not public:

@@ -183,6 +183,9 @@ def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
         raise UserError(f"hf option 'path': no directory {chosen.path}")
     if not path.is_dir():
         _check_is_id(chosen.path, path)
+    elif (path / ".metadata").exists() and not (path / "config.json").exists():
+        what = "a folder of torch.distributed.checkpoint, whose .metadata is a pickle: expected safetensors"
+        raise UserError(f"hf option 'path': {chosen.path} is {what} with a config.json, as HuggingFaceStorageWriter's")
     location = str(path) if path.is_dir() else chosen.path
     library = _transformers()
     auto_class = getattr(library, _AUTO_CLASS[chosen.task])

@@ -381,7 +381,7 @@ def load_checkpoint(module: nn.Module, checkpoint: Path, named: Named = lambda w
         for own, stored in found.items():
             own.copy_(stored.read())
     if manifest.base:
-        own = _variables(module)
+        own = variables_of(module)
         kept, held = own.keys() - not_persistent(module), {name for name, tensor in own.items() if tensor in found}
         check_base(manifest, digest_of(rest(own, held, kept)), checkpoint)
     return manifest.step
@@ -396,7 +396,7 @@ def weights_of_module(
     UserError when a weight of the checkpoint is not in the module or has another shape, and when a parameter of the
     module is not in the checkpoint, which has not left any out.
     """
-    own, kind = _variables(module), type(module).__name__
+    own, kind = variables_of(module), type(module).__name__
     found: dict[Tensor, StoredTensor] = {}
     for name, value in named(checkpoint_weights(checkpoint)).items():
         if name not in own and isinstance(attribute_of(module, name), Tensor):
@@ -416,7 +416,8 @@ def weights_of_module(
     return found
 
 
-def _variables(module: nn.Module) -> dict[str, Tensor]:
+def variables_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all their names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
