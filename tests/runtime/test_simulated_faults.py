@@ -14,10 +14,11 @@ from isthmus.api.make_plan import fleet_for, plan_for, simulation_options
 from isthmus.api.observer import Observer
 from isthmus.cost import SyncPolicy
 from isthmus.errors import UserError
-from isthmus.fleet import Fleet, dump_fleet
+from isthmus.fleet import Fleet, Link, Links, dump_fleet
 from isthmus.job import Job, prepare
 from isthmus.plans import save_plan
 from isthmus.runtime.coordinator.run import run_spec
+from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import RecoveryTimes, simulate_run
 
@@ -74,6 +75,25 @@ def test_state_takes_as_long_as_its_bytes_on_the_fastest_link_of_a_device(
     (at_once_s, _), (seconds, found) = recovery(math.inf), recovery(1e6)
     largest = max(stage.memory.weights + stage.memory.optimizer for stage in found.run.periods[-1].plan.stages)
     assert largest > 1e5 and seconds - at_once_s == pytest.approx(largest / 1e6, rel=1e-6)
+
+
+def test_state_that_a_change_of_plan_moves_takes_its_time_on_the_links_between_devices(tmp_path: Path) -> None:
+    """As long as the cost of the change says."""
+
+    def left(bytes_per_s: float) -> tuple[float, float]:
+        fleet = msgspec.structs.replace(fleet_of(3, 2e6), links=Links(default=Link(1e-4, bytes_per_s)))
+        job = _job(tmp_path)
+        (tmp_path / "fleet.toml").write_text(dump_fleet(fleet))
+        found = simulate_faults(job, read_faults({"leave": ["d1@2s"]}), _Quiet(), Stop())
+        assert [p.plan.used for p in found.run.periods] == [("d0", "d1", "d2"), ("d0", "d2")]
+        before, after = (StageAssignments(prepare(job), p.plan, fleet) for p in found.run.periods)
+        (change,) = found.run.recoveries
+        assert change.redone == 0 and not change.from_checkpoint
+        return change.seconds, after.moving_s(before)
+
+    (at_once_s, least_s), (seconds, moving_s) = left(1e9), left(1e5)
+    assert moving_s > 0.5 > 100 * least_s
+    assert seconds - at_once_s == pytest.approx(moving_s - least_s, rel=0.02)
 
 
 @pytest.mark.parametrize("save_every", [0, 20])
