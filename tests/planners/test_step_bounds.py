@@ -122,7 +122,7 @@ def test_replicas_on_alike_devices_are_proven_to_a_few_percent_by_little_work() 
 
 
 def test_more_is_distinguished_where_it_proves_more() -> None:
-    problem = problem_of(gpt_graph(2), fleet_of([1e4, 2e4, 3e4, 4e4], 4), micro_batches=4)
+    problem = problem_of(random_graph(3, 8), fleet_of([1.0, 2.0, 3.0, 4.0], 4), micro_batches=4)
     known_s = simulated_s(problem, plan_by("even", problem))
     assert bound_s(problem, ROUGH, known_s) <= bound_s(problem, FINE, known_s) * (1 + 1e-6)
 

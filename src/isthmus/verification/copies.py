@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,9 +17,12 @@ ROUNDING = 1e-9
 class Copies:
     """Replicas on one device each, which sum all gradients in one buffer: every device is looked at by itself.
 
-    Each waits for two messages of an R-th part at least, over its own best link. Where their sites are not joined by
-    links quicker than some, each waits for two messages over one that is no quicker than these, as the sum of each
-    site, or of each member, crosses it and comes back.
+    Each sum waits for messages of part of the gradients to another device and back, by its collective:
+
+        sharded        an R-th part, to each of the others: at least R - 1 devices
+        ring           an R-th part, once around, so over one link of each of R devices
+        hierarchical   a k-th part to each other region of k that take part, over a link that joins them; the whole to
+                       its region's leader and back, but for one device of each region
     """
 
     def __init__(self, figures: StageFigures) -> None:
@@ -56,22 +60,46 @@ class Copies:
     def below(self, limit_s: float, replicas: int) -> bool:
         if len(self._names) < replicas:
             return False
+        if not self._elements:
+            return self._enough([limit_s] * len(self._names), replicas)
         part = FLOAT32_BYTES * (self._elements // replicas)
-        apart_s = 2 * (self._latency_s + part * self._byte_s) * (self._elements > 0)
-        apart_s = np.minimum(apart_s, apart_s.T)
-        own_s = np.where(np.eye(len(apart_s), dtype=bool), np.inf, apart_s).min(axis=1)
+        there_s = self._latency_s + part * self._byte_s
+        around_s = np.sort(there_s + there_s.T, axis=1)[:, replicas - 2]
+        if self._enough((limit_s - around_s).tolist(), replicas):
+            return True
+        if replicas == 2:
+            return False
+        ring_s = float(np.sort(there_s.min(axis=1))[:replicas].sum())
+        return self._enough([limit_s - ring_s] * len(self._names), replicas) or self._by_region(limit_s, replicas)
+
+    def _by_region(self, limit_s: float, replicas: int) -> bool:
+        """Regions that are joined by links up to some time, the least at which all that take part are: each device
+        waits for it, there and back."""
         homes = np.array([sorted(set(self._homes)).index(home) for home in self._homes])
+        apart = homes[:, None] != homes[None, :]
+        part = FLOAT32_BYTES * (self._elements // min(replicas, int(homes.max()) + 1))
+        across_s = self._latency_s + part * self._byte_s
+        across_s = across_s + across_s.T
+        whole_s = self._latency_s + FLOAT32_BYTES * self._elements * self._byte_s
+        inside_s = np.where(apart, np.inf, whole_s + whole_s.T).min(axis=1)
         island = homes.copy()
-        levels = np.unique(apart_s[homes[:, None] != homes[None, :]])
-        for across_s in [0.0, *levels.tolist()]:
-            for a, b in np.argwhere((apart_s <= across_s) & (homes[:, None] != homes[None, :])) if across_s else ():
+        for level_s in np.unique(across_s[apart]).tolist():
+            for a, b in np.argwhere((across_s <= level_s) & apart):
                 island[island == island[b]] = island[a]
             for number in np.unique(island):
                 inside = np.flatnonzero(island == number)
-                ends = [self._completed(int(d), limit_s - max(float(own_s[d]), across_s)) for d in inside]
-                if len(ends) >= replicas and sum(sorted(ends)[-replicas:]) >= self._batch:
+                leading = [self._completed(int(d), limit_s - level_s) for d in inside]
+                led = [self._completed(int(d), limit_s - level_s - float(inside_s[d])) for d in inside]
+                more = sorted((a - b for a, b in zip(leading, led, strict=True)), reverse=True)
+                leaders = len(np.unique(homes[inside]))
+                if len(led) >= replicas and sum(sorted(led)[-replicas:]) + sum(more[:leaders]) >= self._batch:
                     return True
         return False
+
+    def _enough(self, seconds: Sequence[float], replicas: int) -> bool:
+        """Whether some `replicas` devices complete the batch, each in its own time."""
+        ends = sorted(self._completed(device, own_s) for device, own_s in enumerate(seconds))
+        return ends[-replicas] > 0 and sum(ends[-replicas:]) >= self._batch
 
     def _completed(self, device: int, seconds: float) -> int:
         return min(self._most[device], max(0, math.floor(seconds / self._each_s[device] * (1 + ROUNDING))))

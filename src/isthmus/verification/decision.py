@@ -15,11 +15,12 @@ that of the next, so what holds from its beginning to the next one bounds a step
 
 Several replicas, of n micro-batches together: for each number of micro-batches the same programme tells on which
 devices one replica may have so many, and a second one how many disjoint sets of devices have together. Sums of two
-replicas or more take two messages at least after a stage's last backward, of one part in R of its gradients.
+replicas or more take two messages at least after a stage's last backward, of one part in R of a group of its gradients.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -32,7 +33,7 @@ from isthmus.verification.stage_figures import Bools, Floats
 from isthmus.verification.stage_seconds import Relaxation, StageSeconds
 
 ROUNDING = 1e-9
-MOST_COUNTS = 8  # numbers of micro-batches of one of several replicas that are distinguished
+MOST_COUNTS = 12  # numbers of micro-batches of one of several replicas that are distinguished
 
 
 class Decision:
@@ -51,13 +52,11 @@ class Decision:
         """Whether some plan may take less, by what is distinguished."""
         if self.whole_flops * self.question.micro_batches > self._capacity(limit_s):
             return False
-        if self._possible(limit_s, self.question.micro_batches, 1, work).any():
+        if self._possible(limit_s, self.question.micro_batches, work, (1, 1)).any():
             return True
-        copies = Copies(self.figures)
-        several = range(2, self._most_replicas + 1)
-        return any(copies.below(limit_s, number) for number in several) or any(
-            self._together(limit_s, number, work, divided=True).any() for number in several
-        )
+        if any(self._copies.below(limit_s, number) for number in range(2, self._most_replicas + 1)):
+            return True
+        return any(self._together(limit_s, work, replicas)[1].any() for replicas in self._ranges)
 
     def rates(self, of_device: Mapping[str, float]) -> Floats:
         """[class]: the least of its devices."""
@@ -66,9 +65,9 @@ class Decision:
     def least_rate(self, limit_s: float, rate: Floats, work: Work) -> float:
         """Return the least price per second of the devices of a plan that takes less, by `rate` of a device of each
         class; infinite where there is none."""
-        possible = self._possible(limit_s, self.question.micro_batches, 1, work)
-        for number in range(2, self._most_replicas + 1):
-            possible |= self._together(limit_s, number, work, divided=False)
+        possible = self._possible(limit_s, self.question.micro_batches, work, (1, 1))
+        for replicas in self._ranges:
+            possible |= self._together(limit_s, work, replicas).any(axis=0)
         return float((self._states[possible] @ rate).min(initial=np.inf))
 
     def _capacity(self, limit_s: float) -> float:
@@ -82,22 +81,31 @@ class Decision:
         room = int(self.classes.room @ self._sizes // need) if need else devices
         return min(devices, self.question.micro_batches, room)
 
-    def _together(self, limit_s: float, replicas: int, work: Work, *, divided: bool) -> Bools:
-        """[state]: whether so many replicas may complete the batch on these devices; `divided`: of which one has two
-        stages or more."""
-        batch, least = self.question.micro_batches, self.question.micro_batches - replicas + 1
-        counts = np.unique(np.round(np.geomspace(1, least, min(MOST_COUNTS, least))).astype(int))
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Numbers of replicas that are looked at together."""
+        ends = [2, 3, 4, 5, 9, 17, 33, 65, 129, 257]
+        return [(a, min(b - 1, self._most_replicas)) for a, b in itertools.pairwise(ends) if a <= self._most_replicas]
+
+    def _together(self, limit_s: float, work: Work, replicas: tuple[int, int]) -> Bools:
+        """[divided, state]: whether so many replicas, from fewest to most, may complete the batch on these devices;
+        divided: one of them has two stages or more."""
+        batch = self.question.micro_batches
+        counts = np.unique(np.round(np.geomspace(1, batch - 1, min(MOST_COUNTS, batch - 1))).astype(int)).tolist()
         completed = np.zeros(len(self._states))
-        for count, following in zip(counts.tolist(), [*counts[1:].tolist(), least + 1], strict=True):
-            possible = self._possible(limit_s, count, replicas, work)
+        if not self._possible(limit_s, -(-batch // replicas[1]), work, replicas).any():  # one has so many
+            return np.zeros((2, len(self._states)), dtype=bool)
+        for count, following in zip(counts, [*counts[1:], batch], strict=True):
+            possible = self._possible(limit_s, count, work, replicas)
             if not possible.any():
                 break
             completed[possible] = following - 1
         chosen = np.flatnonzero(completed > 0)
         several = self._states[chosen].sum(axis=1) > 1
-        found = np.zeros((2, len(self._states)))  # without a divided one, and with one
+        found = np.zeros((2, len(self._states)))
         found[0, chosen[~several]], found[1, chosen[several]] = completed[chosen[~several]], completed[chosen[several]]
-        for _ in range(replicas - 1):
+        enough = np.zeros(found.shape, dtype=bool)
+        for number in range(2, replicas[1] + 1):
             more = np.zeros_like(found)
             for state, apart in zip(chosen.tolist(), several.tolist(), strict=True):
                 index = np.flatnonzero((self._states >= self._states[state]).all(axis=1))
@@ -107,8 +115,16 @@ class Decision:
                 more[:, index] = np.maximum(more[:, index], after)
                 work.add(4 * len(self._states))
             found = more
-        return (found[1] if divided else found.max(axis=0)) >= batch
+            if number >= replicas[0]:
+                enough |= found >= batch
+            if not found.any() or enough[1].any():
+                break
+        return enough
 
-    def _possible(self, limit_s: float, count: int, replicas: int, work: Work) -> Bools:
-        """[state]: whether one replica of so many, with so many micro-batches, may be on exactly these devices."""
-        return Prefixes(self._seconds, limit_s, count, replicas, work).run()
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies(self.figures)
+
+    def _possible(self, limit_s: float, count: int, work: Work, replicas: tuple[int, int]) -> Bools:
+        """[state]: whether one of so many replicas, with so many micro-batches, may be on exactly these devices."""
+        return Prefixes(self._seconds, limit_s, count, work, replicas).run()

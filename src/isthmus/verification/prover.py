@@ -6,6 +6,7 @@ open is asked of larger ones. Each may be so much work and no more: what a docum
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 from collections.abc import Callable, Iterator
@@ -65,16 +66,19 @@ class Prover:
         """Whether no plan takes less. Raises OutOfWork where that takes more than a decision may."""
         if bound <= self.simple():
             return True
-        found = False
+        spent = False
         for decisions in self._levels():
             works = [Work(most=MOST_WORK, ended=ended) for _ in decisions]
-            if self._priced:
-                found = all(self._price(d, bound, w) >= bound for d, w in zip(decisions, works, strict=True))
-            else:
-                found = not any(d.below(bound, w) for d, w in zip(decisions, works, strict=True))
-            if found:
-                break
-        return found
+            try:
+                if self._asked(decisions, bound, works) >= bound:
+                    return True
+            except OutOfWork:
+                spent = True
+                if ended():
+                    break
+        if spent:
+            raise OutOfWork
+        return False
 
     def run(
         self, goal: float, most_work: float, ended: Callable[[], bool], tell: Callable[[ProofProgress], None]
@@ -82,27 +86,26 @@ class Prover:
         """The highest bound that was proven, up to the goal, which a known plan takes: until nothing more can be, or
         it is ended, by work or otherwise."""
         best, left = min(goal, self.simple()), most_work
-        try:
-            for decisions in self._levels():
-                if best >= goal:
+        for decisions in self._levels():
+            if best >= goal:
+                break
+            low, high, asked = best, goal, goal * (1 - ROUNDING / 100)
+            while asked > best and high > low * FINE:
+                works = [Work(most=min(MOST_WORK, left), ended=ended) for _ in decisions]
+                proven = 0.0
+                with contextlib.suppress(OutOfWork):
+                    proven = self._asked(decisions, asked, works)
+                left -= sum(work.spent for work in works)
+                if left <= 0 or ended():
+                    return best
+                if proven > low:
+                    best = low = proven
+                    tell(ProofProgress(best, _distinguished(decisions[0])))
+                if proven < asked:
+                    high = asked
+                if self._priced:
                     break
-                low, high, asked = best, goal, goal * (1 - ROUNDING / 100)
-                while asked > best and high > low * FINE:
-                    works = [Work(most=min(MOST_WORK, left), ended=ended) for _ in decisions]
-                    try:
-                        proven = self._asked(decisions, asked, works)
-                    finally:
-                        left -= sum(work.spent for work in works)
-                    if proven > low:
-                        best = low = proven
-                        tell(ProofProgress(best, _distinguished(decisions[0])))
-                    if proven < asked:
-                        high = asked
-                    if self._priced:
-                        break
-                    asked = math.sqrt(low * high)
-        except OutOfWork:
-            pass
+                asked = math.sqrt(low * high)
         return best
 
     def _asked(self, decisions: list[Decision], limit: float, works: list[Work]) -> float:

@@ -107,17 +107,19 @@ class StageSeconds:
             found.append(np.where(fits & self._allowed, need_s, NEVER))
         return found[0], found[1] if self.question.recompute else np.full_like(found[1], NEVER)
 
-    @cached_property
-    def sums_s(self) -> Floats:
-        """[class, begin, end]: two messages over the best link of the device, of which one brings a part of half the
-        gradients: a device sends at least half of them, to all others at once."""
+    def sums_s(self, replicas: int, cuts: int) -> Floats:
+        """[class, begin, end]: two messages of a part of the largest group of gradients that a stage sums, over the
+        best link of its device. `cuts` of others lie within the stage, so it has one group more at most."""
         classes = self.classes
         latency_s = np.minimum(classes.latency_s.min(axis=0), classes.latency_s.min(axis=1))[:, None, None]
         byte_s = np.minimum(classes.byte_s.min(axis=0), classes.byte_s.min(axis=1))[:, None, None]
-        devices = len(self.question.fleet.names)
-        elements = self.figures.summed(devices)
-        part = FLOAT32_BYTES * elements / 2 / max(devices - 1, 1)
-        return np.where(elements > 0, 2 * latency_s + part * byte_s, 0.0)
+        elements = self._summed
+        part = FLOAT32_BYTES * np.floor(elements / (1 + cuts) / replicas)
+        return np.where(elements > 0, 2 * (latency_s + part * byte_s), 0.0)
+
+    @cached_property
+    def _summed(self) -> Floats:
+        return self.figures.summed(len(self.question.fleet.names))
 
     def behind(self, needs: tuple[Floats, Floats], limit_s: float, kind: int) -> StagesBehind:
         """Stages that fit below the limit behind some other."""
