@@ -63,6 +63,7 @@ COMPONENTS = {
     "generate": ("isthmus.api", "isthmus.job.served", "isthmus.protocol", "isthmus.training"),  # stages in one process
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.programs.pipeline", "isthmus.runtime"),  # a device that is held back, frame by frame
+    "large_models": ("isthmus.protocol", "isthmus.runtime"),  # which way a state goes
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
     "mixed": (
         "isthmus.api",
@@ -78,6 +79,7 @@ COMPONENTS = {
         "isthmus.protocol",
     ),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
+    "prediction": ("isthmus.cost", "isthmus.graph", "isthmus.protocol"),  # the closed form beside the simulator
     "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": (
         "isthmus.disclosure",
