@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 
 from isthmus.verification.device_classes import NO_LINK
 from isthmus.verification.question import FLOAT32_BYTES
-from isthmus.verification.stage_figures import StageFigures
+from isthmus.verification.stage_figures import Floats, StageFigures
 
 ROUNDING = 1e-9
+MOST_LEVELS = 40  # times of links between regions that are distinguished
 
 
 class Copies:
@@ -55,51 +53,62 @@ class Copies:
         links = [[None if a == b else fleet.link(a, b) for b in self._names] for a in self._names]
         self._latency_s = np.array([[x.latency_s if x else NO_LINK for x in row] for row in links])
         self._byte_s = np.array([[1 / x.bandwidth_bytes_per_s if x else NO_LINK for x in row] for row in links])
-        self._homes = [fleet.device(name).region for name in self._names]
+        homes = [fleet.device(name).region for name in self._names]
+        self._regions = np.array([sorted(set(homes)).index(home) for home in homes])
 
-    def below(self, limit_s: float, replicas: int) -> bool:
-        if len(self._names) < replicas:
+    def below(self, limit_s: float, fewest: int, replicas: int) -> bool:
+        """Whether so many, from fewest to `replicas`, may take less."""
+        if len(self._names) < fewest:
             return False
+        replicas = min(replicas, len(self._names))
         if not self._elements:
-            return self._enough([limit_s] * len(self._names), replicas)
+            return self._enough(limit_s, replicas)
         part = FLOAT32_BYTES * (self._elements // replicas)
         there_s = self._latency_s + part * self._byte_s
-        around_s = np.sort(there_s + there_s.T, axis=1)[:, replicas - 2]
-        if self._enough((limit_s - around_s).tolist(), replicas):
+        around_s = np.sort(there_s + there_s.T, axis=1)[:, fewest - 2]
+        if self._enough(limit_s - around_s, replicas):
             return True
         if replicas == 2:
             return False
-        ring_s = float(np.sort(there_s.min(axis=1))[:replicas].sum())
-        return self._enough([limit_s - ring_s] * len(self._names), replicas) or self._by_region(limit_s, replicas)
+        ring_s = float(np.sort(there_s.min(axis=1))[:fewest].sum())
+        if self._enough(limit_s - ring_s, replicas):
+            return True
+        return self._by_region(limit_s, fewest, replicas)
 
-    def _by_region(self, limit_s: float, replicas: int) -> bool:
+    def _by_region(self, limit_s: float, fewest: int, replicas: int) -> bool:
         """Regions that are joined by links up to some time, the least at which all that take part are: each device
         waits for it, there and back."""
-        homes = np.array([sorted(set(self._homes)).index(home) for home in self._homes])
-        apart = homes[:, None] != homes[None, :]
-        part = FLOAT32_BYTES * (self._elements // min(replicas, int(homes.max()) + 1))
+        homes, regions = self._regions, int(self._regions.max()) + 1
+        part = FLOAT32_BYTES * (self._elements // min(replicas, regions))
         across_s = self._latency_s + part * self._byte_s
-        across_s = across_s + across_s.T
+        apart_s = np.full((regions, regions), np.inf)
+        np.minimum.at(apart_s, (homes[:, None], homes[None, :]), across_s + across_s.T)
+        np.fill_diagonal(apart_s, np.inf)
         whole_s = self._latency_s + FLOAT32_BYTES * self._elements * self._byte_s
-        inside_s = np.where(apart, np.inf, whole_s + whole_s.T).min(axis=1)
-        island = homes.copy()
-        for level_s in np.unique(across_s[apart]).tolist():
-            for a, b in np.argwhere((across_s <= level_s) & apart):
+        inside_s = np.where(homes[:, None] != homes[None, :], np.inf, whole_s + whole_s.T).min(axis=1)
+        island, before_s = np.arange(regions), 0.0
+        levels = np.unique(apart_s[np.isfinite(apart_s)])
+        step = max(1, len(levels) // MOST_LEVELS)
+        for number in range(0, len(levels), step):
+            # Regions that are joined by no more, and not by less than the first level of these: that is the time.
+            level_s, longest_s = float(levels[number]), float(levels[min(number + step, len(levels)) - 1])
+            for a, b in np.argwhere((apart_s > before_s) & (apart_s <= longest_s)):
                 island[island == island[b]] = island[a]
-            for number in np.unique(island):
-                inside = np.flatnonzero(island == number)
-                leading = [self._completed(int(d), limit_s - level_s) for d in inside]
-                led = [self._completed(int(d), limit_s - level_s - float(inside_s[d])) for d in inside]
-                more = sorted((a - b for a, b in zip(leading, led, strict=True)), reverse=True)
-                leaders = len(np.unique(homes[inside]))
-                if len(led) >= replicas and sum(sorted(led)[-replicas:]) + sum(more[:leaders]) >= self._batch:
+            before_s = longest_s
+            leading, led = self._completed(limit_s - level_s), self._completed(limit_s - level_s - inside_s)
+            for one in np.unique(island):
+                inside = island[homes] == one
+                some, more = np.sort(led[inside]), np.sort((leading - led)[inside])
+                leaders = int((island == one).sum())
+                if len(some) >= fewest and some[-replicas:].sum() + more[-leaders:].sum() >= self._batch:
                     return True
         return False
 
-    def _enough(self, seconds: Sequence[float], replicas: int) -> bool:
+    def _enough(self, seconds: Floats | float, replicas: int) -> bool:
         """Whether some `replicas` devices complete the batch, each in its own time."""
-        ends = sorted(self._completed(device, own_s) for device, own_s in enumerate(seconds))
-        return ends[-replicas] > 0 and sum(ends[-replicas:]) >= self._batch
+        return bool(np.sort(self._completed(seconds))[-replicas:].sum() >= self._batch)
 
-    def _completed(self, device: int, seconds: float) -> int:
-        return min(self._most[device], max(0, math.floor(seconds / self._each_s[device] * (1 + ROUNDING))))
+    def _completed(self, seconds: Floats | float) -> Floats:
+        """[device]"""
+        most, each_s = np.array(self._most, dtype=np.float64), np.array(self._each_s)
+        return np.minimum(most, np.floor(np.maximum(seconds, 0.0) / each_s * (1 + ROUNDING)))

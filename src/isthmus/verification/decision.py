@@ -33,6 +33,7 @@ from isthmus.verification.stage_figures import Bools, Floats
 from isthmus.verification.stage_seconds import Relaxation, StageSeconds
 
 ROUNDING = 1e-9
+FEW, FEW_COPIES = 4, 16  # replicas up to which each number is looked at by itself, and of one device each
 MOST_COUNTS = 12  # numbers of micro-batches of one of several replicas that are distinguished
 
 
@@ -54,9 +55,9 @@ class Decision:
             return False
         if self._possible(limit_s, self.question.micro_batches, work, (1, 1)).any():
             return True
-        if any(self._copies.below(limit_s, number) for number in range(2, self._most_replicas + 1)):
+        if any(self._copies.below(limit_s, *replicas) for replicas in self._ranges(FEW_COPIES)):
             return True
-        return any(self._together(limit_s, work, replicas)[1].any() for replicas in self._ranges)
+        return any(self._together(limit_s, work, replicas)[1].any() for replicas in self._ranges(FEW))
 
     def rates(self, of_device: Mapping[str, float]) -> Floats:
         """[class]: the least of its devices."""
@@ -66,7 +67,7 @@ class Decision:
         """Return the least price per second of the devices of a plan that takes less, by `rate` of a device of each
         class; infinite where there is none."""
         possible = self._possible(limit_s, self.question.micro_batches, work, (1, 1))
-        for replicas in self._ranges:
+        for replicas in self._ranges(FEW):
             possible |= self._together(limit_s, work, replicas).any(axis=0)
         return float((self._states[possible] @ rate).min(initial=np.inf))
 
@@ -81,10 +82,11 @@ class Decision:
         room = int(self.classes.room @ self._sizes // need) if need else devices
         return min(devices, self.question.micro_batches, room)
 
-    @cached_property
-    def _ranges(self) -> list[tuple[int, int]]:
-        """Numbers of replicas that are looked at together."""
-        ends = [2, 3, 4, 5, 9, 17, 33, 65, 129, 257]
+    def _ranges(self, few: int) -> list[tuple[int, int]]:
+        """Numbers of replicas that are looked at together; up to a few each by itself."""
+        ends = [*range(2, few + 1)]
+        while ends[-1] <= self._most_replicas:
+            ends.append(ends[-1] + max(1, ends[-1] // 2))
         return [(a, min(b - 1, self._most_replicas)) for a, b in itertools.pairwise(ends) if a <= self._most_replicas]
 
     def _together(self, limit_s: float, work: Work, replicas: tuple[int, int]) -> Bools:

@@ -13,6 +13,7 @@ from isthmus.verification.question import Question
 from isthmus.verification.stage_figures import Bools, Floats, Ints
 
 NO_LINK = 1e30  # seconds, where a class has one device
+MOST_CLASSES = 48  # of which any two are compared
 
 
 class DeviceClasses:
@@ -27,8 +28,10 @@ class DeviceClasses:
         names = [own[0] for own in self.members]
         self._speed = [question.flops_per_s(name) for name in names]
         self._links()
+        while len(self.members) > MOST_CLASSES:
+            self._join(*self._nearest_in_speed())
         while len(self.members) > 1 and self.states > most_states:
-            self._join()
+            self._join(*self._most_alike())
         self.counts: Ints = np.array([self._count(own) for own in self.members])
         self.speed: Floats = np.array(self._speed)
         self.room: Floats = np.array([max(map(question.room_bytes, own)) for own in self.members], dtype=np.float64)
@@ -60,8 +63,17 @@ class DeviceClasses:
                 link = fleet.link(self.members[a][0], self.members[b][-1])
                 self.latency_s[a, b], self.byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
 
-    def _join(self) -> None:
-        """The two classes that differ least."""
+    def _nearest_in_speed(self) -> tuple[int, int]:
+        """Two classes, at one place if there are such."""
+        fleet = self._question.fleet
+        homes = [fleet.device(own[0]).region for own in self.members]
+        order = sorted(range(len(homes)), key=lambda k: (homes[k], self._speed[k]))
+        pairs = itertools.pairwise(order)
+        return min(
+            pairs, key=lambda p: (homes[p[0]] != homes[p[1]], abs(np.log(self._speed[p[0]] / self._speed[p[1]])))
+        )
+
+    def _most_alike(self) -> tuple[int, int]:
         speed, sizes = np.log(self._speed), np.array([len(own) for own in self.members])
         links = np.log(np.minimum(np.concatenate([self.byte_s, self.byte_s.T], axis=1), 1.0) + 1e-30)
         latency = np.log(np.minimum(np.concatenate([self.latency_s, self.latency_s.T], axis=1), 1e3) + 1e-4)
@@ -71,11 +83,15 @@ class DeviceClasses:
         apart = np.abs(speed[:, None] - speed[None]) + 0.3 * apart
         apart *= np.minimum(sizes[:, None], sizes[None])
         np.fill_diagonal(apart, np.inf)
-        a, b = sorted(int(k) for k in np.unravel_index(int(apart.argmin()), apart.shape))
+        a, b = np.unravel_index(int(apart.argmin()), apart.shape)
+        return int(a), int(b)
+
+    def _join(self, one: int, other: int) -> None:
+        a, b, count = min(one, other), max(one, other), len(self.members)
         self._speed[a] = max(self._speed[a], self._speed[b])
         self.members[a] = self.members[a] + self.members[b]
         del self._speed[b], self.members[b]
-        keep = [k for k in range(len(sizes)) if k != b]
+        keep = [k for k in range(count) if k != b]
         for name in ("latency_s", "byte_s"):
             table = getattr(self, name)
             inside = min(table[a, a], table[b, b], table[a, b], table[b, a])
