@@ -12,7 +12,7 @@ imports, pages of mapped files included.
 | export | `export_model` | the module is built and filled, then `save_pretrained` |
 | resume | digests are checked, then each tensor's bytes are read as a device gets them | all tensors in memory |
 
-Exit code 1: the coordinator's process would take more than 450 MiB in a save or a resume, or an export more than its
+Exit code 1: the coordinator's process would take more than 450 MB in a save or a resume, or an export more than its
 largest tensor and 64 MiB.
 """
 
@@ -57,7 +57,7 @@ SIZES = {
     "0.12 B": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
     "0.6 B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
 }
-MOST_MIB, SLACK_MIB = 450, 64
+MOST_MIB, SLACK_MIB = 450e6 / 2**20, 64
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from isthmus.api.export import ExportOptions, export_model
 from isthmus.api.folder import RunFolder
 from isthmus.errors import UserError
-from isthmus.models import ModelSpec, build_model, save_hugging_face
-from isthmus.training.checkpoint import CheckpointWriter, Manifest
+from isthmus.models import LoraOptions, ModelSpec, build_model, save_hugging_face
+from isthmus.training.checkpoint import CheckpointWriter, Manifest, digest_of, not_persistent, rest, variables_of
 from tests.generation.runs import GPT2, LLAMA, finished_run, fleet_of
 from tests.runtime.jobs import TEXT, job_of
 
@@ -124,3 +126,29 @@ def test_a_folder_with_a_pickle_is_no_start(tmp_path: Path) -> None:
 def test_options_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         ExportOptions(**given)
+
+
+def test_an_adapter_is_exported_without_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which stays in its files: their digest is computed from there."""
+    torch.manual_seed(1)
+    plain = build_model(ModelSpec(name="hf-llama", options=LLAMA))
+    save_hugging_face(plain, tmp_path / "base")
+    spec = ModelSpec(name="hf", options={"path": str(tmp_path / "base"), "task": "causal-lm"}, lora=LoraOptions(r=2))
+    run = RunFolder(tmp_path / "run")
+    run.begin(msgspec.structs.replace(job_of("hf-llama", LLAMA, TEXT), model=spec), fleet_of(), None, 0)
+    module = build_model(spec)
+    adapter = {n: nn.init.normal_(p).detach() for n, p in module.named_parameters() if p.requires_grad}
+    own, writer = variables_of(module), CheckpointWriter(run.checkpoints)
+    writer.write(2, "stage-0", adapter)
+    kept = digest_of(rest(own, set(adapter), own.keys() - not_persistent(module)))
+    writer.commit(Manifest(step=2, seed=0, batch=8, base=kept))
+    monkeypatch.setattr("isthmus.api.export.program_of", lambda job: pytest.fail("it would build the whole model"))
+    export_model(run.path, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {n.replace(".default", "") for n in adapter} == written.keys()
+    assert all(torch.equal(written[n.replace(".default", "")], value) for n, value in adapter.items())
+    with torch.no_grad():
+        plain.get_parameter("model.norm.weight")[0] += 1e-6
+    save_hugging_face(plain, tmp_path / "base")
+    with pytest.raises(UserError, match="the pretrained weights are not those it was made with"):
+        export_model(run.path, tmp_path / "again")

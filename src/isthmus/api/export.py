@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import save_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
@@ -24,6 +24,7 @@ from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra, import_object
 from isthmus.job import Job
+from isthmus.job.first_weights import tensors_of
 from isthmus.models import (
     ModelSpec,
     build_model,
@@ -37,12 +38,15 @@ from isthmus.models import (
     save_hugging_face,
     widened,
 )
+from isthmus.models.left_in_files import NotInFiles, left_in_files
 from isthmus.models.registry import own_names
+from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.training.checkpoint import (
     OPTIMIZER,
     checkpoint_files,
     checkpoint_weights,
     latest_checkpoint,
+    load_checkpoint,
     read_manifest,
     variables_of,
     weights_of_module,
@@ -111,7 +115,9 @@ def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple
     unit = job.LENGTH.rpartition(".")[2]
     if isinstance(job, Job) and (step := _streamed(folder, job, directory, tokenizer_dir, options)) is not None:
         return Exported(directory, step, unit), notes
-    module, done = program_of(job).trained(folder, notes.append)
+    by_adapter = job.model.base_is_kept and not options.merge
+    adapted = _adapted(folder, job) if by_adapter and isinstance(job, Job) else None
+    module, done = adapted or program_of(job).trained(folder, notes.append)
     if options.merge:
         module = merged(module)
     model = job.model
@@ -132,6 +138,18 @@ def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple
             follow_umask(directory / "model.safetensors")
             (directory / "model.json").write_bytes(msgspec.json.encode(model))
     return Exported(directory, done, unit), notes
+
+
+def _adapted(folder: RunFolder, job: Job) -> tuple[nn.Module, int] | None:
+    """A model with LoRA whose pretrained weights are left in their files, and its step; None where they cannot be."""
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    try:
+        with left_in_files() as stand_ins:
+            module = seeded_model(job)
+        in_files = tensors_of(stand_ins, variables_of(module))
+    except NotInFiles:
+        return None
+    return module, load_checkpoint(module, checkpoint, in_files=in_files)
 
 
 def _export_distributed(folder: RunFolder, directory: Path, options: ExportOptions, notes: list[str]) -> Exported:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from isthmus.job.prepared import Prepared
-from isthmus.models.left_in_files import NotInFiles, left_in_files
-from isthmus.training.stored import Sent, stored_tensors
+from isthmus.models.left_in_files import NotInFiles, Origins, left_in_files
+from isthmus.training.stored import Sent, StoredTensor, stored_tensors
 from isthmus.training.weights import initial_weights
 
 
@@ -27,7 +29,11 @@ def _in_files(prepared: Prepared) -> dict[str, Sent]:
         values: dict[str, Tensor] = initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)
     if not stand_ins:
         raise NotInFiles("this version of transformers loads in another way")
+    return {**values, **tensors_of(stand_ins, values)}
+
+
+def tensors_of(stand_ins: Origins, values: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """The tensors of files in whose place values stand. NotInFiles where one was computed from them."""
     origins = stand_ins.of(values)
     files = {path: stored_tensors(path) for path in {origin.path for origin in origins.values()}}
-    stored = {name: files[o.path][o.name].named(name).cast(o.dtype) for name, o in origins.items()}
-    return {**values, **stored}
+    return {name: files[o.path][o.name].named(name).cast(o.dtype) for name, o in origins.items()}

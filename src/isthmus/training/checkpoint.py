@@ -370,10 +370,16 @@ def checkpoint_weights(checkpoint: Path) -> dict[str, StoredTensor]:
     }
 
 
-def load_checkpoint(module: nn.Module, checkpoint: Path, named: Named = lambda weights: weights) -> int:
+def load_checkpoint(
+    module: nn.Module,
+    checkpoint: Path,
+    named: Named = lambda weights: weights,
+    in_files: Mapping[str, StoredTensor] | None = None,
+) -> int:
     """Fill a plain module with a checkpoint's weights; returns the step. Tied parameters are filled once. `named` gives
-    the weights that are the module's, under its own names. UserError as `weights_of_module`, and when weights that the
-    checkpoint leaves out are not those it was made with.
+    the weights that are the module's, under its own names; `in_files` are values of the module that are in files and
+    not in it. UserError as `weights_of_module`, and when weights that the checkpoint leaves out are not those it was
+    made with.
     """
     manifest = read_manifest(checkpoint)
     found = weights_of_module(module, checkpoint, named)
@@ -383,7 +389,8 @@ def load_checkpoint(module: nn.Module, checkpoint: Path, named: Named = lambda w
     if manifest.base:
         own = variables_of(module)
         kept, held = own.keys() - not_persistent(module), {name for name, tensor in own.items() if tensor in found}
-        check_base(manifest, digest_of(rest(own, held, kept)), checkpoint)
+        values: dict[str, Sent] = {**own, **(in_files or {})}
+        check_base(manifest, digest_of(rest(values, held, kept)), checkpoint)
     return manifest.step
 
 
