@@ -63,7 +63,12 @@ COMPONENTS = {
     "generate": ("isthmus.api", "isthmus.job.served", "isthmus.protocol", "isthmus.training"),  # stages in one process
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.programs.pipeline", "isthmus.runtime"),  # a device that is held back, frame by frame
-    "large_models": ("isthmus.protocol", "isthmus.runtime"),  # which way a state goes
+    "large_models": (
+        "isthmus.api",
+        "isthmus.protocol",
+        "isthmus.runtime",
+        "isthmus.training",
+    ),  # which way a state goes; one part of a checkpoint
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
     "mixed": (
         "isthmus.api",
