@@ -66,6 +66,9 @@ class NotedScript:
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         return STATE
 
+    def weight_files(self, values: Mapping[str, Tensor]) -> tuple[()]:
+        return ()
+
     def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
         raise UserError("no plan")
 

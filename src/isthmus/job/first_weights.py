@@ -16,7 +16,7 @@ def first_weights(prepared: Prepared) -> tuple[dict[str, Sent], str]:
     """Every variable of both graphs by the module's own name, as the module has it that is built under the job's seed;
     and for people, why a pretrained model is in memory as a whole, if it is."""
     spec, note = prepared.job.model, ""
-    if spec.name == "hf" and not spec.options.get("random_weights"):
+    if spec.is_pretrained:
         try:
             return _in_files(prepared), ""
         except Exception as e:  # of any kind: what is wrong with the model itself shows again when it is read

@@ -54,13 +54,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return
         if self.lora is not None:
             raise ValueError(str(refused("a boundary", "LoRA", "one")))
-        if self.name == "hf" and not self.options.get("random_weights"):
+        if self.is_pretrained:
             raise ValueError(str(refused("a boundary", "pretrained weights", "one")))
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Return whether its weights are read from a folder or the hub."""
+        return self.name == "hf" and not self.options.get("random_weights")
 
     @property
     def base_is_kept(self) -> bool:
         """Return whether what is not trained can be read again where it came from: checkpoints leave it out."""
-        return self.lora is not None and self.name == "hf" and not self.options.get("random_weights")
+        return self.lora is not None and self.is_pretrained
 
 
 _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], nn.Module]]] = {

@@ -17,7 +17,20 @@ from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.work import Item
 from isthmus.session.program import Event
 from isthmus.trace import Span
-from isthmus.wire_types import Count, CountOrNone, Distinct, Many, Name, NotNegative, Place, Seconds, Table, Text
+from isthmus.wire_types import (
+    Count,
+    CountOrNone,
+    Distinct,
+    Id,
+    Many,
+    Name,
+    NotNegative,
+    Place,
+    Seconds,
+    Shape,
+    Table,
+    Text,
+)
 
 Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
 """The data that one stage sends another: activations and gradients per micro-batch; per item the value of a shared
@@ -64,12 +77,33 @@ class TakeState(Body, frozen=True, kw_only=True):
     donors: Table[Name, Distinct[Text]]
 
 
+class FileTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A variable that a tensor of a file is."""
+
+    name: Text
+    key: Text  # its name in the file
+    dtype: Id  # of the tensor in the file
+    shape: Shape
+    cast: Id = ""  # the variable's type, where it is another
+    sha256: Id  # of the tensor's bytes in the file, in hexadecimal digits
+
+
+class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file of a pretrained model."""
+
+    model: Text  # a folder or an id of the hub, as the job has it
+    commit: Name = ""  # of the hub; empty of a folder
+    file: Text  # its path in the folder or repository
+    tensors: Many[FileTensor]
+
+
 class PlaceWeights(Body, frozen=True, kw_only=True):
-    """The weights of the stage follow, except the parts in `own`, which the device has in memory, and those that it
-    gets from `donors`."""
+    """The weights of the stage follow, except the parts in `own`, which the device has in memory, those that it
+    gets from `donors`, and those that it reads from `files`, as far as it has them."""
 
     own: Distinct[Text] = frozenset()
     donors: Table[Name, Distinct[Text]] = msgspec.field(default_factory=dict[str, frozenset[str]])
+    files: Many[WeightFile] = ()
 
 
 class WeightExchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,6 +243,14 @@ class WeightsRead(Body, frozen=True, kw_only=True):
     the machine takes no notice."""
 
     item: Count
+
+
+class WeightsLacked(Body, frozen=True, kw_only=True):
+    """The device does not have these tensors of files itself: they are to follow. For the run's host: the machine takes
+    no notice."""
+
+    names: Many[Text]
+    reason: Text
 
 
 DeviceReport = (

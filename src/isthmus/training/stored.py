@@ -57,6 +57,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     header: TensorHeader
     path: Path
     offset: int  # of its first byte in the file
+    key: str  # its name in the file
     stored: str = ""  # the type of its elements in the file, where they are cast when they are read
 
     @property
@@ -163,7 +164,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     except msgspec.MsgspecError:
         raise UserError(f"{path}: no safetensors file, or truncated in its header") from None
     return {
-        name: StoredTensor(_header(path, name, e, there), path, 8 + size + e.data_offsets[0])
+        name: StoredTensor(_header(path, name, e, there), path, 8 + size + e.data_offsets[0], name)
         for name, e in found.items()
     }
 

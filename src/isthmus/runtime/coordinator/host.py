@@ -27,14 +27,16 @@ from isthmus.protocol.run_messages import (
     RetireSnapshots,
     SendState,
     TakeState,
+    WeightsLacked,
     WeightsRead,
 )
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import DevicesAtWork, paths_of
 from isthmus.runtime.coordinator.run_callbacks import Outcome
+from isthmus.runtime.coordinator.weight_files import Placed
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage, content
-from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.assignment import Assignment, Peer
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage
 from isthmus.runtime.processes.signals import ComputeThreads, Stop
@@ -73,6 +75,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._origin_s = 0.0
         self._finish: FinishRun | None = None
         self._assigned: Mapping[str, Assignment] = {}
+        self._placed = Placed()
         self._landed: dict[tuple[str, int], LandedPart] = {}  # what came with reports of saves, by device and item
         self._at_hand: ItemReported | None = None
         """The report that the machine is asked about."""
@@ -144,7 +147,9 @@ class CoordinatorHost(SessionHost[Pipeline]):
             named = {} if landed else {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
             self._hear(device, message.body, named)
 
-    def _hear(self, device: str, body: DeviceReport | WeightsRead, tensors: Mapping[str, Tensor]) -> None:
+    def _hear(
+        self, device: str, body: DeviceReport | WeightsRead | WeightsLacked, tensors: Mapping[str, Tensor]
+    ) -> None:
         match body:
             case DeviceReady(paths=paths, notes=notes):
                 for note in notes:
@@ -154,6 +159,12 @@ class CoordinatorHost(SessionHost[Pipeline]):
             case WeightsRead(epoch=read, item=item):
                 if read == self.session.epoch and item in self._exchanges:
                     self._callbacks.weights_read(self._items[item], tensors)
+                return
+            case WeightsLacked(names=names, reason=reason):
+                if body.epoch == self.session.epoch:
+                    order, values = self._placed.lacking(device, names)
+                    self._callbacks.note(f"{device}: {len(names)} weights come from the coordinator: {reason}")
+                    self._send_with(device, order, values)
                 return
             case ItemReported() as report:
                 self._at_hand = report
@@ -196,13 +207,19 @@ class CoordinatorHost(SessionHost[Pipeline]):
         others: Collection[str] = ()
         match body:
             case PlaceWeights(own=own, donors=others):
-                weights = self._callbacks.weights(device, own.union(*others.values()))
+                values = self._callbacks.weights(device, own.union(*others.values()))
+                body, weights = self._placed.split(device, body, values, self._callbacks.weight_files(values))
             case TakeState(donors=others) | GiveState(receivers=others) | SendState(receivers=others):
                 pass
             case _:
                 pass
-        headers = tuple(sent_header(name, t) for name, t in weights.items())
         peers = self._callbacks.peers(device, others, self.addresses) if others else ()
+        self._send_with(device, body, weights, peers)
+
+    def _send_with(
+        self, device: str, body: DeviceOrder, weights: Mapping[str, Sent], peers: tuple[Peer, ...] = ()
+    ) -> None:
+        headers = tuple(sent_header(name, t) for name, t in weights.items())
         self.send(device, ToDevice(run=self.run, body=body, tensors=headers, peers=peers), list(weights.values()))
 
     def open_item(self, order: OpenItem) -> None:

@@ -23,6 +23,7 @@ from isthmus.protocol import Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair, PlanFigures
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.protocol.run_messages import WeightFile
 from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.activation_privacy import counted_samples
@@ -36,6 +37,7 @@ from isthmus.runtime.coordinator.privacy_ledger import opened_ledger
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome, WeightAmounts, WeightExchanges
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
+from isthmus.runtime.coordinator.weight_files import WeightFiles
 from isthmus.runtime.messages.assignment import Assignment, Fingerprinting, Peer
 from isthmus.runtime.processes.signals import Stop
 from isthmus.session.session import START_S
@@ -166,6 +168,7 @@ class RunController:
             leaves=_most_leaves(prepared),
         )
         self._values = ParameterStore(prepared, self.now.written, options.weights, self.note)
+        self._files = WeightFiles(str(self.job.model.options["path"])) if self.job.model.is_pretrained else None
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None  # the step of the state that `_values` are; None when they are of several
         resumes = options.resume_from
@@ -285,6 +288,10 @@ class RunController:
         """Values of the variables that a device's stage uses, and the optimizer state of those that it owns."""
         names, prefixes = self.now.needs(device)
         return self._values.of(names, prefixes, replica=self.now.replica(device), without=own)
+
+    def weight_files(self, values: Mapping[str, Sent]) -> tuple[WeightFile, ...]:
+        """The files of a pretrained model that values are in: devices may have them too."""
+        return self._files.of(values) if self._files is not None else ()
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
         """Before they are received: PeerError unless they are the device's part of a checkpoint. Any thread."""

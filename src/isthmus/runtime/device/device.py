@@ -38,6 +38,7 @@ from isthmus.protocol.run_messages import (
     StateReceived,
     TakeState,
     TransferEnded,
+    WeightsLacked,
     WeightsRead,
 )
 from isthmus.runtime.device.assignment_checks import check_assignment, expected_parcels, expected_parts, part_shapes
@@ -45,6 +46,7 @@ from isthmus.runtime.device.coordinator_link import CoordinatorLink, Coordinator
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import Expected, StageLinks
+from isthmus.runtime.device.own_files import own_weights
 from isthmus.runtime.device.peer_connections import Endpoint, PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.device.stage_data import Batches, stage_data
@@ -247,15 +249,15 @@ class DeviceWorker:
             case ToDevice(body=body) if not isinstance(body, OpenItem | SendState | GiveState):
                 if isinstance(body, Pause):
                     self._end_following()
-                elif isinstance(body, PlaceWeights):
-                    self._values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
-                if isinstance(body, PlaceWeights | TakeState):
+                elif isinstance(body, PlaceWeights | TakeState):
                     self._donors |= {peer.device: peer for peer in message.peers}
-                self._session.ordered(body)
+                given = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
+                if not isinstance(body, PlaceWeights) or self._takes(body, given):
+                    self._session.ordered(body)
             case AssignMessage(assignment=assignment):
                 check_assignment(assignment)
                 self._end_following()
-                self._assignment = assignment
+                self._assignment, self._values = assignment, {}
                 self._session.assigned(assignment.epoch, assignment.start_step)
             case ReceiveStateMessage():
                 self._receive_states(message)
@@ -404,6 +406,16 @@ class DeviceWorker:
         placed, self._values = self._values, {}
         self._make(self._assignment, {**placed, **kept})
 
+    def _takes(self, order: PlaceWeights, given: Mapping[str, Tensor]) -> bool:
+        """Take the stage's weights, from files of its own too; False where the coordinator is to send more of them."""
+        if order.epoch != self._epoch:
+            return True  # the session knows what to do with it
+        found, lacking = own_weights(order.files)
+        self._values = {**self._values, **given, **found}
+        if lacking:
+            self._send(WeightsLacked(names=tuple(lacking), reason=next(iter(lacking.values())), epoch=order.epoch))
+        return not lacking
+
     def _make(self, assignment: Assignment, values: Mapping[str, Tensor]) -> None:
         assert self._pending is not None, "links are there before weights are used"
         _, channels = self._pending
@@ -545,7 +557,10 @@ class DeviceWorker:
         self._send(done, saved.tensors(), saved)
 
     def _send(
-        self, body: DeviceReport | WeightsRead, tensors: Mapping[str, Tensor] = {}, of: Snapshot | None = None
+        self,
+        body: DeviceReport | WeightsRead | WeightsLacked,
+        tensors: Mapping[str, Tensor] = {},
+        of: Snapshot | None = None,
     ) -> None:
         headers = tuple(header_of(name, t) for name, t in tensors.items())
         self._control.send(ToCoordinator(run=self._run, body=body, tensors=headers), list(tensors.values()), of)

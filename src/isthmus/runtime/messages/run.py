@@ -8,7 +8,15 @@ from typing import Annotated
 import msgspec
 
 from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.run_messages import Arrived, DeviceOrder, DeviceReport, PartsArrived, RunOrder, WeightsRead
+from isthmus.protocol.run_messages import (
+    Arrived,
+    DeviceOrder,
+    DeviceReport,
+    PartsArrived,
+    RunOrder,
+    WeightsLacked,
+    WeightsRead,
+)
 from isthmus.runtime.messages.assignment import Assignment, Peer
 from isthmus.runtime.messages.message import Message
 from isthmus.wire_types import Amount, Count, Host, Id, Many, Name, Place, Port, Seconds, Text
@@ -39,7 +47,7 @@ class Credit(Message, frozen=True, kw_only=True):
 class ToCoordinator(Message, frozen=True, kw_only=True):
     """With `ItemReported` of a save comes the stage's part of the checkpoint, with `WeightsRead` weights."""
 
-    body: DeviceReport | WeightsRead
+    body: DeviceReport | WeightsRead | WeightsLacked
 
 
 class JoinRun(Message, frozen=True, kw_only=True):

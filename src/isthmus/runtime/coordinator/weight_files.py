@@ -1,0 +1,82 @@
+"""Weights that devices need not be sent: those of a pretrained model's files, which they may have themselves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import PeerError
+from isthmus.protocol.run_messages import FileTensor, PlaceWeights, WeightFile
+from isthmus.training.stored import Sent, StoredTensor, place_of
+
+
+class WeightFiles:
+    """The files of the model at `path`, as the job has it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._digests: dict[Hashable, str] = {}
+
+    def of(self, values: Mapping[str, Sent]) -> tuple[WeightFile, ...]:
+        """Where those of the values are that lie in the model's files."""
+        by_path: dict[Path, list[FileTensor]] = {}
+        for name, value in values.items():
+            if isinstance(value, StoredTensor) and self._place(value.path) is not None:
+                by_path.setdefault(value.path, []).append(self._tensor(name, value))
+        places = {path: self._place(path) for path in by_path}
+        return tuple(
+            WeightFile(model=self._path, commit=place[0], file=place[1], tensors=tuple(by_path[path]))
+            for path, place in places.items()
+            if place is not None
+        )
+
+    def _place(self, path: Path) -> tuple[str, str] | None:
+        """The commit, empty of a folder, and the file's path in it; None of a file that is elsewhere."""
+        folder = Path(self._path).expanduser()
+        if folder.is_dir():
+            return ("", path.relative_to(folder).as_posix()) if path.is_relative_to(folder) else None
+        _, cached, rest = path.as_posix().partition("/snapshots/")
+        commit, _, file = rest.partition("/")
+        return (commit, file) if cached and f"models--{self._path.replace('/', '--')}" in path.parts else None
+
+    def _tensor(self, name: str, value: StoredTensor) -> FileTensor:
+        raw = value.raw()
+        if (place := place_of(raw)) not in self._digests:
+            digest = hashlib.sha256()
+            for piece in raw.pieces():
+                digest.update(piece)
+            self._digests[place] = digest.hexdigest()
+        return FileTensor(
+            name=name,
+            key=value.key,
+            dtype=raw.header.dtype,
+            shape=raw.header.shape,
+            cast=value.header.dtype if value.stored else "",
+            sha256=self._digests[place],
+        )
+
+
+class Placed:
+    """The tensors that each device is to read from files of its own, until it says which it lacks."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, tuple[PlaceWeights, Mapping[str, Sent]]] = {}
+
+    def split(
+        self, device: str, body: PlaceWeights, values: Mapping[str, Sent], files: Sequence[WeightFile]
+    ) -> tuple[PlaceWeights, Mapping[str, Sent]]:
+        """The order, and the values to send with it."""
+        there = {tensor.name for file in files for tensor in file.tensors}
+        self._asked[device] = body, {name: value for name, value in values.items() if name in there}
+        rest = {name: value for name, value in values.items() if name not in there}
+        return msgspec.structs.replace(body, files=tuple(files)), rest
+
+    def lacking(self, device: str, names: Sequence[str]) -> tuple[PlaceWeights, Mapping[str, Sent]]:
+        """The order again, with the values that a device lacks. PeerError for others, or if it has said so before."""
+        body, asked = self._asked.pop(device, (PlaceWeights(epoch=0), {}))
+        if unknown := set(names) - asked.keys():
+            raise PeerError(f"lacks weights that it was not asked for, such as {min(unknown)!r}")
+        return body, {name: asked[name] for name in names}
