@@ -42,9 +42,9 @@ def with_operators(problem: Problem, planner: Callable[[Problem], Plan], *, impr
 
 def _improved(problem: Problem, plan: Plan) -> Plan:
     """One pipeline: the best of all where they are few, and then by moves."""
-    proven = exhaustive_pipeline(problem, network_of(problem), Blocks(problem), preference(problem, plan)[0])
-    if proven is not None and proven.plan is not None:
-        plan = msgspec.structs.replace(proven.plan, planner=plan.planner)
+    better = exhaustive_pipeline(problem, network_of(problem), Blocks(problem), preference(problem, plan)[0])
+    if better is not None:
+        plan = msgspec.structs.replace(better, planner=plan.planner)
     return improved_by_moves(problem, plan)
 
 

@@ -29,7 +29,6 @@ from isthmus.cost import (
     build_plan,
     build_replicas,
     kernel,
-    minimised,
     preference,
 )
 from isthmus.cost.averaging import Averaging
@@ -96,8 +95,8 @@ def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, kno
 
 def exhaustive_pipeline(
     problem: Problem, network: FleetNetwork, blocks: Blocks, known: float, *, judged: Problem | None = None
-) -> Settled | None:
-    """The best pipeline, or none that beats `known`; None where there are too many to try.
+) -> Plan | None:
+    """The best pipeline; None where none beats `known`, or there are too many to try.
 
     Plans are those of `judged`, by default the problem itself: no pipeline of it does better than in the problem, its
     round trips apart.
@@ -114,12 +113,10 @@ def exhaustive_pipeline(
     except _TooManyPlans:
         return None
     bound = np.concatenate([np.zeros(0), *bounds])
-    best, least, proven, tried = None, known, known, set[tuple[tuple[int, ...], tuple[int, ...]]]()
+    best, least, tried = None, known, set[tuple[tuple[int, ...], tuple[int, ...]]]()
     for k in np.argsort(bound, kind="stable").tolist():
-        if bound[k] >= least * (1 - TOLERANCE):
+        if bound[k] >= least * (1 - TOLERANCE) or len(tried) == MOST_BUILT:
             break
-        if len(tried) == MOST_BUILT:
-            return Settled(best, min(proven, least, float(bound[k])))
         looked_at()
         p, row = pipelines[rows[k][0]], rows[k][1]
         candidate = tuple(p.order[row].tolist()), tuple(p.ends[row][1:-1].tolist())
@@ -131,10 +128,9 @@ def exhaustive_pipeline(
             continue
         with contextlib.suppress(FleetTooSmall):
             plan = build_plan(judged, order, boundaries, planner="chain")
-            proven = min(proven, minimised(judged, plan))  # less than what is preferred, within a loss budget
             if preference(judged, plan)[0] < least:
                 best, least = keep(plan), preference(judged, plan)[0]
-    return Settled(best, min(proven, least))
+    return best
 
 
 def _undercut(problem: Problem, p: Pipelines, *, throttled: bool) -> Floats:

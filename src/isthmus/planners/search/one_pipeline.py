@@ -99,13 +99,11 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     tight = throttled or _memory_binds(problem, network, blocks)
     if classic.exhaustive and ((tight and settle) or problem.constraints.labels_stay):
         known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
-        proven = exhaustive_pipeline(problem, network, blocks, known_s)
-        if proven is not None and (proven.plan or plans):
-            chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
-            return _noted(problem, chosen)
+        better = exhaustive_pipeline(problem, network, blocks, known_s)
+        plans += [] if better is None else [better]
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
-        plans += _plans(problem, FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0))
+        plans += _plans(problem, FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0))
     return _noted(problem, min(plans, key=lambda p: p.predicted.step_s))
 
 
@@ -115,9 +113,7 @@ def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: boo
     plans = [best, *_baseline(problem)]
     best = min(plans, key=lambda p: preference(problem, p))
     if settle and OrderSearch(problem, network, blocks).exhaustive:
-        proven = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0])
-        if proven is not None:
-            best = proven.plan or best
+        best = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0]) or best
     return _noted(problem, best)
 
 
@@ -158,10 +154,9 @@ def cheapest(problem: Problem) -> Plan:
         best = _rebuilt(problem, fastest(problem))  # raises where nothing fits
     if len(problem.fleet.names) > MOST_EXHAUSTIVE:
         best = _with_fewer(problem, best)
-    if len(problem.fleet.names) <= MOST_EXHAUSTIVE:
-        proven = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0] * (1 + 1e-9))
-        if proven is not None and proven.plan is not None:
-            best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
+    else:
+        other = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0] * (1 + 1e-9)) or best
+        best = min(best, other, key=lambda plan: preference(problem, plan))
     return _noted(problem, best)
 
 
@@ -282,8 +277,7 @@ def fed(problem: Problem) -> Plan:
     network, blocks = network_of(one), Blocks(one)
     best = improved_by_moves(problem, _best_start(problem, one))
     if len(one.fleet.names) <= MOST_BEHIND:
-        proven = exhaustive_pipeline(one, network, blocks, preference(problem, best)[0], judged=problem)
-        best = best if proven is None else proven.plan or best
+        best = exhaustive_pipeline(one, network, blocks, preference(problem, best)[0], judged=problem) or best
     return _noted(problem, best)
 
 

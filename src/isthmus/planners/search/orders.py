@@ -193,12 +193,11 @@ PER_ORDER = Budget(probes=60, states=1_000)  # where orders are not searched exh
 
 
 class FoundOrder(NamedTuple):
-    """Devices in order, operator positions of the cuts, their objective, and the bound that the search proved."""
+    """Devices in order, operator positions of the cuts, and their objective."""
 
     devices: tuple[int, ...]
     boundaries: tuple[int, ...]
     step_s: float
-    bound_s: float
 
 
 class OrderSearch:
@@ -219,33 +218,33 @@ class OrderSearch:
     def run(self) -> FoundOrder | None:
         """The best pipeline found, or None where none fits."""
         if self.exhaustive:
-            return self._found(self.blocks, *self._every_order(self.blocks))
+            return self._found(self.blocks, self._every_order(self.blocks))
         rough = coarse(self.blocks, COARSE_BLOCKS)
         few = len(self.network.names) <= MOST_EXHAUSTIVE
-        guess = self._every_order(rough)[0] if few else self._best_candidate(rough)
+        guess = self._every_order(rough) if few else self._best_candidate(rough)
         if guess is None or guess.best is None:
             return None
         with salvaged(lambda: self._built(rough, guess)):
             return self._refine(rough, guess.best.path, guess.upper_s)
 
-    def _found(self, blocks: Blocks, search: ThresholdSearch, bound_s: float) -> FoundOrder | None:
+    def _found(self, blocks: Blocks, search: ThresholdSearch) -> FoundOrder | None:
         if search.best is None:
             return None
         path = search.best.path
-        return FoundOrder(path.devices, tuple(blocks.boundaries(path.cut)), search.step_s, bound_s)
+        return FoundOrder(path.devices, tuple(blocks.boundaries(path.cut)), search.step_s)
 
-    def _run(self, blocks: Blocks, search: ThresholdSearch) -> float:
+    def _run(self, blocks: Blocks, search: ThresholdSearch) -> None:
         with salvaged(lambda: self._built(blocks, search)):
-            return search.run()
+            search.run()
 
     def _built(self, blocks: Blocks, search: ThresholdSearch | None) -> Plan | None:
-        found = self._found(blocks, search, 0.0) if search is not None else None
+        found = self._found(blocks, search) if search is not None else None
         if found is None:
             return None
         order = [self.network.names[d] for d in found.devices]
         return build_plan(self.problem, order, found.boundaries, planner="chain")
 
-    def _every_order(self, blocks: Blocks) -> tuple[ThresholdSearch, float]:
+    def _every_order(self, blocks: Blocks) -> ThresholdSearch:
         tables = StageTables(blocks)
         free = self._relaxation(tables, all_orders(self.network, self.fixed_placement, memory_binds=False))
         held = free.in_flight(ANY)
@@ -254,7 +253,8 @@ class OrderSearch:
         else:
             relaxation = self._relaxation(tables, all_orders(self.network, self.fixed_placement, memory_binds=True))
         search = ThresholdSearch(relaxation, self.problem.micro_batches)
-        return search, self._run(blocks, search)
+        self._run(blocks, search)
+        return search
 
     def _relaxation(self, tables: StageTables, routes: Routes) -> Relaxation:
         return Relaxation(self.problem, self.network, tables, routes, throttled=self.throttled)
@@ -298,7 +298,7 @@ class OrderSearch:
 
     def _refine(self, rough: Blocks, path: Path, upper_s: float) -> FoundOrder:
         """The same order cut at any place, as far as the tables hold the stages."""
-        known = FoundOrder(path.devices, tuple(rough.boundaries(path.cut)), upper_s, 0.0)
+        known = FoundOrder(path.devices, tuple(rough.boundaries(path.cut)), upper_s)
         blocks = self.blocks
         width = self._width(blocks, known, upper_s)
         if blocks.count * width > MOST_CELLS:
@@ -307,7 +307,7 @@ class OrderSearch:
         relaxation = self._relaxation(StageTables(blocks, width), one_order(path.devices))
         search = ThresholdSearch(relaxation, self.problem.micro_batches, upper_s, PER_ORDER)
         self._run(blocks, search)
-        return self._found(blocks, search, 0.0) or known
+        return self._found(blocks, search) or known
 
     def _width(self, blocks: Blocks, found: FoundOrder, upper_s: float) -> int:
         """Most blocks in a stage of any pipeline that beats `upper_s`, and of the one found."""
