@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 import torch
@@ -17,7 +16,6 @@ from isthmus.experiments import OptimizerConfig
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job, TrainingConfig, prepare
 from isthmus.models import ModelSpec
-from isthmus.planners import least
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.data_holders import DataHolders
@@ -95,7 +93,7 @@ def replicas_of(job: Job, fleet: Fleet, backend: LocalBackend | None = None) -> 
         plans=replica_plans(prepared, fleet),
         backend=backend,
         holders=holders,
-        replan=partial(plan_for, bound=least),
+        replan=plan_for,
     )
 
 

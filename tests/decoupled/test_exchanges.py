@@ -20,7 +20,6 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Prepared, prepare
-from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import NEVER, CollectChanges, Contributed, FragmentSent, StepsMade
 from isthmus.protocol.run_messages import Halt, OpenItem, WeightExchange
@@ -110,9 +109,9 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
     known = pipeline.ReplicaPipeline(
         prepared=prepared,
         module=seeded_model(job),
-        plan=plan_for(prepared, fleet, bound=least),
+        plan=plan_for(prepared, fleet),
         fleet=fleet,
-        replan=partial(plan_for, prepared, bound=least),
+        replan=partial(plan_for, prepared),
         folder=tmp_path,
         began_s=0.0,
         backend=LocalBackend(),
