@@ -1,0 +1,143 @@
+"""The start of a pretrained run: what is in memory, and what passes through the coordinator before the first step?
+
+`python benchmarks/large_models/start.py [--size 0.12 --size 0.6] [--away]`
+
+A Qwen3 of random bfloat16 values is saved and trained with LoRA over three devices of this machine, for one step. The
+coordinator is a process of its own; peaks are VmHWM of its /proc status and of its devices'. With `--away` devices do
+not find the files: all weights come from the coordinator. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+import transformers
+
+from isthmus.cost import build_plan
+from isthmus.experiments import RunOptions, Watcher, run_plan
+from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.graph import Flow, cuts
+from isthmus.job import Job, prepare
+from isthmus.protocol.run_messages import OpenItem, PlaceWeights
+from isthmus.runtime.coordinator.host import CoordinatorHost
+from isthmus.runtime.coordinator.weight_files import WeightFiles
+from isthmus.runtime.transport.channel import SocketChannel
+
+SIZES: dict[str, dict[str, int]] = {
+    "0.12": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
+    "0.6": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+}
+
+
+def save(size: str, folder: Path) -> None:
+    given: dict[str, Any] = {**SIZES[size], "vocab_size": 151936, "tie_word_embeddings": True, "dtype": "bfloat16"}
+    heads: dict[str, Any] = {
+        "num_key_value_heads": given["num_attention_heads"] // 2,
+        "head_dim": 64 if size == "0.12" else 128,
+    }
+    torch.set_default_dtype(torch.bfloat16)
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**given)).save_pretrained(folder)
+
+
+def status_kb(pid: int) -> int:
+    """The most memory that a process had at once."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def devices_kb() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode().strip()
+            if words.startswith("isthmus device"):
+                found[words] = status_kb(int(path.parent.name))
+        except (OSError, StopIteration):
+            continue
+    return found
+
+
+def train(model: Path, folder: Path, *, away: bool) -> None:
+    """In a process of its own, which is the coordinator."""
+    text = {"files": "stdlib", "sequence_length": 32, "shift_labels": False, "max_bytes": 60_000}
+    tables: dict[str, object] = {
+        "name": "start",
+        "model": {"name": "hf", "options": {"path": str(model), "task": "causal-lm"}, "lora": {"r": 8}},
+        "data": {"kind": "text", "options": text},
+        "runtime": {"emulate": False, "timeout": "120 s"},
+        "training": {"steps": 1, "batch_size": 2, "micro_batches": 2, "precision": "bf16"},
+        "optimizer": [{"name": "adamw", "lr": 1e-4}],
+    }
+    began_s, sent, figures = time.monotonic(), [0], dict[str, object]()
+    send, open_item, order = SocketChannel.send, CoordinatorHost.open_item, cast("Any", CoordinatorHost)._send_with
+
+    def counted(*arguments: object) -> int:
+        size = send(*arguments)  # pyright: ignore
+        sent[0] += size
+        return size
+
+    def opened(host: CoordinatorHost, item: OpenItem) -> None:
+        if not figures:
+            figures.update(bytes=sent[0], first_step_s=time.monotonic() - began_s)
+        open_item(host, item)
+
+    def placed(
+        host: CoordinatorHost, device: str, body: object, weights: dict[str, object], peers: object = ()
+    ) -> None:
+        lora = sum(t.nbytes for name, t in weights.items() if "lora_" in name)  # pyright: ignore
+        base[0] += sum(t.nbytes for t in weights.values()) - lora if isinstance(body, PlaceWeights) else 0  # pyright: ignore
+        order(host, device, body, weights, peers)  # pyright: ignore
+
+    base = [0]
+    setattr(SocketChannel, "send", counted)  # noqa: B010
+    setattr(CoordinatorHost, "open_item", opened)  # noqa: B010
+    setattr(CoordinatorHost, "_send_with", placed)  # noqa: B010
+    if away:
+        setattr(WeightFiles, "of", lambda *_: ())  # noqa: B010
+    prepared = prepare(msgspec.convert(tables, Job))
+    planned_kb = status_kb(int(Path("/proc/self").resolve().name))
+    devices = tuple(Device(name=f"d{i}", region="here", flops_per_s=1e12, memory_bytes=1 << 34) for i in range(3))
+    fleet = Fleet(name="three", devices=devices, links=Links(default=Link(1e-4, 1e9)))
+    legal = cuts(Flow(prepared.captured.train))
+    ends = [legal[len(legal) * part // 3].position for part in (1, 2)]
+    plan = build_plan(prepared.problem(fleet), fleet.names, ends, planner="benchmark")
+    of_devices: dict[str, int] = {}
+    watcher = Watcher(advanced=lambda *_: of_devices.update(devices_kb()))
+    outcome = run_plan(prepared, plan, fleet, folder, RunOptions(emulate=False), watcher)
+    figures |= {"outcome": outcome.outcome, "base_bytes": base[0], "after_planning_mb": planned_kb / 1e3}
+    figures |= {"coordinator_mb": status_kb(int(Path("/proc/self").resolve().name)) / 1e3}
+    figures |= {"devices_mb": {name: kb / 1e3 for name, kb in of_devices.items()}}
+    print(json.dumps(figures))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", action="append", choices=SIZES)
+    parser.add_argument("--away", action="store_true")
+    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--save", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.train:
+        train(Path(chosen.train[0]), Path(chosen.train[1]), away=chosen.away)
+    elif chosen.save:
+        save(chosen.save[0], Path(chosen.save[1]))
+    else:
+        for size in chosen.size or SIZES:
+            with tempfile.TemporaryDirectory() as folder:
+                here = [sys.executable, __file__]
+                subprocess.run([*here, "--save", size, f"{folder}/model"], check=True, capture_output=True)
+                again = [*here, *(["--away"] if chosen.away else []), "--train", f"{folder}/model", f"{folder}/run"]
+                print(size, subprocess.run(again, check=True, capture_output=True, text=True).stdout, flush=True)
+
+
+if __name__ == "__main__":
+    main()
