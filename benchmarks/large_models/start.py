@@ -40,7 +40,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 def save(size: str, folder: Path) -> None:
     given: dict[str, Any] = {**SIZES[size], "vocab_size": 151936, "tie_word_embeddings": True, "dtype": "bfloat16"}
-    heads: dict[str, Any] = {
+    given |= {
         "num_key_value_heads": given["num_attention_heads"] // 2,
         "head_dim": 64 if size == "0.12" else 128,
     }
