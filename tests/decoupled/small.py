@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import torch
@@ -93,7 +94,7 @@ def replicas_of(job: Job, fleet: Fleet, backend: LocalBackend | None = None) -> 
         plans=replica_plans(prepared, fleet),
         backend=backend,
         holders=holders,
-        replan=plan_for,
+        replan=partial(plan_for, proving=None),
     )
 
 

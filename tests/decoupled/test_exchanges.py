@@ -109,9 +109,9 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
     known = pipeline.ReplicaPipeline(
         prepared=prepared,
         module=seeded_model(job),
-        plan=plan_for(prepared, fleet),
+        plan=plan_for(prepared, fleet, proving=None),
         fleet=fleet,
-        replan=partial(plan_for, prepared),
+        replan=partial(plan_for, prepared, proving=None),
         folder=tmp_path,
         began_s=0.0,
         backend=LocalBackend(),
