@@ -111,15 +111,41 @@ def test_a_capture_at_every_batch_size_is_one_and_others_are_of_their_size(cache
     assert cached_capture(job, COLUMNS, lambda: made).train.batch is None
 
 
-def test_models_of_the_users_code_and_weights_that_are_read_are_captured_every_time(cache: Path, job: Job) -> None:
+def test_models_of_the_users_code_and_of_the_hub_are_captured_every_time(cache: Path, job: Job) -> None:
     replace = msgspec.structs.replace
-    for name in ("isthmus.models.mlp:MLP", "hf", "hf:BertModel", "given:Module-0"):
+    for name in ("isthmus.models.mlp:MLP", "hf", "given:Module-0"):
         times: list[str] = []
         other = replace(job, model=replace(job.model, name=name))
         for _ in range(2):
             cached_capture(other, COLUMNS, lambda times=times, name=name: times.append(name))  # type: ignore[arg-type, return-value]
         assert len(times) == 2
     assert not cache.exists()
+
+
+def test_a_pretrained_model_is_kept_until_its_config_is_another(cache: Path, job: Job, tmp_path: Path) -> None:
+    replace, times = msgspec.structs.replace, list[int]()
+    made = Counted()(job)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    pretrained = replace(job, model=replace(job.model, name="hf", options={"path": str(tmp_path)}))
+
+    def captured() -> Captured:
+        times.append(len(times))
+        return made
+
+    for _ in range(2):
+        assert cached_capture(pretrained, COLUMNS, captured).train == made.train
+    assert len(times) == 1
+    (tmp_path / "config.json").write_text('{"hidden_size": 16}')
+    cached_capture(pretrained, COLUMNS, captured)
+    assert len(times) == 2
+
+
+def test_a_class_of_transformers_is_kept(cache: Path, job: Job) -> None:
+    other = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, name="hf:BertModel"))
+    made, times = Counted()(job), list[str]()
+    for _ in range(2):
+        cached_capture(other, COLUMNS, lambda: (times.append(""), made)[1])
+    assert len(times) == 1
 
 
 OWN = """

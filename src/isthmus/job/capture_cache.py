@@ -1,7 +1,8 @@
 """Captures, kept in the user's cache folder: torch's exporter takes seconds, to import and to run.
 
-A capture follows from the model's options, the columns and the code of the packages that made it. A model of the
-user's own code is kept if it follows from the text of its file; others are captured every time.
+A capture follows from the model's options, the columns and the code of the packages that made it; a pretrained
+model's also from the config.json of its folder. A model of the user's own code is kept if it follows from the text of
+its file; others are captured every time, those of the hub too, which may have changed there.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ import torch
 from isthmus import graph, models
 from isthmus.graph.captured import Captured, Column, read_captured, write_captured
 from isthmus.job.settings import Job
-from isthmus.models.registry import is_built_in, is_own_code
+from isthmus.models.registry import ModelSpec, is_built_in, is_own_code
 
 MOST_KEPT = 64  # files; the one that was written first goes first
+CONFIG = "config.json"  # of a folder that transformers saved
 _PACKAGES = ("torch", "transformers", "peft")
 
 
 def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[], Captured]) -> Captured:
     """Return the cached capture, or else that of `capture`. A user who may not write there captures again."""
-    code = "" if is_built_in(job.model) else digest_of_module(job.model.name) if is_own_code(job.model) else None
+    code = _code_of(job.model)
     if code is None or any(":" in name for name in job.metrics):
         return capture()
     for batch in (None, job.micro_batch_size):
@@ -45,6 +47,19 @@ def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[]
         write_captured(path, captured, job.model.name)
         _drop_surplus(path.parent)
     return captured
+
+
+def _code_of(model: ModelSpec) -> str | None:
+    """A digest of what the model follows from besides its options and packages; None where that is not known."""
+    if is_built_in(model) or model.name.startswith("hf:"):
+        return ""
+    if model.name == "hf":
+        config = Path(str(model.options.get("path", ""))).expanduser() / CONFIG
+        try:
+            return hashlib.sha256(config.read_bytes()).hexdigest()
+        except OSError:
+            return None
+    return digest_of_module(model.name) if is_own_code(model) else None
 
 
 def only_batch(captured: Captured) -> int | None:
