@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import msgspec
 
 from isthmus.graph.opgraph import Op, OpGraph, Ref
+
+KeyT = TypeVar("KeyT")
 
 
 class Flow:
@@ -112,21 +115,27 @@ def cuts(flow: Flow) -> tuple[Cut, ...]:
         if op.kind == "parameter" and any(op.requires_grad) and (uses := users_of(flow, op.name, position))
     }
     last_return = {ref: max(position[c] for c in names) for ref, names in flow.returning.items() if names}
-    found: list[Cut] = []
-    for i in range(1, len(flow.operators)):
-        if any(a < i <= b for a, b in banned):
-            continue
-        values = tuple(ref for ref, (a, b) in spans.items() if a < i <= b)
-        found.append(
-            Cut(
-                position=i,
-                after=flow.operators[i - 1].name,
-                values=values,
-                gradients=tuple(r for r in values if last_return.get(r, 0) >= i),
-                shared=tuple(name for name, (a, b) in shared.items() if a < i <= b),
-            )
+    values, tied = _crossing(spans, len(flow.operators)), _crossing(shared, len(flow.operators))
+    return tuple(
+        Cut(
+            position=i,
+            after=flow.operators[i - 1].name,
+            values=tuple(values[i]),
+            gradients=tuple(r for r in values[i] if last_return.get(r, 0) >= i),
+            shared=tuple(tied[i]),
         )
-    return tuple(found)
+        for i in range(1, len(flow.operators))
+        if not any(a < i <= b for a, b in banned)
+    )
+
+
+def _crossing(spans: Mapping[KeyT, tuple[int, int]], count: int) -> list[list[KeyT]]:
+    """Keys by the places that part their spans, in their order."""
+    found: list[list[KeyT]] = [[] for _ in range(count)]
+    for key, (first, last) in spans.items():
+        for place in range(first + 1, last + 1):
+            found[place].append(key)
+    return found
 
 
 def live_spans(flow: Flow) -> dict[Ref, tuple[int, int]]:

@@ -11,7 +11,7 @@ stages with earlier ones, and these wait for its gradient.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.verification.packing import wire_bytes
-from isthmus.verification.reading import GraphReading
+from isthmus.verification.reading import GraphReading, GraphValue
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -163,7 +163,10 @@ class StageFigures:
             for place in places:
                 ahead = bisect.bisect_left(path, place)
                 reached = {path[ahead - 1]} if ahead else set[int]()
-                for made in range(path[ahead - 1], self.edges[-1]) if ahead else ():
+                behind = (
+                    path[ahead] if ahead < len(path) else self.edges[-1]
+                )  # the trunk reaches this one at the latest
+                for made in range(path[ahead - 1], behind) if ahead else ():
                     if made in reached:
                         reached |= users.get(made, set())
                 firsts.append(min((at for at in reached if at >= place), default=self.edges[-1]))
@@ -180,23 +183,33 @@ class StageFigures:
             found[cell] = min(sizes[k - 1] if 0 < k < len(path) else 0 for k in ahead)
         return found
 
-    @cached_property
-    def messages(self) -> Messages:
-        count, values = self.count, self.reading.values
-        sizes = [wire_bytes(self.reading.question, value) for value in values]
-        there, back = (np.full((count, count, count), np.inf) for _ in range(2))
-        linked = np.ones((count, count, count), dtype=bool)
+    def _crossing(self) -> Iterator[tuple[int, int, list[tuple[GraphValue, int, int]]]]:
+        """Each place to cut with its cell, and the values that cross it, their bytes and the cell that makes them."""
+        values = sorted(self.reading.values, key=lambda value: value.made, reverse=True)
+        here = list[tuple[GraphValue, int, int]]()
         for cell, places in enumerate(self._members[1:-1], 1):
             for place in places:
-                sent = np.zeros((2, count, count + 1))
-                for value, size_bytes in zip(values, sizes, strict=True):
+                while values and values[-1].made < place:
+                    value = values.pop()
                     made_in = bisect.bisect_right(self.last, value.made) - 1
-                    for way, positions in enumerate((value.uses, value.returns) if value.made < place else ()):
-                        after = bisect.bisect_left(positions, place)
-                        if after < len(positions):
-                            sent[way, made_in, bisect.bisect_right(self.first, positions[after])] += size_bytes
-                summed = np.cumsum(np.cumsum(sent[:, ::-1], axis=1)[:, ::-1], axis=2)[:, :, :-1]
-                there[:, cell] = np.minimum(there[:, cell], summed[0])
-                back[:, cell] = np.minimum(back[:, cell], summed[1])
-                linked[:, cell] &= (summed[0] > 0) & (summed[1] > 0)
+                    here.append((value, wire_bytes(self.reading.question, value), made_in))
+                here = [one for one in here if max((*one[0].uses, *one[0].returns), default=-1) >= place]
+                yield cell, place, here
+
+    @cached_property
+    def messages(self) -> Messages:
+        count = self.count
+        there, back = (np.full((count, count, count), np.inf) for _ in range(2))
+        linked = np.ones((count, count, count), dtype=bool)
+        for cell, place, values in self._crossing():
+            sent = np.zeros((2, count, count + 1))
+            for value, size_bytes, made_in in values:
+                for way, positions in enumerate((value.uses, value.returns)):
+                    after = bisect.bisect_left(positions, place)
+                    if after < len(positions):
+                        sent[way, made_in, bisect.bisect_right(self.first, positions[after])] += size_bytes
+            summed = np.cumsum(np.cumsum(sent[:, ::-1], axis=1)[:, ::-1], axis=2)[:, :, :-1]
+            there[:, cell] = np.minimum(there[:, cell], summed[0])
+            back[:, cell] = np.minimum(back[:, cell], summed[1])
+            linked[:, cell] &= (summed[0] > 0) & (summed[1] > 0)
         return Messages(there, back, linked)
