@@ -170,11 +170,12 @@ def step_times(trace: Trace) -> dict[int, float]:
     return {step: end_s - start_s for step, (start_s, end_s) in step_bounds(trace).items()}
 
 
-def steady_step_s(trace: Trace) -> float:
+def steady_step_s(trace: Trace, *, undisturbed: bool = False) -> float:
     """Duration of a step between those that fill the pipeline and the one that drains it: the slope of step ends over
     whole periods of averaging. The first period and the last step are left out where others are left, else the first
-    step; so are periods with an evaluation, and those that take half longer than the median (a recovery). UserError
-    when no step was finished."""
+    step; so are periods with an evaluation, and those that take half longer than the median (a recovery), unless the
+    run was `undisturbed`: then every so many steps one may wait for what the others had ahead. UserError when no step
+    was finished."""
     bounds = [bounds for _, bounds in sorted(step_bounds(trace).items())]
     if not bounds:
         raise UserError(f"trace {trace.run!r}: no training step was finished")
@@ -189,7 +190,8 @@ def steady_step_s(trace: Trace) -> float:
     evaluations = sorted(span.start_s for span in trace.spans if span.track == "compute" and span.name == "E")
     between = [(a, b) for a, b in between if bisect.bisect(evaluations, a) == bisect.bisect(evaluations, b)] or between
     times = [(end_s - start_s) / period for start_s, end_s in between]
-    return statistics.fmean(time for time in times if time <= 1.5 * statistics.median(times))
+    most_s = math.inf if undisturbed else 1.5 * statistics.median(times)
+    return statistics.fmean(time for time in times if time <= most_s)
 
 
 def in_periods(steps: Sequence[T], period: int) -> list[Sequence[T]]:

@@ -165,7 +165,7 @@ def brute_force(problem: Problem, orders: Sequence[Sequence[str]]) -> float:
 def simulated_s(problem: Problem, plan: Plan, steps: int = 8) -> float:
     """Seconds of a steady step."""
     spec = RunSpec(steps=steps, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
-    return steady_step_s(simulate(plan, problem.fleet, spec))
+    return steady_step_s(simulate(plan, problem.fleet, spec), undisturbed=True)
 
 
 def document(problem: Problem, plan: Plan, counts: Sequence[int] = ()) -> Plan:

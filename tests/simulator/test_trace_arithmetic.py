@@ -58,6 +58,8 @@ def test_what_happens_between_steps_is_no_part_of_them():
     assert steady_step_s(trace(*steps_ending(9, 11, 14, 16, 19), evaluation)) == 2
     assert steady_step_s(trace(*steps_ending(9, 14), compute("E", 12.0, 13.0))) == 5, "unless no other step is left"
     assert steady_step_s(trace(*steps_ending(9, 11, 13, 55, 57, 59, 61))) == 2, "the fourth is done after a recovery"
+    ahead = trace(*steps_ending(9, 10, 11, 40, 41, 42, 71, 80))
+    assert steady_step_s(ahead, undisturbed=True) == pytest.approx(62 / 6), "no recovery, so it comes again"
 
 
 def test_the_period_is_within_steps_and_of_one_device():

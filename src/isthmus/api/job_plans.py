@@ -116,7 +116,7 @@ class Simulated(Forecast, frozen=True):
         """Return the summary for JSON: seconds of a step by simulator and formulas, devices' shares, links' bytes."""
         predicted = self.plan.predicted
         return {
-            "step_s": steady_step_s(self.trace),
+            "step_s": steady_step_s(self.trace, undisturbed=True),
             "closed_form_s": predicted.step_s,
             "eq3_s": predicted.eq3_step_s,
             "busy_share": busy_share(self.trace),
@@ -131,7 +131,7 @@ class Simulated(Forecast, frozen=True):
         """In words: a step's time, and how much of it each device computes."""
         predicted = self.plan.predicted
         return [
-            f"simulated step {format_duration(steady_step_s(self.trace))}",
+            f"simulated step {format_duration(steady_step_s(self.trace, undisturbed=True))}",
             f"by the formula {format_duration(predicted.step_s)}",
             f"by FusionLLM's Eq. 3 {format_duration(predicted.eq3_step_s)}: with the latency of every micro-batch",
             *(f"  {device}: computing {share:.0%}" for device, share in busy_share(self.trace).items()),
@@ -145,7 +145,7 @@ def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None
         plan = read_plan(job, fleet, document)
         options = SimulationOptions(clips=job.training.exchanges_norms)
         trace = simulate_plan(plan, fleet, plan_spec(job, plan), options)
-        return Simulated(trace, with_steady(plan, steady_step_s(trace)), fleet, None)
+        return Simulated(trace, with_steady(plan, steady_step_s(trace, undisturbed=True)), fleet, None)
     prepared = prepare(job)
     plan = searched(observer, stop, lambda: make(prepared.job, prepared.problem(fleet)))
     spec = run_spec(prepared.cut_into(plan.micro_batches))
@@ -287,7 +287,9 @@ def _row(name: str, prepared: Prepared, fleet: Fleet, plans: dict[str, Plan]) ->
         plan_s = time.perf_counter() - start_s
         return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal
     plan_s = time.perf_counter() - start_s
-    simulated_s = steady_step_s(predict(prepared, plan, fleet, run_spec(prepared.cut_into(plan.micro_batches))))
+    simulated_s = steady_step_s(
+        predict(prepared, plan, fleet, run_spec(prepared.cut_into(plan.micro_batches))), undisturbed=True
+    )
     plans[name] = plan
     row = ComparedPlan(
         planner=name,

@@ -75,7 +75,7 @@ def simulated_step_s(job: Job, fleet: Fleet, counts: bool, steps: int, plan: Pla
     if 2 * spec.steps * plan.predicted.step_s > MOST_S:
         return plan.predicted.step_s
     options = SimulationOptions(clips=job.training.exchanges_norms, counts=counts, header_bytes=HEADER_BYTES)
-    return steady_step_s(simulate(plan, fleet, spec, options))
+    return steady_step_s(simulate(plan, fleet, spec, options), undisturbed=True)
 
 
 def with_steady(plan: Plan, steady_s: float) -> Plan:

@@ -75,7 +75,7 @@ def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> 
         stages = StageAssignments(own, plan, left)
         begin_s = PLANNING_S + stages.whole_s
         links = frozenset(frozenset((span.device, span.other)) for span in trace.spans if span.track == "send")
-        return PlannedStep(steady_step_s(trace), busy_s, begin_s, stages.layout.keep_every, links)
+        return PlannedStep(steady_step_s(trace, undisturbed=True), busy_s, begin_s, stages.layout.keep_every, links)
 
     return planned
 

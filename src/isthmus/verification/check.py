@@ -331,8 +331,10 @@ def _sync(ledger: DifferenceList, plan: Plan, graphs: Sequence[CutGraph], questi
         )
         for members in sorted({*needed, *stated})
     ]
+    proven = None if plan.certificate is None else question.fleet
+    words = "each member once" if proven is None else "each member once, by region where a bound is stated"
     agree += [
-        ledger.judge(f"sync.groups[{k}].collective", well_formed(g), str(g.collective.islands), "each member once")
+        ledger.judge(f"sync.groups[{k}].collective", well_formed(g, proven), str(g.collective.islands), words)
         for k, g in enumerate(plan.sync.groups)
     ]
     if not all(agree):

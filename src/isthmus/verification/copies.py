@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.verification.device_classes import NO_LINK
+from isthmus.verification.device_classes import NO_LINK, best_link
 from isthmus.verification.question import FLOAT32_BYTES
 from isthmus.verification.stage_figures import Floats, StageFigures
 
@@ -32,27 +32,24 @@ class Copies:
         names = [n for n in holders or fleet.names if not lacked(n) & targets]
         state, saved = float(figures.state[0, -1]), float(figures.saved[0, -1])
         columns, work = float(figures.columns[0, -1]), float(figures.work[0, -1])
-        gpipe, self._each_s, self._most, self._names = (
-            question.schedule == "gpipe",
-            list[float](),
-            list[int](),
-            list[str](),
-        )
+        gpipe, again_flops = question.schedule == "gpipe", work + float(figures.forward[0, -1])
+        ways, self._names = list[list[tuple[float, int]]](), list[str]()
         for name in names:
             room, speed = question.room_bytes(name) - state, question.flops_per_s(name)
-            again = (room - saved, columns, work + float(figures.forward[0, -1]))
-            for left, kept, flops in ((room, saved, work), again) if question.recompute else ((room, saved, work),):
+            modes = list[tuple[float, int]]()
+            for left, kept, flops in ((room, saved, work), (room - saved, columns, again_flops)):
                 held = self._batch if left >= 0 and not kept else int(left // kept) if left >= 0 else 0
-                if held >= 1:
-                    self._each_s.append(flops / speed)
-                    self._most.append(held if gpipe else self._batch)
-                    self._names.append(name)
-                    break
+                modes.append((flops / speed, 0 if held < 1 else held if gpipe else self._batch))
+            if any(most for _, most in modes[: 1 + question.recompute]):
+                ways.append(modes[: 1 + question.recompute])
+                self._names.append(name)
+        # [device, way]: as it is, and with recomputing, which takes longer and may hold more.
+        self._ways = np.array(ways, dtype=np.float64).reshape(len(ways), 1 + question.recompute, 2)
         summed = question.gradients and question.period == 1
         self._elements = float(figures.summed(len(fleet.names))[0, -1]) if summed else 0.0
-        links = [[None if a == b else fleet.link(a, b) for b in self._names] for a in self._names]
-        self._latency_s = np.array([[x.latency_s if x else NO_LINK for x in row] for row in links])
-        self._byte_s = np.array([[1 / x.bandwidth_bytes_per_s if x else NO_LINK for x in row] for row in links])
+        none = (NO_LINK, NO_LINK)
+        links = [[none if a == b else best_link(fleet, a, b) for b in self._names] for a in self._names]
+        self._latency_s, self._byte_s = np.array(links).reshape(len(links), len(links), 2).transpose(2, 0, 1)
         homes = [fleet.device(name).region for name in self._names]
         self._regions = np.array([sorted(set(homes)).index(home) for home in homes])
 
@@ -110,5 +107,6 @@ class Copies:
 
     def _completed(self, seconds: Floats | float) -> Floats:
         """[device]"""
-        most, each_s = np.array(self._most, dtype=np.float64), np.array(self._each_s)
-        return np.minimum(most, np.floor(np.maximum(seconds, 0.0) / each_s * (1 + ROUNDING)))
+        time_s = np.broadcast_to(np.maximum(seconds, 0.0), len(self._names))[:, None]
+        of_ways = np.minimum(self._ways[:, :, 1], np.floor(time_s / self._ways[:, :, 0] * (1 + ROUNDING)))
+        return of_ways.max(axis=1)

@@ -41,13 +41,11 @@ class Decision:
     """One number of micro-batches of the question."""
 
     def __init__(self, reading: GraphReading, relaxation: Relaxation) -> None:
-        self.question = question = reading.question
+        self.question = reading.question
         self._seconds = StageSeconds(reading, relaxation)
         self.figures, self.classes = self._seconds.figures, self._seconds.classes
         self._states, self._sizes = self.classes.state_counts, np.array([len(own) for own in self.classes.members])
-        self.whole_flops = float(self.figures.work[0, -1])
-        one_place = len(question.constraints.data_holders or question.fleet.names) == 1
-        self._one_only = one_place or reading.not_summed is not None
+        self.whole_flops = float(reading.lasting_flops)
 
     def below(self, limit_s: float, work: Work) -> bool:
         """Whether some plan may take less, by what is distinguished."""
@@ -57,7 +55,7 @@ class Decision:
             return True
         if any(self._copies.below(limit_s, *replicas) for replicas in self._ranges(FEW_COPIES)):
             return True
-        return any(self._together(limit_s, work, replicas)[1].any() for replicas in self._ranges(FEW))
+        return any(self._together(limit_s, work, replicas, any_will_do=True)[1].any() for replicas in self._ranges(FEW))
 
     def rates(self, of_device: Mapping[str, float]) -> Floats:
         """[class]: the least of its devices."""
@@ -76,7 +74,7 @@ class Decision:
 
     @cached_property
     def _most_replicas(self) -> int:
-        if self._one_only:
+        if self._seconds.figures.reading.one_only:
             return 1
         devices, need = int(self._sizes.sum()), float(self.figures.state[0, -1])
         room = int(self.classes.room @ self._sizes // need) if need else devices
@@ -89,9 +87,9 @@ class Decision:
             ends.append(ends[-1] + max(1, ends[-1] // 2))
         return [(a, min(b - 1, self._most_replicas)) for a, b in itertools.pairwise(ends) if a <= self._most_replicas]
 
-    def _together(self, limit_s: float, work: Work, replicas: tuple[int, int]) -> Bools:
+    def _together(self, limit_s: float, work: Work, replicas: tuple[int, int], *, any_will_do: bool = False) -> Bools:
         """[divided, state]: whether so many replicas, from fewest to most, may complete the batch on these devices;
-        divided: one of them has two stages or more."""
+        divided: one of them has two stages or more. `any_will_do` ends with the first divided ones."""
         batch = self.question.micro_batches
         counts = np.unique(np.round(np.geomspace(1, batch - 1, min(MOST_COUNTS, batch - 1))).astype(int)).tolist()
         completed = np.zeros(len(self._states))
@@ -119,7 +117,7 @@ class Decision:
             found = more
             if number >= replicas[0]:
                 enough |= found >= batch
-            if not found.any() or enough[1].any():
+            if not found.any() or (any_will_do and enough[1].any()):
                 break
         return enough
 

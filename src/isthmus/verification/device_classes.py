@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from isthmus.fleet import Fleet
 from isthmus.verification.question import Question
 from isthmus.verification.stage_figures import Bools, Floats, Ints
 
@@ -16,11 +17,19 @@ NO_LINK = 1e30  # seconds, where a class has one device
 MOST_CLASSES = 48  # of which any two are compared
 
 
+def best_link(fleet: Fleet, source: str, target: str) -> tuple[float, float]:
+    """Seconds of latency and of a byte; the least of its trace, where the link has one."""
+    link = fleet.link(source, target)
+    if link.trace is None:
+        return link.latency_s, 1 / link.bandwidth_bytes_per_s
+    return min(link.trace.latency_s), 1 / max(link.trace.bandwidth_bytes_per_s)
+
+
 class DeviceClasses:
     """Arrays are by class. `most_states`: the numbers of devices of each class, as combinations of these."""
 
     def __init__(self, question: Question, most_states: int, most_used: int) -> None:
-        """`most_used`: devices of a pipeline at most."""
+        """`most_used`: devices that are asked of at once, at most."""
         self._question = question
         self._most_used = most_used
         self._holders = set(question.constraints.data_holders) or set(question.fleet.names)
@@ -60,8 +69,7 @@ class DeviceClasses:
         self.latency_s, self.byte_s = (np.full((count, count), NO_LINK) for _ in range(2))
         for a, b in itertools.product(range(count), repeat=2):
             if a != b or len(self.members[a]) > 1:
-                link = fleet.link(self.members[a][0], self.members[b][-1])
-                self.latency_s[a, b], self.byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
+                self.latency_s[a, b], self.byte_s[a, b] = best_link(fleet, self.members[a][0], self.members[b][-1])
 
     def _nearest_in_speed(self) -> tuple[int, int]:
         """Two classes, at one place if there are such."""

@@ -86,6 +86,8 @@ class Prefixes:
         latency_s = (of.classes.latency_s[kind] + of.classes.latency_s[:, kind]).min()
         behind = np.where(of.figures.behind_trunk[stages.begin, stages.end], latency_s, -NEVER)
         trunk_s = np.where(on, np.maximum(of.trunk_s[kind, stages.begin], behind), behind)
+        if self._home_twice and of.classes.holds[kind]:  # the last stage may be on the device of the first
+            trunk_s = np.where(stages.end == of.figures.count - 1, np.minimum(trunk_s, 0.0), trunk_s)
         return latest[0], latest[1], compute[0], compute[1], trunk_s, on.astype(np.float64)
 
     def _of_link(self, a: int, b: int, stages: StagesBehind) -> tuple[Floats, Floats]:

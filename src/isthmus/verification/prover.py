@@ -56,7 +56,7 @@ class Prover:
 
     def simple(self) -> float:
         """Return the time of all work on all devices together, or the price of each FLOP where it is cheapest."""
-        work = min((r.work[0][-1] + r.work[1][-1]) * r.question.micro_batches for r in self._readings)
+        work = min(r.lasting_flops * r.question.micro_batches for r in self._readings)
         if self._priced:
             per_flop = min(rate / self._question.flops_per_s(name) for name, rate in self._rates.items())
             return work * per_flop
@@ -133,11 +133,9 @@ class Prover:
         if not cheapest:
             return 0.0
         work_s = decision.whole_flops * decision.question.micro_batches / self._together
-        longest_s = max(goal / cheapest, work_s) * FINE
-        most_s = self._question.constraints.max_step_s
-        longest_s = longest_s if most_s is None else min(longest_s, most_s * FINE)
-        if longest_s <= work_s:
-            return goal
+        if not work_s:
+            return 0.0
+        longest_s = max(goal / cheapest, work_s) * FINE  # `max_step` says nothing of it: it limits the formula's step
         intervals = [(work_s * cheapest, work_s, longest_s)]
         while intervals[0][0] < goal and intervals[0][2] > intervals[0][1] * FINE:
             bound, low_s, high_s = heapq.heappop(intervals)

@@ -181,6 +181,27 @@ class GraphReading:
         return next((v.name for v in self.variables if v.trained and v.dtype not in SUMMED), None)
 
     @cached_property
+    def learning(self) -> tuple[int, ...]:
+        """How many operators before each position pass a gradient on, or take it for a parameter: a stage without one
+        waits for nothing behind it, and is steps ahead."""
+        own = (any(Ref(op.name, k) in self._learning for k in range(len(op.outputs))) for op in self.operators)
+        return tuple(itertools.accumulate(own, initial=0))
+
+    @cached_property
+    def lasting_flops(self) -> int:
+        """FLOPs for one micro-batch, both ways, that no stage does ahead of the step."""
+        both = [sum(pair) for pair in zip(*self.work, strict=True)]
+        counts = self.learning
+        return sum((both[k + 1] - both[k]) * (counts[k + 1] - counts[k]) for k in range(len(self.operators)))
+
+    @property
+    def one_only(self) -> bool:
+        """Whether no plan has several replicas."""
+        question = self.question
+        places = question.constraints.data_holders or question.fleet.names
+        return len(places) == 1 or question.micro_batches == 1 or self.not_summed is not None
+
+    @cached_property
     def places(self) -> tuple[int, ...]:
         """Positions at which a stage may start: not between two users of a buffer that is written."""
         lives = [(v.uses[0], v.uses[-1]) for v in self.variables if v.written and v.uses]

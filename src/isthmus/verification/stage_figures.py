@@ -76,12 +76,17 @@ class StageFigures:
 
     @cached_property
     def work(self) -> Floats:
-        """FLOPs, both ways."""
-        return self._between([int(x) for x in self._work])
+        """FLOPs, both ways; none of a stage that may be steps ahead."""
+        return self._between([int(x) for x in self._work]) * self._in_step
 
     @cached_property
     def forward(self) -> Floats:
-        return self._between(self.reading.work[0])
+        return self._between(self.reading.work[0]) * self._in_step
+
+    @cached_property
+    def _in_step(self) -> Bools:
+        """Whether such a stage certainly waits for a gradient, and so for each update."""
+        return self._between(self.reading.learning) > 0
 
     @cached_property
     def saved(self) -> Floats:

@@ -38,7 +38,9 @@ class StageSeconds:
     def __init__(self, reading: GraphReading, relaxation: Relaxation) -> None:
         self.question = question = reading.question
         self.figures = figures = StageFigures(reading, relaxation.cells)
-        self.classes = classes = DeviceClasses(question, relaxation.states, len(figures.edges) - 1)
+        # Several replicas take devices together, however few stages each has.
+        used = len(figures.edges) - 1 if reading.one_only else len(question.fleet.names)
+        self.classes = classes = DeviceClasses(question, relaxation.states, used)
         self.labels_from = reading.labels_from
         self._allowed: Bools = np.array([figures.allowed] * len(classes.speed))
         for op, position in reading.position.items() if question.constraints.lacking else ():
@@ -81,7 +83,10 @@ class StageSeconds:
         figures, least_s = self.figures, self.trunk_s.min(axis=0)
         least_s = np.where(least_s < NO_LINK, least_s, 0.0)
         found = np.zeros(figures.count)
-        each = np.where(figures.on_trunk, figures.work / self.classes.speed.max() + least_s[:, None], 0.0)
+        messages_s = np.repeat(least_s[:, None], figures.count, axis=1)
+        if self.labels_from is not None:
+            messages_s[:, -1] = 0.0  # the last stage may be on the device of the first
+        each = np.where(figures.on_trunk, figures.work / self.classes.speed.max() + messages_s, 0.0)
         for cell in range(figures.count - 2, -1, -1):
             found[cell] = (each[cell, cell + 1 :] + found[cell + 1 :]).min()
         return found

@@ -37,12 +37,17 @@ def buffer_bytes(graph: CutGraph, parameters: Sequence[str], averages: str) -> i
     return FLOAT32_BYTES * (elements + (len(parameters) + 1 if averages == "gradients" else 0))
 
 
-def well_formed(group: SyncGroup) -> bool:
-    """Return whether the collective's islands are the group's members, each once."""
+def well_formed(group: SyncGroup, proven: Fleet | None) -> bool:
+    """Return whether the collective's islands are the group's members, each once; where something is `proven` of plans
+    on a fleet, also whether they are its regions, two or more: a single leader waits for nobody after its backward."""
     members = sorted(m for island in group.collective.islands for m in island)
     expected = [] if group.collective.kind == "sharded" else list(range(len(group.devices)))
     one_ring = group.collective.kind != "ring" or len(group.collective.islands) == 1
-    return members == expected and one_ring and all(group.collective.islands)
+    by_region = True
+    if proven is not None and group.collective.kind == "hierarchical":
+        homes = [{proven.device(group.devices[m]).region for m in island} for island in group.collective.islands]
+        by_region = 1 < len(homes) == len(set().union(*homes)) and all(len(some) == 1 for some in homes)
+    return members == expected and one_ring and all(group.collective.islands) and by_region
 
 
 def sums_s(fleet: Fleet, sync: ReplicaSync) -> float:
