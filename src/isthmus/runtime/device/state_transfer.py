@@ -44,9 +44,10 @@ from isthmus.training.snapshot import (
 )
 
 STRETCH_BYTES = 1 << 18  # sent at once: what else there is to say waits for no more
-MOST_YIELD_S, LOOK_S = 0.05, 0.002  # how long a stretch lets other stages go first, and how often it looks
-MOST_BACKLOG = 2.0
-"""Copies of the sent state that may wait to be sent; with more, steps are quicker than their gradients travel."""
+MOST_YIELD_S, LOOK_S = 0.05, 0.002  # how long a whole stretch lets other stages go first, and how often it looks
+MOST_BACKLOG, LEAST_BACKLOG_BYTES = 2.0, 1 << 20
+"""Copies of the sent state that may wait to be sent; with more, steps are quicker than their gradients travel. A small
+state's wait for the joining device to connect as well."""
 Put = Callable[[StateMessage | StatePart, Sequence[Tensor], "Snapshot | None"], None]
 """The tensors are stretches of the snapshot, which may still be being copied."""
 _Outgoing = tuple[StateMessage | StatePart, Sequence[Tensor], "Snapshot | None"]
@@ -84,7 +85,7 @@ class StateDonor:
     def go_on(self, given: Mapping[str, Tensor]) -> bool:
         """The stage has done one more step: `given` are the gradients that its optimizers got, and buffers as they are
         now. False when this can go on no longer."""
-        if self._waiting() > MOST_BACKLOG * self._state_bytes:
+        if self._waiting() > max(MOST_BACKLOG * self._state_bytes, LEAST_BACKLOG_BYTES):
             return False
         self.step += 1
         self._send_state("gradients", given)
@@ -195,13 +196,14 @@ class StateOutlets:
             message, tensors, of = entry
             if of is not None:
                 of.wait()
-            end_s = time.monotonic() + MOST_YIELD_S
+            size_bytes = sum(t.nbytes for t in tensors)
+            end_s = time.monotonic() + MOST_YIELD_S * size_bytes / STRETCH_BYTES
             while busy() and time.monotonic() < end_s:
                 time.sleep(LOOK_S)
             sender.send(message, tensors)
             with self._changed:
                 if self._outgoing.get(device) is outgoing:
-                    self._waiting_bytes[device] -= sum(t.nbytes for t in tensors)
+                    self._waiting_bytes[device] -= size_bytes
 
 
 class StateFeed:
