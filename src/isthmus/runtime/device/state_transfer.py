@@ -218,8 +218,9 @@ class StateFeed:
         failed: Callable[[Exception], None],
         timeout_s: float,
     ) -> None:
-        """`of` is the donor, which `reach` dials. The thread calls `arrived`, and `failed` at the end; neither after
-        `close`."""
+        """`of` is the donor, which `reach` dials. The thread calls `arrived`, and `failed` where the connection ends
+        otherwise than between two messages: a donor that gives no more was told so, or is lost. Neither after `close`.
+        """
         self._hello = hello
         self._of = of
         self._reach = reach
@@ -236,13 +237,17 @@ class StateFeed:
             channel.close()
 
     def _receive(self) -> None:
+        begun = False
         try:
             self._channel = channel = self._reach()
             try:
                 channel.send(self._hello)
                 while not self._closed.is_set():
                     if (received := channel.receive(self._guard, self._timeout_s)) is None:
+                        if begun:
+                            return
                         raise PeerError(f"{channel.other}: closed the connection")
+                    begun = True
                     if isinstance(received[0], StateMessage | StatePart) and not self._closed.is_set():
                         self._arrived(received[0], received[1])
             finally:
