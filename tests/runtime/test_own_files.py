@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -100,3 +101,37 @@ def test_what_a_device_has_otherwise_comes_from_the_coordinator(
     assert_equal(got, {**expected(), "lora": torch.ones(2)})
     with pytest.raises(PeerError, match="lacks weights that it was not asked for, such as 'base"):
         placed.lacking("d0", tuple(lacking))
+
+
+@pytest.mark.parametrize(
+    ("model", "file", "words"),
+    [
+        ("{outside}", FILE, "names no file outside of this folder"),
+        ("~", FILE, "names no file outside of this folder"),
+        ("base/../../outside", FILE, "names no file outside of this folder"),
+        ("base", f"../../outside/{FILE}", "expected a file below the model's folder"),
+        ("linked", FILE, "leads out of this device"),
+        ("~no-such-user-here/base", FILE, "home directory"),
+    ],
+)
+def test_another_owners_coordinator_reads_no_file_outside_of_the_folder(
+    model: str, file: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, outside = tmp_path / "own", tmp_path / "outside"
+    ours = values(outside)
+    values(own / "base")
+    (own / "linked").symlink_to(outside)
+    monkeypatch.chdir(own)
+    (asked,) = WeightFiles(str(outside)).of(ours)
+    found, lacking = own_weights([msgspec.structs.replace(asked, model="base")], foreign=True)
+    assert not lacking and found.keys() == expected().keys()
+    named = msgspec.structs.replace(asked, model=model.format(outside=outside), file=file)
+    found, lacking = own_weights([named], foreign=True)
+    assert not found and all(words in reason for reason in lacking.values()), lacking
+
+
+def test_a_commit_is_no_path(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    (asked,) = WeightFiles(str(tmp_path / "base")).of(values(tmp_path / "base"))
+    _, lacking = own_weights([msgspec.structs.replace(asked, model="org/tiny", commit="../../../x")])
+    assert all("expected 40 hexadecimal digits" in reason for reason in lacking.values()), lacking

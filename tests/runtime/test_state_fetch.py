@@ -236,7 +236,9 @@ def test_a_joining_device_gets_what_is_put_before_it_comes_and_after_while_stage
     outlets.put(STRETCH, [ROW], None)
     assert asked.found.get(timeout=10)[0] == STRETCH
     outlets.close()
-    assert asked.end() == "device 'oslo': closed the connection" and outlets.waiting_bytes() == 0
+    assert asked.found.empty() and outlets.waiting_bytes() == 0
+    with pytest.raises(queue.Empty):  # it keeps what it has
+        asked.ended.get(timeout=0.2)
 
 
 @pytest.mark.parametrize("wrong", ["number", "receiver", "key", "run", "over"])

@@ -74,6 +74,13 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, entry: dict
         stored_tensors(tmp_path / "m.safetensors")
 
 
+def test_a_header_of_many_brackets_is_refused(tmp_path: Path) -> None:
+    header = b'{"w": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="no safetensors file"):
+        stored_tensors(tmp_path / "m.safetensors")
+
+
 def test_all_types_of_the_format_that_torch_writes_are_known(tmp_path: Path) -> None:
     save_file({name: torch.zeros(2, dtype=getattr(torch, name)) for name in DTYPES.values()}, tmp_path / "all")
     assert {t.header.dtype for t in stored_tensors(tmp_path / "all").values()} == set(DTYPES.values())

@@ -161,7 +161,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         there = path.stat().st_size - 8 - size
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         raise UserError(f"{path}: no safetensors file, or truncated in its header") from None
     return {
         name: StoredTensor(_header(path, name, e, there), path, 8 + size + e.data_offsets[0], name)

@@ -410,10 +410,15 @@ class DeviceWorker:
         """Take the stage's weights, from files of its own too; False where the coordinator is to send more of them."""
         if order.epoch != self._epoch:
             return True  # the session knows what to do with it
-        found, lacking = own_weights(order.files)
+        found, lacking = own_weights(order.files, foreign=self._foreign)
         self._values = {**self._values, **given, **found}
         if lacking:
-            self._send(WeightsLacked(names=tuple(lacking), reason=next(iter(lacking.values())), epoch=order.epoch))
+            reason = next(iter(lacking.values()))
+            if self._foreign:
+                said = f"device {self._site.device}: {len(lacking)} weights come from the coordinator: {reason}"
+                print(said, file=sys.stderr, flush=True)
+                reason = "it has other files, or none"
+            self._send(WeightsLacked(names=tuple(lacking), reason=reason, epoch=order.epoch))
         return not lacking
 
     def _make(self, assignment: Assignment, values: Mapping[str, Tensor]) -> None:

@@ -219,7 +219,7 @@ class StateFeed:
         timeout_s: float,
     ) -> None:
         """`of` is the donor, which `reach` dials. The thread calls `arrived`, and `failed` where the connection ends
-        otherwise than between two messages: a donor that gives no more was told so, or is lost. Neither after `close`.
+        otherwise than between two messages: a donor that ends it has an order to, or is lost. Neither after `close`.
         """
         self._hello = hello
         self._of = of
