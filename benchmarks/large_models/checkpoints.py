@@ -80,10 +80,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_run(folder: Path, size: str) -> None:
     """A finished run's folder: no more than one tensor is ever in memory."""
-    config = Qwen3Config(**QWEN3, **SIZES[size], num_key_value_heads=8)
+    config = Qwen3Config.from_dict({**QWEN3, **SIZES[size], "num_key_value_heads": 8})
     config.architectures = [Qwen3ForCausalLM.__name__]
     config.save_pretrained(folder / "config")
-    options = {"path": str(folder / "config"), "task": "causal-lm", "random_weights": True, "dtype": "bfloat16"}
+    options: dict[str, object] = {
+        "path": str(folder / "config"),
+        "task": "causal-lm",
+        "random_weights": True,
+        "dtype": "bfloat16",
+    }
     model = ModelSpec(name="hf", options=options)
     data = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 64, "max_bytes": 200_000})
     job = Job(name="large", model=model, data=data, training=TrainingConfig(steps=1, batch_size=2, micro_batches=2))
