@@ -145,6 +145,7 @@ def test_gpt2_xl_has_its_real_sizes():
         ("hf", {"path": "x", "task": "causal"}, "hf option 'task': 'causal': did you mean 'causal-lm'?"),
         ("hf", {"path": "./no/such/place", "task": "causal-lm"}, "no directory ./no/such/place"),
         ("hf", {"path": "no/such/place", "task": "causal-lm"}, "and it is no id of the hub"),
+        ("hf", {"path": "s3://bucket/model", "task": "causal-lm"}, "expected a folder or an id of the hub: no URL"),
     ],
 )
 def test_bad_options_say_what_is_wrong(name, options, message):
@@ -160,6 +161,14 @@ def test_a_slip_in_a_folders_name_asks_no_hub(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("isthmus.models.hugging_face._transformers", lambda: pytest.fail("it was looked for"))
     with pytest.raises(UserError, match=r"no directory models/tinny in .*: did you mean 'models/tiny'\?"):
         build("hf", path="models/tinny", task="causal-lm")
+
+
+def test_a_shard_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    build("hf-gpt2", **GPT2).save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-50])
+    with pytest.raises(UserError, match=f"{shard.name}: truncated, or no safetensors file"):
+        build("hf", path=str(tmp_path), task="causal-lm")
 
 
 def test_aliases_of_config_fields_are_options_too():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import logging
 import re
 import shutil
 import sys
@@ -20,6 +21,7 @@ from unittest import mock
 
 import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -81,6 +83,7 @@ def _transformers() -> ModuleType:
     library = import_extra("transformers", "the model")
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each try to reach the hub
     return library
 
 
@@ -211,12 +214,25 @@ def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
     except (UserError, NotInFiles):
         raise
     except Exception as error:  # missing files, no network, wrong task, unreadable weights: one family each
+        _check_files(path)
         raise UserError(f"hf option 'path': {chosen.path} as {chosen.task}: {_one_line(error)}") from error
     return module.train()
 
 
+def _check_files(folder: Path) -> None:
+    """UserError for a weights file that is broken: the library does not say which."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):  # pyright: ignore[reportUnknownVariableType]
+                pass
+        except SafetensorError as error:
+            raise UserError(f"hf option 'path': {file}: truncated, or no safetensors file: {error}") from None
+
+
 def _check_is_id(given: str, path: Path) -> None:
     """UserError for what is rather a folder that is not here: nothing is asked of the hub for it."""
+    if "://" in given:
+        raise UserError(f"hf option 'path': got {given!r}, expected a folder or an id of the hub: no URL is read")
     folders = [str(one) for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(str(path), folders, n=1, cutoff=0.8) if path.parent != Path() else []
     if near or given.count("/") > 1:
