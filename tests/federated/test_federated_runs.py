@@ -117,7 +117,7 @@ def written(run: Path) -> int:
 def test_a_killed_executor_costs_nothing_but_time(reference: bytes, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(
-        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [40.0, 40.0]")), "--run", run
+        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [80.0, 80.0]")), "--run", run
     )
     wait_until(lambda: written(run), process)
     os.kill(children(process.pid)[1], signal.SIGKILL)

@@ -207,7 +207,7 @@ def test_sites_clip_and_add_their_noise_before_they_mask(tmp_path: Path, monkeyp
 def test_a_site_that_sends_masked_updates_only_leaves_a_coordinator_that_wants_plain_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_job(tmp_path, NAMES)
+    write_job(tmp_path, NAMES, rounds=40)  # c comes while they last
     job_file = tmp_path / "fed.toml"
     edited(tmp_path / "c.toml", ("[data]", "[approval]\nsecure = true\n\n[data]"))
     edited(
