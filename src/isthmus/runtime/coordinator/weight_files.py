@@ -22,15 +22,19 @@ class WeightFiles:
 
     def of(self, values: Mapping[str, Sent]) -> tuple[WeightFile, ...]:
         """Where those of the values are that lie in the model's files."""
-        by_path: dict[Path, list[FileTensor]] = {}
+        by_path: dict[Path, dict[str, StoredTensor]] = {}
         for name, value in values.items():
-            if isinstance(value, StoredTensor) and self._place(value.path) is not None:
-                by_path.setdefault(value.path, []).append(self._tensor(name, value))
-        places = {path: self._place(path) for path in by_path}
+            if isinstance(value, StoredTensor):
+                by_path.setdefault(value.path, {})[name] = value
         return tuple(
-            WeightFile(model=self._path, commit=place[0], file=place[1], tensors=tuple(by_path[path]))
-            for path, place in places.items()
-            if place is not None
+            WeightFile(
+                model=self._path,
+                commit=place[0],
+                file=place[1],
+                tensors=tuple(self._tensor(name, value) for name, value in stored.items()),
+            )
+            for path, stored in by_path.items()
+            if (place := self._place(path)) is not None
         )
 
     def _place(self, path: Path) -> tuple[str, str] | None:
