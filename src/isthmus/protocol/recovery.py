@@ -136,7 +136,7 @@ def recovery_point(layout: StateLayout, held: Held, lineage: Lineage, saved_step
 
 
 class StateSources:
-    """Who gives which parts to whom in an epoch, and who else could."""
+    """The devices that give parts in an epoch, to whom, and others that could."""
 
     def __init__(
         self, layout: StateLayout, holds: Mapping[str, frozenset[str]], seconds_per_byte: SecondsPerByte = _alike

@@ -135,8 +135,42 @@ class StateSender:
             self._link.close()
 
 
-class StateFetch:
-    """The receiver's side: the parts of one donor, received by a thread."""
+class DonorConnection:
+    """A connection to a donor, dialled and received by a thread. A subclass makes this last in its constructor."""
+
+    def __init__(self, name: str, reach: Callable[[], SocketChannel]) -> None:
+        """`name` is the thread's; `reach` dials."""
+        self._reach = reach
+        self._closed = threading.Event()
+        self._channel: SocketChannel | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if (channel := self._channel) is not None:
+            channel.close()
+
+    def _run(self) -> None:
+        try:
+            self._channel = channel = self._reach()
+            try:
+                self._exchange(channel)
+            finally:
+                channel.close()
+        except Exception as e:  # of any kind: the coordinator has another way to get the state there
+            if not self._closed.is_set():
+                self._broken(e)
+
+    def _exchange(self, channel: SocketChannel) -> None:
+        raise NotImplementedError
+
+    def _broken(self, error: Exception) -> None:
+        """Not called after `close`."""
+        raise NotImplementedError
+
+
+class StateFetch(DonorConnection):
+    """The receiver's side: the parts of one donor."""
 
     def __init__(
         self,
@@ -154,30 +188,17 @@ class StateFetch:
         self._hello = hello
         self._step = step
         self._shapes = dict(shapes)  # of the parts that are still to come
-        self._reach = reach
         self._arrived = arrived
         self._failed = failed
-        self._closed = threading.Event()
-        self._channel: SocketChannel | None = None
-        threading.Thread(target=self._receive, name=f"fetch state for {hello.device}", daemon=True).start()
+        super().__init__(f"fetch state for {hello.device}", reach)
 
-    def close(self) -> None:
-        self._closed.set()
-        if (channel := self._channel) is not None:
-            channel.close()
+    def _exchange(self, channel: SocketChannel) -> None:
+        channel.send(self._hello)
+        while self._shapes and not self._closed.is_set():
+            self._take(channel)
 
-    def _receive(self) -> None:
-        try:
-            self._channel = channel = self._reach()
-            try:
-                channel.send(self._hello)
-                while self._shapes and not self._closed.is_set():
-                    self._take(channel)
-            finally:
-                channel.close()
-        except Exception as e:  # of any kind: the coordinator finds another donor
-            if not self._closed.is_set():
-                self._failed(str(e) if isinstance(e, PeerError) else f"{type(e).__name__}: {e}")
+    def _broken(self, error: Exception) -> None:
+        self._failed(str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}")
 
     def _take(self, channel: SocketChannel) -> None:
         received = channel.receive(self._guard, self._timeout_s)

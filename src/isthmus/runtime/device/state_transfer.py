@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import SendState
 from isthmus.runtime.device.peer_connections import is_peer
-from isthmus.runtime.device.state_fetch import StateSender
+from isthmus.runtime.device.state_fetch import DonorConnection, StateSender
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Peer
 from isthmus.runtime.messages.run import Heartbeat
@@ -122,7 +122,7 @@ class StateOutlets:
     """The donor's connections to joining devices. `attach` is called by the thread of a connection, which sends."""
 
     def __init__(self, run: str, timeout_s: float) -> None:
-        """Who asks before the coordinator's order is here waits for `timeout_s`."""
+        """A device that asks before the coordinator's order is here waits for `timeout_s`."""
         self._run = run
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -206,8 +206,8 @@ class StateOutlets:
                     self._waiting_bytes[device] -= size_bytes
 
 
-class StateFeed:
-    """A joining device's connection to one donor, received by a thread."""
+class StateFeed(DonorConnection):
+    """A joining device's connection to one donor."""
 
     def __init__(
         self,
@@ -223,38 +223,25 @@ class StateFeed:
         """
         self._hello = hello
         self._of = of
-        self._reach = reach
         self._arrived = arrived
         self._failed = failed
         self._timeout_s = timeout_s
-        self._closed = threading.Event()
-        self._channel: SocketChannel | None = None
-        threading.Thread(target=self._receive, name=f"follow {of}", daemon=True).start()
+        super().__init__(f"follow {of}", reach)
 
-    def close(self) -> None:
-        self._closed.set()
-        if (channel := self._channel) is not None:
-            channel.close()
-
-    def _receive(self) -> None:
+    def _exchange(self, channel: SocketChannel) -> None:
+        channel.send(self._hello)
         begun = False
-        try:
-            self._channel = channel = self._reach()
-            try:
-                channel.send(self._hello)
-                while not self._closed.is_set():
-                    if (received := channel.receive(self._guard, self._timeout_s)) is None:
-                        if begun:
-                            return
-                        raise PeerError(f"{channel.other}: closed the connection")
-                    begun = True
-                    if isinstance(received[0], StateMessage | StatePart) and not self._closed.is_set():
-                        self._arrived(received[0], received[1])
-            finally:
-                channel.close()
-        except Exception as e:  # of any kind: the device can still join
-            if not self._closed.is_set():
-                self._failed(e)
+        while not self._closed.is_set():
+            if (received := channel.receive(self._guard, self._timeout_s)) is None:
+                if begun:
+                    return
+                raise PeerError(f"{channel.other}: closed the connection")
+            begun = True
+            if isinstance(received[0], StateMessage | StatePart) and not self._closed.is_set():
+                self._arrived(received[0], received[1])
+
+    def _broken(self, error: Exception) -> None:
+        self._failed(error)
 
     def _guard(self, message: AnyMessage) -> None:
         """PeerError unless it is a stretch of bytes, or says what bytes will be, of this transfer. Errors do not name
