@@ -78,12 +78,10 @@ FIGURES: Mapping[str, Figure] = {  # figures by the name of the field, in the or
 
 
 def figures_of(step: StepFigures) -> dict[str, float]:
-    """Return those that the step has, by name."""
     found: dict[str, float | None] = {name: getattr(step, name) for name in FIGURES}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def figures_text(figures: Mapping[str, float]) -> list[str]:
-    """Return what a sentence says of them."""
     said = (figure.said(figures[name]) for name, figure in FIGURES.items() if name in figures)
     return [text for text in said if text]

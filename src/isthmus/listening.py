@@ -36,7 +36,6 @@ def shown_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -44,8 +44,6 @@ class _HostStream(Stream):
 
 
 class Host:
-    """Implements `Accelerator`."""
-
     device = torch.device("cpu")
     asynchronous = False
 

@@ -52,7 +52,6 @@ class Audited(msgspec.Struct, frozen=True, kw_only=True):
         return self.wrong_step is None
 
     def lines(self) -> list[str]:
-        """For people."""
         found = [f"{name}: reported nothing of some step" for name in self.missing]
         for finding in self.findings:
             who = " or ".join(finding.workers)
@@ -179,7 +178,6 @@ def _steps(after: int, step: int) -> str:
 
 
 def _judged(found: Audited, kept: Mapping[int, Fingerprinted], expected: Mapping[int, Reports]) -> Audited:
-    """With what these steps show."""
     compared, missing, seen = found.compared, set(found.missing), set(found.devices)
     wrong_step: int | None = None
     findings: tuple[StepFinding, ...] = ()

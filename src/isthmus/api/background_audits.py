@@ -60,7 +60,6 @@ class BackgroundAudits:
             self.working.join()
 
     def saved(self, step: int) -> None:
-        """A checkpoint of the run is there."""
         busy = self.working is not None and self.working.is_alive()
         if busy or secrets.randbelow(1 << 32) >= self._share * (1 << 32):
             return

@@ -158,7 +158,6 @@ class Cluster:
         return [name for name in self._specs if name not in joined or not present.issuperset(joined[name])]
 
     def _why(self, name: str) -> str:
-        """Return the reason in its last lines."""
         last = [line for line in self._log.last(name) if line.strip()]
         errors = [line for line in last if line.startswith("error: ")]
         said = errors[-1].removeprefix("error: ") if errors else f"it printed last {last[-1]!r}" if last else ""
@@ -173,7 +172,6 @@ class AgentRestarts(msgspec.Struct, frozen=True):
     given_up: bool = False
 
     def after(self, now_s: float, *, able: bool) -> AgentRestarts:
-        """Once it is lost again."""
         if not able or self.count == MOST_RESTARTS:
             return AgentRestarts(self.count, given_up=True)
         return AgentRestarts(self.count + 1, now_s + PAUSE_S * self.count * 2)

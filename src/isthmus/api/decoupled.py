@@ -192,7 +192,6 @@ class _Watch:
         run.machine.trace.add = self._spans.append
 
     def start(self, fleet: Fleet, stop: Stop) -> None:
-        """The folder is the run's from now on."""
         begun = self._run.machine.begun
         self._folder.begin(self._job, fleet, None, self._step, self._watch.observer.note)
         self._merges.keep_if(lambda line: line.merge.merge <= begun.merge)

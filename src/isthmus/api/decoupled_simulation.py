@@ -55,7 +55,6 @@ class DecoupledForecast(Forecast, frozen=True, kw_only=True):
 
     @property
     def steps(self) -> dict[str, int]:
-        """Return the number of steps by replica."""
         return dict(sorted(Counter(name for _, name, _ in self.run.steps).items()))
 
     def timeline(self) -> list[tuple[float, str]]:
@@ -63,7 +62,6 @@ class DecoupledForecast(Forecast, frozen=True, kw_only=True):
         return happened(self.faults, self.run.seconds, self.run.notes)
 
     def lines(self) -> list[str]:
-        """The replicas, what happened, and what came of it."""
         run = self.run
         steps = ", ".join(f"{name} {count}" for name, count in self.steps.items())
         return [
@@ -98,8 +96,6 @@ class DecoupledForecast(Forecast, frozen=True, kw_only=True):
 
 
 class PlannedReplicas(NamedTuple):
-    """Each replica's plan, and when they merge."""
-
     job: Job  # with its period, where that was planned
     fleet: Fleet
     graph: OpGraph
@@ -155,7 +151,6 @@ class PlannedReplicas(NamedTuple):
         return found
 
     def devices(self, replica: str) -> Fleet:
-        """The replica's own."""
         return self.fleet.subset(replica_groups(self.job, self.fleet)[replica])
 
 

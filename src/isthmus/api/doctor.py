@@ -23,7 +23,6 @@ class Examined(NamedTuple):
         return self.findings[-1].good if self.joined else all(finding.good for finding in self.findings)
 
     def table(self) -> Table:
-        """A row for each finding."""
         title = "On the way to the coordinator" if self.joined else "This machine, which has joined no fleet"
         drawn = Table("hop", "", "found", "what to do", title=title)
         for finding in self.findings:

@@ -63,7 +63,6 @@ class FaultedRun(Forecast, frozen=True, kw_only=True):
 
     @property
     def redone(self) -> int:
-        """Steps that were done again."""
         return len(self.run.done_s) - len({step for _, step in self.run.done_s})
 
     @property
@@ -120,7 +119,6 @@ class FaultedRun(Forecast, frozen=True, kw_only=True):
         return begin_s - max(before) if before and not recovery.reason.startswith("the plan is changed") else None
 
     def draw(self, path: Path) -> None:
-        """Steps over time, with faults and recoveries."""
         marks = [(fault.time_s, fault_text(fault)) for fault in self.faults]
         draw_faults(self.run.done_s, marks, self.run.recovered_s, path, seconds=self.run.seconds)
 

@@ -359,14 +359,11 @@ MOST_LINES = 60  # lines of a timeline on a terminal; JSON has all
 
 
 class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Faults, and what came of them."""
-
     run: SimulatedFederation
     faults: tuple[Fault, ...]
     undisturbed_s: float | None  # all rounds without faults; None where they cannot be finished without them either
 
     def entries(self) -> list[tuple[float, str]]:
-        """Return the events by second of the run."""
         return happened(self.faults, self.run.seconds, ((event.time_s, event.text) for event in self.run.events))
 
     def lines(self) -> list[str]:

@@ -178,7 +178,6 @@ class RunFolder:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
 
     def forget_losses(self, step: int, note: Callable[[str], None] = lambda _: None) -> None:
-        """Forget the losses after so many steps."""
         self._losses.keep_if(lambda point: point.step <= step, note)
 
     @property
@@ -224,7 +223,6 @@ class RunFolder:
 
     @property
     def kind(self) -> Literal["pipeline", "federated"]:
-        """The kind of its job."""
         return kind_of(self.read(dict[str, object]), str(self.path))
 
     def check_kind(self, kind: str) -> None:
@@ -239,7 +237,6 @@ class RunFolder:
         return self.read(READERS[self.kind].struct)
 
     def read(self, kind: type[Decoded]) -> Decoded:
-        """The job, as one of this kind."""
         try:
             return read_job(self.path, kind, f"run folder {self.path}: {JOB}")
         except FileNotFoundError:

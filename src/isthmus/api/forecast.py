@@ -18,8 +18,6 @@ from isthmus.units import format_duration
 
 
 class Simulating(NamedTuple):
-    """A request for a simulation."""
-
     faults: tuple[Fault, ...] = ()
     steps: int | None = None  # of a pipeline: so many under its first plan, without faults; None: the whole run
     plan: Path | None = None  # a plan document to follow

@@ -43,8 +43,6 @@ MOST = 1 << 63  # whole numbers of a request are below it: torch's seeds, and wh
 
 
 class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run's model is served."""
-
     objective: Objective | None = None
     """Plan a chain of devices for least time per token, or most tokens per second; None: as the run's plan has
     it, or for latency where the run is of decoupled replicas."""
@@ -103,8 +101,6 @@ class _AnswerText:
 
 
 class _Answer:
-    """A request's tokens as text."""
-
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> None:
         self._text = None if tokenizer is None else _AnswerText(tokenizer, prompt)
         self.over = False
@@ -221,7 +217,6 @@ class ModelService:
         self._host.stop()
 
     def wait_ended(self) -> None:
-        """Until it answers no more."""
         self._host.over.wait()
 
 
@@ -346,7 +341,6 @@ def tokenizer_of(folder: RunFolder) -> Tokenizer | None:
 
 
 def chain_text(chain: Chain) -> str:
-    """One line."""
     return (
         f"stages on {' > '.join(chain.devices)}: predicted {format_duration(chain.token_s)} per token, "
         f"{chain.tokens_per_s:.3g} tokens/s with {chain.at_once} requests at once"
@@ -354,8 +348,6 @@ def chain_text(chain: Chain) -> str:
 
 
 class Generated(NamedTuple):
-    """An answer."""
-
     prompt: str | tuple[int, ...]
     text: str
     tokens: tuple[int, ...]
@@ -374,7 +366,6 @@ class Generation(NamedTuple):
     statistics: ServingStatistics
 
     def document(self) -> dict[str, object]:
-        """Return the document as JSON has it."""
         answers = [
             {"prompt": a.prompt, "text": a.text, "tokens": a.tokens, "failure": a.failure and str(a.failure)}
             for a in self.answers

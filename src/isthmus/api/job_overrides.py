@@ -28,7 +28,6 @@ def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}, *, comma
 
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
-    """Return the same as `job_of`."""
     return _job(job, overrides, FEDERATED)
 
 

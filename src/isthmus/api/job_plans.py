@@ -32,14 +32,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.job import Job, Prepared, constraints_of, described_here, fleet_of, prepare
-from isthmus.planners import (
-    INTERRUPTED,
-    SearchStopped,
-    capabilities,
-    check_planner,
-    cut_short,
-    planner_names,
-)
+from isthmus.planners import INTERRUPTED, SearchStopped, capabilities, check_planner, cut_short, planner_names
 from isthmus.plans import Plan, load_plan, schedule_of
 from isthmus.report import (
     ComparedPlan,

@@ -129,7 +129,6 @@ def _carried_out(
 
 @contextlib.contextmanager
 def _opened(state_folder: Path, job: Submitted, logged: Logged) -> Generator[Observer]:
-    """Its log."""
     log = job_log(state_folder, job.number)
     log.parent.mkdir(mode=0o700, exist_ok=True)
     with log.open("a", encoding="utf-8", buffering=1) as file:

@@ -39,7 +39,6 @@ def opened(state: Path | None) -> Generator[tuple[JobQueue, Path]]:
 
 
 def submitted_jobs(state: Path | None = None) -> list[Submitted]:
-    """In their order."""
     with opened(state) as (queue, _):
         return queue.jobs()
 
@@ -93,7 +92,6 @@ def make_tickets(count: int = 1, state: Path | None = None) -> list[str]:
 
 
 def fleet_members(state: Path | None = None) -> list[Member]:
-    """The devices that joined."""
     return FleetState(served_folder(state)).roster.members()
 
 

@@ -42,8 +42,6 @@ Ask = Callable[[], str]  # gives the text of a ticket
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's options for a device."""
-
     state: Path | None = None  # folder of the key; none: ~/.local/state/isthmus/device
     ticket_file: Path | None = None
     name: str | None = None  # None: the host's name

@@ -177,7 +177,6 @@ def plan_spec(job: Job, plan: Plan) -> RunSpec:
 
 
 def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
-    """The simulator's view of the job."""
     return SimulationOptions(
         clips=prepared.job.training.exchanges_norms,
         counts=prepared.captured.train.count is not None,

@@ -30,8 +30,6 @@ SIMULATED_MERGES = 40  # merges that are simulated of each period that is tried
 
 
 class _Load(NamedTuple):
-    """The load of one period on a link."""
-
     link_s: float
     bytes_per_s: float
     size_bytes: int

@@ -97,6 +97,5 @@ def _line(name: str, describe: Callable[[str], str]) -> str:
 
 
 def kind_table(kind: Kind) -> RenderableType:
-    """A row for each planner."""
     rows = ((name, listed.what, listed.abilities) for name, listed in kind.planners.items())
     return planners_table(f"Planners that decide {kind.decides} ({kind.where})", rows, kind.abilities)

@@ -47,13 +47,7 @@ from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_record
-from isthmus.runtime.coordinator.run import (
-    RunOptions,
-    Watcher,
-    late_warnings,
-    manifest_of,
-    run_plan,
-)
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, late_warnings, manifest_of, run_plan
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.decoupled.trainer import seeded_model
@@ -391,7 +385,6 @@ def plan_again(prepared: Prepared, backend: Backend, holders: DataHolders, fleet
 
 
 def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], outcome: Outcome) -> None:
-    """Pictures and the summary."""
     (predicted, measured), periods = traces, outcome.periods
     run = Run(folder.path)
     train_points, heldout = finite_points(run.losses), finite_points(run.heldout)

@@ -98,7 +98,6 @@ class PipelineWatch:
         self.watch.evaluated(Evaluated(step=item.step, loss=loss, metrics=self._metrics.values(loss, more)))
 
     def rolled_back(self, step: int) -> None:
-        """Steps after this one will be reported once more."""
         self._heldout = {at: parts for at, parts in self._heldout.items() if at <= step}
         self._ends_s.clear()
         self.watch.rolled_back(step)

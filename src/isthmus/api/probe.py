@@ -26,8 +26,6 @@ from isthmus.runtime.service.probe_questions import speed_question
 
 
 class Probing(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements to make."""
-
     names: tuple[str, ...] = ()  # devices that joined; none: this machine's
     job: Path | None = None
     device: str = ""

@@ -17,15 +17,7 @@ from isthmus.cost import Problem, step_price
 from isthmus.planners import cut_short
 from isthmus.plans import Certificate, Plan
 from isthmus.units import format_duration
-from isthmus.verification import (
-    ProofProgress,
-    Prover,
-    Question,
-    StateBytes,
-    asked_in_words,
-    is_priced,
-    unproven,
-)
+from isthmus.verification import ProofProgress, Prover, Question, StateBytes, asked_in_words, is_priced, unproven
 
 ROUNDING = 1e-7  # relative: a bound that is so close to a plan's step is attained
 PLANNING_WORK = 3e7  # entries of arrays that decisions may fill while planning; a second has two to four times 10^7

@@ -30,7 +30,6 @@ class SimulatedQueue(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if all(job.state == "done" for job in self.jobs) else PeerError.exit_code
 
     def lines(self) -> list[str]:
-        """When each begins and ends, in words."""
         return [_line(number, job) for number, job in enumerate(self.jobs, 1)]
 
     def summary(self) -> dict[str, object]:

@@ -81,7 +81,6 @@ def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> 
 
 
 def fragment_bytes(job: Job, merged: MergedFragments) -> FragmentBytes:
-    """The sizes of the job's messages."""
     elements, floats = [values.numel() for values in merged.known], torch.float32
     return FragmentBytes(
         delta=tuple(delta_codec(job.sync.decoupled).wire_bytes(n, floats) for n in elements),

@@ -181,7 +181,6 @@ class RoundsWatch:
         self._uploads = RoundUploads(watch.uploads, watch.folder.path)
 
     def began(self, first_round: int) -> None:
-        """The folder is the run's."""
         watch, folder = self._watch, self._watch.folder
         if first_round:
             watch.observer.note(f"resuming {folder.path} after {first_round} rounds")
@@ -191,15 +190,12 @@ class RoundsWatch:
         watch.began(run_started(self._job, folder.path, first_round, self._stop.request))
 
     def keeps_states(self, size_bytes: int) -> None:
-        """Clients keep states of up to so many bytes."""
         self._uploads.keeps_states(size_bytes)
 
     def ended(self) -> None:
-        """No round follows."""
         self._uploads.look(self.noted, last=True)
 
     def noted(self, text: str) -> None:
-        """A line for people, while rounds go on."""
         self._watch.noted(text)
         self._watch.callbacks.fault(RunFault(step=self._watch.done, kind="note", text=text))
 

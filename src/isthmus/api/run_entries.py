@@ -45,8 +45,6 @@ def run_entries(run: Path) -> list[RunEntry]:
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """How far a run is, by its entries."""
-
     done: int = 0
     steps: int = 0  # steps of the whole run
     unit: Unit = "step"

@@ -26,8 +26,6 @@ PYTHON_AGAIN = "resume=True, run={run}"
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job is run."""
-
     resume: bool = False
     run: Path | None = None
     again: str = PYTHON_AGAIN  # the command that resumes the run; `{run}` stands for its folder

@@ -29,7 +29,6 @@ from isthmus.runtime.service.job_queue import JobQueue
 
 
 def serve_job(job: Job | FederatedJob, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
-    """Until it has run."""
     program_of(job).check(on_fleet=True)
     with serving_fleet(serving, observer.note) as service:
         return run_job(job, msgspec.structs.replace(choices, backend=service), observer, stop)

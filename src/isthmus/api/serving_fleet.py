@@ -19,8 +19,6 @@ from isthmus.units import parse_duration, whole_number
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a coordinator listens, and how it is reached."""
-
     host: str = "127.0.0.1"  # address to listen on
     port: int = PORT  # 0: any that is free
     addresses: tuple[str, ...] = ()  # HOST or HOST:PORT by which devices reach it; none: `host`
@@ -34,7 +32,6 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def serving_fleet(serving: Serving, log: Callable[[str], None]) -> Generator[FleetCoordinator]:
-    """A service that listens."""
     renewed_s = parse_duration(serving.renew_after_absence, "--renew-after-absence")
     fleet = FleetState(serving.state or state_folder("fleet"))
     with (

@@ -37,7 +37,6 @@ def _log_of(state: Path | None) -> SiteLog:
 
 
 def table(lines: list[SiteLogLine]) -> Table:
-    """For people."""
     found = Table(box=None, pad_edge=False)
     for name in ("time", "job", "event", "round", "bytes", "what"):
         found.add_column(name, justify="right" if name in ("round", "bytes") else "left")

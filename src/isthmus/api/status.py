@@ -49,7 +49,6 @@ def status_of(queue: JobQueue, folder: Path) -> Status:
 
 
 def progressed(job: Submitted) -> Progressed:
-    """Read the progress from the run's folder."""
     folder = Path(job.folder)
     state = run_state(run_entries(folder)) if job.folder else RunState()
     unit = "round" if job.kind == "federated" else "step"
@@ -72,7 +71,6 @@ def _asked(document: bytes, unit: str) -> int:
 
 
 def jobs_table(found: list[Submitted]) -> Table:
-    """A row for each job."""
     drawn = Table("job", "name", "state", "submitted", "took", "run folder", title="Jobs")
     for job in found:
         state = f"{job.state}: {job.detail}" if job.detail else job.state
@@ -92,7 +90,6 @@ def _took(job: Submitted) -> str:
 
 
 def members_table(members: list[Member]) -> Table:
-    """A row for each device that joined."""
     drawn = Table("device", "id", "joined", "last connected", "", title="Devices of the fleet")
     for member in members:
         drawn.add_row(

@@ -47,8 +47,6 @@ MARGIN = 1.1  # so much more than the largest run took is free before another be
 
 
 class SweepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A sweep as its folder keeps it."""
-
     name: str
     job: str  # absolute path
     job_digest: str  # SHA-256 of the job's file: runs of another one would not belong together
@@ -177,8 +175,6 @@ def may_start(running: Sequence[int], need: int | None, available: int | None, l
 
 
 class _Runner:
-    """The runs that are left, in processes."""
-
     def __init__(
         self, folder: Path, record: SweepRecord, tasks: dict[str, Task], limit: int, note: Callable[[str], None]
     ) -> None:

@@ -86,7 +86,6 @@ def train(
 
 @contextlib.contextmanager
 def _document(plan: Plan | str | Path | None) -> Generator[Path | None]:
-    """A plan as a file."""
     if not isinstance(plan, Plan):
         yield None if plan is None else Path(plan)
         return

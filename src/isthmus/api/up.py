@@ -21,12 +21,7 @@ from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import PYTHON_AGAIN, Choices, folder_of
 from isthmus.api.states import timeout_s
-from isthmus.api.up_choices import (
-    UpChoices,
-    agent_names,
-    agent_specs,
-    check_devices,
-)
+from isthmus.api.up_choices import UpChoices, agent_names, agent_specs, check_devices
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob

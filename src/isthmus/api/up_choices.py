@@ -18,8 +18,6 @@ AUTO, ISLAND = "auto", "island"
 
 
 class UpChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's choices for `isthmus up`."""
-
     engine: str
     options: Mapping[str, object] = {}  # options of the engine
     nodes: int | None = None  # None: as many as the fleet names, or all that the engine has

@@ -26,8 +26,6 @@ from isthmus.trace import Span
 
 
 class Ran(NamedTuple):
-    """How a program's part of a run ended."""
-
     outcome: Ended
     reason: str = ""  # why the run did not come to its end
     failure: Exception | None = None  # the error of a run that is lost or has diverged; None: `reason` says it all
@@ -44,7 +42,6 @@ class Watch:
         self._heldout_loss: float | None = None
 
     def began(self, started: RunStarted) -> None:
-        """A session begins; its folder is there."""
         self.done = started.first_step
         self.log.began(started)
         self.callbacks.start(started)
@@ -75,7 +72,6 @@ class Watch:
             self.callbacks.fault(fault)
 
     def noted(self, text: str) -> None:
-        """A line for people."""
         self.log.fault(RunFault(step=self.done, kind="note", text=text))
         self.observer.note(text)
 
@@ -87,7 +83,6 @@ class Watch:
         self.fault(RunFault(step=step, kind="back"))
 
     def ended(self, ran: Ran, pictures: Mapping[str, Path] = {}) -> None:
-        """The session is over, and the folder complete."""
         self.log.ended(ran.outcome, ran.reason)
         ended = RunEnded(run=self.folder.path, outcome=ran.outcome, reason=ran.reason, pictures=pictures)
         self.callbacks.end(ended)
@@ -128,7 +123,6 @@ class RunLog:
         self._held: RunEntry | None = None  # A step that was not written, as it came soon after another one
 
     def began(self, started: RunStarted) -> None:
-        """A session goes on."""
         self._began_s = self._clock()
         try:
             (self._run / SPANS).write_bytes(b"")
@@ -140,7 +134,6 @@ class RunLog:
         self._add(RunEntry(at_s=self._began_s, kind="began", step=step, steps=steps, counts=unit))
 
     def planned(self, period: PlanPeriod) -> None:
-        """A plan is in force from now on."""
         first = period.first_step
         self._add(RunEntry(at_s=self._clock(), kind="planned", step=first, spans=self._spans, period=period))
 
@@ -167,7 +160,6 @@ class RunLog:
             self._write(entry)
 
     def measured(self, spans: Sequence[Span]) -> None:
-        """Spans of an evaluation, or of a step."""
         if self._spans < MOST_SPANS and spans:
             self._append(SPANS, self._encoder.encode_lines(spans))
             self._spans += len(spans)

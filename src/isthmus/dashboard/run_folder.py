@@ -78,8 +78,6 @@ class _Operator(msgspec.Struct):
 
 
 class _Graph(msgspec.Struct):
-    """The names in a run's graph."""
-
     ops: list[_Operator] = []
 
 
@@ -112,7 +110,6 @@ class WatchedRun:
 
     @property
     def state(self) -> RunState:
-        """Return how far it is."""
         entries = self.entries
         if self._known is None or self._known[0] is not entries:
             self._known = entries, run_state(entries)
@@ -147,7 +144,6 @@ class WatchedRun:
 
     @property
     def modules(self) -> dict[str, str]:
-        """The module of each operator, as tables name it."""
         graph = self.document("graph.json", _Graph)
         return {op.name: op.module for op in graph.ops if op.module} if graph else {}
 

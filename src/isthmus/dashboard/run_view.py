@@ -114,13 +114,11 @@ def _kept(entries: Sequence[RunEntry]) -> list[RunEntry]:
 
 
 def _curve(points: Sequence[LossPoint], split: str) -> list[list[float | None]]:
-    """Steps, and their losses."""
     kept = _thinned([p for p in points if p.split == split])
     return [[p.step for p in kept], [p.loss for p in kept]]
 
 
 def _metrics(points: Sequence[LossPoint]) -> dict[str, list[list[float | None]]]:
-    """Return the steps and the values of each metric."""
     kept = _thinned([p for p in points if p.split == "heldout"])
     names = dict.fromkeys(name for p in kept for name in p.metrics)
     return {name: [[p.step for p in kept], [p.metrics.get(name) for p in kept]] for name in names}

@@ -122,7 +122,6 @@ class Answers:
         return self._timelines.timeline(run, step, _moment(request), span_s=span_s, columns=columns)
 
     async def changes(self, request: Request) -> Response:
-        """An event each time that there is something new."""
         stamp = partial(self._stamp, request.query_params.get("run", ""))
 
         async def events() -> AsyncGenerator[dict[str, str]]:

@@ -35,8 +35,6 @@ EXECUTOR = "counting"
 
 
 class PassCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """The costs of one pass of a round."""
-
     flops: int
     """FLOPs of one of a client's samples in all epochs, forward and backward, as torch counts them: matrix products,
     convolutions, attention and recurrent layers."""
@@ -46,8 +44,6 @@ class PassCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """The costs of passes, and of a client's state."""
-
     passes: tuple[PassCosts, ...]
     state_bytes: int  # 0 for algorithms whose clients keep nothing
     model_bytes: int

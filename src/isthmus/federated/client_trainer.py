@@ -29,14 +29,7 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
 from isthmus.federated.stale_models import staleness_weight, without_stale_models
 from isthmus.federated.states import StateLost, States
-from isthmus.protocol.federated_messages import (
-    NONE,
-    ClientTask,
-    ClientTime,
-    PhaseId,
-    PhaseSetup,
-    RefusedUpdate,
-)
+from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, PhaseId, PhaseSetup, RefusedUpdate
 from isthmus.rng import torch_seed
 
 
@@ -192,7 +185,6 @@ class ClientTrainer:
         return tuple(timed), tuple(refused)
 
     def _update_of(self, task: ClientTask, state: Values | None) -> ClientUpdate:
-        """Train one client by itself, and return its update."""
         assert self._phase_id is not None, "a phase is open"
         round_, whole_broadcast = self._phase_id.round - task.late, self._broadcast_to(task)
         local = self._local(task, round_)
@@ -227,7 +219,6 @@ class ClientTrainer:
         return self._past[task.late - 1] if task.late else self._broadcast
 
     def _who(self, task: ClientTask) -> str:
-        """For what goes wrong with it."""
         alone = self._work.local.why_alone(task.samples) if self.resident.buffer_forms else ""
         return f"client {task.client}" + (f" ({alone})" if alone else "")
 

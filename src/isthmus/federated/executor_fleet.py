@@ -19,11 +19,9 @@ class ExecutorFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> list[str]:
-        """The names of the executors' devices."""
         return [device.name for device in self.devices]
 
     def flops_per_s(self, executor: int) -> float:
-        """Return the speed that training reaches there."""
         return self.devices[executor].sustained_flops_per_s
 
     def incoming(self, executor: int) -> Link | None:

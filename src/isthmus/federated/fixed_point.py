@@ -74,7 +74,6 @@ class FixedSum:
         return self._own()
 
     def _own(self) -> Tensor:
-        """Return the sum to read."""
         if self._empty:
             self._total.zero_()
             self._empty = False
@@ -82,7 +81,6 @@ class FixedSum:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing was added."""
         return self._empty and not self._merged
 
     @property

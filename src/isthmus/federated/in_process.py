@@ -136,13 +136,11 @@ class InProcess:
         return self._finish
 
     def broadcast(self) -> dict[str, Tensor]:
-        """Return the open phase's, for an executor."""
         found = self.server.broadcast()
         self.broadcast_bytes += sum(value.nbytes for value in found.values())
         return found
 
     def heard(self, executor: str, report: ExecutorReport) -> None:
-        """Take an executor's report."""
         self.machine.heard(executor, report)
 
     def _look(self) -> None:

@@ -35,8 +35,6 @@ MOST_ROUNDS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSteps:
-    """A client's steps in one round."""
-
     rate: float | None  # the learning rate of plain SGD; None where the optimizers are others, or gradients are clipped
     optimizers: tuple[AnyOptimizerConfig, ...]
     clip_norm: float

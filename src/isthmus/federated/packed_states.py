@@ -23,7 +23,6 @@ AT_ONCE_BYTES = 16 << 20
 
 
 def packed_beside(round_file: Path) -> Path:
-    """The file of a round's states."""
     return round_file.with_suffix(PACKED)
 
 

@@ -135,7 +135,6 @@ class MeanLoss(nn.Module):
 
 
 def mean_loss_model(*, model: dict[str, object], uneven: bool) -> MeanLoss:
-    """The model of a spec."""
     return MeanLoss(build_model(msgspec.convert(model, ModelSpec)), uneven=uneven)
 
 

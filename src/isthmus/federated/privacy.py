@@ -41,7 +41,6 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def bounds(self) -> AdmissionRules:
-        """The bounds of every update."""
         return AdmissionRules(max_norm=self.clip, clip=True)
 
 

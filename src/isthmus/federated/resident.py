@@ -91,7 +91,6 @@ class Resident:
         return dict(zip(self.names, self.views(vector), strict=True))
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers as they are, copied, by name."""
         return self._buffers.now()
 
     @property

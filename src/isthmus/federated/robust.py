@@ -47,7 +47,6 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def described(self) -> str:
-        """The rule with its options."""
         options = {
             "krum": f" with byzantine = {self.byzantine}, keep = {self.keep}",
             "trimmed_mean": f" with trim = {self.trim:g}",

@@ -30,12 +30,7 @@ from isthmus.federated.pipeline import Descend, PipelineLocal
 from isthmus.federated.privacy import Private
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import Rows, StateLost
-from isthmus.protocol.federated_messages import (
-    ClientTask,
-    ClientTime,
-    PhaseSetup,
-    RefusedUpdate,
-)
+from isthmus.protocol.federated_messages import ClientTask, ClientTime, PhaseSetup, RefusedUpdate
 from isthmus.units import format_metric
 
 
@@ -207,7 +202,6 @@ class Site(ClientTrainer):
 
     @property
     def passes(self) -> int:
-        """Passes of a round."""
         return len(self._passes)
 
     def _local(self, task: ClientTask, round_: int) -> LocalTrainer:

@@ -20,8 +20,6 @@ SiteEvent = Literal["asked", "allowed", "refused", "sent"]
 
 
 class SiteLogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that happened at a site."""
-
     time_s: float  # since 1970, by the site's clock
     event: SiteEvent
     """`asked`: a coordinator asks for a run. `allowed`, `refused`: the answer. `sent`: something left the site."""

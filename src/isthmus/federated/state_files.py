@@ -31,7 +31,6 @@ class StateFiles:
         self._open: dict[int, int] = {}
 
     def path(self, place: int) -> str:
-        """The file that holds a place."""
         file = place // self.per_file
         return f"{self._folder}/{file >> 8:03x}/{file & 255:02x}.states"
 

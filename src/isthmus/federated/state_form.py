@@ -36,8 +36,6 @@ _CLIENT, _ROUND, _SHA256 = b"0" * 12, b"0" * 9, b"0" * 64
 
 
 class _Part(NamedTuple):
-    """One tensor of a state."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     at: int  # in bytes, from the beginning of the state's own

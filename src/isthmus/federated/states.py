@@ -76,8 +76,6 @@ class States(Protocol):
 
 
 class _Batch(NamedTuple):
-    """States in memory."""
-
     memory: NDArray[np.uint8]  # [states, bytes], as on disk
     views: Rows  # the tensors in it
     whole: Sequence[bool] = ()  # whether the digest of each state that was read is right
@@ -127,7 +125,6 @@ class StateStore:
                     yield place
 
     def path(self, place: int) -> str:
-        """The file that holds a place."""
         return self._files.path(place)
 
     def expect(self, places: Iterable[int]) -> None:

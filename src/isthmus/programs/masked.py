@@ -58,8 +58,6 @@ class TakeMasksOff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unmasking(NamedTuple):
-    """The answer to `take_masks_off`."""
-
     reason: str = ""  # why the shares that are here do not give back the secrets; empty: the masks are off
     wrong: frozenset[tuple[str, str]] = frozenset()
     """Holder and owner of each share that is wrong; the others were enough."""

@@ -53,8 +53,6 @@ _FASTER = 8  # times the fastest pace that was seen: what one that was away may 
 
 
 class _Member:
-    """A replica that is connected, or was."""
-
     def __init__(self, now_s: float, before: _Member | None, steps: int, fragments: int) -> None:
         """`before`: on the connection before. `steps` were made before this connection; before the first one, what
         was learned in them is merged or lost."""
@@ -354,7 +352,6 @@ class Merger(Policy[MergerPort], Session):
             self._again.failed(replica, self.now_s)
 
     def _leave(self, replica: str) -> None:
-        """Merges count on it no more."""
         if self.over or replica not in self.present:
             return
         self._members[replica].present = False

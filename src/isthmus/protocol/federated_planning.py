@@ -7,14 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from isthmus.planners.cohort import (
-    CohortProblem,
-    CohortSchedule,
-    certified,
-    fractional,
-    parrot,
-    schedule_cohort,
-)
+from isthmus.planners.cohort import CohortProblem, CohortSchedule, certified, fractional, parrot, schedule_cohort
 from isthmus.planners.cohort.problem import Floats
 
 STEP_S = 1e-4  # the rough seconds of one exchange of the certified search

@@ -9,12 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.planners.cohort import CohortSchedule
-from isthmus.protocol.federated_messages import (
-    NONE,
-    ClientTask,
-    ClientTime,
-    LinearFit,
-)
+from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, LinearFit
 from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
@@ -33,8 +28,6 @@ class ClientAssignment:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """A schedule, and what it is of."""
-
     round: int
     alive: tuple[str, ...]
     cohort: Integers

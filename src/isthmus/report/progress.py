@@ -130,7 +130,6 @@ def _bar(console: Console) -> rich.progress.Progress:
 
 
 def _facts(done: StepDone) -> list[str]:
-    """The step's number first."""
     return [f"{done.unit} {done.step}/{done.steps}", *figures_text(figures_of(done)), *filter(None, (done.text,))]
 
 

@@ -13,13 +13,7 @@ from rich.text import Text
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Certificate, Plan, is_of_any_plan
-from isthmus.report.summary import (
-    ComparisonSummary,
-    PlanSummary,
-    StageSummary,
-    Transfer,
-    plan_summary,
-)
+from isthmus.report.summary import ComparisonSummary, PlanSummary, StageSummary, Transfer, plan_summary
 from isthmus.units import format_bandwidth, format_duration, format_share, format_size
 from isthmus.verification import Verdict
 from isthmus.verification.question import Figure
@@ -226,7 +220,6 @@ def _seconds(seconds: float) -> str:
 
 
 def bound_text(certificate: Certificate) -> str:
-    """The bound with its unit."""
     if certificate.objective == "cost":
         return f"{1000 * certificate.lower_bound:.4g} per 1,000 steps"
     return format_duration(certificate.lower_bound)

@@ -68,8 +68,6 @@ class _TimesAlone:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaModel:
-    """One replica's times."""
-
     name: str
     step_s: float
     samples: int  # samples of a step
@@ -100,8 +98,6 @@ class FragmentBytes:
 
 @dataclass(kw_only=True)
 class SimulatedReplicas:
-    """A whole run."""
-
     merges: list[tuple[float, MergeChanges]] = field(default_factory=list[tuple[float, MergeChanges]])
     steps: list[tuple[float, str, StepsMade]] = field(default_factory=list[tuple[float, str, StepsMade]])
     """When the merger heard of each."""

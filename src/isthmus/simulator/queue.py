@@ -13,8 +13,6 @@ from isthmus.simulator.options import Fault
 
 
 class RunOfJob(NamedTuple):
-    """The result of a job's simulation."""
-
     seconds: float
     reason: str = ""  # why it is lost; empty: it is done
     needed: Collection[str] = ()  # devices without which it does not begin

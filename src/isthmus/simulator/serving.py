@@ -44,13 +44,10 @@ class ServedRequest(NamedTuple):
 
 
 class SimulatedAnswer(NamedTuple):
-    """The answer to a request."""
-
     token_s: tuple[float, ...]  # seconds at which each token came
     refused: str = ""  # why there are no more
 
     def described(self) -> str:
-        """In words."""
         count, ended = len(self.token_s), f"; then none: {self.refused}" if self.refused else ""
         if not count:
             return f"no token{ended}"
@@ -81,14 +78,11 @@ class SimulatedServing(msgspec.Struct, frozen=True, kw_only=True):
         return len(times_s) / max(times_s) if times_s else 0.0
 
     def document(self) -> dict[str, object]:
-        """Return the document as JSON has it."""
         answers = [{"token_s": answer.token_s, "failure": answer.refused or None} for answer in self.answers]
         return {**msgspec.structs.asdict(self), "answers": answers, "tokens_per_s": self.tokens_per_s}
 
 
 class _Chain(NamedTuple):
-    """A chain in force."""
-
     epoch: int
     devices: tuple[str, ...]
     stage_s: tuple[float, ...]  # seconds of each stage for one token

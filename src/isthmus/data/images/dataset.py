@@ -49,9 +49,7 @@ class EncodedImages(Protocol):
         """The bound that integer labels stay below; None for labels that are no classes."""
         ...
 
-    def name(self, sample: int) -> str:
-        """For messages."""
-        ...
+    def name(self, sample: int) -> str: ...
 
     def open(self, sample: int) -> BinaryIO:
         """UserError where it cannot be read."""

@@ -41,7 +41,6 @@ def share_of(holder: int, shares: Mapping[int, bytes]) -> bytes:
 
 
 def is_share(element: bytes) -> bool:
-    """Return whether it is a number of the field."""
     return len(element) == SECRET_BYTES and int.from_bytes(element, "little") < PRIME
 
 

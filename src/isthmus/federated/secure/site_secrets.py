@@ -70,7 +70,6 @@ def agreed(private: X25519PrivateKey, public: bytes) -> bytes:
 
 
 def _derived(secret: bytes, about: bytes) -> bytes:
-    """A key of 32 bytes."""
     return HKDF(SHA256(), 32, salt=None, info=about).derive(secret)
 
 
@@ -104,7 +103,6 @@ class SiteSecrets:
         self.devices: dict[str, str] = {}  # the id of the device that signed each peer's keys
 
     def public(self) -> SiteKeys:
-        """To be sent."""
         commitment = hashlib.sha256(self._seed).digest()
         cipher, mask = (key.public_key().public_bytes_raw() for key in (self._cipher, self._mask))
         keys = SiteKeys(self._site, cipher, mask, commitment)

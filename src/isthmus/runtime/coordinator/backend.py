@@ -29,8 +29,6 @@ from isthmus.wire_types import WorkerRole
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A call to work."""
-
     run: str
     devices: tuple[str, ...]  # at the beginning
     others: tuple[str, ...] = ()  # who may be called later

@@ -39,8 +39,6 @@ Answer = Callable[[HostAnswer], None]  # called in the host's thread
 
 
 class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is served."""
-
     run: str  # the secret name under which devices come
     timeout_s: float
     threads: int

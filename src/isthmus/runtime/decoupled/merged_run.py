@@ -52,8 +52,6 @@ def merge_rules(job: Job, replicas: int = 1) -> MergeRules:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledOutcome:
-    """The outcome of a run."""
-
     finish: Finish
     samples: int
     merges: int

@@ -35,12 +35,10 @@ class PeriodBegun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spans_file(replica: Path) -> LinesFile[StepSpans]:
-    """Return the spans' file in a replica's folder."""
     return LinesFile(replica / SPANS, StepSpans, "spans")
 
 
 def periods_file(replica: Path) -> LinesFile[PeriodBegun]:
-    """The same of its plans."""
     return LinesFile(replica / PERIODS, PeriodBegun, "periods")
 
 
@@ -63,7 +61,6 @@ class PipelineLog:
             self._origin_s = time.monotonic() - self._began_s
 
     def spans(self, spans: Iterable[Span]) -> None:
-        """Log the spans of a step that is over."""
         later_s = self._origin_s or 0.0
         spans = [span for span in spans if span.track == "compute"]
         for span in spans:

@@ -13,12 +13,9 @@ MERGES = "merges.jsonl"
 
 
 class MergeLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One merge."""
-
     seconds: float  # since the run began
     merge: MergeChanges
 
 
 def merges_file(run: Path) -> LinesFile[MergeLine]:
-    """Return the merges' file in a run's folder."""
     return LinesFile(run / MERGES, MergeLine, "merges")

@@ -132,7 +132,6 @@ class DecoupledRun(MergedRun):
         return self._replicas.holders.digests
 
     def run(self, watch: MergerWatch, stop: Stop) -> DecoupledOutcome:
-        """To the end."""
         job, fork_servers, ended = self._job, ForkServers(), Stop()
         backend = self._backend
         if isinstance(backend, LocalBackend):

@@ -12,11 +12,7 @@ from isthmus.graph.outputs import evaluate
 from isthmus.job import Job
 from isthmus.models import build_model
 from isthmus.plans import OuterOptimizer
-from isthmus.training.decoupled import (
-    MergedFragments,
-    change_codec,
-    flat_fragments,
-)
+from isthmus.training.decoupled import MergedFragments, change_codec, flat_fragments
 
 
 def seeded_model(job: Job) -> nn.Module:

@@ -23,14 +23,7 @@ from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.evaluators import evaluator
 from isthmus.federated.history import RoundLine
 from isthmus.federated.in_process import InProcess
-from isthmus.federated.job import (
-    FederatedJob,
-    build,
-    client_data,
-    executors,
-    identity,
-    round_rules,
-)
+from isthmus.federated.job import FederatedJob, build, client_data, executors, identity, round_rules
 from isthmus.federated.personal import OwnModels, is_personal
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.rules import check_sizes

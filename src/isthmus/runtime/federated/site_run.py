@@ -24,13 +24,7 @@ from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.deployment import Deployment
 from isthmus.federated.evaluators import site_evaluator
 from isthmus.federated.history import RoundLine
-from isthmus.federated.job import (
-    FederatedJob,
-    build,
-    members,
-    round_rules,
-    site_identity,
-)
+from isthmus.federated.job import FederatedJob, build, members, round_rules, site_identity
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.recovery import MaskedSum
 from isthmus.federated.secure.rules import secure_rules

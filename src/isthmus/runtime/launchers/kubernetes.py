@@ -252,8 +252,6 @@ END_S = 120.0  # how long pods may take to end
 
 
 class KubernetesLauncher:
-    """A `Launcher`."""
-
     restarts = True
 
     def __init__(self, options: KubernetesOptions) -> None:

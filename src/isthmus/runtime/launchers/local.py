@@ -64,8 +64,6 @@ class LocalOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class LocalLauncher:
-    """A `Launcher`."""
-
     restarts = True
     head = ""
 

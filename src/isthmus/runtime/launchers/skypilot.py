@@ -59,8 +59,6 @@ class SkyPilotOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SkyPilotLauncher:
-    """A `Launcher`."""
-
     restarts = True
     head = "192.0.2.1"
     """An address for documentation, to which the route is the default one: there is no cluster before `start`."""

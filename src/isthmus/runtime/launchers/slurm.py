@@ -83,8 +83,6 @@ class _Job(Protocol):
 
 
 class SlurmLauncher:
-    """A `Launcher`."""
-
     restarts = True
 
     def __init__(self, options: SlurmOptions) -> None:

@@ -47,13 +47,7 @@ from isthmus.runtime.service.data_queries import FleetDataQueries
 from isthmus.runtime.service.enrollment import admit
 from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
-from isthmus.runtime.service.status_file import (
-    CoordinatorStatus,
-    DeviceStatus,
-    LinkStatus,
-    remove_status,
-    write_status,
-)
+from isthmus.runtime.service.status_file import CoordinatorStatus, DeviceStatus, LinkStatus, remove_status, write_status
 from isthmus.runtime.transport.acceptor import Acceptor, first_message
 from isthmus.runtime.transport.channel import Channel, SocketChannel
 from isthmus.runtime.transport.lanes import SendLane

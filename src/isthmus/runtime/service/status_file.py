@@ -17,8 +17,6 @@ FRESH_S = 5.0  # older news are of a coordinator that is gone
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status of a device that is connected."""
-
     name: str
     id: str
     hardware: str = ""  # as it calls it; empty where it does not say
