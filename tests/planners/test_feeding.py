@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from plan_cases import problem_of, random_graph
 from term_cases import priced_fleet
+from tests.tiers import represented_by
 
 from isthmus.cost import Problem, build_plan, preference
 from isthmus.errors import FleetTooSmall, UserError
@@ -67,7 +68,8 @@ def test_the_chain_is_as_good_as_the_best_of_all(seed: int, labels_stay: bool, o
 
 
 @pytest.mark.parametrize(
-    ("seed", "holders", "labels_stay"), [(2, 2, False), (2, 3, True), (3, 2, True), (11, 3, False)]
+    ("seed", "holders", "labels_stay"),
+    represented_by([(2, 2, False), (2, 3, True), (3, 2, True), (11, 3, False)], (2, 2, False), (3, 2, True)),
 )
 def test_where_memory_holds_copies_up_no_chain_is_below_the_bound(seed: int, holders: int, labels_stay: bool) -> None:
     """One device for all holders is held up longer than they are: it counts for what fits, and not for the bound."""

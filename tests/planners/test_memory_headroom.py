@@ -44,19 +44,20 @@ def test_plans_are_those_of_a_fleet_with_less_memory(name: str) -> None:
     )
     less = replace(problem, fleet=msgspec.structs.replace(problem.fleet, devices=devices), constraints=Constraints())
     try:
-        expected = make_plan(name, less)
+        expected = plan(name, less)
     except FleetTooSmall:
         with pytest.raises(FleetTooSmall, match=rf"offers \d+ B after {100 * headroom:.0f} % headroom"):
-            make_plan(name, problem)
+            plan(name, problem)
         return
-    made = make_plan(name, problem)
+    made = plan(name, problem)
     assert made.replicas == expected.replicas and made.predicted == expected.predicted
     for device, size in used(made).items():
         assert size <= (1 - headroom) * problem.fleet.device(device).memory_bytes
-    stated = document(problem, made).certificate
-    assert stated is not None
-    assert f"{100 * headroom:.0f} % of each device's memory left free" in stated.question
-    check(made, problem)
+    whole = document(problem, made)
+    assert whole.certificate is not None
+    assert f"{100 * headroom:.0f} % of each device's memory left free" in whole.certificate.question
+    found = verify(whole, question_of(problem))
+    assert found.holds(), (found.bound, found.differences)
 
 
 def test_without_headroom_a_plan_may_fill_a_device_to_the_byte() -> None:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, random_graph, tensor
+from tests.tiers import represented_by
 
 from isthmus.errors import FleetTooSmall
 from isthmus.graph import OpGraph, Ref
@@ -16,7 +17,7 @@ OURS = [name for name in planner_names() if not name.startswith("test")]
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("memory", [40, 90])
+@pytest.mark.parametrize("memory", represented_by([40, 90], 40))
 def test_too_small_a_fleet_is_refused_with_a_device_and_the_bytes(name: str, memory: int) -> None:
     problem = problem_of(random_graph(7, 6), fleet_of([1.0, 2.0, 3.0, 4.0], 1, memory=[memory] * 4))
     with pytest.raises(FleetTooSmall, match=r"device d\d.* offers \d+ B: [\d.]+ \w+ short") as refused:

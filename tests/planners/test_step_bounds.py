@@ -20,6 +20,7 @@ from plan_cases import (
     tensor,
 )
 from term_cases import every_plan
+from tests.tiers import represented_by
 
 from isthmus.api.observer import Silent
 from isthmus.api.proof import Proving, question_of, with_bound
@@ -107,11 +108,11 @@ def widened(seed: int) -> Problem:
     )
 
 
-SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 500))]
+QUICK = (*range(1, 11), 12, 13)  # others simulate many plans more
 
 
 @pytest.mark.parametrize("drawn", [drawn, widened])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", represented_by(range(500), *QUICK))
 def test_no_bound_is_above_the_best_of_all_simulated_plans(seed: int, drawn: Callable[[int], Problem]) -> None:
     problem = drawn(seed)
     plans = [plan for plan, _ in zip(every_plan(problem), range(MOST_PLANS), strict=False)]
@@ -133,7 +134,7 @@ def sites(seed: int) -> Fleet:
     return Fleet(name="sites", devices=devices, links=Links(regions=routes))
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 60))])
+@pytest.mark.parametrize("seed", represented_by(range(60), 1, 2, 3, 4))
 def test_no_bound_is_above_replicas_of_several_sites(seed: int) -> None:
     """Of which most are one device, so that what their sums take counts."""
     source, found = random.Random(seed), list[float]()

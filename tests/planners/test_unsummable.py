@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from plan_cases import fleet_of, problem_of, random_graph
 from test_verify import check, question_of
+from tests.tiers import represented_by
 
 from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.errors import UserError
@@ -34,7 +35,7 @@ def problem(dtype: str) -> Problem:
     return replace(asked, flow=Flow(widened(asked.flow.graph, dtype)))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex64", "complex128"])
+@pytest.mark.parametrize("dtype", represented_by(["float64", "complex64", "complex128"], "float64"))
 def test_no_planner_makes_several_replicas(dtype: str) -> None:
     asked = problem(dtype)
     for name in sorted({*planner_names()} - {"sky-optimal"}):
