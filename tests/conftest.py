@@ -50,7 +50,7 @@ logging.getLogger("torch.__trace").propagate = True
 
 LONG = ("sync", "planners", "graph", "training", "federated", "faults", "fleet_service", "runtime")
 """Folders whose files take minutes: they come last, one that ends with short files at the very end, so that no worker
-waits long for another."""
+waits long for another. Before all others come those with tests that fork."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis' plugin loads the profile that it is told
@@ -84,19 +84,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tiers.skip_long(items)
     if others := tiers.keep_part(config.getoption("part"), items):
         config.hook.pytest_deselected(items=others)
-    items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else -1)
+    forking = {item.path for item in items if item.get_closest_marker("forks")}
+    items.sort(key=lambda item: (item.path not in forking, _place(item.path.parent.name)))
+
+
+def _place(folder: str) -> int:
+    return LONG.index(folder) if folder in LONG else -1
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that forks in a process of its own where an earlier one has imported JAX: a copy of its threads' locks
-    may be held for ever."""
-    if "jax" not in sys.modules or pyfuncitem.get_closest_marker("forks") is None:
+    """Run a test that forks in a process of its own where an earlier one has used JAX: a copy of its threads' locks may
+    be held for ever. Files with such tests come first, so that no worker of the suite has used it; to import it starts
+    no thread."""
+    if pyfuncitem.get_closest_marker("forks") is None or not _jax_has_threads():
         return None
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", pyfuncitem.nodeid]
     done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return True
+
+
+def _jax_has_threads() -> bool:
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
 
 
 @pytest.hookimpl(wrapper=True)
