@@ -6,19 +6,24 @@ import resource
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from isthmus.api.export import ExportOptions, export_model
 from isthmus.api.folder import RunFolder
 from isthmus.errors import UserError
-from isthmus.models import LoraOptions, ModelSpec, build_model, save_hugging_face
+from isthmus.models import LoraOptions, ModelSpec, build_model, merged, save_hugging_face
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, digest_of, not_persistent, rest, variables_of
 from tests.generation.runs import GPT2, LLAMA, finished_run, fleet_of
 from tests.runtime.jobs import TEXT, job_of
@@ -112,6 +117,50 @@ def test_torch_loads_what_is_exported_for_it(tmp_path: Path) -> None:
     assert step == 0
 
 
+@pytest.fixture
+def alone() -> Generator[None]:
+    """torch.distributed with one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_fsdp_goes_on_from_an_export_with_its_optimizer(tmp_path: Path) -> None:
+    """As docs/jobs.md says it: the next step has the bits that it has in a plain loop."""
+    options = FAMILIES["hf-llama"]
+    job = job_of("hf-llama", options, TEXT)
+    torch.manual_seed(1)
+    plain, model = build_model(job.model), build_model(job.model)
+    ids = torch.randint(64, (2, 8))
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        module(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trained_by = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(2):
+        step(plain, trained_by)
+    run = RunFolder(tmp_path / "run")
+    run.begin(job, fleet_of(), None, 0)
+    writer, parameters = CheckpointWriter(run.checkpoints), dict(plain.named_parameters())
+    state = {f"optimizer.{n}.{k}": v for n, p in parameters.items() for k, v in trained_by.state[p].items()}
+    writer.write(2, "stage-0", {**parameters, **state})
+    writer.commit(Manifest(step=2, seed=job.training.seed, batch=8))
+    export_model(run.path, tmp_path / "out", ExportOptions(format="dcp", optimizer=True))
+
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optim": {"state": states["state"]}}, checkpoint_id=tmp_path / "out")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    step(plain, trained_by)
+    step(model, optimizer)
+    found = cast("dict[str, DTensor]", dict(model.named_parameters()))
+    assert all(torch.equal(found[name].full_tensor(), value) for name, value in parameters.items())
+
+
 def test_a_folder_with_a_pickle_is_no_start(tmp_path: Path) -> None:
     saved_run(tmp_path / "run", "hf-gpt2", GPT2)
     export_model(tmp_path / "run", tmp_path / "out", ExportOptions(format="dcp"))
@@ -121,29 +170,109 @@ def test_a_folder_with_a_pickle_is_no_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"optimizer": True}, "--optimizer: is for --format dcp"), ({"format": "dcp", "merge": True}, "neither --merge")],
+    [
+        ({"optimizer": True}, "--optimizer: is for --format dcp"),
+        ({"format": "dcp", "max_shard_size": "5GB"}, "takes no --max-shard-size"),
+        ({"format": "dcp", "merge": True, "optimizer": True}, "expected it without --merge"),
+    ],
 )
 def test_options_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         ExportOptions(**given)
 
 
-def test_an_adapter_is_exported_without_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which stays in its files: their digest is computed from there."""
+def tuned_run(
+    folder: Path, lora: LoraOptions, name: str = "hf-llama", options: dict[str, object] = LLAMA
+) -> tuple[nn.Module, nn.Module]:
+    """A run with LoRA on a model in `folder / "base"`, with a checkpoint of what is trained; returns that model, and
+    the one that the run is of."""
     torch.manual_seed(1)
-    plain = build_model(ModelSpec(name="hf-llama", options=LLAMA))
-    save_hugging_face(plain, tmp_path / "base")
-    spec = ModelSpec(name="hf", options={"path": str(tmp_path / "base"), "task": "causal-lm"}, lora=LoraOptions(r=2))
-    run = RunFolder(tmp_path / "run")
-    run.begin(msgspec.structs.replace(job_of("hf-llama", LLAMA, TEXT), model=spec), fleet_of(), None, 0)
+    plain = build_model(ModelSpec(name=name, options=options))
+    save_hugging_face(plain, folder / "base")
+    spec = ModelSpec(name="hf", options={"path": str(folder / "base"), "task": "causal-lm"}, lora=lora)
+    run = RunFolder(folder / "run")
+    run.begin(msgspec.structs.replace(job_of(name, options, TEXT), model=spec), fleet_of(), None, 0)
     module = build_model(spec)
     adapter = {n: nn.init.normal_(p).detach() for n, p in module.named_parameters() if p.requires_grad}
     own, writer = variables_of(module), CheckpointWriter(run.checkpoints)
-    writer.write(2, "stage-0", adapter)
+    state = {f"optimizer.{n}.exp_avg": torch.rand_like(p) for n, p in adapter.items()}
+    writer.write(2, "stage-0", adapter | state | {f"optimizer.{n}.step": torch.tensor(2.0) for n in adapter})
     kept = digest_of(rest(own, set(adapter), own.keys() - not_persistent(module)))
     writer.commit(Manifest(step=2, seed=0, batch=8, base=kept))
+    return plain, module
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+
+
+TUNED: dict[str, tuple[LoraOptions, str, dict[str, object]]] = {
+    "llama": (LoraOptions(r=2), "hf-llama", LLAMA),
+    "tied": (LoraOptions(r=2, lora_alpha=3, use_rslora=True), "hf-llama", {**LLAMA, "tie_word_embeddings": True}),
+    "half": (LoraOptions(r=2, target_modules="all-linear"), "hf:Qwen3ForCausalLM", FAMILIES["hf:Qwen3ForCausalLM"]),
+    "transposed": (LoraOptions(r=2), "hf-gpt2", GPT2),
+    "biases": (LoraOptions(r=2, bias="all"), "hf-gpt2", GPT2),
+}
+
+
+@pytest.mark.parametrize("size", [None, "20KB"])
+@pytest.mark.parametrize("name", TUNED)
+def test_a_merged_adapter_is_written_a_tensor_at_a_time(
+    name: str, size: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what peft merges and transformers saves, of weights that stay in their files."""
+    _, module = tuned_run(tmp_path, *TUNED[name])
+    monkeypatch.setattr("isthmus.api.export.merged", lambda module: pytest.fail("it would hold the whole model"))
+    export_model(tmp_path / "run", tmp_path / "ours", ExportOptions(merge=True, max_shard_size=size))
+    save_hugging_face(merged(module), tmp_path / "theirs", max_shard_size=size)
+    ours, theirs = ({p.name: p for p in (tmp_path / who).iterdir()} for who in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    files = [file for file in ours if file.endswith(".safetensors")]
+    if size is None:
+        assert [ours[file].read_bytes() for file in files] == [theirs[file].read_bytes() for file in files]
+    assert (len(files) > 1) == (size is not None)
+    one, other = ({n: t for file in files for n, t in load_file(who[file]).items()} for who in (ours, theirs))
+    assert one.keys() == other.keys()  # peft changes the order of layers, and so which file has which
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraOptions(r=2, use_dora=True),
+        LoraOptions(r=2, modules_to_save=("lm_head",)),
+        LoraOptions(r=2, target_modules=("q_proj", "lm_head")),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_in_pieces_is_merged_whole(lora: LoraOptions, tmp_path: Path) -> None:
+    _, module = tuned_run(tmp_path, lora)
+    export_model(tmp_path / "run", tmp_path / "ours", ExportOptions(merge=True))
+    save_hugging_face(merged(module), tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / who / "model.safetensors") for who in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_loads_an_adapter_with_its_optimizer_and_a_merged_model(tmp_path: Path) -> None:
+    plain, module = tuned_run(tmp_path, LoraOptions(r=2))
+    export_model(tmp_path / "run", tmp_path / "adapter", ExportOptions(format="dcp", optimizer=True))
+    export_model(tmp_path / "run", tmp_path / "whole", ExportOptions(format="dcp", merge=True))
+    found = {name: torch.zeros_like(p) for name, p in trained(module).items()}
+    state = {name: {"exp_avg": torch.zeros_like(p), "step": torch.zeros(())} for name, p in found.items()}
+    dcp.load({"model": found, "optim": {"state": state}}, checkpoint_id=tmp_path / "adapter")
+    assert all(torch.equal(found[name], value) for name, value in trained(module).items())
+    assert all(one["step"] == 2 and one["exp_avg"].any() for one in state.values())
+    dcp.load({"model": plain.state_dict()}, checkpoint_id=tmp_path / "whole")
+    assert all(torch.equal(plain.state_dict()[name], value) for name, value in merged(module).state_dict().items())
+
+
+def test_an_adapter_is_exported_without_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which stays in its files: their digest is computed from there."""
+    plain, module = tuned_run(tmp_path, LoraOptions(r=2))
+    adapter = trained(module)
     monkeypatch.setattr("isthmus.api.export.program_of", lambda job: pytest.fail("it would build the whole model"))
-    export_model(run.path, tmp_path / "out")
+    export_model(tmp_path / "run", tmp_path / "out")
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {n.replace(".default", "") for n in adapter} == written.keys()
     assert all(torch.equal(written[n.replace(".default", "")], value) for n, value in adapter.items())
@@ -151,4 +280,4 @@ def test_an_adapter_is_exported_without_its_base(tmp_path: Path, monkeypatch: py
         plain.get_parameter("model.norm.weight")[0] += 1e-6
     save_hugging_face(plain, tmp_path / "base")
     with pytest.raises(UserError, match="the pretrained weights are not those it was made with"):
-        export_model(run.path, tmp_path / "again")
+        export_model(tmp_path / "run", tmp_path / "again")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from isthmus.models import (
     model_on_meta,
     save_adapter,
     save_hugging_face,
+    taken_off,
     widened,
 )
 from isthmus.models.left_in_files import NotInFiles, left_in_files
@@ -72,8 +74,10 @@ class ExportOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.optimizer and self.format != "dcp":
             raise UserError("export: --optimizer: is for --format dcp")
-        if self.format == "dcp" and (self.merge or self.max_shard_size is not None):
-            raise UserError("export: --format dcp: takes neither --merge nor --max-shard-size")
+        if self.format == "dcp" and self.max_shard_size is not None:
+            raise UserError("export: --format dcp: takes no --max-shard-size")
+        if self.optimizer and self.merge:
+            raise UserError("export: --optimizer: is for what was trained, expected it without --merge")
         size = self.max_shard_size
         if size is not None and not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", size):
             raise UserError(f"export: --max-shard-size: got {size!r}, expected a size such as 5GB")
@@ -104,12 +108,12 @@ def push_model(
 def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple[Exported, list[str]]:
     notes: list[str] = []
     job = folder.any_job()
+    if options.merge and job.model.lora is None:
+        raise UserError("export: --merge: the run's model has no LoRA, expected a job with [model.lora]")
     if options.format == "dcp":
         return _export_distributed(folder, directory, options, notes), notes
     if isinstance(job, Job) and is_given(job):
         return _export_given(folder, job.model.name, directory), notes
-    if options.merge and job.model.lora is None:
-        raise UserError("export: --merge: the run's model has no LoRA, expected a job with [model.lora]")
     tokenizer = "bytes" if job.data is None else job.data.located.get("tokenizer", "bytes")
     tokenizer_dir = Path(str(tokenizer)) if tokenizer != "bytes" else None
     unit = job.LENGTH.rpartition(".")[2]
@@ -117,7 +121,7 @@ def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple
         return Exported(directory, step, unit), notes
     by_adapter = job.model.base_is_kept and not options.merge
     adapted = _adapted(folder, job) if by_adapter and isinstance(job, Job) else None
-    module, done = adapted or program_of(job).trained(folder, notes.append)
+    module, done = (adapted[0], adapted[2]) if adapted else program_of(job).trained(folder, notes.append)
     if options.merge:
         module = merged(module)
     model = job.model
@@ -140,27 +144,35 @@ def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple
     return Exported(directory, done, unit), notes
 
 
-def _adapted(folder: RunFolder, job: Job) -> tuple[nn.Module, int] | None:
-    """A model with LoRA whose pretrained weights are left in their files, and its step; None where they cannot be."""
+def _adapted(folder: RunFolder, job: Job) -> tuple[nn.Module, dict[str, StoredTensor], int] | None:
+    """A model with LoRA whose pretrained weights are left in their files, these by name, and its step; None where they
+    cannot be."""
     checkpoint = latest_checkpoint(folder.checkpoints)
     try:
         with left_in_files() as stand_ins:
             module = seeded_model(job)
         in_files = tensors_of(stand_ins, variables_of(module))
+        for tensor in module.parameters():
+            if tensor.requires_grad:  # the checkpoint has its values
+                tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
     except NotInFiles:
         return None
-    return module, load_checkpoint(module, checkpoint, in_files=in_files)
+    return module, in_files, load_checkpoint(module, checkpoint, in_files=in_files)
 
 
 def _export_distributed(folder: RunFolder, directory: Path, options: ExportOptions, notes: list[str]) -> Exported:
-    """The module's state dict, a tensor at a time where a checkpoint has it."""
+    """The module's state dict, a tensor at a time where a checkpoint has it; of LoRA, unless it is merged, what was
+    trained alone."""
     job = folder.any_job()
-    if job.model.lora is not None:
-        raise UserError("export: --format dcp: the run's model has LoRA, expected one that is trained as a whole")
     state: dict[str, StoredTensor] = {}
-    if isinstance(job, Job):
+    whole = _merged(folder, job) if options.merge and isinstance(job, Job) else None
+    if whole is not None:
+        plain, found, done = whole
+        own = variables_of(plain)
+        values = {name: found[own[name]] for name in plain.state_dict()}
+    elif isinstance(job, Job) and not options.merge:
         checkpoint = latest_checkpoint(folder.checkpoints)
-        values: dict[str, Sent] = {**_state_dict(job, checkpoint)}
+        values: dict[str, Sent] = {**_state_dict(job, checkpoint, as_saved=options.optimizer)}
         done = read_manifest(checkpoint).step
         if options.optimizer:
             saved = checkpoint_files(checkpoint)
@@ -169,7 +181,10 @@ def _export_distributed(folder: RunFolder, directory: Path, options: ExportOptio
             }
     else:
         module, done = program_of(job).trained(folder, notes.append)
-        values = {**module.state_dict()}
+        values = {**(merged(module) if options.merge else module).state_dict()}
+        if is_peft(module) and not options.merge:
+            own = variables_of(module)
+            values = {name: value for name, value in values.items() if own[name].requires_grad}
     if options.optimizer and not state:
         raise UserError("export: --optimizer: the run has saved no optimizer state")
     # Imported when it is needed: torch's package takes long.
@@ -179,15 +194,44 @@ def _export_distributed(folder: RunFolder, directory: Path, options: ExportOptio
     return Exported(directory, done, job.LENGTH.rpartition(".")[2])
 
 
-def _state_dict(job: Job, checkpoint: Path) -> dict[str, StoredTensor]:
-    """The state dict of the job's module, tied names too; of one that was given, what the checkpoint has."""
+def _state_dict(job: Job, checkpoint: Path, *, as_saved: bool) -> dict[str, StoredTensor]:
+    """The state dict of the job's module, tied names too; of one that was given, what the checkpoint has, and of LoRA
+    what is trained. `as_saved`: in the checkpoint's types, in which the optimizer has them, else in the module's."""
     if is_given(job):
         return own_names(job.model.name, checkpoint_weights(checkpoint))
     module = model_on_meta(job.model)
     found, own = weights_of_module(module, checkpoint), variables_of(module)
-    if lacking := next((name for name in module.state_dict() if own[name] not in found), None):
+    names = [name for name in module.state_dict() if own[name].requires_grad or not is_peft(module)]
+    if lacking := next((name for name in names if own[name] not in found), None):
         raise UserError(f"checkpoint {checkpoint}: holds no value for {lacking!r}")
-    return {name: found[own[name]].cast(own[name].dtype) for name in module.state_dict()}
+    return {name: found[own[name]] if as_saved else found[own[name]].cast(own[name].dtype) for name in names}
+
+
+def _merged(folder: RunFolder, job: Job) -> tuple[nn.Module, dict[Tensor, Sent], int] | None:
+    """Of a pretrained model with LoRA the base model on the meta device, the value of each of its tensors, merged when
+    it is read, and the checkpoint's step. None where that cannot be done."""
+    if not job.model.base_is_kept or (adapted := _adapted(folder, job)) is None:
+        return None
+    module, in_files, step = adapted
+    saved = weights_of_module(module, latest_checkpoint(folder.checkpoints))
+    own = {tensor: saved.get(tensor, in_files.get(name, tensor)) for name, tensor in variables_of(module).items()}
+    plain = model_on_meta(msgspec.structs.replace(job.model, lora=None))
+    try:
+        base, changes = taken_off(module)
+    except NotInFiles:
+        return None
+    found: dict[Tensor, Sent] = {}
+    sources, there = dict[Tensor, Tensor](), variables_of(base)
+    for name, tensor in variables_of(plain).items():
+        source = there[name]
+        if sources.setdefault(tensor, source) is not source:
+            return None  # the class ties what the adapter has apart
+        value, change = own[source], changes.get(source)
+        if isinstance(value, Tensor):
+            found[tensor] = value.to(tensor.dtype) if change is None else change(value.to(tensor.dtype))
+        else:
+            found[tensor] = value.cast(tensor.dtype) if change is None else value.cast(tensor.dtype).changed(change)
+    return plain, found, step
 
 
 class _Computed(Exception):
@@ -199,25 +243,30 @@ def _streamed(
 ) -> int | None:
     """Export a Hugging Face model as it is in the newest checkpoint, a tensor at a time; return the checkpoint's step.
     None where that cannot be done."""
-    if job.model.lora is not None or job.model.boundary is not None:
+    if job.model.boundary is not None:
         return None
-    module = model_on_meta(job.model)
-    if not is_hugging_face(module):
-        return None
-    checkpoint = latest_checkpoint(folder.checkpoints)
-    found = weights_of_module(module, checkpoint)
+    if job.model.lora is None:
+        module, checkpoint = model_on_meta(job.model), latest_checkpoint(folder.checkpoints)
+        if not is_hugging_face(module):
+            return None
+        found: dict[Tensor, Sent] = {t: s.cast(t.dtype) for t, s in weights_of_module(module, checkpoint).items()}
+        step = read_manifest(checkpoint).step
+    else:
+        if not options.merge or (whole := _merged(folder, job)) is None or not is_hugging_face(whole[0]):
+            return None
+        module, found, step = whole
 
     def write(tensors: dict[str, Tensor], path: str, metadata: dict[str, str]) -> None:
         if any(tensor not in found for tensor in tensors.values()):
             raise _Computed
-        save_tensors(Path(path), {name: found[t].cast(t.dtype) for name, t in tensors.items()}, metadata)
+        save_tensors(Path(path), {name: found[t] for name, t in tensors.items()}, metadata)
 
     try:
         with _whole(directory):
             save_hugging_face(module, directory, tokenizer_dir, max_shard_size=options.max_shard_size, write_file=write)
     except _Computed:
         return None
-    return read_manifest(checkpoint).step
+    return step
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 from torch import Tensor
 
 from isthmus.job.prepared import Prepared
@@ -36,4 +37,5 @@ def tensors_of(stand_ins: Origins, values: Mapping[str, Tensor]) -> dict[str, St
     """The tensors of files in whose place values stand. NotInFiles where one was computed from them."""
     origins = stand_ins.of(values)
     files = {path: stored_tensors(path) for path in {origin.path for origin in origins.values()}}
-    return {name: files[o.path][o.name].named(name).cast(o.dtype) for name, o in origins.items()}
+    found = {name: files[o.path][o.name].named(name).cast(o.dtype) for name, o in origins.items()}
+    return {name: msgspec.structs.replace(t, copied=origins[name].copied) for name, t in found.items()}

@@ -3,7 +3,7 @@
 from isthmus.models.boundary import Bottleneck, BoundaryOptions, has_bottlenecks
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
-from isthmus.models.lora import LoraOptions, base_of, is_peft, merged, save_adapter
+from isthmus.models.lora import LoraOptions, base_of, is_peft, merged, save_adapter, taken_off
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names, model_on_meta, summarize_model
 from isthmus.models.subspace import has_subspace, widened
@@ -36,5 +36,6 @@ __all__ = [
     "save_adapter",
     "save_hugging_face",
     "summarize_model",
+    "taken_off",
     "widened",
 ]

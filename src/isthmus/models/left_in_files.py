@@ -33,6 +33,7 @@ class Origin(NamedTuple):
     name: str  # in the file
     shape: tuple[int, ...]
     dtype: torch.dtype  # as the module has it
+    copied: bool = False  # by peft, to be trained beside the original
 
 
 class Origins:
@@ -59,7 +60,7 @@ class Origins:
                 original = origins.get(f"{copy[1]}original_module{copy[2]}") if copy else None
                 if original is None or original.shape != variable.shape or original.dtype != variable.dtype:
                     raise NotInFiles(f"{name} is computed from weights of the files")
-                origins[name] = original
+                origins[name] = original._replace(copied=True)
         return origins
 
     def stand_in(self, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

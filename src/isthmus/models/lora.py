@@ -9,20 +9,22 @@ import contextlib
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
 from msgspec import Meta
-from torch import nn
+from torch import Tensor, nn
 
 from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.models.hugging_face import finish_directory, tokenizer_files
+from isthmus.models.left_in_files import NotInFiles
 from isthmus.wire_types import Int64, Many, Positive, Table, Text
 
 ENDINGS = {  # peft's name of the task by the end of a model's class. A classifier's new head is trained and saved too.
@@ -106,6 +108,31 @@ def merged(module: nn.Module) -> nn.Module:
     if tied := _still_tied(model, untied):
         raise refused("a merged adapter", "tied weights", " and ".join(tied))
     return model
+
+
+def taken_off(module: nn.Module) -> tuple[nn.Module, dict[Tensor, Callable[[Tensor], Tensor]]]:
+    """The base model as `merged` gives it, but with the weights as they were; and of each weight to which LoRA adds
+    something, what makes the merged one of its values. The `peft.PeftModel` is used up. NotInFiles where a layer with
+    LoRA shares its weight."""
+    if shared := _untie(module):
+        raise NotInFiles(f"{shared[0]} shares its weight")
+    layers: list[Any] = [one for one in module.modules() if isinstance(getattr(one, "base_layer", None), nn.Module)]
+    changes: dict[Tensor, Callable[[Tensor], Tensor]] = {
+        layer.get_base_layer().weight: partial(_added, layer) for layer in layers
+    }
+    with _heard():
+        return module.unload(), changes  # pyright: ignore
+
+
+@torch.no_grad()
+def _added(layer: Any, weight: Tensor) -> Tensor:
+    """A layer's merged weight, as peft computes it."""
+    own = layer.get_base_layer().weight
+    kept, own.data = own.data, weight
+    layer.merge()
+    made, own.data = own.data, kept
+    layer.merged_adapters.clear()
+    return made
 
 
 def _untie(module: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, TypeVar
+from unittest import mock
 
 import msgspec
 import torch
@@ -110,7 +111,8 @@ def build_model(spec: ModelSpec) -> nn.Module:
 
 def model_on_meta(spec: ModelSpec) -> nn.Module:
     """The same module without values, on torch's meta device: it takes no memory. Errors as of `build_model`."""
-    with FakeTensorMode():
+    # `Module.to` refuses parameters that have weak references, and the fake mode's memory keeps some.
+    with FakeTensorMode(), mock.patch("weakref.getweakrefs", lambda _: ()):
         module = build_model(spec)
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from io import RawIOBase
 from pathlib import Path
 from typing import Annotated
@@ -59,6 +59,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     offset: int  # of its first byte in the file
     key: str  # its name in the file
     stored: str = ""  # the type of its elements in the file, where they are cast when they are read
+    copied: bool = False  # a variable of its own, which begins with the values of another
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +82,10 @@ class StoredTensor(msgspec.Struct, frozen=True):
             return self
         header = msgspec.structs.replace(self.header, dtype=str(dtype).removeprefix("torch."))
         return msgspec.structs.replace(self, header=header, stored=self.stored or self.header.dtype)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> StoredTensor:
+        """Other values of the same shape and type, which `change` makes of the tensor each time that it is read."""
+        return _ChangedTensor(self.header, self.path, self.offset, self.key, self.stored, change=change)
 
     def raw(self) -> StoredTensor:
         """The same without a cast."""
@@ -119,6 +124,16 @@ class StoredTensor(msgspec.Struct, frozen=True):
             at += got
 
 
+class _ChangedTensor(StoredTensor, frozen=True):
+    change: Callable[[Tensor], Tensor] = lambda tensor: tensor
+
+    def pieces(self, most_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
+        yield bytes_of(in_a_row(self.read().contiguous()))
+
+    def read(self) -> Tensor:
+        return self.change(StoredTensor(self.header, self.path, self.offset, self.key, self.stored).read())
+
+
 Sent = Tensor | StoredTensor
 """A tensor to send, or to write: in memory, or in a file."""
 
@@ -139,7 +154,7 @@ def in_memory(tensor: Sent) -> Tensor:
 
 def place_of(tensor: Sent) -> Hashable:
     """Where its elements are: that of another name too, where one is tied to it."""
-    return (tensor.path, tensor.offset) if isinstance(tensor, StoredTensor) else tensor.data_ptr()
+    return (tensor.path, tensor.offset, tensor.copied) if isinstance(tensor, StoredTensor) else tensor.data_ptr()
 
 
 class _Entry(msgspec.Struct, frozen=True):
