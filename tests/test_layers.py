@@ -79,7 +79,7 @@ PUBLIC = {
     "models": (
         "Bottleneck BoundaryOptions CNN CNNConfig GPT GPTConfig LoraOptions MLP MLPConfig ModelSpec UNet UNetConfig "
         "as_eager base_of build_model describe_model has_bottlenecks has_subspace is_hugging_face is_peft merged "
-        "model_names model_on_meta save_adapter save_hugging_face summarize_model widened"
+        "model_names model_on_meta save_adapter save_hugging_face summarize_model taken_off widened"
     ),
     "plans": (
         "ANY_PLAN Averages CHOICES Certificate Collective Compression CompressionConfig Constraints "
