@@ -208,7 +208,7 @@ def _state_dict(job: Job, checkpoint: Path, *, as_saved: bool) -> dict[str, Stor
 
 
 def _merged(folder: RunFolder, job: Job) -> tuple[nn.Module, dict[Tensor, Sent], int] | None:
-    """The base model of a pretrained one with LoRA, on the meta device, the value of each of its tensors, merged when it
+    """The base model of a pretrained one with LoRA, on the meta device, each of its tensors' values, merged when it
     is read, and the checkpoint's step. None where that cannot be done."""
     if not job.model.base_is_kept or (adapted := _adapted(folder, job)) is None:
         return None
