@@ -28,6 +28,7 @@ from _pytest.assertion import rewrite
 
 import isthmus
 import isthmus_testing
+from isthmus import copies
 from isthmus.api import proof
 from isthmus.job import prepared
 from isthmus.runtime.launchers import local
@@ -143,6 +144,7 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         # For commands that are called in this process: what packages offer, and the options of all commands.
         patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        patch.setattr(copies, "can_copy", lambda: False)  # as in a worker, which has threads; commands are copied
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isthmus.copies import asked
 from isthmus.errors import InternalError, PeerError, UserError
 from isthmus.federated import ClientUpdate
 from isthmus.federated.admission import Form
@@ -17,7 +18,6 @@ from isthmus.federated.partial import PartialSum
 from isthmus.federated.stacked import likely_shapes, rows_for
 from isthmus.runtime.federated.host import RoundMeasure
 from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBroadcast, SharedMemory
-from isthmus.runtime.processes.forked import asked
 from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages
 from tests.federated.populations import Run
 from tests.federated.test_federated_host import conducted
@@ -36,13 +36,13 @@ def test_a_copy_that_fails_says_why() -> None:
         raise ValueError("no such shape")
 
     with pytest.raises(InternalError, match="a copy of this process failed: ValueError: no such shape"):
-        asked(fails)
+        asked(fails, int)
 
     def refuses() -> int:
         raise UserError("model: does not take the data")
 
     with pytest.raises(UserError, match="model: does not take the data"):
-        asked(refuses)
+        asked(refuses, int)
 
 
 @pytest.mark.forks
@@ -56,7 +56,7 @@ def test_a_copy_of_this_process_reads_what_is_put_later() -> None:
         assert again is not None
         return 1
 
-    assert asked(same) == 1  # the copy wrote, this process reads
+    assert asked(same, int) == 1  # the copy wrote, this process reads
     found = broadcast_memory.get(headers)
     assert list(found) == list(TOLD)
     for name, value in TOLD.items():
@@ -104,7 +104,7 @@ def test_lent_sums_are_waited_for() -> None:
         accumulator.release()
         return 1
 
-    assert asked(read) == 1
+    assert asked(read, int) == 1
     accumulator.wait(0.0)
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from isthmus.job import Prepared, prepare
+from isthmus.job.first_weights import FirstWeights
 from isthmus.runtime.coordinator import parameter_store as module
 from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.training.checkpoint import CheckpointWriter, Manifest
-from isthmus.training.stored import Sent, StoredTensor, in_memory
+from isthmus.training.stored import StoredTensor, in_memory
 from isthmus.training.weights import initial_weights
 
 from .jobs import DIGITS, job_of
@@ -26,9 +27,9 @@ def test_the_model_is_built_when_something_of_it_is_wanted(prepared: Prepared, m
     first = initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)
     built: list[int] = []
 
-    def counted(_: Prepared) -> tuple[dict[str, Sent], str]:
+    def counted(*_: object) -> FirstWeights:
         built.append(1)
-        return {**first}, ""
+        return FirstWeights({**first})
 
     monkeypatch.setattr(module, "first_weights", counted)
     names = frozenset(first)

@@ -15,8 +15,8 @@ from isthmus.api.sweep_process import Task
 from isthmus.api.terminal import logged
 from isthmus.api.training import train
 from isthmus.api.up import HowUp, up
+from isthmus.copies import end_with_parent
 from isthmus.errors import Interrupted, IsthmusError
-from isthmus.runtime.processes.children import end_with_parent
 from isthmus.runtime.processes.signals import terminable
 
 

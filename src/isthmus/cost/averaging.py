@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from isthmus.cost.blocks import Blocks
+from isthmus.cost.cut_table import stages_of
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.pipelines import Pipelines
@@ -42,12 +43,12 @@ class Averaging:
     def holders(self, pipelines: Sequence[Pipelines], rows: Ints) -> Ints:
         """[choices, replicas, parts]: the device that owns the gradients of each part. `rows` is [choices, replicas],
         into each replica's pipelines."""
-        chosen = [(p.order[rows[:, r]], p.stage_of[rows[:, r]]) for r, p in enumerate(pipelines)]
-        return np.stack([self.owners(order, stage_of) for order, stage_of in chosen], axis=1)
+        chosen = [(p.order[rows[:, r]], p.ends[rows[:, r]]) for r, p in enumerate(pipelines)]
+        return np.stack([self.owners(order, ends) for order, ends in chosen], axis=1)
 
-    def owners(self, order: Ints, stage_of: Ints) -> Ints:
-        """[pipelines, parts]: the same of one replica, with the devices of stages and the stages of blocks."""
-        return np.take_along_axis(order, stage_of[:, self.parts], axis=1)
+    def owners(self, order: Ints, ends: Ints) -> Ints:
+        """[pipelines, parts]: the same of one replica, with the devices of stages and their ends."""
+        return np.take_along_axis(order, stages_of(self.parts, ends), axis=1)
 
     def exact_s(self, holders: Ints, looked_at: Callable[[], None]) -> Floats:
         """[choices] seconds, as `cost.sync` has it. `holders` is [choices, replicas, parts] devices; `looked_at` is

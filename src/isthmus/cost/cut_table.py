@@ -20,7 +20,6 @@ class CutTable:
     """First axis: the cut. FLOPs and bytes are for one micro-batch, those of parameters for one step."""
 
     ends: Ints  # [cuts, stages + 1]: block boundaries, 0 and the number of blocks among them
-    stage_of: Ints  # [cuts, blocks]
     forward_work: Floats  # [cuts, stages]: FLOPs
     backward_work: Floats
     fixed_bytes: Floats
@@ -55,15 +54,12 @@ def every_cut(blocks: Blocks, stages: int) -> Ints:
 
 def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
     """The figures of these cuts, [cuts, stages + 1] block boundaries. A stage may be empty."""
-    stages = ends.shape[1] - 1
-    stage_of = (np.arange(blocks.count)[None, :, None] >= ends[:, None, 1:-1]).sum(axis=2)
     rows = max(1, MOST_CELLS // max(1, len(blocks.uses)))
-    parts = [_crossing(blocks, stage_of[k : k + rows], stages) for k in range(0, max(1, len(ends)), rows)]
+    parts = [_crossing(blocks, ends[k : k + rows]) for k in range(0, max(1, len(ends)), rows)]
     held, forward, backward, shared, shared_count, copied = (np.concatenate(p) for p in zip(*parts, strict=True))
     forward_work = _between(blocks.forward_work, ends)
     return CutTable(
         ends=ends,
-        stage_of=stage_of,
         forward_work=forward_work,
         backward_work=_between(blocks.work, ends) - forward_work,
         fixed_bytes=_between(blocks.owned, ends) + _between(blocks.once, ends) + copied.sum(axis=1),
@@ -95,12 +91,17 @@ def _between(cumulative: Floats, ends: Ints) -> Floats:
     return np.diff(cumulative[ends], axis=1)
 
 
-def _crossing(blocks: Blocks, stage_of: Ints, stages: int) -> list[Floats]:
+def stages_of(places: Ints, ends: Ints) -> Ints:
+    """[cuts, places]: the stage of each of these blocks."""
+    return np.asarray((places[None, :, None] >= ends[:, None, 1:-1]).sum(axis=2))
+
+
+def _crossing(blocks: Blocks, ends: Ints) -> list[Floats]:
     """[cuts, source, target] per kind of amount: from the stage where something is made to every other that uses it.
 
     A use adds where its stage is not that of the use before: once per stage.
     """
-    uses = blocks.uses
+    uses, stages, stage_of = blocks.uses, ends.shape[1] - 1, stages_of(np.arange(blocks.count), ends)
     there = stage_of[:, uses[:, 2]] if len(uses) else np.zeros((len(stage_of), 0), dtype=np.int64)
     cut, use = np.nonzero(there != stage_of[:, uses[:, 1]]) if len(uses) else (np.zeros(0, dtype=np.int64),) * 2
     cell = (cut * stages + stage_of[cut, uses[use, 0]]) * stages + there[cut, use]

@@ -26,7 +26,6 @@ class Pipelines:
 
     order: Ints  # [pipelines, stages]: devices
     ends: Ints  # [pipelines, stages + 1]: block boundaries
-    stage_of: Ints  # [pipelines, blocks]
     fill_s: Floats  # shared parameters included
     shared_s: Floats
     busy_s: Floats  # seconds of the slowest stage, link or uplink per micro-batch
@@ -130,7 +129,6 @@ def timed(
     return Pipelines(
         order=order,
         ends=table.ends[cuts],
-        stage_of=table.stage_of[cuts],
         fill_s=kernel.fill_s(forward_s, backward_s, sent.messages) + sent.shared_s,
         shared_s=sent.shared_s,
         busy_s=kernel.busiest_s(order, forward_s + backward_s, sent.messages, sent.uplinks_s),

@@ -60,7 +60,8 @@ class ServingCapture(Protocol):
 def write_captured(path: Path, captured: Captured, about: str) -> None:
     """One file, whole or not there: constants as tensors, graphs and `about`, whatever that is, beside them."""
     texts = {"about": about, "train": encode(captured.train).decode(), "eval": encode(captured.eval).decode()}
-    constants = {name: value.detach().contiguous() for name, value in captured.constants.items()}
+    as_rows = torch.contiguous_format  # of their own each: no file has two of the same memory
+    constants = {name: t.detach().clone(memory_format=as_rows) for name, t in captured.constants.items()}
     atomic_write(path, safetensors.torch.save(constants, metadata=texts))
 
 

@@ -14,7 +14,9 @@ import hashlib
 import importlib.machinery
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,6 +24,8 @@ import msgspec
 import torch
 
 from isthmus import graph, models
+from isthmus.copies import in_a_copy
+from isthmus.errors import InternalError
 from isthmus.graph.captured import Captured, Column, read_captured, write_captured
 from isthmus.job.settings import Job
 from isthmus.models.registry import ModelSpec, is_built_in, is_own_code
@@ -32,21 +36,31 @@ _PACKAGES = ("torch", "transformers", "peft")
 
 
 def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[], Captured]) -> Captured:
-    """Return the cached capture, or else that of `capture`. A user who may not write there captures again."""
-    code = _code_of(job.model)
-    if code is None or any(":" in name for name in job.metrics):
-        return capture()
+    """Return the cached capture, or else that of `capture`, which a copy of this process makes. A user who may not
+    write there captures again."""
+    code = None if any(":" in name for name in job.metrics) else _code_of(job.model)
+    path_at = None if code is None else partial(_path, job, columns, code)
     for batch in (None, job.micro_batch_size):
-        found = read_captured(_path(job, columns, code, batch))
-        if found is not None:
+        if path_at is not None and (found := read_captured(path_at(batch))) is not None:
             return found[0]
-    captured = capture()
-    path = _path(job, columns, code, only_batch(captured))
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def written() -> Path:
+        captured, path = capture(), Path(folder) / "captured"
+        if path_at is not None:
+            kept = path_at(only_batch(captured))
+            with contextlib.suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_captured(kept, captured, job.model.name)
+                _drop_surplus(kept.parent)
+                return kept
         write_captured(path, captured, job.model.name)
-        _drop_surplus(path.parent)
-    return captured
+        return path
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = read_captured(in_a_copy(written, Path))
+    if found is None:
+        raise InternalError(f"the capture of {job.model.name} was removed before it was read")
+    return found[0]
 
 
 def _code_of(model: ModelSpec) -> str | None:

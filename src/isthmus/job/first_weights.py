@@ -1,36 +1,77 @@
-"""The values that a run begins with: a pretrained model's where they lie in its files, all others in memory."""
+"""The values that a run begins with: a pretrained model's where they lie in its files, all others in a temporary file.
+
+The module is built in a copy of this process, which neither imports its library nor holds it.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
 
+from isthmus.copies import in_a_copy
 from isthmus.job.prepared import Prepared
 from isthmus.models.left_in_files import NotInFiles, Origins, left_in_files
+from isthmus.training.file_backed import FileBacked, TensorSpace
+from isthmus.training.layout import row_stride
 from isthmus.training.stored import Sent, StoredTensor, stored_tensors
 from isthmus.training.weights import initial_weights
 
 
-def first_weights(prepared: Prepared) -> tuple[dict[str, Sent], str]:
-    """Every variable of both graphs by the module's own name, as the module has it that is built under the job's seed;
-    and for people, why a pretrained model is in memory as a whole, if it is."""
+class FirstWeights(NamedTuple):
+    values: dict[str, Sent]
+    note: str = ""  # for people: why a pretrained model was not left in its files
+    space: TensorSpace | None = None  # must live as long as the values are read
+
+
+class _Built(msgspec.Struct, frozen=True):
+    values: dict[str, StoredTensor]
+    note: str = ""
+
+
+def first_weights(prepared: Prepared, folder: Path | None = None) -> FirstWeights:
+    """Every variable of both graphs by the module's own name, as the module has it that is built under the job's seed.
+    `folder`: where the temporary file is; None: in the system's folder for such. UserError where it does not fit."""
+    space = TensorSpace(folder or Path(tempfile.gettempdir()))
+    built = in_a_copy(partial(_built, prepared, space), _Built)
+    in_memory: dict[tuple[object, ...], Tensor] = {}
+    found: dict[str, Sent] = {}
+    for name, value in built.values.items():
+        found[name] = value
+        if value.header.stride != row_stride(value.header.shape):  # kernels see its strides, which no file has
+            place = (value.offset, value.header.stride, value.header.shape)
+            found[name] = in_memory[place] if place in in_memory else in_memory.setdefault(place, value.read())
+    return FirstWeights(found, built.note, space)
+
+
+def _built(prepared: Prepared, space: TensorSpace) -> _Built:
     spec, note = prepared.job.model, ""
     if spec.is_pretrained:
         try:
-            return _in_files(prepared), ""
+            with left_in_files() as stand_ins:
+                values = _initial(prepared, space)
+            if not stand_ins:
+                raise NotInFiles("this version of transformers loads in another way")
+            return _Built(_stored(values, space, tensors_of(stand_ins, values)))
         except Exception as e:  # of any kind: what is wrong with the model itself shows again when it is read
-            note = f"the coordinator holds the whole pretrained model in memory: {' '.join(str(e).split())}"
-    return {**initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)}, note
+            note = f"the coordinator copies the pretrained model into a temporary file: {' '.join(str(e).split())}"
+    return _Built(_stored(_initial(prepared, space), space, {}), note)
 
 
-def _in_files(prepared: Prepared) -> dict[str, Sent]:
-    with left_in_files() as stand_ins:
-        values: dict[str, Tensor] = initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)
-    if not stand_ins:
-        raise NotInFiles("this version of transformers loads in another way")
-    return {**values, **tensors_of(stand_ins, values)}
+def _initial(prepared: Prepared, space: TensorSpace) -> dict[str, Tensor]:
+    with FileBacked(space):
+        return initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)
+
+
+def _stored(
+    values: Mapping[str, Tensor], space: TensorSpace, in_files: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    return {name: in_files.get(name) or space.stored(name, value) for name, value in values.items()}
 
 
 def tensors_of(stand_ins: Origins, values: Mapping[str, Tensor]) -> dict[str, StoredTensor]:

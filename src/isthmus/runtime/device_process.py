@@ -18,6 +18,7 @@ from functools import partial
 import msgspec
 import torch
 
+from isthmus.copies import end_with_parent
 from isthmus.errors import InternalError, IsthmusError, PeerError
 from isthmus.plans.plan import worker_id
 from isthmus.runtime.decoupled.device_replica import serve_replica
@@ -26,7 +27,6 @@ from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.tasklets import ComputeTurns
 from isthmus.runtime.federated.joined import serve_executor
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.processes.children import end_with_parent
 from isthmus.runtime.processes.memory import limit_memory
 from isthmus.runtime.processes.place import DevicePlace, ProcessOptions
 from isthmus.session.failures import in_one_line

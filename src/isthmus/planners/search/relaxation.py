@@ -14,9 +14,9 @@ What a stage [a, b) receives is tabled for all stages at once, by who must have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +64,7 @@ class StageTables:
         self.work = self._span(blocks.work)
         near, early, other = (self._received(kind) for kind in ("near", "early", "other"))
         self.near, self.early, self.other = Received(*near), Received(*early), Received(*other)
-        self.total = Received(*(near + early + other))
+        self.total = Received(*map(_sum, zip(near, early, other, strict=True)))
         self.fixed_bytes = self._variables() + self._span(blocks.once)
         self.micro_batch_bytes = self._span(blocks.saved) + self.total.held
 
@@ -73,28 +73,43 @@ class StageTables:
         ends = np.minimum(np.arange(self.count)[:, None] + np.arange(1, self.width + 1), self.count)
         return cumulative[ends] - cumulative[: self.count, None]
 
-    def _received(self, kind: str) -> Floats:
-        """[fields of `Received`, a, b - a - 1]."""
-        tables = np.zeros((5, self.count, self.width))
+    def _received(self, kind: str) -> list[Floats]:
+        """By fields of `Received`: [a, b - a - 1]. Fields of the same bytes are one table."""
+        segments: list[tuple[int, int, int]] = []
+        amounts: list[tuple[int, ...]] = []
         for item in self.blocks.items:
             once, each = (item.forward_bytes, 1), (item.held_bytes, item.forward_bytes, item.backward_bytes)
-            for first, last, use in _segments(item, kind):
-                self._charge(tables, first, last, use, (0, 0, 0, *once) if item.per_step else (*each, 0, 0))
-        return np.cumsum(tables, axis=2)
+            found = _segments(item, kind)
+            segments += found
+            amounts += [(0, 0, 0, *once) if item.per_step else (*each, 0, 0)] * len(found)
+        columns = list(zip(*amounts, strict=True)) or [()] * 5
+        tables = {column: self._charged(segments, column) for column in dict.fromkeys(columns)}
+        return [tables[column] for column in columns]
 
     def _variables(self) -> Floats:
-        tables = np.zeros((1, self.count, self.width))
+        segments: list[tuple[int, int, int]] = []
+        amounts: list[int] = []
         for variable in self.blocks.variables:
-            start, amount = 0, variable.owned_bytes
-            for use in variable.uses:
-                self._charge(tables, start, use, use, (amount,))
-                start, amount = use + 1, variable.user_bytes
-        return np.cumsum(tables, axis=2)[0]
+            starts = (0, *(use + 1 for use in variable.uses[:-1]))
+            segments += [(start, use, use) for start, use in zip(starts, variable.uses, strict=True)]
+            amounts += [variable.owned_bytes, *[variable.user_bytes] * (len(variable.uses) - 1)]
+        return self._charged(segments, amounts)
 
-    def _charge(self, tables: Floats, first: int, last: int, use: int, amounts: tuple[int, ...]) -> None:
-        """Stages that start in first..last pay these amounts, one per table, once they reach past block `use`."""
-        starts = np.arange(max(first, use - self.width + 1), last + 1)
-        tables[:, starts, use - starts] += np.array(amounts)[:, None]
+    def _charged(self, segments: Sequence[tuple[int, int, int]], amounts: Sequence[int]) -> Floats:
+        """Of each (first, last, use): stages that start in first..last pay the amount once they reach past block
+        `use`. A table of zeros takes no memory."""
+        if not any(amounts):
+            return np.broadcast_to(0.0, (self.count, self.width))
+        table = np.zeros((self.count, self.width))
+        for (first, last, use), amount in zip(segments, amounts, strict=True):
+            starts = np.arange(max(first, use - self.width + 1), last + 1)
+            table[starts, use - starts] += amount
+        return np.cumsum(table, axis=1, out=table)
+
+
+def _sum(tables: Sequence[Floats]) -> Floats:
+    """One of zeros is left out: the sum of one table is that table."""
+    return reduce(np.add, [table for table in tables if table.strides != (0, 0)] or tables[:1])
 
 
 def _segments(item: BlockItem, kind: str) -> list[tuple[int, int, int]]:

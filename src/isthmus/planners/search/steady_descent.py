@@ -101,7 +101,7 @@ class SteadyDescent(Descent):
 
     def _owners(self, several: Sequence[Stages]) -> Ints:
         trials = self._trials(several)
-        return self._averaging.owners(trials.order, trials.table.stage_of[trials.cuts])
+        return self._averaging.owners(trials.order, trials.table.ends[trials.cuts])
 
     def _alone_s(self, stages: Stages, share: int) -> float:
         return float(self._alone(stages, share).seconds[0])

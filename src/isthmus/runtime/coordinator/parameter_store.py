@@ -28,11 +28,14 @@ class ParameterStore:
         written: frozenset[str],
         given: Mapping[str, Tensor] | None = None,
         noted: Callable[[str], None] = lambda text: None,
+        folder: Path | None = None,
     ) -> None:
         """`written`: names of all that training changes; `given`: all variables, in place of the module's first
-        values."""
+        values; `folder`: where these are in a temporary file, None for the system's own place."""
         self._prepared = prepared
         self._noted = noted
+        self._folder = folder
+        self._space: object = None  # what the module's first values are in
         self._written = written
         self._given = given
         self._found: Mapping[str, Sent] = {}
@@ -101,7 +104,8 @@ class ParameterStore:
         return found, {}
 
     def _first(self) -> dict[str, Sent]:
-        found, note = first_weights(self._prepared)
-        if note:
-            self._noted(note)
-        return found
+        found = first_weights(self._prepared, self._folder)
+        self._space = found.space
+        if found.note:
+            self._noted(found.note)
+        return found.values

@@ -167,7 +167,7 @@ class RunController:
             options.backend.accelerators if isinstance(options.backend, LocalBackend) else {},
             leaves=_most_leaves(prepared),
         )
-        self._values = ParameterStore(prepared, self.now.written, options.weights, self.note)
+        self._values = ParameterStore(prepared, self.now.written, options.weights, self.note, folder)
         self._files = WeightFiles(str(self.job.model.options["path"])) if self.job.model.is_pretrained else None
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None  # the step of the state that `_values` are; None when they are of several

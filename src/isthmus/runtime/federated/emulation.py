@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import msgspec
-
+from isthmus.copies import asked
 from isthmus.data.clients import ClientData
 from isthmus.federated.client_costs import ClientCosts, client_costs
 from isthmus.federated.emulated_speed import DevicePacer, Pacer
 from isthmus.federated.executor_fleet import transfer_s
 from isthmus.federated.job import FederatedJob, emulation
-from isthmus.runtime.processes.forked import asked
 
 
 def counted_costs(job: FederatedJob, data: ClientData) -> ClientCosts:
     """Return the same as `client_costs`, in a copy of this process: a process that has trained cannot be copied any
     more."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "costs.json"
-        asked(lambda: path.write_bytes(msgspec.json.encode(client_costs(job, data))))
-        return msgspec.json.decode(path.read_bytes(), type=ClientCosts)
+    return asked(lambda: client_costs(job, data), ClientCosts)
 
 
 def pacers(job: FederatedJob, data: ClientData, executors: int) -> Callable[[int], Pacer]:

@@ -9,6 +9,7 @@ from typing import cast
 
 from torch import nn
 
+from isthmus.copies import asked
 from isthmus.data import ColumnSpec
 from isthmus.data.dataset import any_left_out, may_be_left_out
 from isthmus.errors import UserError
@@ -18,7 +19,6 @@ from isthmus.federated.resident import pieces_of
 from isthmus.graph.captured import Capture, Column
 from isthmus.graph.label_means import is_even, own_mean
 from isthmus.models import as_eager
-from isthmus.runtime.processes.forked import asked
 
 FIELD = "training.micro_batches"
 
@@ -32,7 +32,7 @@ def own_mean_of(
         return ""
     try:
         question = partial(_is_even, build, columns, local.batch_size // count)
-        even = asked(lambda: int(question())) if forks else question()
+        even = asked(question, bool) if forks else question()
     except UserError as e:
         return (
             f"{FIELD}: got {local.micro_batches}, and whether the model's loss is the same with each number cannot be "

@@ -18,6 +18,7 @@ import numpy as np
 
 from isthmus.accelerators import AUTO, Accelerator
 from isthmus.accelerators.copies import all_to_device
+from isthmus.copies import asked, asked_at_once
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError, users_code
 from isthmus.federated.job import FederatedJob, accelerator_of, build, executors
@@ -25,7 +26,6 @@ from isthmus.federated.resident import Batch, Resident
 from isthmus.federated.stacked import best_clients_per_vmap
 from isthmus.federated.traced_ops import get_ready
 from isthmus.run_files import JOB, read_job
-from isthmus.runtime.processes.forked import asked, asked_at_once
 
 GAIN = 1.1  # twice the executors must be so much faster, or they are not used
 MEASURED_S = 0.4
@@ -45,7 +45,7 @@ def sized(job: FederatedJob, data: ClientData, before: Path | None = None, *, fo
     Clients with optimizers or clipped gradients are trained one by one: each has a state and norms of its own.
     Without `forks` executors are elsewhere, so many as the job says. UserError for a device that is not here."""
     if forks and job.devices not in ((AUTO,), ("cpu",)):
-        asked(lambda: sum(accelerator_of(job, number).asynchronous for number in range(len(job.devices))))
+        asked(lambda: sum(accelerator_of(job, number).asynchronous for number in range(len(job.devices))), int)
     job = with_executors(job, data) if forks else job
     if not job.local.is_plain:
         return _with(job, clients_per_vmap=1)
@@ -56,7 +56,7 @@ def sized(job: FederatedJob, data: ClientData, before: Path | None = None, *, fo
         clients_per_vmap = _begun(before).runtime.clients_per_vmap
     elif not clients_per_vmap:
         measured = partial(_measured_clients_per_vmap, job, data)
-        clients_per_vmap = asked(measured) if forks else measured()
+        clients_per_vmap = asked(measured, int) if forks else measured()
     return _with(job, clients_per_vmap=clients_per_vmap)
 
 
@@ -83,11 +83,11 @@ def _begun(run: Path) -> FederatedJob:
 
 
 def _measured_executors(job: FederatedJob, data: ClientData) -> int:
-    accumulator = asked(lambda: _room(job, data)) * len(job.devices)
+    accumulator = asked(lambda: _room(job, data), int) * len(job.devices)
     cores = max(1, (os.cpu_count() or 1) // job.runtime.threads)
 
     def rate(count: int) -> float:
-        return sum(asked_at_once([lambda k=k: _steps_per_1000_s(job, data, k) for k in range(count)]))
+        return sum(asked_at_once([lambda k=k: _steps_per_1000_s(job, data, k) for k in range(count)], int))
 
     return fastest_count(rate, max(1, min(accumulator, cores, job.federated.participation.needed(len(data.sizes)))))
 

@@ -81,11 +81,3 @@ def end_with_input() -> None:
         os._exit(PeerError.exit_code)
 
     threading.Thread(target=wait, name="standard input", daemon=True).start()
-
-
-def end_with_parent(parent_pipe: int) -> None:
-    """In a thread of the child: end this process when the pipe closes, also out of a long computation, and out of a
-    wait for others that may never come."""
-    while os.read(parent_pipe, 4096):  # not through sys.stdin, whose lock would be held while the interpreter ends
-        pass
-    os._exit(PeerError.exit_code)

@@ -19,8 +19,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from isthmus.copies import forked_copy, handle_signals
 from isthmus.runtime.processes.fork_server import DEVICES, ForkServer
-from isthmus.runtime.processes.forked import forked_copy, handle_signals
 
 _standing: EarlyForkServer | None = None
 

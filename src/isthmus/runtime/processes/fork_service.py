@@ -14,8 +14,8 @@ from functools import partial
 import msgspec
 import setproctitle
 
+from isthmus.copies import end_after
 from isthmus.runtime.processes.fork_server import MESSAGE_BYTES, Exited, Spawned, SpawnRequest
-from isthmus.runtime.processes.forked import end_after
 
 
 def serve_forks(live: Callable[[SpawnRequest], None], title: str) -> None:

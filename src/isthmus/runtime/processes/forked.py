@@ -10,17 +10,14 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
-from isthmus.errors import InternalError, IsthmusError, UserError
-from isthmus.runtime.processes.children import HALT_S, end_children, end_with_parent, how_it_ended
+from isthmus.copies import end_with_parent, forked_copy, handle_signals
+from isthmus.runtime.processes.children import HALT_S, end_children, how_it_ended
 
 
 class _Copy:
@@ -92,51 +89,6 @@ class Forked:
         end_children(self._copies.values(), HALT_S if kind is None else 0.0)  # after an error nobody told them
 
 
-_ENDING = (signal.SIGINT, signal.SIGTERM)
-_FAILED, _REFUSED = "failed: ", "refused: "
-
-
-def asked(question: Callable[[], int]) -> int:
-    """The answer of a copy of this process, which leaves no trace here. InternalError says why it gave none; its
-    UserError is raised here."""
-    return asked_at_once([question])[0]
-
-
-def asked_at_once(questions: Sequence[Callable[[], int]]) -> list[int]:
-    """Return the same as `asked`, of several copies that find their answers at the same time."""
-    copies: list[tuple[int, int]] = []
-    for question in questions:
-        end, back = os.pipe()
-        pid = forked_copy(partial(_answer, question, back))
-        os.close(back)
-        copies.append((pid, end))
-    answers: list[bytes] = []
-    for pid, end in copies:
-        with open(end, "rb") as pipe:
-            answers.append(pipe.read())
-        os.waitpid(pid, 0)
-    return [_read(answer) for answer in answers]
-
-
-def _answer(question: Callable[[], int], back: int) -> None:
-    handle_signals(signal.SIG_DFL)
-    try:
-        os.write(back, str(question()).encode())
-    except UserError as e:
-        os.write(back, f"{_REFUSED}{e}".encode()[:4096])
-    except Exception as e:
-        os.write(back, f"{_FAILED}{type(e).__name__}: {e}".encode()[:4096])
-
-
-def _read(answer: bytes) -> int:
-    if answer.startswith(_REFUSED.encode()):
-        raise UserError(answer[len(_REFUSED) :].decode(errors="replace"))
-    if not answer or answer.startswith(_FAILED.encode()):
-        why = answer[len(_FAILED) :].decode(errors="replace") or "it ended without an answer"
-        raise InternalError(f"a copy of this process failed: {why}")
-    return int(answer)
-
-
 def _live(act: Callable[[str], None], parent_pipe: int, log: Path, unused: Sequence[int]) -> None:
     """Run the copy's work once the parent has sent the address; return without it if the parent has ended."""
     for descriptor in unused:
@@ -154,45 +106,3 @@ def _live(act: Callable[[str], None], parent_pipe: int, log: Path, unused: Seque
         address += read
     threading.Thread(target=end_with_parent, args=(parent_pipe,), name="parent_pipe", daemon=True).start()
     act(address.decode().strip())
-
-
-def forked_copy(live: Callable[[], None]) -> int:
-    """The process id of a copy that calls `live`, which first calls `handle_signals`, and then ends.
-
-    Until then signals wait: a handler of this process that raised in the copy would take it on where it was forked, as
-    a second coordinator.
-    """
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    try:
-        pid = os.fork()
-        if not pid:
-            end_after(live)
-        return pid
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def handle_signals(interrupt: signal.Handlers) -> None:
-    """Set how a copy takes Ctrl-C; SIGTERM ends it."""
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-
-
-def end_after(live: Callable[[], None]) -> NoReturn:
-    """Do it, and end this process with the exit code: a copy must never go on where it was forked."""
-    code = InternalError.exit_code
-    try:
-        live()
-        code = 0
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else 1
-    except IsthmusError as e:
-        print(e, file=sys.stderr)
-        code = e.exit_code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stderr.flush()
-        os._exit(code)
