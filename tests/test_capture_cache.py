@@ -115,9 +115,14 @@ def test_models_of_the_users_code_and_of_the_hub_are_captured_every_time(cache: 
     replace = msgspec.structs.replace
     for name in ("isthmus.models.mlp:MLP", "hf", "given:Module-0"):
         times: list[str] = []
+
+        def captured(times: list[str] = times, name: str = name) -> Captured:
+            times.append(name)
+            return capture(lambda: build_model(job.model), COLUMNS, batch=job.micro_batch_size)
+
         other = replace(job, model=replace(job.model, name=name))
         for _ in range(2):
-            cached_capture(other, COLUMNS, lambda times=times, name=name: times.append(name))  # type: ignore[arg-type, return-value]
+            cached_capture(other, COLUMNS, captured)
         assert len(times) == 2
     assert not cache.exists()
 

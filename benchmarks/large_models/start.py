@@ -1,20 +1,28 @@
 """The start of a pretrained run: what is in memory, and what passes through the coordinator before the first step?
 
-`python benchmarks/large_models/start.py [--size 0.12 --size 0.6] [--away]`
+`python benchmarks/large_models/start.py [--size 0.12 --size 0.6] [--away] [--command [--random] [--before COMMIT]]`
 
 A Qwen3 of random bfloat16 values is saved and trained with LoRA over three devices of this machine, for one step. The
 coordinator is a process of its own; peaks are VmHWM of its /proc status and of its devices'. With `--away` devices do
 not find the files: all weights come from the coordinator. Linux.
+
+With `--command` it is `isthmus train` that runs, and is looked at from outside twenty times a second: its most resident
+memory, how much of it was anonymous at most, its own and its ended children's CPU seconds until the first step, and the
+time until then. Twice, the second time with the captures that the first has left. `--random` draws the weights;
+`--before` runs the same with a commit's code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +43,7 @@ from isthmus.runtime.transport.channel import SocketChannel
 SIZES: dict[str, dict[str, int]] = {
     "0.12": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
     "0.6": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
 }
 
 
@@ -64,6 +73,88 @@ def devices_kb() -> dict[str, int]:
         except (OSError, StopIteration):
             continue
     return found
+
+
+JOB = """
+name = "start"
+fleet = "{folder}/fleet.toml"
+[model]
+name = "hf"
+[model.options]
+path = "{folder}/model"
+task = "causal-lm"
+dtype = "bfloat16"
+random_weights = {random}
+[model.lora]
+r = 8
+[data]
+kind = "text"
+[data.options]
+files = "stdlib"
+sequence_length = 32
+shift_labels = false
+max_bytes = 60_000
+[runtime]
+emulate = false
+timeout = "300 s"
+[training]
+steps = 1
+batch_size = 2
+micro_batches = 2
+precision = "bf16"
+[[optimizer]]
+name = "adamw"
+lr = 1e-4
+"""
+FLEET = """
+name = "three"
+[[device]]
+name = "d"
+region = "here"
+compute = "1 TFLOPS"
+memory = "16 GiB"
+count = 3
+[links]
+intra = { latency = "100 us", bandwidth = "1 Gbit/s" }
+"""
+
+
+def command(source: Path, folder: Path, *, random: bool) -> Iterator[dict[str, float]]:
+    """`isthmus train` of this source, with no captures and then with its own."""
+    (folder / "fleet.toml").write_text(FLEET)
+    (folder / "job.toml").write_text(JOB.format(folder=folder, random=str(random).lower()))
+    with tempfile.TemporaryDirectory() as kept:
+        for turn in range(2):
+            environment = {**os.environ, "PYTHONPATH": f"{source}/src", "XDG_CACHE_HOME": kept, "OMP_NUM_THREADS": "1"}
+            given = ["train", f"{folder}/job.toml", "--run", f"{kept}/run-{turn}"]
+            began_s = time.monotonic()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "isthmus", *given], env=environment, stdout=subprocess.PIPE, text=True
+            )
+            found = dict.fromkeys(("peak_mb", "anonymous_mb", "cpu_s", "first_step_s"), 0.0)
+            looking = threading.Thread(target=look, args=(process, found))
+            looking.start()
+            for line in process.stdout or ():
+                if line.startswith("step 1/1"):
+                    found["first_step_s"] = time.monotonic() - began_s
+            looking.join()
+            assert not process.wait() and found["first_step_s"], "the run failed"
+            yield {name: round(figure, 1) for name, figure in found.items()}
+
+
+def look(process: subprocess.Popen[str], found: dict[str, float]) -> None:
+    while process.poll() is None:
+        try:
+            text = Path(f"/proc/{process.pid}/status").read_text()
+            values = dict(line.split(":", 1) for line in text.splitlines())
+            found["peak_mb"] = max(found["peak_mb"], int(values["VmHWM"].split()[0]) / 1e3)
+            found["anonymous_mb"] = max(found["anonymous_mb"], int(values["RssAnon"].split()[0]) / 1e3)
+            if not found["first_step_s"]:
+                ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+                found["cpu_s"] = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        except (OSError, KeyError):
+            pass
+        time.sleep(0.05)
 
 
 def train(model: Path, folder: Path, *, away: bool) -> None:
@@ -119,12 +210,28 @@ def train(model: Path, folder: Path, *, away: bool) -> None:
     print(json.dumps(figures))
 
 
+def compared(size: str, folder: Path, before: Sequence[str], *, random: bool) -> None:
+    """A line per source, of no captures and of its own."""
+    root = Path(__file__).parents[2]
+    for commit in ("", *before):
+        source = folder / commit if commit else root
+        if commit:
+            subprocess.run(["git", "-C", root, "worktree", "add", "-q", "--detach", source, commit], check=True)
+        for figures in command(source, folder, random=random):
+            print(size, commit or "here", "random" if random else "file", json.dumps(figures), flush=True)
+        if commit:
+            subprocess.run(["git", "-C", root, "worktree", "remove", "--force", source], check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", action="append", choices=SIZES)
     parser.add_argument("--away", action="store_true")
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--save", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--command", action="store_true")
+    parser.add_argument("--random", action="store_true")
+    parser.add_argument("--before", action="append", default=[], metavar="COMMIT")
     chosen = parser.parse_args()
     if chosen.train:
         train(Path(chosen.train[0]), Path(chosen.train[1]), away=chosen.away)
@@ -135,6 +242,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 here = [sys.executable, __file__]
                 subprocess.run([*here, "--save", size, f"{folder}/model"], check=True, capture_output=True)
+                if chosen.command:
+                    compared(size, Path(folder), chosen.before, random=chosen.random)
+                    continue
                 again = [*here, *(["--away"] if chosen.away else []), "--train", f"{folder}/model", f"{folder}/run"]
                 print(size, subprocess.run(again, check=True, capture_output=True, text=True).stdout, flush=True)
 
