@@ -36,7 +36,7 @@ class TensorSpace:
         self._places: dict[int, tuple[int, UntypedStorage]] = {}  # where storages are in the file, by their addresses
 
     def allocated(self, like: UntypedStorage) -> UntypedStorage:
-        """As many bytes of the file, mapped."""
+        """Return as many bytes of the file, mapped."""
         size = int(like.nbytes())
         at = self._reserve(size)
         mapped = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=at), dtype=torch.uint8)

@@ -74,7 +74,7 @@ class StageTables:
         return cumulative[ends] - cumulative[: self.count, None]
 
     def _received(self, kind: str) -> list[Floats]:
-        """By fields of `Received`: [a, b - a - 1]. Fields of the same bytes are one table."""
+        """Return the fields of `Received`, [a, b - a - 1] each. Fields of the same bytes are one table."""
         segments: list[tuple[int, int, int]] = []
         amounts: list[tuple[int, ...]] = []
         for item in self.blocks.items:
@@ -96,8 +96,8 @@ class StageTables:
         return self._charged(segments, amounts)
 
     def _charged(self, segments: Sequence[tuple[int, int, int]], amounts: Sequence[int]) -> Floats:
-        """Of each (first, last, use): stages that start in first..last pay the amount once they reach past block
-        `use`. A table of zeros takes no memory."""
+        """Stages that start in first..last pay the amount of (first, last, use) once they reach past block `use`. A
+        table of zeros takes no memory."""
         if not any(amounts):
             return np.broadcast_to(0.0, (self.count, self.width))
         table = np.zeros((self.count, self.width))
