@@ -206,8 +206,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 
 def test_too_large_a_model(tmp_path: Path) -> None:
-    job = edited(write_job(tmp_path), ("width = 16", "width = 8192"))
-    refused(isthmus("plan", job), 3, "laptop-", "short")
+    fleet = tmp_path / "small.toml"
+    fleet.write_text(
+        '[[device]]\nname = "small"\ncompute = "1 GFLOPS"\nmemory = "50 KiB"\ncount = 2\n'
+        '[links]\ndefault = {latency = "1 ms", bandwidth = "1 Gbit/s"}\n'
+    )
+    refused(isthmus("plan", write_job(tmp_path), "--fleet", fleet), 3, "small-", "short")
 
 
 def test_more_devices_than_the_model_has_cuts(tmp_path: Path) -> None:
