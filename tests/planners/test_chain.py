@@ -1,4 +1,4 @@
-"""The exact planner against brute force, and what must hold of its plans."""
+"""The planner of one pipeline against brute force, and what must hold of its plans."""
 
 from __future__ import annotations
 
@@ -26,16 +26,14 @@ from plan_cases import (
 
 from isthmus.cost import Problem, build_plan, parameter_state, place
 from isthmus.cost.blocks import Blocks
-from isthmus.cost.cut_table import cut_table, stage_bytes
+from isthmus.cost.cut_table import cut_table, every_cut, run_table, stage_bytes
 from isthmus.cost.network import network_of
 from isthmus.cost.pipelines import Trials, timed
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, with_memory
 from isthmus.graph import OpGraph, Ref, assign, partition
 from isthmus.planners import plan
-from isthmus.planners.search.cuts import ThresholdSearch
-from isthmus.planners.search.relaxation import Relaxation, StageTables
-from isthmus.planners.search.routes import Routes, all_orders, fixed_placement_of, one_order
+from isthmus.planners.search.cuts import cut_orders
 from isthmus.plans import Plan, load_plan, save_plan
 
 INFINITE = float("inf")
@@ -54,51 +52,78 @@ def random_problem(seed: int, operators: int, devices: int, *, memory: bool, rec
     )
 
 
-def routes_of(problem: Problem) -> Routes:
-    network = network_of(problem)
-    return all_orders(network, fixed_placement_of(problem, network), memory_binds=True)
-
-
-def search_over(problem: Problem, routes: Routes) -> tuple[ThresholdSearch, float]:
-    """Over stages that keep what their forward saved: `every_pipeline` tries which may recompute."""
-    network = network_of(problem)
-    search = ThresholdSearch(Relaxation(problem, network, StageTables(Blocks(problem)), routes), problem.micro_batches)
-    return search, search.run()
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 7), st.booleans())
+def test_a_run_of_blocks_has_the_figures_of_that_stage_in_any_cut(seed: int, operators: int, again: bool) -> None:
+    problem = random_problem(seed, operators, 1, memory=False)
+    blocks = Blocks(problem, recompute=again)
+    runs = run_table(blocks)
+    for stages in range(1, blocks.count + 1):
+        table = cut_table(blocks, every_cut(blocks, stages))
+        for k, s in itertools.product(range(len(table.ends)), range(stages)):
+            run = tuple(table.ends[k, s : s + 2])
+            assert runs.work[run] == pytest.approx(table.forward_work[k, s] + table.backward_work[k, s])
+            assert runs.fixed_bytes[run] == table.fixed_bytes[k, s]
+            assert runs.each_bytes[run] == table.saved_bytes[k, s] + table.received_bytes[k, s]
+            kinds = (table.forward, table.backward, table.shared, table.shared_count)
+            for early, later, amount in zip(runs.early, runs.later, kinds, strict=True):
+                assert early[run] + later[run] == amount[k, :, s].sum()
+                assert early[run] <= amount[k, 0, s]
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(1, 4), st.booleans())
 @example(99999, 2, 3, True)  # fits only where the second stage alone recomputes
-def test_one_order_is_cut_as_well_as_by_brute_force(seed: int, operators: int, devices: int, memory: bool) -> None:
-    problem = random_problem(seed, operators, devices, memory=memory, recompute=False)
-    best = brute_force(problem, [problem.fleet.names])
-    search, bound = search_over(problem, one_order(range(devices)))
-    assert (search.upper_s, bound) == pytest.approx((best, best), rel=1e-8)
-    if search.best is not None:
-        placed = place(problem, problem.fleet.names, Blocks(problem).boundaries(search.best.path.cut))
-        assert fits(placed)
-        assert placed.times.step_s(problem.micro_batches) == pytest.approx(best, rel=1e-8)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 4), st.booleans())
-def test_every_order_and_subset_is_searched_as_by_brute_force(
+def test_an_order_is_cut_in_a_way_that_fits_and_takes_what_is_said(
     seed: int, operators: int, devices: int, memory: bool
 ) -> None:
     problem = random_problem(seed, operators, devices, memory=memory, recompute=False)
+    best, blocks = brute_force(problem, [problem.fleet.names]), Blocks(problem)
+    found = cut_orders(problem, network_of(problem), blocks, [tuple(range(devices))])
+    if found and problem.schedule == "gpipe":
+        placed = place(problem, problem.fleet.names, blocks.boundaries(found[0].stages.ends[1:-1]))
+        assert fits(placed)
+        assert placed.times.step_s(problem.micro_batches) == pytest.approx(found[0].step_s, rel=1e-8)
+        assert found[0].step_s >= best * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 7), st.integers(1, 4))
+def test_an_order_whose_values_skip_no_stage_is_cut_best_for_one_micro_batch(
+    seed: int, operators: int, devices: int
+) -> None:
+    """The least time there and back, for which no limit on the period is needed."""
+    rng = random.Random(seed)
+    names = ["x", *(f"op{k}" for k in range(operators - 1)), "loss"]
+    sizes = [rng.randint(1, 40) for _ in names]
+    chained = [
+        operator(name, before, flops=rng.randint(1, 50), outputs=(tensor(size, batched=name != "loss"),))
+        for before, name, size in zip(names, names[1:], sizes, strict=False)
+    ]
+    graph = OpGraph(name="line", mode="train", loss=Ref("loss"), ops=(placeholder("x", 4), *chained))
+    speeds = [rng.uniform(5, 50) for _ in range(devices)]
+    problem = problem_of(graph, fleet_of(speeds, seed), micro_batches=1)
+    found = cut_orders(problem, network_of(problem), Blocks(problem), [tuple(range(devices))])
+    best = brute_force(problem, [problem.fleet.names])
+    assert min((cut.step_s for cut in found), default=INFINITE) == pytest.approx(best, rel=1e-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 4))
+def test_every_order_and_subset_is_searched_as_by_brute_force(seed: int, operators: int, devices: int) -> None:
+    problem = random_problem(seed, operators, devices, memory=False, recompute=False)
     best = brute_force(problem, all_orders_of(problem.fleet))
-    search, bound = search_over(problem, routes_of(problem))
-    assert (search.upper_s, bound) == pytest.approx((best, best), rel=1e-8)
+    assert plan("chain", problem).predicted.step_s == pytest.approx(best, rel=1e-8)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(1, 4))
 def test_a_row_of_the_arrays_is_the_closed_form_of_the_stage_graphs(seed: int, operators: int, devices: int) -> None:
     problem = random_problem(seed, operators, devices, memory=seed % 2 == 0)
-    search, _ = search_over(problem, one_order(range(devices)))
-    if search.best is None:
+    blocks = Blocks(problem)
+    if blocks.count < devices:
         return
-    blocks, cut = Blocks(problem), search.best.path.cut
+    cut = sorted(random.Random(seed).sample(range(1, blocks.count), devices - 1))
     table = cut_table(blocks, np.array([(0, *cut, blocks.count)]))
     row = timed(problem, network_of(problem), Trials(table, np.zeros(1, dtype=np.int64), np.arange(devices)[None]))
     placed = place(problem, problem.fleet.names, blocks.boundaries(cut))
@@ -114,27 +139,6 @@ def test_a_row_of_the_arrays_is_the_closed_form_of_the_stage_graphs(seed: int, o
     assert held.held[0].min() >= 1
     if problem.schedule == "1f1b" and (held.held[0] < problem.micro_batches).any():
         assert held.round_trip_s[0] == pytest.approx(times.round_trips_s)
-
-
-def test_the_relaxation_alone_does_not_settle_every_graph() -> None:
-    """Skips that cross two cuts need the labelled search: without it these cases would be left unproven."""
-    searches = [
-        search_over(problem, routes_of(problem))[0]
-        for problem in (random_problem(seed, 7, 4, memory=False) for seed in range(30))
-    ]
-    assert any(search.states > 0 for search in searches)
-    assert all(not search.unresolved for search in searches)
-
-
-def test_interchangeable_devices_are_not_tried_in_every_order() -> None:
-    twins = Fleet(
-        name="twins",
-        devices=tuple(Device(name=f"d{i}", region="here", flops_per_s=1e3, memory_bytes=10**9) for i in range(5)),
-        links=Links(default=Link(0.1, 1e3)),
-    )
-    problem = problem_of(random_graph(1, 5), twins)
-    network = network_of(problem)
-    assert len(all_orders(network, fixed_placement_of(problem, network), memory_binds=False).states) == 6
 
 
 @settings(max_examples=25, deadline=None)
@@ -178,7 +182,7 @@ def _fleet(speeds: list[float], *, memory: int = 1 << 40, latency: float = 1e-3,
     return Fleet(name="near", devices=devices, links=Links(default=Link(latency, bandwidth)))
 
 
-def test_a_gpt_on_unequal_devices_beats_even_and_is_proven_optimal() -> None:
+def test_a_gpt_on_unequal_devices_beats_even() -> None:
     problem = problem_of(gpt_graph(2), _fleet([1e9, 3e9, 2e9]), micro_batches=8)
     made, baseline = plan("chain", problem), plan("even", problem)
     assert made.predicted.step_s < 0.8 * baseline.predicted.step_s
@@ -204,7 +208,7 @@ def test_many_devices_are_ordered_by_region() -> None:
     made = plan("chain", problem_of(gpt_graph(4), fleet, micro_batches=64))
     regions = [fleet.device(s.device).region for s in made.stages]
     assert len(regions) > 4
-    assert sum(a != b for a, b in itertools.pairwise(regions)) == 1
+    assert sum(a != b for a, b in itertools.pairwise(regions)) <= 2  # by the formula, which hides latency
     assert made.predicted.step_s < plan("even", problem_of(gpt_graph(4), fleet, micro_batches=64)).predicted.step_s
 
 

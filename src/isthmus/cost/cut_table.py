@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,6 +71,51 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
         backward=backward,
         shared=shared,
         shared_count=shared_count,
+    )
+
+
+class Received(NamedTuple):
+    """Bytes that a stage of blocks [a, b) receives and returns per micro-batch, bytes of the parameters that it shares
+    with stages before, and their number: [a, b] of each."""
+
+    forward: Floats
+    backward: Floats
+    shared: Floats
+    shared_count: Floats
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Every run of blocks [a, b) as a stage, whatever the others are: [a, b] of each, where a < b."""
+
+    work: Floats  # FLOPs; infinite where the run is empty
+    fixed_bytes: Floats
+    each_bytes: Floats  # per micro-batch in flight
+    early: Received  # from the first stage for sure: made in block 0
+    later: Received  # from any stage before
+
+
+def run_table(blocks: Blocks) -> RunTable:
+    """A stage [a, b) receives what was made before it and has its next use, from a on, before b."""
+    held, *amounts, copied = blocks.amounts
+    early = blocks.uses[:, 0] == 0
+
+    def spans(amount: Floats) -> Floats:
+        _, before, use = blocks.uses.T
+        found = np.zeros((blocks.count + 2, blocks.count + 2))
+        np.add.at(found, (before + 1, use + 1), amount)
+        np.subtract.at(found, (use + 1, use + 1), amount)
+        return np.asarray(found.cumsum(axis=0).cumsum(axis=1)[:-1, :-1])
+
+    def between(cumulative: Floats) -> Floats:
+        return np.asarray(cumulative - cumulative[:, None])
+
+    return RunTable(
+        work=np.where(np.tri(blocks.count + 1, dtype=bool), np.inf, between(blocks.work)),
+        fixed_bytes=between(blocks.owned) + between(blocks.once) + spans(copied),
+        each_bytes=between(blocks.saved) + spans(held),
+        early=Received(*(spans(amount * early) for amount in amounts)),
+        later=Received(*(spans(amount * ~early) for amount in amounts)),
     )
 
 

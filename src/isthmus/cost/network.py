@@ -53,17 +53,6 @@ class FleetNetwork:
         np.fill_diagonal(found, 0.0)
         return found
 
-    def message_s(self, source: int, target: int, size_bytes: float) -> float:
-        return float(self.latency[source, target] + size_bytes * self.byte_s[source, target]) if size_bytes else 0.0
-
-    def interchangeable(self, a: int, b: int) -> bool:
-        """Return whether swapping two devices changes nothing."""
-        if self.speed[a] != self.speed[b] or self.memory[a] != self.memory[b]:
-            return False
-        swap = np.arange(len(self.names))
-        swap[[a, b]] = b, a
-        return all(np.array_equal(m, m[np.ix_(swap, swap)]) for m in (self.latency, self.byte_s))
-
 
 def network_of(problem: Problem) -> FleetNetwork:
     fleet = problem.fleet

@@ -21,10 +21,9 @@ from isthmus.cost.blocks import Blocks, alternatives
 from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.network import FleetNetwork, Floats, network_of
 from isthmus.planners.placement.grouping import open_path
-from isthmus.planners.search.greedy_fill import greedy_fill
+from isthmus.planners.search.greedy_fill import Path, greedy_fill
 from isthmus.planners.search.local_search import nearest_tour, two_opt
 from isthmus.planners.search.orders import scorer_of
-from isthmus.planners.search.relaxation import Path
 from isthmus.plans import Plan, classic_in_flight
 
 HALVINGS = 30

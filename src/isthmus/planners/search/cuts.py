@@ -1,252 +1,161 @@
-"""Minimise `sum + (n - 1) * bottleneck` exactly, by searching over thresholds for the bottleneck.
+"""Where to cut a model for given orders of devices: many orders, and limits on the period of each, at a time.
 
-Let m(B) be the least sum of all pipelines whose bottleneck is at most B. A solution found at threshold B with
-bottleneck b <= B proves that nothing in [b, B] has a smaller sum, so that interval is closed. An open interval
-(low, high) cannot beat the best plan known once
+Under a limit T on what stages and links take per micro-batch, one dynamic programme finds the least time of one
+micro-batch, there and back, from stage s on, which begins at block a:
 
-    m(high) + (n - 1) * low >= best
+    rest[s, a] = min over b of compute(a, b) / v[s] + messages to [a, b) + rest[s + 1, b]
 
-Intervals are taken best bound first. The first phase closes them with the relaxation; the second looks, exactly, into
-those that the relaxation left below the best plan, because values skip stages there.
-
-A value goes directly from the stage that made it to every stage that takes it, so what a stage costs depends on who
-holds each live value. That holder list is the label of a search state. For a plain chain it is always "the stage
-before"; with skip connections few labels are within reach of the best plan known, because the relaxation bounds what is
-still to be paid:
-
-    reached[after][end, label'] = min over (start, label) of reached[before][start, label] + compute + messages
-
-and a state is left out where its sum and `relaxation.values[after][end]` reach the best plan.
+A stage has memory for as many micro-batches as hide its round trip behind the period: ceil((compute + rest) / T), or
+all under gpipe. What a stage receives comes from the first stage if the first block made it, and else as if from the
+stage before: exact where nothing else skips a stage. What is found has its true price then, and moves (`descent`).
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.cost import kernel
+from isthmus.cost import Problem
 from isthmus.cost.blocks import Blocks
-from isthmus.cost.cut_table import cut_table
+from isthmus.cost.cut_table import RunTable, cut_table, run_table
+from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.network import FleetNetwork
-from isthmus.cost.pipelines import Trials, timed
+from isthmus.cost.pipelines import Trials
 from isthmus.planners.observer import looked_at
-from isthmus.planners.search.relaxation import Path, PathCost, Relaxation
+from isthmus.planners.search.descent import Stages, likely_choice
+from isthmus.planners.search.fixed_placement import Order
 
-Label = tuple[int, ...]  # the device that holds each item of `Blocks.live[boundary]`, in that order
-
-
-class SearchTooLarge(Exception):
-    """The search gave up after its budget of states."""
+LIMITS, ROUNDS = 8, 2  # limits on the period of each order, spread over a range, and again around the best
+MOST_CELLS = 1 << 21  # that are looked at together
 
 
-def stage_cost(
-    blocks: Blocks, network: FleetNetwork, label: Label, start: int, end: int, device: int
-) -> tuple[float, float]:
-    """Return the summand of the stage [start, end) on `device`, and the longest it keeps itself or a link busy."""
-    total = bottleneck = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
-    messages: dict[int, list[int]] = {}  # bytes exchanged with each holder, forward and backward
-    shared = 0.0
-    for (number, use), holder in zip(blocks.live[start], label, strict=True):
-        if use >= end:
-            continue
-        item = blocks.items[number]
-        if item.per_step:
-            shared += network.message_s(holder, device, item.forward_bytes)
-            shared += network.message_s(device, holder, item.backward_bytes)
-        else:
-            message = messages.setdefault(holder, [0, 0])
-            message[0] += item.forward_bytes
-            message[1] += item.backward_bytes
-    for holder, (forward, backward) in messages.items():
-        total += network.message_s(holder, device, forward) + network.message_s(device, holder, backward)
-        wires = forward * network.byte_s[holder, device], backward * network.byte_s[device, holder]
-        bottleneck = max(bottleneck, float(wires[0]), float(wires[1]))
-    return total + shared, bottleneck
+class CutOrder(NamedTuple):
+    """A pipeline and its step in seconds."""
+
+    stages: Stages
+    step_s: float
 
 
-def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) -> Label:
-    held = {number: holder for (number, _), holder in zip(blocks.live[start], label, strict=True)}
-    return tuple(held.get(number, device) for number, _ in blocks.live[end])
+def cut_orders(problem: Problem, network: FleetNetwork, blocks: Blocks, orders: Sequence[Order]) -> list[CutOrder]:
+    """The best cut that was found of each order, the best order first; of one that fits no way there is none."""
+    found: dict[Order, CutOrder] = {}
+    plain = run_table(blocks)
+    for table in (plain, *([run_table(blocks.recomputing())] if _gains(problem, network, plain) else [])):
+        for size in sorted({len(order) for order in orders if len(order) <= blocks.count}):
+            alike = np.array([order for order in orders if len(order) == size])
+            rows = max(1, MOST_CELLS // (LIMITS * blocks.count**2))
+            for k in range(0, len(alike), rows):
+                looked_at(len(alike[k : k + rows]))
+                for made in _Orders(problem, network, blocks, table, alike[k : k + rows]).run():
+                    known = found.get(made.stages.order, made)
+                    found[made.stages.order] = min(known, made, key=lambda cut: cut.step_s)
+    return sorted(found.values(), key=lambda made: made.step_s)
 
 
-def objective(relaxation: Relaxation, path: Path) -> PathCost:
-    """Return the cost that the relaxation bounds: exact, or throttled, whose sum leaves shared parameters out."""
-    blocks, network, problem = relaxation.tables.blocks, relaxation.network, relaxation.problem
-    table = cut_table(blocks, np.array([(0, *path.cut, blocks.count)]))
-    row = timed(problem, network, Trials(table, np.zeros(1, dtype=np.int64), np.array([path.devices])))
-    fill_s, busy_s, shared_s = float(row.fill_s[0]), float(row.busy_s[0]), float(row.shared_s[0])
-    if not relaxation.throttled:
-        return PathCost(fill_s, busy_s, path, shared_s)
-    period_s = kernel.period_s(row.busy_s, row.round_trip_s, row.held, problem.micro_batches)
-    return PathCost(fill_s - shared_s, float(period_s[0]), path, shared_s)
+def _gains(problem: Problem, network: FleetNetwork, table: RunTable) -> bool:
+    """Return whether stages that recompute may gain: some device does not hold the model and all micro-batches."""
+    most = table.fixed_bytes[0, -1] + problem.micro_batches * table.each_bytes[0, -1]
+    return problem.recompute and bool(most > network.memory.min())
 
 
-def least_sum(
-    relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_states: int
-) -> tuple[PathCost | None, int]:
-    """The least sum below `cutoff_s` with a bottleneck up to `threshold_s`, and how many states were expanded.
+class _Orders:
+    """Orders of equally many devices."""
 
-    None where no pipeline is below. The relaxation must hold the bounds of this threshold or of a larger one.
-    Raises SearchTooLarge beyond `most_states`.
-    """
-    blocks, network, routes = relaxation.tables.blocks, relaxation.network, relaxation.routes
-    reached: list[dict[tuple[int, Label], PathCost]] = [{} for _ in routes.states]
-    for root in routes.roots:
-        reached[root][0, ()] = PathCost(0.0, 0.0, Path((), ()))
-    best: PathCost | None = None
-    expanded = 0
-    for number, steps in enumerate(routes.steps):
-        for (start, label), entry in reached[number].items():
-            if start == blocks.count:
-                if routes.may_end(number) and entry.sum_s < cutoff_s:
-                    cutoff_s, path = entry.sum_s, entry.path
-                    best = entry._replace(path=path._replace(cut=path.cut[:-1]))
-                continue
-            expanded += 1
-            if expanded > most_states:
-                raise SearchTooLarge
-            looked_at()
-            # reached[after][end] = min over starts of reached[number][start] + compute + messages, label by label
-            for device, after in steps:
-                bounds = relaxation.row(number, device, after, start) + entry.sum_s
-                for offset in np.flatnonzero(bounds < cutoff_s):
-                    end = start + int(offset) + 1
-                    stage_s, busy_s = stage_cost(blocks, network, label, start, end, device)
-                    sum_s, to_go = entry.sum_s + stage_s, float(relaxation.values[after][end])
-                    if busy_s > threshold_s or sum_s + to_go >= cutoff_s:
-                        continue
-                    key = (end, next_label(blocks, label, start, end, device))
-                    known = reached[after].get(key)
-                    if known is None or sum_s < known.sum_s:
-                        path = Path((*entry.path.devices, device), (*entry.path.cut, end))
-                        reached[after][key] = PathCost(sum_s, max(entry.bottleneck_s, busy_s), path)
-    return best, expanded
+    def __init__(self, problem: Problem, network: FleetNetwork, blocks: Blocks, table: RunTable, orders: Ints) -> None:
+        """The table may be of stages that recompute; true prices choose which do."""
+        self.problem, self.network, self.blocks, self.table, self.orders = problem, network, blocks, table, orders
 
+    def run(self) -> list[CutOrder]:
+        """The best cut of each order that fits."""
+        ends, fill_s = self._cut(np.full((len(self.orders), 1), np.inf))
+        fits = np.isfinite(fill_s[:, 0])
+        self.orders, ends, fill_s = self.orders[fits], ends[fits], fill_s[fits]
+        if not len(self.orders):
+            return []
+        best, best_s = ends[:, 0], self._steps_s(ends, fill_s)[:, 0]
+        # A period is no shorter than of perfectly balanced work, and no longer than a micro-batch alone.
+        low = self.table.work[0, -1] / self.network.speed[self.orders].sum(axis=1)
+        high = np.maximum(fill_s[:, 0], low)
+        rows = np.arange(len(self.orders))
+        for _ in range(ROUNDS if self.problem.micro_batches > 1 else 0):
+            limits_s = np.geomspace(low, high, LIMITS, axis=1)
+            ends, fill_s = self._cut(limits_s)
+            steps_s = self._steps_s(ends, fill_s)
+            k = steps_s.argmin(axis=1)
+            better = steps_s[rows, k] < best_s
+            best = np.where(better[:, None], ends[rows, k], best)
+            best_s = np.where(better, steps_s[rows, k], best_s)
+            low, high = limits_s[rows, np.maximum(k - 1, 0)], limits_s[rows, np.minimum(k + 1, LIMITS - 1)]
+        several = zip(map(tuple, self.orders.tolist()), map(tuple, best.tolist()), best_s.tolist(), strict=True)
+        return [CutOrder(Stages(order, cut), step_s) for order, cut, step_s in several if np.isfinite(step_s)]
 
-TOLERANCE = 1e-9  # relative; below it two step times are the same
-NARROW = 0.1  # relative width below which an open interval is probed at its top, not at its middle
+    def _steps_s(self, ends: Ints, fill_s: Floats) -> Floats:
+        """[orders, limits] seconds of a step, by true prices; infinite where it does not fit."""
+        count = ends.shape[1]
+        trials = Trials(
+            cut_table(self.blocks, ends.reshape(-1, ends.shape[2])),
+            np.arange(len(self.orders) * count),
+            np.repeat(self.orders, count, axis=0),
+        )
+        made = likely_choice(self.problem, self.network, trials, self.problem.micro_batches)
+        steps_s = made.step_s(self.problem.micro_batches).reshape(-1, count)
+        return np.where(np.isfinite(fill_s), steps_s, np.inf)
 
+    def _cut(self, limits_s: Floats) -> tuple[Ints, Floats]:
+        """[orders, limits, stages + 1] block boundaries, [orders, limits] seconds of one micro-batch; infinite where no
+        cut keeps to the limit."""
+        count, stages = self.blocks.count, self.orders.shape[1]
+        rest = np.full((*limits_s.shape, count + 1), np.inf)
+        rest[..., count] = 0.0
+        chosen: list[Ints] = []
+        for s in reversed(range(stages)):
+            rows = slice(0, 1) if s == 0 else slice(1, count)
+            cost, compute, busy = self._costs(s, rows)
+            total = cost[:, None] + rest[:, :, None, :]
+            allowed = busy[:, None] <= limits_s[..., None, None]
+            allowed &= self._fits(s, rows, compute[:, None] + rest[:, :, None, :], limits_s)
+            if s == stages - 1 and s:
+                allowed[:, :, self.blocks.last_start :] = False  # rows begin at block 1
+            total[~allowed] = np.inf
+            ends = total.argmin(axis=3)
+            rest = np.full((*limits_s.shape, count + 1), np.inf)
+            rest[..., rows] = np.take_along_axis(total, ends[..., None], axis=3)[..., 0]
+            chosen.append(np.pad(ends, ((0, 0), (0, 0), (rows.start, count + 1 - rows.stop))))
+        found = [np.zeros(limits_s.shape, dtype=np.int64)]
+        for ends in reversed(chosen):
+            found.append(np.take_along_axis(ends, found[-1][..., None], axis=2)[..., 0])
+        return np.stack(found, axis=2), rest[..., 0]
 
-class Budget(NamedTuple):
-    """Where a search stops; what is left open then shows in its lower bound. Counts, so that results repeat."""
+    def _costs(self, s: int, rows: slice) -> tuple[Floats, Floats, Floats]:
+        """[orders, starts, ends]: compute and messages of stage s, compute alone, and the longest that anything is
+        busy."""
+        table, net, device = self.table, self.network, self.orders[:, s]
+        compute = table.work[rows] / net.speed[device][:, None, None]
+        cost = busy = compute
+        for received, source in ((table.early, self.orders[:, 0]), (table.later, self.orders[:, s - 1])) if s else ():
 
-    probes: int = 300
-    states: int = 20_000
+            def link(values: Floats, a: Ints, b: Ints) -> Floats:
+                return values[a, b][:, None, None]
 
+            forward, backward, shared, count = (amount[rows] for amount in received)
+            there_s, back_s = link(net.byte_s, source, device), link(net.byte_s, device, source)
+            latency = link(net.latency, source, device) + link(net.latency, device, source)
+            there, back = forward * there_s, backward * back_s
+            cost = cost + there + back + shared * (there_s + back_s) + (count + (forward > 0)) * latency
+            busy = np.maximum(busy, np.maximum(there, back))
+        return cost, compute, busy
 
-AMPLE = Budget()
-
-
-class Interval(NamedTuple):
-    """Pipelines with a bottleneck in low..high have at least this sum, and take at least `bound_s`."""
-
-    bound_s: float
-    low: float
-    high: float
-    sum_s: float
-
-
-@dataclass
-class ThresholdSearch:
-    """The best pipeline of the relaxation's routes, and a proven lower bound on all of them.
-
-    `upper_s` is a step time already known from elsewhere: what cannot beat it is not looked at.
-    """
-
-    relaxation: Relaxation
-    micro_batches: int
-    upper_s: float = float("inf")
-    budget: Budget = AMPLE
-    best: PathCost | None = None
-    probes: int = 0
-    states: int = 0
-    unresolved: list[Interval] = field(default_factory=list[Interval])
-    _open: list[Interval] = field(default_factory=list[Interval])
-
-    def run(self) -> float:
-        """Searches; returns the lower bound in seconds (infinite where no pipeline fits)."""
-        gain, relaxation = self.micro_batches - 1, self.relaxation
-        work = float(relaxation.tables.blocks.work[-1])
-        speeds = [float(relaxation.network.speed[d]) for d in relaxation.routes.members]
-        # All on the fastest; all on the joint speed, or just below it, as intervals exclude their low end.
-        least_s, low = work / max(speeds), work / sum(speeds) * (1 - TOLERANCE)
-        high = (self.upper_s - least_s) / gain if gain else float("inf")
-        self._push(low, high, least_s)
-        # Nothing in an interval (low, high) takes less than m(high) + (n - 1) * low.
-        while self._open and self._open[0].bound_s < self._goal() and self.probes < self.budget.probes:
-            looked_at()
-            self._probe(heapq.heappop(self._open))
-        self.unresolved = [i for i in self.unresolved if i.bound_s < self._goal()]
-        # The exact search does not know a device that comes twice: what is left open shows in the bound.
-        if not relaxation.throttled and not relaxation.routes.returns:
-            self._resolve()
-        left = [i.bound_s for i in (*self._open, *self.unresolved)]
-        return min([self.upper_s, *left])
-
-    @property
-    def step_s(self) -> float:
-        """Return the time of the best pipeline, shared parameters included."""
-        apart = self.best.shared_s if self.best and self.relaxation.throttled else 0.0
-        return self.upper_s + apart
-
-    def _goal(self) -> float:
-        return self.upper_s * (1 - TOLERANCE)
-
-    def _push(self, low: float, high: float, sum_s: float) -> None:
-        if low < high:
-            bound = kernel.step_s(sum_s, low, self.micro_batches)
-            heapq.heappush(self._open, Interval(bound, low, high, sum_s))
-
-    def _offer(self, found: PathCost) -> None:
-        step_s = kernel.step_s(found.sum_s, found.bottleneck_s, self.micro_batches)
-        if step_s < self.upper_s:
-            self.upper_s, self.best = step_s, found
-
-    def _probe(self, interval: Interval) -> None:
-        """Solves the relaxation inside an open interval and splits it."""
-        gain, low, high = self.micro_batches - 1, interval.low, interval.high
-        if gain:  # above this no sum that the interval allows can win
-            high = min(high, (self._goal() - interval.sum_s) / gain)
-        if low >= high:
-            return
-        wide = high - low > NARROW * high
-        threshold = (low + high) / 2 if wide and high < float("inf") else high
-        self.probes += 1
-        found = self.relaxation.solve(threshold)
-        if threshold < high:
-            self._push(threshold, high, interval.sum_s)
-        if found is None:
-            return
-        self._offer(objective(self.relaxation, found.path))
-        bound = kernel.step_s(found.sum_s, found.bottleneck_s, self.micro_batches)
-        self.unresolved.append(Interval(bound, found.bottleneck_s, threshold, found.sum_s))
-        self._push(low, found.bottleneck_s * (1 - TOLERANCE), found.sum_s)
-
-    def _resolve(self) -> None:
-        """Exact search in the intervals that the relaxation closed below the best plan. Stops at its budget."""
-        gain = self.micro_batches - 1
-        heapq.heapify(self.unresolved)
-        solved = 0.0
-        while self.unresolved and self.unresolved[0].bound_s < self._goal():
-            looked_at()
-            interval = self.unresolved[0]
-            # Bounds of a slightly larger threshold serve as well, and are at hand.
-            if not interval.high <= solved <= 1.05 * interval.high:
-                solved = min(1.02 * interval.high, max(i.high for i in self.unresolved))
-                self.relaxation.solve(solved)
-            cutoff_s = self._goal() - gain * interval.low
-            try:
-                found, states = least_sum(self.relaxation, interval.high, cutoff_s, self.budget.states - self.states)
-            except SearchTooLarge:
-                return
-            self.states += states
-            heapq.heappop(self.unresolved)
-            if found is not None:
-                self._offer(found)
-                high = found.bottleneck_s * (1 - TOLERANCE)
-                if interval.low < high:
-                    bound = found.sum_s + gain * interval.low
-                    heapq.heappush(self.unresolved, Interval(bound, interval.low, high, found.sum_s))
+    def _fits(self, s: int, rows: slice, trip_s: Floats, limits_s: Floats) -> Bools:
+        """[orders, limits, starts, ends]: whether memory holds the micro-batches that hide the round trip."""
+        count, table = self.problem.micro_batches, self.table
+        room = self.network.memory[self.orders[:, s]][:, None, None, None]
+        fixed, each = table.fixed_bytes[rows], table.each_bytes[rows]
+        if (fixed + count * each).max() <= room.min():
+            return np.ones(1, dtype=bool)
+        if self.problem.schedule == "gpipe":
+            return np.asarray(fixed + count * each <= room)
+        with np.errstate(invalid="ignore"):
+            held = np.clip(np.ceil(trip_s / limits_s[..., None, None]), 1, count)
+        return np.asarray(fixed + held * each <= room)

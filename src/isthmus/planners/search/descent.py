@@ -37,8 +37,8 @@ from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.pipelines import Pipelines, Sent, Trials, joined, timed
 from isthmus.planners.observer import looked_at, stopped
-from isthmus.planners.search.cuts import TOLERANCE
-from isthmus.planners.search.routes import fixed_placement_of
+from isthmus.planners.search.fixed_placement import fixed_placement_of
+from isthmus.planners.search.local_search import TOLERANCE
 
 MOST_UNUSED = 24  # devices outside the plan that are tried in it: the fastest
 KICK_MOVES = 3, 3, 5  # random moves before a descent, drawn from these: few find what is near, many leave a valley

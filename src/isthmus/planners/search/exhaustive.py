@@ -39,16 +39,15 @@ from isthmus.cost.network import FleetNetwork
 from isthmus.cost.pipelines import Pipelines, Trials, rate_of, timed
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.observer import keep, looked_at, salvaged
-from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.descent import Split, every_choice, soonest
-from isthmus.planners.search.routes import fixed_placement_of
+from isthmus.planners.search.fixed_placement import fixed_placement_of
+from isthmus.planners.search.local_search import TOLERANCE
 from isthmus.plans import Plan
 
 MOST_DEVICES = 6
 MOST_PIPELINES = 400_000
 MOST_CHOICES = 2_000_000
 """Choices of one grouping, without those that even without averaging are no better than the best plan known."""
-MOST_ORDERED_CUTS = 3_000_000  # orders times cuts of one pipeline
 MOST_TOGETHER = 100_000  # choices that are looked at together
 MOST_CANDIDATES = 150_000  # choices that compute in less than the best time known
 MOST_BUILT = 3_000
@@ -149,11 +148,10 @@ def _promising(
     """Pipelines that keep to the terms and whose stages fit and compute in less than what is known."""
     fixed, devices = fixed_placement_of(problem, network), len(network.names)
     priced = problem.constraints.objective == "cost"
-    left, looked = MOST_CANDIDATES, 0
+    left = MOST_CANDIDATES
+    if devices > MOST_DEVICES or pipeline_count(devices, blocks.count) > MOST_PIPELINES:
+        raise _TooManyPlans
     for count in range(1, min(devices + fixed.labels_stay, blocks.count) + 1):
-        looked += perm(devices, min(count, devices)) * comb(blocks.count - 1, count - 1)
-        if looked > MOST_ORDERED_CUTS:
-            raise _TooManyPlans
         ends = every_cut(blocks, count)
         ends = ends[(ends[:, -2] <= blocks.last_start) | (count == 1)]
         table = cut_table(blocks, ends)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,9 +13,15 @@ from isthmus.cost.blocks import Blocks, alternatives
 from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.network import FleetNetwork
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.search.relaxation import Path
-from isthmus.planners.search.routes import fixed_placement_of
+from isthmus.planners.search.fixed_placement import fixed_placement_of
 from isthmus.units import format_size
+
+
+class Path(NamedTuple):
+    """Devices by number, and the block boundaries between them."""
+
+    devices: tuple[int, ...]
+    cut: tuple[int, ...]
 
 
 def greedy_fill(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Path:

@@ -11,6 +11,7 @@ from isthmus.cost.network import Floats
 from isthmus.planners.observer import looked_at
 
 State = TypeVar("State")
+TOLERANCE = 1e-9  # relative; below it two step times are the same
 
 
 def nearest_tour(between: Floats, start: int, among: Iterable[int]) -> list[int]:

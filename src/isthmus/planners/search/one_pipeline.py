@@ -4,17 +4,13 @@ The fastest minimises the closed form over the order and choice of devices and o
 
     step = fill + (n - 1) * period + shared
 
-Up to six devices it is exact; beyond, orders come from local search, and cuts stay exact. FusionLLM's OP-Fence and Sky
-Computing's allocation solve the same problem by heuristics.
+Promising orders of the devices (`orders`) are cut (`cuts`), and moves improve the best few (`descent`); of a small
+problem every pipeline is tried (`exhaustive`). FusionLLM's OP-Fence and Sky Computing's allocation solve the same
+problem by heuristics.
 
 On a given set of devices the price of an hour is fixed, so the fastest pipeline of a set is also its cheapest, but for
-egress:
-
-    price of a set >= rate of its devices * bound on its step
-
-What remains is to choose the set. Small fleets: all sets, in the order of that bound, and then every pipeline is tried
-as far as a budget goes. Larger ones: the devices with the cheapest FLOPs, as many as it takes and more, of all regions
-and of each; then the best set loses devices as long as that saves money.
+egress. What remains is to choose the set. Small fleets: all sets. Larger ones: the devices with the cheapest FLOPs, as
+many as it takes and more, of all regions and of each. Then moves of devices and cuts improve the best, by its price.
 
 Several holders may feed one chain, each with data of its own: the first stage has a copy on every holder. In the closed
 form the holders are nearly one device (`as_one`): a copy does its part of the micro-batches, so together they are as
@@ -34,10 +30,9 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from isthmus.cost import Problem, build_plan, is_priced, preference
-from isthmus.cost.blocks import Blocks, legal_places
+from isthmus.cost import PlanLayout, Problem, build_plan, is_priced, layouts_of, preference
+from isthmus.cost.blocks import Blocks, coarse, legal_places
 from isthmus.cost.compression import packs_alike
-from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.limits import broken_constraint
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.cost.price import SECONDS_PER_HOUR
@@ -46,19 +41,22 @@ from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
 from isthmus.planners.baselines.even import even
 from isthmus.planners.observer import keep, looked_at
-from isthmus.planners.search.cuts import TOLERANCE
-from isthmus.planners.search.descent import Stages, neighbours
+from isthmus.planners.search.cuts import cut_orders
+from isthmus.planners.search.descent import Descent, Stages, neighbours
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.greedy_fill import greedy_fill
-from isthmus.planners.search.local_search import first_improvement
-from isthmus.planners.search.orders import FoundOrder, OrderSearch
+from isthmus.planners.search.local_search import TOLERANCE, first_improvement
+from isthmus.planners.search.orders import promising_orders
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.plans import Plan
 
+ROUGH_BLOCKS, FINE_BLOCKS = 64, 300  # places at which orders are cut, and to which cuts then move
+MOST_MOVED, MOST_LOOKED_AT = 6, 8_000  # pipelines that moves improve, and neighbours of each that are looked at
+
 
 def chain(problem: Problem) -> Plan:
-    """The best choice, order and cuts of the devices: exact on small fleets, by local search over orders beyond.
+    """The best choice, order and cuts of the devices: of all that there are on small fleets, by moves beyond.
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
@@ -68,67 +66,60 @@ def chain(problem: Problem) -> Plan:
     return cheapest(problem) if money else fastest(problem)
 
 
-def fastest(problem: Problem, *, settle: bool = True) -> Plan:
+def fastest(problem: Problem, *, thorough: bool = True) -> Plan:
     """The fastest pipeline, whatever the problem's objective.
 
-    Without `settle` it does not try every pipeline where memory throttles them. Raises FleetTooSmall
-    with the device that is short, and by how much.
+    Otherwise than `thorough` moves improve one pipeline alone, and not every one of a small problem is tried. Raises
+    FleetTooSmall with the device that is short, and by how much.
     """
     looked_at(0)
     problem = problem.timed()
     network, blocks = network_of(problem), Blocks(problem)
     if not packs_alike(problem):
-        return _packed(problem, network, blocks, settle)
-    near = pruned_fleet(problem, network, blocks)
-    if near is not problem:
-        return _noted(problem, fastest(near, settle=False))
-    classic = OrderSearch(problem, network, blocks)
-    best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
-    plans = list(_plans(problem, best))
-    closed_form_s = best.step_s if best else 0.0
-    # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind, and
-    # for stages that recompute.
-    throttled = problem.schedule != "gpipe" and not any(
-        p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans
-    )
-    if throttled:
-        plans += _plans(problem, OrderSearch(problem, network, blocks, throttled=True).run())
-    if problem.recompute and (throttled or not plans):
-        plans += _plans(problem, OrderSearch(problem, network, blocks.recomputing()).run())
-    plans += _baseline(problem)
-    tight = throttled or _memory_binds(problem, network, blocks)
-    if classic.exhaustive and ((tight and settle) or problem.constraints.labels_stay):
-        known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
-        better = exhaustive_pipeline(problem, network, blocks, known_s)
+        plans = [over_surrogates(problem, partial(fastest, thorough=False)), *_baseline(problem)]
+    else:
+        near = pruned_fleet(problem, network, blocks)
+        if near is not problem:
+            return _noted(problem, fastest(near, thorough=thorough))
+        plans = [*_cut(problem, network, blocks, MOST_MOVED if thorough else 1), *_baseline(problem)]
+    if thorough:
+        known = min((preference(problem, plan)[0] for plan in plans), default=float("inf"))
+        better = exhaustive_pipeline(problem, network, blocks, known)
         plans += [] if better is None else [better]
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
-        plans += _plans(problem, FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0))
-    return _noted(problem, min(plans, key=lambda p: p.predicted.step_s))
+        plans += _built(problem, fallback.devices, blocks.boundaries(fallback.cut))
+    return _noted(problem, min(plans, key=lambda plan: preference(problem, plan)))
 
 
-def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: bool) -> Plan:
-    """Where what a message takes depends on the plan."""
-    best = over_surrogates(problem, partial(fastest, settle=False))
-    plans = [best, *_baseline(problem)]
-    best = min(plans, key=lambda p: preference(problem, p))
-    if settle and OrderSearch(problem, network, blocks).exhaustive:
-        best = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0]) or best
-    return _noted(problem, best)
+def _cut(problem: Problem, network: FleetNetwork, blocks: Blocks, moved: int) -> Iterator[Plan]:
+    """Yield the best pipeline of promising orders of the devices, and what moves make of the best few."""
+    rough = coarse(blocks, ROUGH_BLOCKS)
+    orders = promising_orders(problem, network, rough)
+    for k, made in enumerate(cut_orders(problem, network, rough, orders)[:moved]):
+        boundaries = rough.boundaries(made.stages.ends[1:-1])
+        if k == 0:
+            yield from _built(problem, made.stages.order, boundaries)
+        order = tuple(network.names[d] for d in made.stages.order)
+        start = PlanLayout(order, tuple(boundaries), problem.micro_batches)
+        yield from _moved(problem, network, blocks, [start], made.step_s)
 
 
-def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
-    """Return whether some device could not hold the whole model with the micro-batches of the classic schedule."""
-    most = problem.micro_batches
-    held = most if problem.schedule == "gpipe" else min(most, len(network.names) + problem.constraints.labels_stay)
-    return float(stage_bytes(blocks, 0, [blocks.count], held)[0]) > float(network.memory.min())
+def _moved(
+    problem: Problem, network: FleetNetwork, blocks: Blocks, start: Sequence[PlanLayout], known: float
+) -> Iterator[Plan]:
+    """Yield the pipeline after moves, if these find a better one than `known`, in seconds or money."""
+    used = {position for layout in start for position in layout.boundaries}
+    places = Blocks(problem, sorted({*coarse(blocks, FINE_BLOCKS).places[1:-1], *used}))
+    better = Descent(problem, network, places, MOST_LOOKED_AT).run(start, known)
+    for layout in better[1] if better is not None else ():
+        yield from _built(problem, [network.names.index(name) for name in layout.order], layout.boundaries)
 
 
-def _plans(problem: Problem, found: FoundOrder | None) -> Iterator[Plan]:
-    if found is not None:
-        order = [problem.fleet.names[d] for d in found.devices]
-        with contextlib.suppress(FleetTooSmall):  # two stages may each fit the device that they share
-            yield keep(build_plan(problem, order, found.boundaries, planner="chain"))
+def _built(problem: Problem, devices: Sequence[int], boundaries: Sequence[int]) -> Iterator[Plan]:
+    order = [problem.fleet.names[d] for d in devices]
+    with contextlib.suppress(FleetTooSmall):  # two stages may each fit the device that they share
+        yield keep(build_plan(problem, order, boundaries, planner="chain"))
 
 
 def _baseline(problem: Problem) -> Iterator[Plan]:
@@ -136,7 +127,7 @@ def _baseline(problem: Problem) -> Iterator[Plan]:
         yield keep(even(problem))
 
 
-MOST_EXHAUSTIVE = 5  # devices up to which every set of them is tried
+MOST_SETS_OF = 5  # devices of which every set is tried
 MOST_DROPPED = 40  # sets tried that are a device short of the best
 UNPRICED = "objective cost: nothing in the fleet has a price, so every plan costs 0 and the fastest is as good as any"
 
@@ -149,15 +140,19 @@ def cheapest(problem: Problem) -> Plan:
     if not is_priced(problem.fleet) and problem.constraints.max_step_s is None:
         return unpriced(problem, fastest(problem))
     network, blocks = network_of(problem), Blocks(problem)
-    best = _best_of(problem, blocks)
-    if best is None:
-        best = _rebuilt(problem, fastest(problem))  # raises where nothing fits
-    if len(problem.fleet.names) > MOST_EXHAUSTIVE:
-        best = _with_fewer(problem, best)
-    else:
-        other = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0] * (1 + 1e-9)) or best
-        best = min(best, other, key=lambda plan: preference(problem, plan))
-    return _noted(problem, best)
+    plans = _of_sets(problem, blocks) or [_rebuilt(problem, fastest(problem))]  # raises where nothing fits
+    near = pruned_fleet(problem, network, blocks)
+    if near is not problem:
+        plans.append(_rebuilt(problem, cheapest(near)))
+    elif len(network.names) > MOST_SETS_OF:
+        plans += _with_fewer(problem, min(plans, key=lambda plan: preference(problem, plan)))
+    if near is problem and packs_alike(problem) and not problem.constraints.limited:
+        for plan in sorted(plans, key=lambda plan: preference(problem, plan))[:MOST_MOVED]:
+            plans += _moved(problem, network, blocks, layouts_of(plan), preference(problem, plan)[0])
+    known = min(preference(problem, plan)[0] for plan in plans)
+    better = exhaustive_pipeline(problem, network, blocks, known * (1 + 1e-9))
+    plans += [] if better is None else [better]
+    return _noted(problem, min(plans, key=lambda plan: preference(problem, plan)))
 
 
 def unpriced(problem: Problem, plan: Plan) -> Plan:
@@ -168,7 +163,7 @@ def unpriced(problem: Problem, plan: Plan) -> Plan:
 def device_sets(problem: Problem) -> Iterator[tuple[str, ...]]:
     """Sets of devices that may be cheap together, each with a data holder where the data are not everywhere."""
     names = problem.fleet.names
-    if len(names) <= MOST_EXHAUSTIVE:
+    if len(names) <= MOST_SETS_OF:
         sets: Iterable[tuple[str, ...]] = (
             chosen for size in range(1, len(names) + 1) for chosen in itertools.combinations(names, size)
         )
@@ -193,8 +188,8 @@ def _cheap_first(problem: Problem) -> Iterator[tuple[str, ...]]:
     yield fleet.names
 
 
-def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
-    """The best of the fastest pipelines of the sets, of which those come first that may be the cheapest.
+def _of_sets(problem: Problem, blocks: Blocks) -> list[Plan]:
+    """The fastest pipelines of the sets that may be the cheapest, by a lower bound on their price.
 
     A plan that uses all of a set pays it for no less than a lower bound on its time; one that uses a part is in
     another set.
@@ -206,15 +201,32 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
         hour = sum(device.price_per_hour for device in part.fleet.devices)
         second = hour / SECONDS_PER_HOUR if problem.constraints.objective == "cost" else 1.0
         bounds.append((second * _least_s(network_of(part), blocks, problem.micro_batches), names))
-    best: Plan | None = None
-    # price of a set >= rate of its devices * bound on its step
+    found: list[Plan] = []
     for bound, names in sorted(bounds, key=lambda pair: pair[0]):
-        if best is not None and bound > preference(problem, best)[0]:
+        if found and bound > min(preference(problem, plan)[0] for plan in found):
             break
-        found = _of_set(problem, names)
-        if found is not None and (best is None or preference(problem, found) <= preference(problem, best)):
-            best = found
-    return best
+        found += _of_set(problem, names)
+    return found
+
+
+def _of_set(problem: Problem, names: Sequence[str]) -> Iterator[Plan]:
+    """Yield the fastest pipeline of these devices, as a plan of the whole fleet, if any fits."""
+    with contextlib.suppress(FleetTooSmall):
+        yield _rebuilt(problem, fastest(problem.on(problem.fleet.subset(names)), thorough=False))
+
+
+def _with_fewer(problem: Problem, plan: Plan) -> Iterator[Plan]:
+    """Yield ever cheaper plans: devices are taken from the set, the dearest first, as long as that saves money."""
+    tried, holders = 0, set(problem.constraints.data_holders)
+    by_price = sorted(plan.used, key=lambda name: -problem.fleet.device(name).price_per_hour)
+    while by_price and tried < MOST_DROPPED:
+        left = tuple(other for other in plan.used if other != by_price[0])
+        tried, by_price = tried + 1, by_price[1:]
+        for other in _of_set(problem, left) if left and (not holders or holders & set(left)) else ():
+            if preference(problem, other) < preference(problem, plan):
+                plan = other
+                by_price = sorted(plan.used, key=lambda name: -problem.fleet.device(name).price_per_hour)
+                yield plan
 
 
 def _least_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
@@ -224,36 +236,9 @@ def _least_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float
     return work / fastest_flops + (micro_batches - 1) * max(work / float(network.speed.sum()), largest / fastest_flops)
 
 
-def _of_set(problem: Problem, names: Sequence[str]) -> Plan | None:
-    """The fastest pipeline of these devices, as a plan of the whole fleet; None where nothing fits them."""
-    try:
-        return _rebuilt(problem, fastest(problem.timed().on(problem.fleet.subset(names))))
-    except FleetTooSmall:
-        return None
-
-
 def _rebuilt(problem: Problem, plan: Plan) -> Plan:
     """A plan of a part of the fleet, or of a problem like this one, as one of the problem."""
     return build_plan(problem, [stage.device for stage in plan.stages], plan.boundaries(), planner="chain")
-
-
-def _with_fewer(problem: Problem, plan: Plan) -> Plan:
-    """Devices are taken from the set, the dearest first, as long as a step becomes cheaper."""
-    tried, improved = 0, True
-    while improved:
-        improved = False
-        by_price = sorted(plan.used, key=lambda name: -problem.fleet.device(name).price_per_hour)
-        for name in by_price:
-            left = tuple(other for other in plan.used if other != name)
-            holders = problem.constraints.data_holders
-            if not left or (holders and not set(holders) & set(left)) or tried >= MOST_DROPPED:
-                continue
-            tried += 1
-            other = _of_set(problem, left)
-            if other is not None and preference(problem, other) < preference(problem, plan):
-                plan, improved = other, True
-                break
-    return plan
 
 
 def _noted(problem: Problem, plan: Plan) -> Plan:

@@ -32,10 +32,10 @@ from isthmus.cost.network import FleetNetwork, Floats
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.observer import keep, looked_at
 from isthmus.planners.search.exhaustive import every_grouping, settles
+from isthmus.planners.search.fixed_placement import fixed_placement_of
 from isthmus.planners.search.local_search import first_improvement, nearest_tour, share_out
 from isthmus.planners.search.one_pipeline import fastest
 from isthmus.planners.search.orders import ROUNDING, Order, Scorer, improve, nearest_neighbour, scorer_of
-from isthmus.planners.search.routes import fixed_placement_of
 from isthmus.plans import Plan, SyncGroup
 
 MOST_MOVES = 600  # scores per improvement of one grouping: bounds the time, the same on every machine
@@ -195,7 +195,7 @@ class ReplicaSearch:
         if self.problem.most_replicas < 2:
             return
         if self.problem.constraints.objective == "cost":
-            known_s = fastest(self.problem, settle=False).predicted.step_s
+            known_s = fastest(self.problem, thorough=False).predicted.step_s
         found = self._groupings(known_s)
         # Where time alone counts, nearly all small fleets are settled before.
         for number, grouping in enumerate(found[:MOST_CUT] if settles(self.problem) else found):
@@ -253,7 +253,7 @@ class ReplicaSearch:
             if devices & set(self.fixed_placement.holders):
                 fleet = self.problem.fleet.subset(self.network.names[d] for d in devices)
                 with contextlib.suppress(FleetTooSmall):
-                    plan = fastest(self.problem.on(fleet, share), settle=False)
+                    plan = fastest(self.problem.on(fleet, share), thorough=False)
                     layout = PlanLayout(tuple(stage.device for stage in plan.stages), tuple(plan.boundaries()), share)
             self._pipelines[devices, share] = layout
         return self._pipelines[devices, share]

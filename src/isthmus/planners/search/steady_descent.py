@@ -20,8 +20,8 @@ from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.pipelines import Trials, held_at_most, stage_tasks, timed
 from isthmus.cost.steady import least_step_s, steady_step_s
-from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.descent import Change, Descent, Found, Replicas, Stages, throttling
+from isthmus.planners.search.local_search import TOLERANCE
 
 NEVER = float("inf")
 EACH, TASKS = 20, 10  # Work of a kind of neighbours, for each replica; tasks of one stage that are one more.

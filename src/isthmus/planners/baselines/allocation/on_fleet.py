@@ -15,7 +15,7 @@ import numpy as np
 
 from isthmus.cost import Problem, build_plan
 from isthmus.cost.blocks import Blocks, alternatives, coarse
-from isthmus.cost.cut_table import stage_bytes
+from isthmus.cost.cut_table import RunTable, run_table, stage_bytes
 from isthmus.cost.kernel import Ints
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import FleetTooSmall
@@ -23,7 +23,6 @@ from isthmus.planners.baselines.allocation.certified import certified_layers
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, RunTooLarge, Transfers
 from isthmus.planners.baselines.allocation.sky import equal_compute_layers, sky_heuristic_layers, sky_optimal_layers
 from isthmus.planners.search.greedy_fill import greedy_fill
-from isthmus.planners.search.relaxation import StageTables
 from isthmus.plans import Certificate, Plan
 from isthmus.units import format_size
 
@@ -66,35 +65,36 @@ def certified(problem: Problem) -> Plan:
 
 def layers_of(network: FleetNetwork, blocks: Blocks, in_flight: int) -> LayerProblem:
     """The blocks as layers, with the memory of stages that hold `in_flight` micro-batches."""
-    tables = StageTables(blocks)
+    table, one = run_table(blocks), np.arange(blocks.count)
     return LayerProblem(
         layer_flops=np.diff(blocks.work),
-        layer_memory_bytes=tables.fixed_bytes[:, 0] + in_flight * tables.micro_batch_bytes[:, 0],
+        layer_memory_bytes=(table.fixed_bytes + in_flight * table.each_bytes)[one, one + 1],
         device_s_per_flop=1.0 / network.speed,
         device_memory_bytes=network.memory,
         device_latency_s=np.zeros_like(network.speed),
-        transfers=_transfers(network, tables),
-        memory_reach=_memory_reach(tables, network, in_flight),
+        transfers=_transfers(network, blocks),
+        memory_reach=_memory_reach(table, network, in_flight),
     )
 
 
-def _transfers(network: FleetNetwork, tables: StageTables) -> Transfers | None:
+def _transfers(network: FleetNetwork, blocks: Blocks) -> Transfers | None:
     """Only what was made in the block before is sure to come over one link, from the stage before."""
     if len(network.names) == 1:
         return None
-    near = tables.near
+    made, _, use = blocks.uses.T
+    near, (_, forward, backward, *_) = made == use - 1, blocks.amounts
+    there, back = (np.bincount(use[near], bytes_[near], minlength=blocks.count) for bytes_ in (forward, backward))
     byte_s = network.byte_s + np.diag(np.full(len(network.names), np.inf))
     return Transfers(
-        boundary_bytes=np.maximum(near.forward[:, 0], near.backward[:, 0]),
+        boundary_bytes=np.maximum(there, back),
         device_s_per_byte=np.minimum(byte_s.min(axis=0), byte_s.min(axis=1)),
     )
 
 
-def _memory_reach(tables: StageTables, network: FleetNetwork, in_flight: int) -> Ints:
+def _memory_reach(table: RunTable, network: FleetNetwork, in_flight: int) -> Ints:
     """[devices, blocks]: a stage's bytes never fall as it grows, so what fits is a matter of its end."""
-    need = tables.fixed_bytes + in_flight * tables.micro_batch_bytes
-    fitting = [np.searchsorted(row, network.memory, side="right") for row in need]
-    return np.minimum(np.column_stack(fitting) + np.arange(tables.count), tables.count)
+    need = np.where(np.isinf(table.work), -1.0, table.fixed_bytes + in_flight * table.each_bytes)[:-1]
+    return np.column_stack([np.searchsorted(row, network.memory, side="right") for row in need]) - 1
 
 
 def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
