@@ -1,6 +1,6 @@
 """The whole way of a large model: ten steps over four device processes, a kill, a resume, an export, transformers.
 
-`python benchmarks/large_models/whole.py [--case "0.12 B in full"] [--sequence 32] [--folder PATH [--one]]`
+`python benchmarks/large_models/whole.py [--case "0.12 B in full"] [--sequence 32] [--folder PATH]`
 
 By hand: it takes from minutes to an hour.
 
@@ -17,8 +17,7 @@ Of each the losses of all steps and every tensor of the last checkpoint, the opt
 the first, bit for bit. Then the run of the coordinator is exported, loaded by transformers, and its logits are held
 against those of the run's own module with the checkpoint's weights. Peaks are VmHWM of each process. Linux.
 
-With `--folder` what has been run is kept, and the command goes on from there; with `--one` it makes one run, or the
-exports, and ends.
+With `--folder` each command that has ended is kept, and the next time it goes on from there.
 
 Exit code 1: something is not equal.
 """
@@ -97,6 +96,13 @@ emulate = false
 snapshots = false
 timeout = "300 s"
 """
+
+
+class Session(msgspec.Struct, frozen=True):
+    """One command."""
+
+    seconds: float
+    peaks_kb: dict[str, int]  # by the process's title
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,22 +253,35 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def session(folder: Path, name: str, strike: str, *more: str) -> Session:
+    """One command, to its end. Its figures are kept: it is not made again."""
+    kept, peaks, began_s = folder / f"{name}{'-'.join(more)}.json", Peaks(), time.monotonic()
+    if not kept.exists():
+        if not more:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        command = [sys.executable, "-m", "isthmus", "train", "job.toml", "--run", name, *more]
+        code = watched(command, folder, peaks, folder / name, strike)
+        if code != (-signal.SIGKILL if strike == "coordinator" else 0):
+            raise SystemExit(f"{name}: exit code {code}\n" + (folder / "log.txt").read_text()[-4000:])
+        kept.write_bytes(msgspec.json.encode(Session(time.monotonic() - began_s, peaks.kb)))
+        print(kept, kept.read_text(), flush=True)
+    return msgspec.json.decode(kept.read_bytes(), type=Session)
+
+
 def train(folder: Path, name: str) -> Ran:
-    run, peaks, began_s = folder / name, Peaks(), time.monotonic()
-    command = [sys.executable, "-m", "isthmus", "train", "job.toml", "--run", name]
-    strike = {"plain": "", "coordinator": "coordinator", "device": "device d-2"}[name]
-    code = watched(command, folder, peaks, run, strike)
+    run, strike = folder / name, {"plain": "", "coordinator": "coordinator", "device": "device d-2"}[name]
+    sessions = [session(folder, name, strike)]
     if name == "coordinator":
-        assert code == -signal.SIGKILL, code
-        code = watched([*command, "--resume"], folder, peaks, run)
-    if code != 0:
-        raise SystemExit(f"{name}: exit code {code}\n" + (folder / "log.txt").read_text()[-4000:])
+        sessions.append(session(folder, name, "", "--resume"))
+    peaks: dict[str, int] = {}
+    for title in {title for one in sessions for title in one.peaks_kb}:
+        peaks[title] = max(one.peaks_kb.get(title, 0) for one in sessions)
     newest = max((run / CHECKPOINTS).glob("step-*"))
     return Ran(
         run=name,
-        seconds=time.monotonic() - began_s,
-        coordinator_mb=peaks.kb.pop("coordinator") / 1e3,
-        devices_mb={title: kb / 1e3 for title, kb in sorted(peaks.kb.items())},
+        seconds=sum(one.seconds for one in sessions),
+        coordinator_mb=peaks.pop("coordinator") / 1e3,
+        devices_mb={title: kb / 1e3 for title, kb in sorted(peaks.items())},
         losses=losses_of(run),
         digest=part("digest", run)[0],
         checkpoint_mb=sum(path.stat().st_size for path in newest.iterdir()) / 1e6,
@@ -292,7 +311,7 @@ def export(folder: Path, options: list[str], kind: str, base: str, cached: dict[
     )
 
 
-def whole(case: str, folder: Path, sequence: int, *, one: bool) -> Case:
+def whole(case: str, folder: Path, sequence: int) -> Case:
     size, _, how = case.partition(" B ")
     model, lora = folder / "model", how == "with LoRA"
     if not (model / "config.json").exists():
@@ -302,15 +321,12 @@ def whole(case: str, folder: Path, sequence: int, *, one: bool) -> Case:
     (folder / "job.toml").write_text(JOB.format(model=model, lora=table, steps=STEPS, saved=SAVED, sequence=sequence))
     runs: list[Ran] = []
     for name in ("plain", "coordinator", "device"):
-        kept = folder / f"{name}.json"
+        kept = folder / f"{name}-run.json"
         if not kept.exists():
-            shutil.rmtree(folder / name, ignore_errors=True)
             kept.write_bytes(msgspec.json.encode(train(folder, name)))
             print(case, kept.read_text(), flush=True)
             if name != "coordinator":  # which is exported
                 shutil.rmtree(folder / name / CHECKPOINTS)
-            if one:
-                sys.exit(0)
         runs.append(msgspec.json.decode(kept.read_bytes(), type=Ran))
     cached: dict[str, Path] = {}
     wanted = [(["--max-shard-size", "500MB"], "own", "")]
@@ -355,7 +371,6 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--folder", type=Path, help="where everything is written, and left")
     parser.add_argument("--sequence", type=int, default=32, help="tokens of a sample")
-    parser.add_argument("--one", action="store_true")
     parser.add_argument("--part", nargs="+")
     options = parser.parse_args()
     if options.part:
@@ -366,7 +381,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = (options.folder or Path(temporary)) / case.replace(" ", "-")
             folder.mkdir(parents=True, exist_ok=True)
-            found.append(whole(case, folder.resolve(), options.sequence, one=options.one))
+            found.append(whole(case, folder.resolve(), options.sequence))
             show(found[-1])
     write_figures(options.json, Report(when=datetime.now(UTC).isoformat(), host=machine(), cases=tuple(found)))
     sys.exit(0 if all(map(is_whole, found)) else 1)
