@@ -145,7 +145,6 @@ def test_gpt2_xl_has_its_real_sizes():
         ("hf", {"path": "x", "task": "causal"}, "hf option 'task': 'causal': did you mean 'causal-lm'?"),
         ("hf", {"path": "./no/such/place", "task": "causal-lm"}, "no directory ./no/such/place"),
         ("hf", {"path": "no/such/place", "task": "causal-lm"}, "and it is no id of the hub"),
-        ("hf", {"path": "s3://bucket/model", "task": "causal-lm"}, "expected a folder or an id of the hub: no URL"),
     ],
 )
 def test_bad_options_say_what_is_wrong(name, options, message):

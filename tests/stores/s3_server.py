@@ -14,13 +14,16 @@ NEVER = b"inf"
 
 
 class Gate:
-    """Requests to write what ends with `suffix` wait here, and fail: the server has those before, and not these."""
+    """Requests to write what ends with `suffix` wait here, and fail: the server has those before, and not these. All
+    that are answered are counted."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self.suffix = ""
         self.reached = threading.Event()
         self.opened = threading.Event()
+        self.served: list[tuple[str, str, int]] = []
+        """Method, path and bytes of the body of each answer."""
 
     def hold(self, suffix: str) -> None:
         self.suffix = suffix
@@ -35,7 +38,14 @@ class Gate:
             self.opened.wait()
             start_response("503 Slow Down", [("Content-Length", "0")])
             return [b""]
-        return self._app(environ, start_response)
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+
+        def counted(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            length = next((value for name, value in headers if name.lower() == "content-length"), 0)
+            self.served.append((method, path, int(length) if method == "GET" else 0))
+            return start_response(status, headers, *rest)
+
+        return self._app(environ, counted)
 
 
 @contextmanager

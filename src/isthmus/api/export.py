@@ -151,7 +151,7 @@ def _adapted(folder: RunFolder, job: Job) -> tuple[nn.Module, dict[str, StoredTe
     try:
         with left_in_files() as stand_ins:
             module = seeded_model(job)
-        in_files = tensors_of(stand_ins, variables_of(module))
+            in_files = tensors_of(stand_ins, variables_of(module))
         for tensor in module.parameters():
             if tensor.requires_grad:  # the checkpoint has its values
                 tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -36,6 +36,7 @@ from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.runtime.service.hardware import hardware_of
 from isthmus.runtime.service.machine import Finding
 from isthmus.runtime.transport.tcp import WAITS_S
+from isthmus.stores import is_url
 from isthmus.units import parse_size, whole_number
 
 Ask = Callable[[], str]  # gives the text of a ticket
@@ -69,6 +70,16 @@ def kinds_of(text: str) -> tuple[str, ...] | None:
         if not is_callable_name(kind) and kind not in dataset_kinds():
             raise unknown_name("--data-kinds", kind, dataset_kinds())
     return kinds
+
+
+def urls_of(texts: Sequence[str]) -> tuple[str, ...]:
+    """URLs that an owner allows. UserError for what is none."""
+    for text in texts:
+        if not is_url(text):
+            raise UserError(
+                f"--weights-from: got {text!r}, expected a URL: s3://bucket/models, hf://org, or s3:// alone"
+            )
+    return tuple(texts)
 
 
 def memory_of(text: str, accelerator: str = "cpu") -> int | None:
@@ -330,6 +341,7 @@ class HowToJoin(TypedDict, total=False):
     engine: str  # the engine that computes: `torch`, which is the default, or `jax`
     data: Path  # folder with its data: jobs name files in it, no others
     data_kinds: str  # kinds of data that jobs may name, parted by commas; by default all
+    weights_from: Sequence[str]  # URLs below which jobs may have it read weights; by default none
     site: Path  # for a federated run a TOML file with this site's data, and what may run on them
     state: Path  # folder of its key; by default ~/.local/state/isthmus/device
 
@@ -352,6 +364,7 @@ def join(
         engine=check_engine("engine", how.get("engine", "torch")),
         data=how.get("data"),
         data_kinds=kinds_of(how.get("data_kinds", "")),
+        weights_from=urls_of(how.get("weights_from", ())),
     )
     asked = JoinOptions(
         state=how.get("state"),

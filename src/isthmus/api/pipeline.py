@@ -37,6 +37,7 @@ from isthmus.federated.privacy import Guarantee
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, fleet_of, keep_prepared, kept_prepared, prepare
+from isthmus.job.first_weights import in_stores
 from isthmus.models import model_names
 from isthmus.models.registry import own_names
 from isthmus.plans import Plan
@@ -105,7 +106,7 @@ class Pipeline:
     def load(self, folder: RunFolder, model: nn.Module) -> int:
         """Put them into a module like the run's."""
         named = partial(own_names, self.job.model.name)
-        return load_checkpoint(model, latest_checkpoint(folder.checkpoints), named)
+        return load_checkpoint(model, latest_checkpoint(folder.checkpoints), named, in_stores(self.job))
 
     def trace(self, folder: RunFolder) -> Trace:
         """The measured trace of the newest session, or of all rounds."""

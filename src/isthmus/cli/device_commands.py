@@ -71,6 +71,10 @@ class DeviceOptions:
     data_kinds: Annotated[
         str, typer.Option("--data-kinds", help="Kinds of data that jobs may name: text,npz; default: all installed.")
     ] = ""
+    weights_from: Annotated[
+        list[str] | None,
+        typer.Option("--weights-from", help="URL below which jobs may have it read weights: s3://bucket/models."),
+    ] = None
     memory: Annotated[
         str, typer.Option("--memory", help="What jobs may take of each device's: 4GiB; default: all.")
     ] = ""
@@ -106,6 +110,7 @@ def join(member: MemberOptions, here: DeviceOptions, listen: ListenOptions) -> N
         engine=api.join.check_engine("--engine", here.engine),
         data=here.data,
         data_kinds=api.join.kinds_of(here.data_kinds),
+        weights_from=api.join.urls_of(here.weights_from or ()),
         memory_bytes=api.join.memory_of(here.memory),
         sharded=here.shard,
     )

@@ -29,6 +29,7 @@ from isthmus.errors import InternalError
 from isthmus.graph.captured import Captured, Column, read_captured, write_captured
 from isthmus.job.settings import Job
 from isthmus.models.registry import ModelSpec, is_built_in, is_own_code
+from isthmus.stores import RemoteStoreError, Store, is_url
 
 MOST_KEPT = 64  # files; the one that was written first goes first
 CONFIG = "config.json"  # of a folder that transformers saved
@@ -68,12 +69,21 @@ def _code_of(model: ModelSpec) -> str | None:
     if is_built_in(model) or model.name.startswith("hf:"):
         return ""
     if model.name == "hf":
-        config = Path(str(model.options.get("path", ""))).expanduser() / CONFIG
-        try:
-            return hashlib.sha256(config.read_bytes()).hexdigest()
-        except OSError:
-            return None
+        path = str(model.options.get("path", ""))
+        # A copy has the threads that libraries of stores start, with which this process could not be copied any more.
+        return (in_a_copy(partial(_config_of, path), str) if is_url(path) else _config_of(path)) or None
     return digest_of_module(model.name) if is_own_code(model) else None
+
+
+def _config_of(path: str) -> str:
+    """A digest of a pretrained model's config; empty where there is none."""
+    try:
+        config = (
+            Store(path).read(CONFIG, small=True) if is_url(path) else (Path(path).expanduser() / CONFIG).read_bytes()
+        )
+    except (OSError, RemoteStoreError):
+        return ""
+    return hashlib.sha256(config).hexdigest() if config is not None else ""
 
 
 def only_batch(captured: Captured) -> int | None:

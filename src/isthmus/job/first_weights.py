@@ -5,6 +5,7 @@ The module is built in a copy of this process, which neither imports its library
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -12,11 +13,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
 from torch import Tensor
 
 from isthmus.copies import in_a_copy
 from isthmus.job.prepared import Prepared
+from isthmus.job.settings import Job
+from isthmus.models import build_model
 from isthmus.models.left_in_files import NotInFiles, Origins, left_in_files
+from isthmus.stores import is_url
+from isthmus.training.checkpoint import variables_of
 from isthmus.training.file_backed import FileBacked, TensorSpace
 from isthmus.training.layout import row_stride
 from isthmus.training.stored import Sent, StoredTensor, stored_tensors
@@ -55,9 +61,9 @@ def _built(prepared: Prepared, space: TensorSpace) -> _Built:
         try:
             with left_in_files() as stand_ins:
                 values = _initial(prepared, space)
-            if not stand_ins:
-                raise NotInFiles("this version of transformers loads in another way")
-            return _Built(_stored(values, space, tensors_of(stand_ins, values)))
+                if not stand_ins:
+                    raise NotInFiles("this version of transformers loads in another way")
+                return _Built(_stored(values, space, tensors_of(stand_ins, values)))
         except Exception as e:  # of any kind: what is wrong with the model itself shows again when it is read
             note = f"the coordinator copies the pretrained model into a temporary file: {' '.join(str(e).split())}"
     return _Built(_stored(_initial(prepared, space), space, {}), note)
@@ -74,9 +80,21 @@ def _stored(
     return {name: in_files.get(name) or space.stored(name, value) for name, value in values.items()}
 
 
+def in_stores(job: Job) -> dict[str, StoredTensor]:
+    """Where a model's values lie whose weights a URL names: digests of a checkpoint's base are of these. None of other
+    models."""
+    if not (job.model.base_is_kept and is_url(str(job.model.options.get("path")))):
+        return {}
+    with contextlib.suppress(NotInFiles), left_in_files() as stand_ins:
+        torch.manual_seed(job.training.seed)
+        return tensors_of(stand_ins, variables_of(build_model(job.model)))
+    return {}
+
+
 def tensors_of(stand_ins: Origins, values: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """The tensors of files in whose place values stand. NotInFiles where one was computed from them."""
+    """The tensors of files in whose place values stand. NotInFiles where one was computed from them. Inside
+    `left_in_files`."""
     origins = stand_ins.of(values)
-    files = {path: stored_tensors(path) for path in {origin.path for origin in origins.values()}}
+    files = {path: stored_tensors(path, stand_ins.in_stores.get(path)) for path in {o.path for o in origins.values()}}
     found = {name: files[o.path][o.name].named(name).cast(o.dtype) for name, o in origins.items()}
     return {name: msgspec.structs.replace(t, copied=origins[name].copied) for name, t in found.items()}

@@ -17,6 +17,7 @@ from isthmus.extensions import import_object
 from isthmus.graph import Flow, OpGraph, Ref, partition
 from isthmus.graph.captured import Captured, ServingCapture
 from isthmus.graph.serving import CANNOT, POSITIONS, TOKENS
+from isthmus.job.first_weights import in_stores
 from isthmus.job.settings import Job
 from isthmus.models import as_eager, build_model
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
@@ -59,7 +60,7 @@ def prepare_served(job: Job, checkpoints: Path, trained: int) -> Served:
         graph, constants, context = capture(build, name=job.model.name, dtype=job.training.dtype, trained=trained)
         torch.manual_seed(job.training.seed)  # what a checkpoint leaves out may have been drawn
         module = build()
-        step = load_checkpoint(module, checkpoint)
+        step = load_checkpoint(module, checkpoint, in_files=in_stores(job))
         module = module.to(job.training.dtype).eval()
     captured = Captured(train=graph, eval=graph, constants=constants | {POSITIONS: torch.empty(0)})
     weights = initial_weights(lambda: module, captured, job.training.seed)

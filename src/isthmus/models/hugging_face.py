@@ -12,6 +12,7 @@ import logging
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,16 +22,18 @@ from unittest import mock
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError, unknown_name, warn
 from isthmus.extensions import import_extra
 from isthmus.graph.label_means import is_hugging_face
-from isthmus.models.left_in_files import NotInFiles
+from isthmus.models.left_in_files import ACTIVE, NotInFiles
+from isthmus.models.model_folder import CONFIG, check_folder, fetch_folder
 from isthmus.option_docs import OptionDoc, toml_text, type_text
+from isthmus.stores import RemoteStoreError, is_url
 
 BY_NAME: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "hf-gpt2": ("GPT2LMHeadModel", {}),
@@ -63,9 +66,9 @@ _TOKENIZER_FILES = (
 
 
 class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model from a directory or the Hugging Face hub, with its weights."""
+    """A model from a directory, the Hugging Face hub or a store, with its weights."""
 
-    path: str  # A directory with a model that transformers saved, or an id on the hub.
+    path: str  # A directory with a model that transformers saved, an id on the hub, or a URL: s3://bucket/model.
     task: Literal["causal-lm", "sequence-classification", "image-classification"]
     """The task that the model is trained for."""
     random_weights: bool = False  # Take the config alone and draw new weights.
@@ -176,20 +179,49 @@ def _meanings(config_class: type) -> dict[str, str]:
 
 
 def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
-    """The model that a directory or the hub holds, in train mode.
+    """The model that a directory, the hub or a store holds, in train mode.
 
     Only safetensors weights are read and no code from the repository is run. Under a `FakeTensorMode` the weights
-    are not read, because only shapes matter there. Raises `UserError` for what cannot be read.
+    are not read, because only shapes matter there; inside `left_in_files` headers are. Raises `UserError` for what
+    cannot be read.
     """
-    path = Path(chosen.path).expanduser()
+    fake = isinstance(torch.empty(0), FakeTensor)
+    with _folder_of(chosen, reads=not (chosen.random_weights or fake)) as location:
+        return _loaded(chosen, location, reads=not (chosen.random_weights or fake)).train()
+
+
+@contextlib.contextmanager
+def _folder_of(chosen: PretrainedOptions, *, reads: bool) -> Generator[str]:
+    """The folder, or the id of the hub, that the library is to load. UserError for what is neither, nor a URL."""
+    path, owner = Path(chosen.path).expanduser(), "hf option 'path'"
+    if is_url(chosen.path):
+        with tempfile.TemporaryDirectory(prefix="isthmus-model-") as made:
+            yield _fetched(chosen.path, Path(made), reads=reads)
+        return
     if chosen.path.startswith(("/", ".", "~")) and not path.is_dir():
-        raise UserError(f"hf option 'path': no directory {chosen.path}")
+        raise UserError(f"{owner}: no directory {chosen.path}")
     if not path.is_dir():
         _check_is_id(chosen.path, path)
-    elif (path / ".metadata").exists() and not (path / "config.json").exists():
+    elif (path / ".metadata").exists() and not (path / CONFIG).exists():
         what = "a folder of torch.distributed.checkpoint, whose .metadata is a pickle: expected safetensors"
-        raise UserError(f"hf option 'path': {chosen.path} is {what} with a config.json, as HuggingFaceStorageWriter's")
-    location = str(path) if path.is_dir() else chosen.path
+        raise UserError(f"{owner}: {chosen.path} is {what} with a config.json, as HuggingFaceStorageWriter's")
+    yield str(path) if path.is_dir() else chosen.path
+
+
+def _fetched(url: str, made: Path, *, reads: bool) -> str:
+    try:
+        if reads and (origins := ACTIVE.get()) is not None:
+            return str(origins.headers(url))
+        # While the model is captured values are nobody's.
+        weights = "all" if detect_fake_mode() is None else "headers"
+        fetch_folder(url, made, weights if reads else "none")
+    except RemoteStoreError as e:
+        raise UserError(f"hf option 'path': {e}") from None
+    return str(made)
+
+
+def _loaded(chosen: PretrainedOptions, location: str, *, reads: bool) -> nn.Module:
+    """`reads`: the weights too; else they are drawn."""
     library = _transformers()
     auto_class = getattr(library, _AUTO_CLASS[chosen.task])
     try:
@@ -199,40 +231,34 @@ def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
         _prepare_for_training(config, chosen.task)
         named = config.dtype if chosen.dtype == "auto" else chosen.dtype
         dtype = named if isinstance(named, torch.dtype) else getattr(torch, named or "float32")
-        if chosen.random_weights or isinstance(torch.empty(0), FakeTensor):
-            module = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
-        else:
-            module, loaded = auto_class.from_pretrained(
-                location,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-            _warn_of_new_weights(chosen, sorted(loaded["missing_keys"]))
-    except (UserError, NotInFiles):
+        if not reads:
+            return auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
+        if Path(location).is_dir():
+            check_folder(Path(location), chosen.path)
+        module, loaded = auto_class.from_pretrained(
+            location,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the library's own refusal names no tensor
+        )
+        for name, got, expected in sorted(loaded["mismatched_keys"]):
+            raise UserError(f"{name}: got shape {list(got)} in its weights, expected {list(expected)} by its config")
+        _warn_of_new_weights(chosen, sorted(loaded["missing_keys"]))
+        return module
+    except NotInFiles:
         raise
     except Exception as error:  # missing files, no network, wrong task, unreadable weights: one family each
-        _check_files(path)
-        raise UserError(f"hf option 'path': {chosen.path} as {chosen.task}: {_one_line(error)}") from error
-    return module.train()
-
-
-def _check_files(folder: Path) -> None:
-    """UserError for a weights file that is broken: the library does not say which."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):  # pyright: ignore[reportUnknownVariableType]
-                pass
-        except SafetensorError as error:
-            raise UserError(f"hf option 'path': {file}: truncated, or no safetensors file: {error}") from None
+        if isinstance(error, UserError) and str(error).startswith("hf "):
+            raise
+        said = _one_line(error).replace(location, chosen.path)
+        raise UserError(f"hf option 'path': {chosen.path} as {chosen.task}: {said}") from error
 
 
 def _check_is_id(given: str, path: Path) -> None:
     """UserError for what is rather a folder that is not here: nothing is asked of the hub for it."""
-    if "://" in given:
-        raise UserError(f"hf option 'path': got {given!r}, expected a folder or an id of the hub: no URL is read")
     folders = [str(one) for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(str(path), folders, n=1, cutoff=0.8) if path.parent != Path() else []
     if near or given.count("/") > 1:

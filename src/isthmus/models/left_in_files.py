@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import tempfile
 from collections.abc import Generator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,6 +20,9 @@ from unittest import mock
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from isthmus.models.model_folder import fetch_folder
+from isthmus.stores import StoreFile
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COPY = re.compile(r"(.*\.)modules_to_save\.[^.]+(\..*)")
@@ -39,8 +44,19 @@ class Origin(NamedTuple):
 class Origins:
     """The stand-ins of a module that was loaded inside `left_in_files`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        """`folder` is for what has to lie here of a model in a store, as long as `left_in_files` lasts."""
         self._found: dict[int, tuple[Origin, Tensor]] = {}
+        self._folder = folder
+        self.in_stores: dict[Path, StoreFile] = {}
+        """Files of stores, by the paths in `folder` at which their headers are."""
+
+    def headers(self, url: str) -> Path:
+        """The folder of a model at a URL, with the headers of its weights alone. UserError as `fetch_folder`."""
+        folder = self._folder / str(len(self.in_stores))
+        folder.mkdir()
+        self.in_stores |= fetch_folder(url, folder, "headers")
+        return folder
 
     def __len__(self) -> int:
         return len(self._found)
@@ -106,12 +122,26 @@ class _Slice:
         return self._origins.stand_in(self._path, self._name, tuple(self._found.get_shape()), dtype or own)
 
 
+ACTIVE: ContextVar[Origins | None] = ContextVar("left_in_files", default=None)
+"""The stand-ins of the innermost `left_in_files`."""
+
+
 @contextlib.contextmanager
 def left_in_files() -> Generator[Origins]:
     """While active, a pretrained model is loaded with stand-ins for floating-point tensors of its files. NotInFiles
     where the library would compute weights from several of them, or loads in a way that is not known."""
-    origins = Origins()
+    with tempfile.TemporaryDirectory(prefix="isthmus-headers-") as folder:
+        origins = Origins(Path(folder))
+        token = ACTIVE.set(origins)
+        try:
+            with _patched(origins):
+                yield origins
+        finally:
+            ACTIVE.reset(token)
 
+
+@contextlib.contextmanager
+def _patched(origins: Origins) -> Generator[None]:
     def converts(converter: object, layer_name: str, *_: object, **__: object) -> None:
         raise NotInFiles(f"{layer_name} is made of several weights of the files")
 
@@ -121,4 +151,4 @@ def left_in_files() -> Generator[Origins]:
     loader = importlib.import_module("transformers.modeling_utils")
     converter = importlib.import_module("transformers.core_model_loading").WeightConverter
     with mock.patch.object(loader, "safe_open", opened), mock.patch.object(converter, "convert", converts):
-        yield origins
+        yield

@@ -18,6 +18,7 @@ from isthmus.protocol.work import Item
 from isthmus.session.program import Event
 from isthmus.trace import Span
 from isthmus.wire_types import (
+    Amount,
     Count,
     CountOrNone,
     Distinct,
@@ -85,15 +86,18 @@ class FileTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dtype: Id  # of the tensor in the file
     shape: Shape
     cast: Id = ""  # the variable's type, where it is another
-    sha256: Id  # of the tensor's bytes in the file, in hexadecimal digits
+    sha256: Id = ""  # of the tensor's bytes in the file, in hexadecimal digits; empty in a store
+    offset: Amount = 0  # of its first byte in a store's file
 
 
 class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file of a pretrained model."""
 
-    model: Text  # a folder or an id of the hub, as the job has it
-    commit: Name = ""  # of the hub; empty of a folder
+    model: Text  # a folder, an id of the hub or a URL, as the job has it
+    commit: Name = ""  # of the hub; empty of others
     file: Text  # its path in the folder or repository
+    size: Amount = 0  # of a store's file, in bytes
+    version: Name = ""  # of a store's file: what the store says of its contents
     tensors: Many[FileTensor]
 
 

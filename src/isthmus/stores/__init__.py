@@ -1,6 +1,7 @@
 """Remote stores of runs: any file system that fsspec knows, and the uploads to it."""
 
 from isthmus.stores.store import RemoteStoreError, Store, is_url
+from isthmus.stores.store_file import StoreFile
 from isthmus.stores.uploader import (
     OWNER,
     Owner,
@@ -20,6 +21,7 @@ __all__ = [
     "RemoteStoreError",
     "Store",
     "StoreConfig",
+    "StoreFile",
     "Uploader",
     "commits_in",
     "commits_of",

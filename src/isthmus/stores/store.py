@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import queue
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
@@ -18,6 +20,14 @@ _RENAMES = {"file", "local", "sftp", "ssh"}
 """Protocols of file systems, where a file that is being written can be seen. Object stores show objects whole."""
 
 
+ANSWER_S = 60.0
+"""How long a request for a part of a file may take, and for its bytes as much more as at `SLOWEST` bytes a second."""
+SLOWEST = 100_000
+_VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "Digest", "Last-Modified", "mtime", "created")
+"""Words of stores about a file that are others when its contents are, the surest first."""
+_FoundT = TypeVar("_FoundT")
+
+
 class RemoteStoreError(UserError):
     """A store cannot be reached, or refuses."""
 
@@ -26,7 +36,12 @@ class _FileSystem(Protocol):
     """The part of fsspec's AbstractFileSystem that is used."""
 
     protocol: str | tuple[str, ...]
+    async_impl: bool
 
+    def info(self, path: str) -> dict[str, object]: ...
+    def cat_ranges(
+        self, paths: list[str], starts: list[int], ends: list[int], *, on_error: str, **options: str
+    ) -> list[bytes]: ...
     def find(self, path: str) -> list[str]: ...
     def cat_file(self, path: str) -> bytes: ...
     def pipe_file(self, path: str, value: bytes) -> object: ...
@@ -75,13 +90,41 @@ class Store:
         prefix = self._root.rstrip("/") + "/"
         return sorted(path.removeprefix(prefix) for path in found if path.startswith(prefix))
 
-    def read(self, name: str) -> bytes | None:
-        """None where there is no such file."""
+    def read(self, name: str, *, small: bool = False) -> bytes | None:
+        """None where there is no such file. A `small` one comes in a minute, or not at all."""
         with self._asked(f"{name} cannot be read"):
             try:
-                return self._fs.cat_file(self._path(name))
+                ask = lambda: self._fs.cat_file(self._path(name))  # noqa: E731
+                return _in_time(ask, ANSWER_S) if small else ask()
             except FileNotFoundError:
                 return None
+
+    def version(self, name: str) -> tuple[int, str] | None:
+        """The size of a file, and what the store says of its contents now; None where there is no such file."""
+        with self._asked(f"{name} cannot be read"):
+            self._fs.invalidate_cache()
+            try:
+                said = _in_time(lambda: self._fs.info(self._path(name)), ANSWER_S)
+            except FileNotFoundError:
+                return None
+        if said.get("type") == "directory" or not isinstance(size := said.get("size"), int):
+            return None  # a server of HTTP that says no size reads no ranges either
+        return size, next((f"{key} {said[key]}" for key in _VERSIONS if said.get(key)), "")
+
+    def ranges(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of a file from each start to before its end, which is beyond it; requests are made at once."""
+        with self._asked(f"{name} cannot be read"):
+            starts, ends = [start for start, _ in spans], [end for _, end in spans]
+            size = sum(ends) - sum(starts)
+            exact = {} if self._fs.async_impl else {"cache_type": "none"}
+            paths = [self._path(name)] * len(spans)
+            found = _in_time(
+                lambda: self._fs.cat_ranges(paths, starts, ends, on_error="raise", **exact), ANSWER_S + size / SLOWEST
+            )
+            for (start, end), part in zip(spans, found, strict=True):
+                if len(part) != end - start:
+                    raise RemoteStoreError(f"got {len(part)} bytes, expected {end - start} from byte {start}")
+        return found
 
     def write(self, name: str, data: bytes) -> None:
         """Whole or not at all."""
@@ -126,3 +169,23 @@ class Store:
     def _refusal(self, failure: str, error: Exception) -> RemoteStoreError:
         reason = " ".join(str(error).split()) or type(error).__name__
         return RemoteStoreError(": ".join(filter(None, (f"store {self.url}", failure, reason))))
+
+
+def _in_time(ask: Callable[[], _FoundT], most_s: float) -> _FoundT:
+    """Return a library's answer. TimeoutError where it takes longer, whatever its own timeouts are: it is left."""
+    answers: queue.SimpleQueue[_FoundT | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(ask())
+        except Exception as e:
+            answers.put(e)
+
+    threading.Thread(target=work, name="store", daemon=True).start()
+    try:
+        answer = answers.get(timeout=most_s)
+    except queue.Empty:
+        raise TimeoutError(f"no answer in {most_s:.0f} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

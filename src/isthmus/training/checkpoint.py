@@ -50,10 +50,10 @@ from isthmus.training.stored import (
     Sent,
     StoredTensor,
     TensorFile,
-    pieces_of,
     place_of,
     save_tensors,
     stored_tensors,
+    witness_of,
 )
 
 SentT = TypeVar("SentT", bound=Sent)
@@ -73,11 +73,12 @@ def rest(weights: Mapping[str, SentT], held: set[str], state_names: set[str]) ->
 
 
 def digest_of(tensors: Mapping[str, Sent]) -> str:
-    """SHA-256 of names, types, shapes and bytes, in hexadecimal digits. What is in files is read a piece at a time."""
+    """SHA-256 of names, types, shapes and bytes, in hexadecimal digits. What is in files is read a piece at a time; of
+    what is in stores it is of what these say of the bytes."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        for piece in pieces_of(tensor):
+        for piece in witness_of(tensor):
             found.update(piece)
     return found.hexdigest()
 

@@ -1,5 +1,5 @@
-"""Tensors in safetensors files, by range: a file's header is read, and a tensor's bytes when they are wanted. A file is
-written as its bytes come. What is sent or saved so is never whole in memory."""
+"""Tensors in safetensors files, here or in a store, by range: a file's header is read, and a tensor's bytes when they
+are wanted. A file is written as its bytes come. What is sent or saved so is never whole in memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import DTYPE_BYTES
+from isthmus.stores import StoreFile
 from isthmus.training.layout import (
     TensorHeader,
     bytes_of,
@@ -52,7 +53,8 @@ Size = Annotated[int, Meta(ge=0)]
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor of a file, without strides of its own. What reads it raises UserError where the file is shorter now."""
+    """A tensor of a file, without strides of its own. What reads it raises UserError where the file is shorter now, or
+    in a store another."""
 
     header: TensorHeader
     path: Path
@@ -60,6 +62,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     key: str  # its name in the file
     stored: str = ""  # the type of its elements in the file, where they are cast when they are read
     copied: bool = False  # a variable of its own, which begins with the values of another
+    store: StoreFile | None = None  # where the file is, if it is not at the path
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +88,9 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> StoredTensor:
         """Other values of the same shape and type, which `change` makes of the tensor each time that it is read."""
-        return _ChangedTensor(self.header, self.path, self.offset, self.key, self.stored, change=change)
+        return _ChangedTensor(
+            self.header, self.path, self.offset, self.key, self.stored, store=self.store, change=change
+        )
 
     def raw(self) -> StoredTensor:
         """The same without a cast."""
@@ -99,12 +104,24 @@ class StoredTensor(msgspec.Struct, frozen=True):
             for piece in self.raw().pieces(max(8, most_bytes // 8 * 8)):
                 yield bytes_of(torch.frombuffer(piece, dtype=own).to(made))
             return
+        if self.store is not None:
+            for part in self.store.pieces(self.offset, self.offset + self.nbytes):
+                whole = memoryview(bytearray(part))
+                yield from (whole[at : at + most_bytes] for at in range(0, whole.nbytes, most_bytes))
+            return
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
             for at in range(0, self.nbytes, most_bytes):
                 piece = memoryview(bytearray(min(most_bytes, self.nbytes - at)))
                 self._fill(file, piece)
                 yield piece
+
+    def witness(self) -> Iterator[memoryview]:
+        """The bytes that stand for it in a digest: its own, or the words of its store about them."""
+        if self.store is None:
+            return self.pieces()
+        said = f"{self.store.size} {self.store.version} {self.offset} {self.raw().header.dtype}"
+        return iter((memoryview(said.encode()),))
 
     def read(self) -> Tensor:
         """In memory of its own."""
@@ -131,7 +148,9 @@ class _ChangedTensor(StoredTensor, frozen=True):
         yield bytes_of(in_a_row(self.read().contiguous()))
 
     def read(self) -> Tensor:
-        return self.change(StoredTensor(self.header, self.path, self.offset, self.key, self.stored).read())
+        return self.change(
+            StoredTensor(self.header, self.path, self.offset, self.key, self.stored, store=self.store).read()
+        )
 
 
 Sent = Tensor | StoredTensor
@@ -148,13 +167,19 @@ def pieces_of(tensor: Sent) -> Iterator[memoryview]:
     return tensor.pieces() if isinstance(tensor, StoredTensor) else iter((bytes_of(in_a_row(tensor.contiguous())),))
 
 
+def witness_of(tensor: Sent) -> Iterator[memoryview]:
+    return tensor.witness() if isinstance(tensor, StoredTensor) else pieces_of(tensor)
+
+
 def in_memory(tensor: Sent) -> Tensor:
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
 
 def place_of(tensor: Sent) -> Hashable:
     """Where its elements are: that of another name too, where one is tied to it."""
-    return (tensor.path, tensor.offset, tensor.copied) if isinstance(tensor, StoredTensor) else tensor.data_ptr()
+    if not isinstance(tensor, StoredTensor):
+        return tensor.data_ptr()
+    return tensor.store or tensor.path, tensor.offset, tensor.copied
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -163,9 +188,10 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[Size, Size]
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name; only its header is read. UserError where it cannot be read, is no such
-    file, is truncated, or has a type that operators do not know."""
+def stored_tensors(path: Path, store: StoreFile | None = None) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name; only its header is read. Of a file in a `store`, `path` has the header
+    and the length. UserError where it cannot be read, is no such file, is truncated, or has a type that operators do
+    not know."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -179,7 +205,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     except (msgspec.MsgspecError, RecursionError):
         raise UserError(f"{path}: no safetensors file, or truncated in its header") from None
     return {
-        name: StoredTensor(_header(path, name, e, there), path, 8 + size + e.data_offsets[0], name)
+        name: StoredTensor(_header(path, name, e, there), path, 8 + size + e.data_offsets[0], name, store=store)
         for name, e in found.items()
     }
 

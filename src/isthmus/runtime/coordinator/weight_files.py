@@ -10,6 +10,7 @@ import msgspec
 
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import FileTensor, PlaceWeights, WeightFile
+from isthmus.stores import StoreFile
 from isthmus.training.stored import Sent, StoredTensor, place_of
 
 
@@ -22,20 +23,22 @@ class WeightFiles:
 
     def of(self, values: Mapping[str, Sent]) -> tuple[WeightFile, ...]:
         """Where those of the values are that lie in the model's files."""
-        by_path: dict[Path, dict[str, StoredTensor]] = {}
+        by_path: dict[Path | StoreFile, dict[str, StoredTensor]] = {}
         for name, value in values.items():
             if isinstance(value, StoredTensor):
-                by_path.setdefault(value.path, {})[name] = value
+                by_path.setdefault(value.store or value.path, {})[name] = value
         return tuple(
-            WeightFile(
-                model=self._path,
-                commit=place[0],
-                file=place[1],
-                tensors=tuple(self._tensor(name, value) for name, value in stored.items()),
-            )
+            msgspec.structs.replace(file, tensors=tuple(self._tensor(name, value) for name, value in stored.items()))
             for path, stored in by_path.items()
-            if (place := self._place(path)) is not None
+            if (file := self._file(path)) is not None
         )
+
+    def _file(self, path: Path | StoreFile) -> WeightFile | None:
+        """It without tensors; None of a file that is elsewhere."""
+        if isinstance(path, StoreFile):
+            return WeightFile(model=path.url, file=path.name, size=path.size, version=path.version, tensors=())
+        place = self._place(path)
+        return WeightFile(model=self._path, commit=place[0], file=place[1], tensors=()) if place is not None else None
 
     def _place(self, path: Path) -> tuple[str, str] | None:
         """The commit, empty of a folder, and the file's path in it; None of a file that is elsewhere."""
@@ -48,19 +51,24 @@ class WeightFiles:
 
     def _tensor(self, name: str, value: StoredTensor) -> FileTensor:
         raw = value.raw()
-        if (place := place_of(raw)) not in self._digests:
-            digest = hashlib.sha256()
-            for piece in raw.pieces():
-                digest.update(piece)
-            self._digests[place] = digest.hexdigest()
+        in_store = raw.store is not None
         return FileTensor(
             name=name,
             key=value.key,
             dtype=raw.header.dtype,
             shape=raw.header.shape,
             cast=value.header.dtype if value.stored else "",
-            sha256=self._digests[place],
+            sha256="" if in_store else self._digest(raw),
+            offset=raw.offset if in_store else 0,
         )
+
+    def _digest(self, raw: StoredTensor) -> str:
+        if (place := place_of(raw)) not in self._digests:
+            digest = hashlib.sha256()
+            for piece in raw.pieces():
+                digest.update(piece)
+            self._digests[place] = digest.hexdigest()
+        return self._digests[place]
 
 
 class Placed:

@@ -410,7 +410,14 @@ class DeviceWorker:
         """Take the stage's weights, from files of its own too; False where the coordinator is to send more of them."""
         if order.epoch != self._epoch:
             return True  # the session knows what to do with it
-        found, lacking = own_weights(order.files, foreign=self._foreign)
+        found, lacking = own_weights(
+            order.files,
+            foreign=self._foreign,
+            urls=self._site.weights_from,
+            stopped=lambda: self._control.outdated(order.epoch),
+        )
+        if self._control.outdated(order.epoch):
+            return False
         self._values = {**self._values, **given, **found}
         if lacking:
             reason = next(iter(lacking.values()))

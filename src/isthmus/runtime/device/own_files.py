@@ -1,15 +1,17 @@
-"""Weights that a device reads from files of its own: a folder of the job's path, or the Hugging Face cache.
+"""Weights that a device reads itself: from files of its own, in a folder of the job's path or the Hugging Face cache,
+or by ranges from a store.
 
 Neither a path nor the name of a file in the cache proves anything: a tensor is taken if its bytes have the digest that
-the coordinator computed of its own. The coordinator of another owner may name files below the folder where the device
-runs, and files of the cache by their commit; it learns only whether they are those that it has.
+the coordinator computed of its own. What it has not read has none: of a store's file both see one size and version.
+The coordinator of another owner may name files below the folder where the device runs, files of the cache by their
+commit, and URLs below those that the device's owner names; it learns only whether they are those that it has.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 import torch
@@ -18,18 +20,32 @@ from torch import Tensor
 from isthmus.data.within import check_within, confined_to
 from isthmus.errors import UserError
 from isthmus.protocol.run_messages import FileTensor, WeightFile
-from isthmus.training.stored import StoredTensor, stored_tensors
+from isthmus.stores import StoreFile, is_url
+from isthmus.training.layout import TensorHeader, receive_buffer, row_stride, unpack
+from isthmus.training.stored import DTYPES, StoredTensor, stored_tensors
 
 COMMIT = re.compile("[0-9a-f]{40}")
+_NOT_PLAIN = re.compile(r"::|[\\?#%\s]|[^ -~]|/\.{0,2}(/|$)")
+"""In what follows a URL's protocol: what fsspec or a server may take for another URL or folder than it looks like."""
 
 
-def own_weights(files: Sequence[WeightFile], *, foreign: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that are here, and by name those that are not, each with the reason. `foreign`: another owner's
-    coordinator asks, who is not to see the reasons."""
+def own_weights(
+    files: Sequence[WeightFile],
+    *,
+    foreign: bool = False,
+    urls: Sequence[str] = (),
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors that this device can read, and by name those that it cannot, each with the reason. `foreign`: another
+    owner's coordinator asks, who is not to see the reasons, and for whom only URLs below `urls` are read. Where
+    `stopped` says so, nobody wants them any more."""
     found: dict[str, Tensor] = {}
     lacking: dict[str, str] = {}
     for file in files:
         try:
+            if is_url(file.model):
+                found |= _fetched(file, urls if foreign else None, stopped)
+                continue
             there = stored_tensors(_located(file, foreign))
         # ValueError: of an id that no hub knows; RuntimeError: of the home of a user who is not here.
         except (UserError, OSError, ImportError, ValueError, RuntimeError) as e:
@@ -41,6 +57,43 @@ def own_weights(files: Sequence[WeightFile], *, foreign: bool = False) -> tuple[
             except (UserError, OSError) as e:
                 lacking[asked.name] = str(e)
     return found, lacking
+
+
+def is_below(url: str, urls: Sequence[str]) -> bool:
+    """Return whether a file's URL lies below one of these, for every library that reads it.
+
+    >>> [is_below(f"s3://bucket/{file}", ["s3://bucket/models"]) for file in ("models/a", "models-2/a", "models/../a")]
+    [True, False, False]
+    """
+    if not is_url(url) or _NOT_PLAIN.search("/" + url.partition("://")[2].removeprefix("/")):
+        return False
+    return any(url.startswith(f"{one.rstrip('/')}/") for one in urls)
+
+
+def _fetched(file: WeightFile, urls: Sequence[str] | None, stopped: Callable[[], bool]) -> dict[str, Tensor]:
+    """Tensors of a store's file; `urls` are those below which it may lie, None for any."""
+    url = f"{file.model.rstrip('/')}/{file.file}"
+    if urls is not None and not is_below(url, urls):
+        raise UserError(f"{url}: lies below no URL of this device's --weights-from: {', '.join(urls) or 'none'}")
+    store = StoreFile(file.model.rstrip("/"), file.file, file.size, file.version)
+    store.check()  # before memory is allocated for what it holds
+    wanted: list[tuple[int, memoryview]] = []
+    made: dict[str, Tensor] = {}
+    for asked in file.tensors:
+        if asked.dtype not in DTYPES.values() or asked.cast not in ("", *DTYPES.values()):
+            raise UserError(f"{url}: tensor {asked.key!r} is of type {asked.dtype}, expected one that the format has")
+        header = TensorHeader(asked.name, asked.dtype, asked.shape, row_stride(asked.shape))
+        if asked.offset + header.nbytes > file.size:
+            raise UserError(f"{url}: tensor {asked.key!r} ends beyond its {file.size} bytes")
+        flat, buffer = receive_buffer(header)
+        wanted.append((asked.offset, buffer))
+        made[asked.name] = unpack(flat, header)
+    if not store.fill(wanted, stopped):
+        return {}
+    casts = {asked.name: asked.cast for asked in file.tensors if asked.cast}
+    for name in casts:
+        made[name] = made[name].to(getattr(torch, casts[name]))
+    return made
 
 
 def _located(file: WeightFile, foreign: bool) -> Path:
