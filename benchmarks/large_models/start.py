@@ -9,7 +9,7 @@ not find the files: all weights come from the coordinator. Linux.
 With `--command` it is `isthmus train` that runs, and is looked at from outside twenty times a second: its most resident
 memory, how much of it was anonymous at most, its own and its ended children's CPU seconds until the first step, and the
 time until then. Twice, the second time with the captures that the first has left. `--random` draws the weights;
-`--before` runs the same with a commit's code.
+`--before` runs the first with a commit's code.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ intra = { latency = "100 us", bandwidth = "1 Gbit/s" }
 """
 
 
-def command(source: Path, folder: Path, *, random: bool) -> Iterator[dict[str, float]]:
+def command(source: Path, folder: Path, turns: int, *, random: bool) -> Iterator[dict[str, float]]:
     """`isthmus train` of this source, with no captures and then with its own."""
     (folder / "fleet.toml").write_text(FLEET)
     (folder / "job.toml").write_text(JOB.format(folder=folder, random=str(random).lower()))
     with tempfile.TemporaryDirectory() as kept:
-        for turn in range(2):
+        for turn in range(turns):
             environment = {**os.environ, "PYTHONPATH": f"{source}/src", "XDG_CACHE_HOME": kept, "OMP_NUM_THREADS": "1"}
             given = ["train", f"{folder}/job.toml", "--run", f"{kept}/run-{turn}"]
             began_s = time.monotonic()
@@ -211,13 +211,13 @@ def train(model: Path, folder: Path, *, away: bool) -> None:
 
 
 def compared(size: str, folder: Path, before: Sequence[str], *, random: bool) -> None:
-    """A line per source, of no captures and of its own."""
+    """Print a line per source and turn."""
     root = Path(__file__).parents[2]
     for commit in ("", *before):
         source = folder / commit if commit else root
         if commit:
             subprocess.run(["git", "-C", root, "worktree", "add", "-q", "--detach", source, commit], check=True)
-        for figures in command(source, folder, random=random):
+        for figures in command(source, folder, 1 if commit else 2, random=random):
             print(size, commit or "here", "random" if random else "file", json.dumps(figures), flush=True)
         if commit:
             subprocess.run(["git", "-C", root, "worktree", "remove", "--force", source], check=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 from torch import Tensor
@@ -42,8 +44,13 @@ class ParameterStore:
         self._others: Mapping[int, Mapping[str, Sent]] = {}
         """State of replicas but the first that a checkpoint holds for them alone."""
         self._rest: Mapping[str, Sent] | None = None
-        self.base = ""
-        """Digest of what is read again where it came from, once the module is built: no part of a checkpoint."""
+        self._base: Future[str] | None = None
+
+    @property
+    def base(self) -> str:
+        """Digest of what is read again where it came from, once the module is built: no part of a checkpoint. It is
+        found in the background: of a large model that takes as long as reading its files."""
+        return self._base.result() if self._base is not None else ""
 
     @property
     def rest(self) -> Mapping[str, Sent]:
@@ -100,7 +107,7 @@ class ParameterStore:
         unused = rest(found, set(self._written), own)
         if not job.model.base_is_kept:
             return found, unused
-        self.base = digest_of(unused)
+        self._base = _in_background(lambda: digest_of(unused))
         return found, {}
 
     def _first(self) -> dict[str, Sent]:
@@ -109,3 +116,17 @@ class ParameterStore:
         if found.note:
             self._noted(found.note)
         return found.values
+
+
+def _in_background(act: Callable[[], str]) -> Future[str]:
+    """The process may end before it is done."""
+    found: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(act())
+        except Exception as e:  # raised where the result is wanted
+            found.set_exception(e)
+
+    threading.Thread(target=run, name="digest of the base", daemon=True).start()
+    return found
