@@ -47,14 +47,16 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def save(size: str, folder: Path) -> None:
+def save(size: str, folder: Path, *, random: bool) -> None:
+    """Write the model, or its config alone where the run draws the weights."""
     given: dict[str, Any] = {**SIZES[size], "vocab_size": 151936, "tie_word_embeddings": True, "dtype": "bfloat16"}
     given |= {
         "num_key_value_heads": given["num_attention_heads"] // 2,
         "head_dim": 64 if size == "0.12" else 128,
     }
     torch.set_default_dtype(torch.bfloat16)
-    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**given)).save_pretrained(folder)
+    config = transformers.Qwen3Config(**given)
+    (config if random else transformers.Qwen3ForCausalLM(config)).save_pretrained(folder)
 
 
 def status_kb(pid: int) -> int:
@@ -236,12 +238,13 @@ def main() -> None:
     if chosen.train:
         train(Path(chosen.train[0]), Path(chosen.train[1]), away=chosen.away)
     elif chosen.save:
-        save(chosen.save[0], Path(chosen.save[1]))
+        save(chosen.save[0], Path(chosen.save[1]), random=chosen.random)
     else:
         for size in chosen.size or SIZES:
             with tempfile.TemporaryDirectory() as folder:
                 here = [sys.executable, __file__]
-                subprocess.run([*here, "--save", size, f"{folder}/model"], check=True, capture_output=True)
+                saved = [*here, *(["--random"] if chosen.random else []), "--save", size, f"{folder}/model"]
+                subprocess.run(saved, check=True, capture_output=True)
                 if chosen.command:
                     compared(size, Path(folder), chosen.before, random=chosen.random)
                     continue
