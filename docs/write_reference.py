@@ -93,7 +93,7 @@ def machines_page() -> str:
         "| after the last phase | the machine drops the report |",
         "The phases of a machine are drawn in its file. A machine that takes no reports of peers has no table here: "
         "the worker of a stage ([worker.py](../src/isthmus/protocol/worker.py)) and the member of a fleet "
-        "([membership.py](../src/isthmus/protocol/membership.py)).",
+        "([fleet_membership.py](../src/isthmus/protocol/fleet_membership.py)).",
     ]
     for heading, program in PROGRAMS.items():
         file = f"src/{program.__module__.replace('.', '/')}.py"

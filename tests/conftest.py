@@ -29,7 +29,7 @@ from _pytest.assertion import rewrite
 import isthmus
 import isthmus_testing
 from isthmus import copies
-from isthmus.api import proof
+from isthmus.api import make_plan
 from isthmus.job import capture_cache, prepared
 from isthmus.runtime.launchers import local
 from isthmus.runtime.processes import device_processes
@@ -141,7 +141,7 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         patch.setattr(capture_cache, "MOST_KEPT", 1000)  # the suite has more models than a user
         for module in (device_processes, local):  # for commands that are called in this process
             patch.setattr(module, "fork_early", lambda *_, **__: None)
-        patch.setattr(proof, "PLANNING_WORK", PLANNING_WORK)
+        patch.setattr(make_plan, "PLANNING_WORK", PLANNING_WORK)
         # For commands that are called in this process: what packages offer, and the options of all commands.
         patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))

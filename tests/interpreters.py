@@ -208,7 +208,7 @@ def _serve() -> tuple[Wanted, list[int]]:
     for module in IMPORTED:
         if importlib.util.find_spec(module.partition(".")[0]) is not None:  # else of an extra that is not here
             importlib.import_module(module)
-    mock.patch("isthmus.api.proof.PLANNING_WORK", PLANNING_WORK).start()
+    mock.patch("isthmus.api.make_plan.PLANNING_WORK", PLANNING_WORK).start()
     setproctitle.setproctitle(TITLE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # collecting in a copy would write to every page

@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.api.sweep import _check
 from isthmus.data import DataSpec, load_dataset
-from isthmus.data.allowed import allowed
+from isthmus.data.registry import allowed
 from isthmus.documents import beside, folder_of, read_toml
 from isthmus.federated.job import client_data, load_federated_job
 from isthmus.federated.task_spec import load_site

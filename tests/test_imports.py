@@ -29,7 +29,7 @@ PEERS = {"flwr", "torchft", "torchvision", "diloco", "hivemind", "pfl"}
 COMPONENTS = {
     "adaptation": ("isthmus.protocol.drift",),  # when a change of speed is believed
     "audit": ("isthmus.training.digests",),  # hashes alone
-    "auto": ("isthmus.api.proof", "isthmus.cost.sync", "isthmus.verification"),  # every plan, by brute force
+    "auto": ("isthmus.api.make_plan", "isthmus.cost.sync", "isthmus.verification"),  # every plan, by brute force
     "cohort": ("isthmus.planners.cohort",),
     "compression": ("isthmus.training.compression",),
     "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
@@ -66,6 +66,7 @@ COMPONENTS = {
     "large_models": (
         "isthmus.api",
         "isthmus.protocol",
+        "isthmus.run_files",
         "isthmus.runtime",
         "isthmus.training",
     ),  # which way a state goes; one part of a checkpoint
@@ -85,7 +86,7 @@ COMPONENTS = {
     ),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     "prediction": ("isthmus.cost", "isthmus.graph", "isthmus.protocol"),  # the closed form beside the simulator
-    "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
+    "proven_gaps": ("isthmus.api.make_plan", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": (
         "isthmus.disclosure",
         "isthmus.runtime.coordinator",

@@ -26,8 +26,8 @@ from isthmus.plans import load_plan
 from isthmus.reading import open_file, parse_json, parse_msgpack, printable, read_file, read_json
 from isthmus.run_files import MANIFEST
 from isthmus.run_files import read_json as document_of_run
-from isthmus.runtime.federated.sizing import _begun  # pyright: ignore[reportPrivateUsage]
-from isthmus.runtime.identity.tickets import PREFIX, decode_ticket
+from isthmus.runtime.federated.trainer import _begun  # pyright: ignore[reportPrivateUsage]
+from isthmus.runtime.identity.roster import PREFIX, decode_ticket
 from isthmus.runtime.service.status_file import read_status
 from isthmus.stores.store import Store
 from isthmus.stores.uploader import OWNER, read_owner

@@ -13,7 +13,7 @@ from isthmus.data import DataSpec, load_dataset
 
 EARLY = """
 import sys
-from isthmus.runtime.processes.early_fork import fork_early
+from isthmus.runtime.processes.fork_server import fork_early
 fork_early((sys.executable,), {})
 """
 SHOWN = """

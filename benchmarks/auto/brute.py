@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from isthmus.api.proof import question_of as asked_of
+from isthmus.api.make_plan import question_of as asked_of
 from isthmus.cost import Problem
 from isthmus.cost.sync import fastest, sync_s
 from isthmus.errors import UserError

@@ -11,15 +11,13 @@ from times import times
 from torch import Tensor, nn
 
 import isthmus
-from isthmus.api.decoupled import replica_plans
-from isthmus.api.replica_models import fragment_bytes, replica_models
+from isthmus.api.decoupled import fragment_bytes, replica_models, replica_plans
 from isthmus.data import Dataset, SampleOrder, load_dataset
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.graph.outputs import loss_and_count
 from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges
-from isthmus.runtime.decoupled.merged_run import merge_rules
-from isthmus.runtime.decoupled.trainer import evaluated, merged_fragments, seeded_model
+from isthmus.runtime.decoupled.merged_run import evaluated, merge_rules, merged_fragments, seeded_model
 from isthmus.simulator import Fault
 from isthmus.simulator.merging import MergingSimulation
 from isthmus.training.decoupled import delta_codec, fragments_of

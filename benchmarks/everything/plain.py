@@ -6,7 +6,7 @@ import msgspec
 
 import isthmus
 from isthmus.data import load_dataset
-from isthmus.runtime.decoupled.trainer import evaluated
+from isthmus.runtime.decoupled.merged_run import evaluated
 from isthmus_testing.replica_trainer import ReplicaTrainer
 
 MICRO_BATCH = 64

@@ -22,8 +22,8 @@ from isthmus.api.observer import Observer
 from isthmus.api.run_entries import run_entries
 from isthmus.job import fleet_of
 from isthmus.runtime.decoupled.groups import replica_groups
-from isthmus.runtime.decoupled.pipeline_log import periods_file, spans_file
-from isthmus.runtime.decoupled.record import merges_file
+from isthmus.runtime.decoupled.merged_run import merges_file
+from isthmus.runtime.decoupled.pipeline import periods_file, spans_file
 from isthmus.runtime.decoupled.run import RETURN_S, replica_folder
 from isthmus.trace import Span
 

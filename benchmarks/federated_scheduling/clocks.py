@@ -20,7 +20,7 @@ from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.job import emulation
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, PhaseId
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.federated.run import coordinator_of
 from isthmus.simulator.rounds import FederatedCosts, simulate_federated
 

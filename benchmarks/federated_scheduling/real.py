@@ -30,7 +30,7 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import FederatedRun, RoundLine
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.job import emulation, members
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.runtime.launchers.launcher import AgentSpec
-from isthmus.runtime.launchers.registry import open_launcher
+from isthmus.runtime.launchers.launcher import AgentSpec, open_launcher
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import FleetState
 

@@ -32,7 +32,7 @@ from isthmus.federated.client_costs import ClientCosts, client_costs
 from isthmus.federated.job import FederatedConfig, FederatedRuntime
 from isthmus.federated.local import FederatedTraining
 from isthmus.models import ModelSpec
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_participation import Participation
 
 mpl.use("Agg")

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from fleets import sized_problem
 
 from harness import machine, options_of, write_figures
-from isthmus.api.proof import PROVING_WORK, certificate_of, question_of
+from isthmus.api.make_plan import PROVING_WORK, certificate_of, question_of
 from isthmus.errors import UserError
 from isthmus.experiments import RunSpec
 from isthmus.planners import plan as make_plan

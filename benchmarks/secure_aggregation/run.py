@@ -22,7 +22,7 @@ from isthmus.federated.algorithms import ClientUpdate, Combine
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.secure_graph import neighbour_count, threshold_of
+from isthmus.protocol.secure_site import neighbour_count, threshold_of
 from isthmus_testing.secure_phase import SecurePhase, Step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -10,7 +10,7 @@ EngineName = Literal["torch", "jax"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 CLUSTER_ENGINES = ("local", "ssh", "ray", "slurm", "kubernetes", "skypilot")
-"""Ours, of `isthmus up --on`. `runtime.launchers.registry` has what each starts agents with."""
+"""Ours, of `isthmus up --on`. `runtime.launchers.launcher` has what each starts agents with."""
 
 
 def check_engine(field: str, name: str) -> EngineName:

@@ -84,7 +84,9 @@ def write_first_job(folder: Path, first: FirstJob) -> list[Path]:
     Raises UserError for data that are not there, and for files that are: nothing is overwritten.
     """
     sources = {path.name: path for path in sorted((TEMPLATES / first.task).iterdir()) if path.is_file()}
-    if first.task != "federated":
+    if first.task == "federated":
+        sources["model.py"] = TEMPLATES / "images" / "model.py"
+    else:
         sources["fleet.toml"] = TEMPLATES / "fleet.toml"
         if first.devices < 2:
             raise UserError(f"devices: got {first.devices}, expected at least 2")

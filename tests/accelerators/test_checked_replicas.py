@@ -12,10 +12,9 @@ from torch import Tensor
 from isthmus.accelerators import HOST, open_accelerator
 from isthmus.data import load_dataset
 from isthmus.protocol.decoupled_events import NEVER
-from isthmus.protocol.run_messages import OpenItem, WeightExchange
-from isthmus.protocol.work import Item
-from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
-from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.protocol.run_messages import Item, OpenItem, WeightExchange
+from isthmus.runtime.decoupled.device_replica import GraphTrainer
+from isthmus.runtime.decoupled.merged_run import seeded_model
 from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
 from isthmus.training.decoupled import flat_fragments
 from isthmus.training.engine import TorchEngine

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import isthmus
-from isthmus.api.run_entries import ENTRIES, run_entries, run_state
+from isthmus.api.run_entries import run_entries, run_state
 from isthmus.errors import UserError
-from isthmus.run_files import LOSSES
 from tests.federated.sites import write_job
 
 LOSS = nn.functional.mse_loss
@@ -39,15 +38,12 @@ def test_rounds_are_entries_losses_a_trace_and_a_model(tmp_path: Path) -> None:
         run.figure("client")
 
 
-def test_a_run_of_rounds_is_resumed_also_one_without_entries(tmp_path: Path) -> None:
-    """As versions before left it."""
+def test_a_run_of_rounds_is_resumed(tmp_path: Path) -> None:
     run = trained(tmp_path / "run")
-    for name in (ENTRIES, LOSSES):
-        (run.path / name).unlink()
-    before = isthmus.Run(run.path)
-    assert before.outcome == "done" and run_state(run_entries(run.path)).done == 2
+    assert run.outcome == "done" and run_state(run_entries(run.path)).done == 2
     assert run.resume(steps=3).outcome == "done"
-    assert len(before.rounds) == 3 and [entry.step for entry in run_entries(run.path) if entry.kind == "step"] == [3]
+    assert len(run.rounds) == 3
+    assert [entry.step for entry in run_entries(run.path) if entry.kind == "step"] == [1, 2, 3]
 
 
 def test_a_federated_job_is_trained_by_train_and_takes_no_plan(tmp_path: Path) -> None:

@@ -16,11 +16,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import isthmus
 from isthmus.api.export import export_model
-from isthmus.api.given import Objects
+from isthmus.api.given import Objects, read_arrays, read_optimizer
 from isthmus.api.notebook import NotebookObserver
 from isthmus.api.observer import StepDone
-from isthmus.api.optimizers import read_optimizer
-from isthmus.api.samples import read_arrays
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import load_dataset
 from isthmus.data.dataset import SPLITS

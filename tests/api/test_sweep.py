@@ -18,7 +18,7 @@ from isthmus.api.sweep import MARGIN, SweepRecord, may_start
 from isthmus.errors import UserError
 from isthmus.job.sweep import SweepFile, SweepRun, runs_of
 from isthmus.report.sweep_table import RunResult, sweep_rows
-from isthmus.runtime.processes.memory_use import family_bytes
+from isthmus.runtime.processes.memory import family_bytes
 from tests.runtime.commands import isthmus as command
 from tests.runtime.commands import refused, start, wait_until
 

@@ -54,7 +54,7 @@ class Served:
 
 
 def served_folder(path: Path, token: str = "") -> Served:
-    return Served(importlib.import_module("isthmus.dashboard.sources").FolderSource(path), token)
+    return Served(importlib.import_module("isthmus.dashboard.run_folder").FolderSource(path), token)
 
 
 @pytest.fixture(scope="session")

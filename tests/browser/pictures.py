@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from isthmus.dashboard.sources import FleetSource, FolderSource
+from isthmus.dashboard.run_folder import FleetSource, FolderSource
 from tests.browser.conftest import CHROMIUM, Served
 from tests.dashboard.folders import federated_run, recorded_run, served_fleet, slow_link
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.conftest import Page, Serve
-from tests.dashboard.folders import recorded_run, served_fleet, watched_rounds
+from tests.dashboard.folders import federated_run, recorded_run, served_fleet
 
 
 def test_the_list_says_how_each_run_is(page: Page) -> None:
@@ -34,7 +34,7 @@ def test_three_runs_side_by_side(page: Page) -> None:
 
 def test_runs_of_both_kinds_side_by_side(page: Page, serve: Serve, tmp_path: Path) -> None:
     recorded_run(tmp_path / "a")
-    watched_rounds(tmp_path / "f")
+    federated_run(tmp_path / "f")
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "job.json").write_text("{")
     shown = page.open("?run=a&run=f&run=x", "#compared-1 canvas", of=serve(tmp_path))
@@ -72,7 +72,7 @@ def test_lines_that_cannot_be_read_are_counted(page: Page, serve: Serve, tmp_pat
 
 
 def test_federated_rounds(page: Page, serve: Serve, tmp_path: Path) -> None:
-    shown = page.open(of=serve(watched_rounds(tmp_path / "f")))
+    shown = page.open(of=serve(federated_run(tmp_path / "f")))
     assert "5 of 5" in page.figure("round") and "80 %" in page.figure("accuracy")
     assert "2.5" in page.figure("epsilon") and "at remote sites" in shown.locator("#facts").inner_text()
     for chart in ("loss", "metric-0", "metric-1"):
@@ -84,14 +84,14 @@ def test_federated_rounds(page: Page, serve: Serve, tmp_path: Path) -> None:
 
 
 def test_of_many_clients_no_one_has_a_line(page: Page, serve: Serve, tmp_path: Path) -> None:
-    shown = page.open(of=serve(watched_rounds(tmp_path / "f", clients=12)))
+    shown = page.open(of=serve(federated_run(tmp_path / "f", clients=12)))
     legend = shown.locator("#metric-0 .u-legend").inner_text()
     assert "worst tenth" in legend and "client 3" not in legend
     assert shown.locator("#map").is_hidden()
 
 
 def test_a_federated_round_of_the_past(page: Page, serve: Serve, tmp_path: Path) -> None:
-    shown = page.open(of=serve(watched_rounds(tmp_path / "f")))
+    shown = page.open(of=serve(federated_run(tmp_path / "f")))
     shown.locator("#moment").fill("5")
     page.until("page.bars?.step === 3")
     assert "1 refused, 1 reassigned, 1 missing" in page.figure("clients")
@@ -101,7 +101,7 @@ def test_a_federated_round_of_the_past(page: Page, serve: Serve, tmp_path: Path)
 
 
 def test_a_round_against_its_forecast(page: Page, serve: Serve, tmp_path: Path) -> None:
-    shown = page.open(of=serve(watched_rounds(tmp_path / "f")))
+    shown = page.open(of=serve(federated_run(tmp_path / "f")))
     assert "forecast 1.1 s" in shown.locator("#bars").inner_text()
     forecast = float(shown.locator("#bars .forecast").get_attribute("x1"))
     end = shown.locator("#bars path.client").first.evaluate("e => { const b = e.getBBox(); return b.x + b.width; }")
@@ -111,7 +111,7 @@ def test_a_round_against_its_forecast(page: Page, serve: Serve, tmp_path: Path) 
 @pytest.fixture
 def fleet(serve: Serve, tmp_path: Path) -> object:
     state = served_fleet(tmp_path / "state", recorded_run(tmp_path / "a"))
-    return serve(importlib.import_module("isthmus.dashboard.sources").FleetSource(state))
+    return serve(importlib.import_module("isthmus.dashboard.run_folder").FleetSource(state))
 
 
 def test_a_fleet(page: Page, fleet: object) -> None:
@@ -133,5 +133,5 @@ def test_a_run_of_a_fleet(page: Page, fleet: object) -> None:
 def test_a_fleet_whose_coordinator_is_gone(page: Page, serve: Serve, tmp_path: Path) -> None:
     state = served_fleet(tmp_path / "state", recorded_run(tmp_path / "a"))
     (state / "status.json").unlink()
-    source = importlib.import_module("isthmus.dashboard.sources").FleetSource(state)
+    source = importlib.import_module("isthmus.dashboard.run_folder").FleetSource(state)
     assert page.open(of=serve(source), ready="#list table").locator("#state").inner_text() == "no coordinator serves it"

@@ -16,7 +16,7 @@ from isthmus.api.run_entries import ENTRIES
 from isthmus.api.watch import RunLog
 from isthmus.callbacks import RunStarted
 from isthmus.federated.history import RoundHistory
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, RefusedUpdate
 from isthmus.run_files import JOB, ROUND_LINES
 from isthmus.runtime.service.fleet_state import FleetState
@@ -96,20 +96,15 @@ def federated_run(folder: Path, rounds: int = 5, clients: int = 0) -> Path:
         line = {"record": record, "seconds": 1.5, "sent_bytes": 1000, "received_bytes": 500, "evaluation": evaluation}
         lines += msgspec.json.encode(line) + b"\n"
     (folder / ROUND_LINES).write_bytes(lines)
-    return folder
-
-
-def watched_rounds(folder: Path, clients: int = 0) -> Path:
-    """The same, with the entries that a run of today writes."""
-    run, now_s = federated_run(folder, clients=clients), itertools.count(time.time())
-    log = RunLog(run, lambda _: None, lambda: float(next(now_s)))
-    log.began(RunStarted(run=run, kind="federated", steps=5))
-    for line in RoundHistory.of(run).lines():
-        log.stepped(round_step(line, 5), ())
+    now_s = itertools.count(time.time())
+    log = RunLog(folder, lambda _: None, lambda: float(next(now_s)))
+    log.began(RunStarted(run=folder, kind="federated", steps=rounds))
+    for line in RoundHistory.of(folder).lines():
+        log.stepped(round_step(line, rounds), ())
         assert line.evaluation is not None
         log.evaluated(round_evaluation(line.record.round + 1, line.evaluation))
     log.ended("done")
-    return run
+    return folder
 
 
 def served_fleet(state: Path, run: Path) -> Path:

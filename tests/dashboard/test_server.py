@@ -12,9 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from isthmus.api.run_entries import ENTRIES, SPANS
-from isthmus.dashboard.run_folder import FOLLOWED
+from isthmus.dashboard.run_folder import FOLLOWED, FolderSource
 from isthmus.dashboard.server import FILES, application
-from isthmus.dashboard.sources import FolderSource
 
 
 def _client(folder: Path, host: str = "127.0.0.1:7434", token: str = "") -> TestClient:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from isthmus.data import ColumnSpec, Dataset, DataSpec, Split, load_dataset
-from isthmus.data import arrays as arrays_module
+from isthmus.data import dataset as arrays_module
 from isthmus.errors import UserError
 
 

@@ -14,7 +14,7 @@ from isthmus.data.clients import ClientFolders, GroupedClients, PartitionedData,
 from isthmus.data.dataset import ColumnSpec, joined_columns, rows_of_split
 from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError
-from isthmus.federated.evaluators import test_data as held_out_data
+from isthmus.federated.evaluation import test_data as held_out_data
 from isthmus.federated.job import FederatedConfig, FederatedJob, client_data
 from isthmus.models import ModelSpec
 

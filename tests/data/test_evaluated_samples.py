@@ -19,12 +19,12 @@ from isthmus.data.dataset import Indices, evaluation_rows
 from isthmus.data.layout import layout_of
 from isthmus.data.partition import PartitionSpec
 from isthmus.experiments import Watcher
-from isthmus.federated.evaluators import test_data as held_out_of
+from isthmus.federated.evaluation import test_data as held_out_of
 from isthmus.federated.job import FederatedConfig, FederatedJob, client_data
 from isthmus.federated.local import FederatedTraining
 from isthmus.job import Job, prepare
 from isthmus.models import ModelSpec
-from isthmus.runtime.decoupled.trainer import evaluated
+from isthmus.runtime.decoupled.merged_run import evaluated
 
 SAMPLES, MOST = 4000, 2000
 

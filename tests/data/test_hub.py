@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from isthmus.data import DataSpec, load_dataset
-from isthmus.data.allowed import check_kind
+from isthmus.data.registry import check_kind
 from isthmus.errors import UserError
 
 

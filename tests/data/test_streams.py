@@ -18,11 +18,11 @@ import torch
 from shards import stream_of, texts, vectors, write_parquet, write_tar
 
 from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset, sample_order
-from isthmus.data.allowed import allowed, check_kind
 from isthmus.data.clients import share_out
 from isthmus.data.dataset import batch_at
 from isthmus.data.description import describe, difference, joined_descriptions
 from isthmus.data.partition import PartitionSpec
+from isthmus.data.registry import allowed, check_kind
 from isthmus.data.streams import tar_shards
 from isthmus.data.streams.dataset import ParquetShards
 from isthmus.errors import StepError, UserError
@@ -253,8 +253,8 @@ def test_images_are_decoded_and_transformed(tmp_path: Path) -> None:
 
 def test_an_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("isthmus.data.streams.shards.WORTH_BYTES", 0)
-    monkeypatch.setattr("isthmus.data.streams.shards._RACY_NS", -(1 << 60))
+    monkeypatch.setattr("isthmus.data.streams.files.WORTH_BYTES", 0)
+    monkeypatch.setattr("isthmus.data.streams.files._RACY_NS", -(1 << 60))
     path = write_tar(tmp_path / "data", files=2)
     before = stream_of(path, columns={"input": "npy"})
     with monkeypatch.context() as patch:

@@ -19,8 +19,7 @@ from isthmus.programs.merging import Finish
 from isthmus.protocol.decoupled_events import Contributed, LastStepMade, MergeChanges, MergeRules, StepsMade
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
-from isthmus.runtime.decoupled.merger_link import MergerLink, Received
-from isthmus.runtime.decoupled.replica import ReplicaHost
+from isthmus.runtime.decoupled.merger_link import MergerLink, Received, ReplicaHost
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.decoupled import FromReplica, ToReplica
 from isthmus.session.session import Observation

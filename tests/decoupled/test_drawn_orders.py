@@ -29,7 +29,7 @@ from torch import Tensor
 from isthmus.errors import PeerError, StepError, UserError
 from isthmus.protocol.decoupled_events import NEVER
 from isthmus.runtime.decoupled import device_replica, merger_link
-from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.runtime.decoupled.device_replica import GraphTrainer
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.messages.all_messages import AnyMessage

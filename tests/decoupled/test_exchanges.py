@@ -22,15 +22,13 @@ from isthmus.graph import StageGraph
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import NEVER, CollectChanges, Contributed, FragmentSent, StepsMade
-from isthmus.protocol.run_messages import Halt, OpenItem, WeightExchange
-from isthmus.protocol.work import Item
+from isthmus.protocol.run_messages import Halt, Item, OpenItem, WeightExchange
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run import RunOptions, Watcher
 from isthmus.runtime.decoupled import pipeline
-from isthmus.runtime.decoupled.groups import replica_groups
+from isthmus.runtime.decoupled.groups import pipeline_prepared, replica_groups
+from isthmus.runtime.decoupled.merged_run import merged_fragments, seeded_model
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
-from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
 from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
 from isthmus.training.decoupled import delta_codec
 from isthmus.training.engine import Engine

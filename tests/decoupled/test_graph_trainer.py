@@ -15,7 +15,7 @@ from isthmus.errors import PeerError
 from isthmus.job import Job
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import NEVER
-from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.runtime.decoupled.device_replica import GraphTrainer
 from isthmus.runtime.decoupled.run import DecoupledRun
 from isthmus.runtime.messages.decoupled import TrainReplica
 from isthmus_testing.replica_trainer import ReplicaTrainer

@@ -29,11 +29,9 @@ from isthmus.job import Job, RuntimeConfig, TrainingConfig, fleet_of, prepare
 from isthmus.models import ModelSpec, build_model
 from isthmus.models.registry import give_model
 from isthmus.programs.merging import Finish
-from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
+from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun, evaluated, merges_file
 from isthmus.runtime.decoupled.merger import MergeTraffic
-from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.run import check_decoupled
-from isthmus.runtime.decoupled.trainer import evaluated
 from isthmus.simulator import Fault
 from isthmus.training.checkpoint import latest_checkpoint, read_manifest
 from isthmus.training.decoupled import fragments_of

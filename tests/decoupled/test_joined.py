@@ -13,8 +13,7 @@ from isthmus.data import load_dataset
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.decoupled import device_replica
-from isthmus.runtime.decoupled.device_replica import serve_replica
-from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.runtime.decoupled.device_replica import GraphTrainer, serve_replica
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.processes.signals import Stop

@@ -17,11 +17,11 @@ from isthmus.errors import PeerError
 from isthmus.plans import OuterOptimizer
 from isthmus.programs.merger import Merger
 from isthmus.programs.merging import Finish
-from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
     CollectChanges,
     Contributed,
+    Delivery,
     FragmentSent,
     LastStepMade,
     MergeChanges,
@@ -32,8 +32,7 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.decoupled_replica import DecoupledReplica, ReplicaPort
 from isthmus.protocol.run_messages import Halt
-from isthmus.session.failures import EXIT_S, GRACE_S
-from isthmus.session.session import Observation
+from isthmus.session.session import EXIT_S, GRACE_S, Observation
 from isthmus.simulator import Fault, RecoveryTimes
 from isthmus.simulator.merging import MergingSimulation, SimulatedReplicas
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec

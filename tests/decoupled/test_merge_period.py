@@ -7,8 +7,8 @@ import random
 import msgspec
 import pytest
 
-from isthmus.api import merge_period
-from isthmus.api.merge_period import LINK_SHARE, late_of, with_period
+from isthmus.api import decoupled
+from isthmus.api.decoupled import LINK_SHARE, late_of, with_period
 from isthmus.cost import SyncPolicy
 from isthmus.errors import UserError
 from isthmus.fleet import Link
@@ -75,7 +75,7 @@ def test_the_reason_names_the_link_and_what_a_period_less_would_do(
     def late(_job: Job, period: int, *_: object) -> int:
         return 5 * (period <= late_until)
 
-    monkeypatch.setattr(merge_period, "late_of", late)
+    monkeypatch.setattr(decoupled, "late_of", late)
     link = Link(0.0, 20e6 / 8)
     models = [
         ReplicaModel(name="home", step_s=1.0, samples=8),
@@ -84,7 +84,7 @@ def test_the_reason_names_the_link_and_what_a_period_less_would_do(
     sizes = FragmentBytes(delta=(625_000, 625_000), change=(0, 0), whole=(1, 1))
     _, reason = with_period(auto_job(), models, sizes)
     carries = "the link of asia, 20 Mbit/s, carries 1.19 MiB in 500 ms of"
-    assert reason == expected.format(carries, merge_period.SIMULATED_MERGES)
+    assert reason == expected.format(carries, decoupled.SIMULATED_MERGES)
 
 
 def test_a_period_that_is_a_number_stays() -> None:

@@ -21,9 +21,8 @@ from isthmus.job import Job, load_job, prepare
 from isthmus.plans import CompressionConfig
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.protocol.decoupled_replica import RETURN_S
-from isthmus.runtime.decoupled.groups import replica_groups
+from isthmus.runtime.decoupled.groups import pipeline_prepared, replica_groups
 from isthmus.runtime.decoupled.merger import MergerWatch
-from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault

@@ -11,7 +11,7 @@ import torch
 from isthmus.accelerators import HOST
 from isthmus.data import load_dataset
 from isthmus.protocol.decoupled_events import NEVER
-from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.runtime.decoupled.device_replica import GraphTrainer
 from isthmus.training.scaling import LossScaling
 
 from .small import job_of

@@ -9,7 +9,7 @@ from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
 from isthmus.protocol.decoupled_events import MergeChanges
-from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.runtime.decoupled.merged_run import seeded_model
 from isthmus.simulator import Fault
 from isthmus.training.compression import NoCodec
 from isthmus.training.decoupled import MergedFragments, flat_fragments, fragments_of

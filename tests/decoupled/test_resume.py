@@ -20,8 +20,7 @@ from isthmus.models import build_model
 from isthmus.programs.merger import Merger
 from isthmus.protocol.decoupled_events import CollectChanges, MergeChanges, MergesDone, StepsMade
 from isthmus.run_files import JOB
-from isthmus.runtime.decoupled.merged_run import MergedRun
-from isthmus.runtime.decoupled.record import merges_file
+from isthmus.runtime.decoupled.merged_run import MergedRun, merges_file
 from isthmus.stores import Store, StoreConfig, commits_in
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, latest_checkpoint, read_manifest
 from isthmus.training.decoupled import fragments_of

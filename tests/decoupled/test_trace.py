@@ -13,7 +13,7 @@ from isthmus.api.decoupled_simulation import simulate_decoupled
 from isthmus.cost import SyncPolicy
 from isthmus.programs.merge_trace import MERGER
 from isthmus.report.replicas_table import replicas_traced
-from isthmus.runtime.decoupled.trainer import merged_fragments
+from isthmus.runtime.decoupled.merged_run import merged_fragments
 from isthmus.trace import Trace
 from tests.runtime.commands import isthmus as isthmus_command
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from isthmus.federated import AlgorithmSpec, load_algorithm
 from isthmus.federated.accounting import Accounting
-from isthmus.federated.privacy import Privacy
+from isthmus.federated.admission import Privacy
 from isthmus.protocol.federated_participation import Participation
 
 PAGE = Path(__file__).parents[2] / "docs" / "correctness.md"

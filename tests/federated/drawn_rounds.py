@@ -28,7 +28,7 @@ from isthmus.federated.site import Site, SiteStates, UpdateRules
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.models import ModelSpec
 from isthmus.programs.masked import MaskedRoundPort, MaskedRounds
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.federated_messages import (
@@ -40,15 +40,14 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
 )
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SharesDisputed, SharesRevealed, UnmaskAsked
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
-from isthmus.runtime.federated.secure_site import SecureSiteExecutor
-from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.federated.site_executor import SecureSiteExecutor, SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_run import SecureUpdateReceiver
-from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
+from isthmus.runtime.federated.update_receiver import SiteUpdateReceiver
 from isthmus.runtime.identity import Authority
 from isthmus.runtime.identity.keys import DeviceSigner
 from isthmus.runtime.messages.all_messages import AnyMessage

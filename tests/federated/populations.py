@@ -28,15 +28,13 @@ from isthmus.federated.in_process import InProcess
 from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
 from isthmus.programs.merging import Finish
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import RoundPort, Rounds
-from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport
-from isthmus.protocol.federated_participation import Participation, cohort
+from isthmus.protocol.federated_participation import Buffer, Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.session.failures import Loss
-from isthmus.session.session import Observation
+from isthmus.protocol.federated_scheduler import ThroughputModel
+from isthmus.session.session import Loss, Observation
 from tests.federated.twins import BATCH, EPOCHS, ETA, SEED
 from tests.programs.ports import Asked, Recorder
 

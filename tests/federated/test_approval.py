@@ -14,13 +14,12 @@ from isthmus import api
 from isthmus.api.make_plan import plan_for
 from isthmus.data import DataSpec
 from isthmus.errors import PeerError, UserError
+from isthmus.federated.admission import Privacy
 from isthmus.federated.algorithms import AlgorithmSpec
-from isthmus.federated.approval import described, digest_of, refusal
 from isthmus.federated.local import LocalConfig
-from isthmus.federated.privacy import Privacy
 from isthmus.federated.robust import Aggregation
 from isthmus.federated.site_log import SiteLog, SiteLogLine
-from isthmus.federated.task_spec import Approval, SiteConfig, TaskSpec
+from isthmus.federated.task_spec import Approval, SiteConfig, TaskSpec, described, digest_of, refusal
 from isthmus.models import ModelSpec
 from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
 from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import ClientUpdate
-from isthmus.federated.stale_models import staleness_weight
-from isthmus.protocol.federated_buffer import Buffer
-from isthmus.protocol.federated_participation import Participation
+from isthmus.federated.server import staleness_weight
+from isthmus.protocol.federated_participation import Buffer, Participation
 from tests.federated.populations import CLIENTS, Run, module, population
 from tests.federated.twins import ETA, SEED, FedAvgTwin, batches
 

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from isthmus.accelerators import HOST
 from isthmus.errors import UserError
 from isthmus.federated import AlgorithmSpec, ClientTrainer, LocalConfig, Server, TrainingTask, load_algorithm
-from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.admission import AdmissionRules, Privacy, private
 from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.buffers import buffers_of
-from isthmus.federated.local import PlainLocal, Workspace
-from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.local import PlainLocal, StepsByRound, Workspace
 from isthmus.federated.partial import PartialSum
-from isthmus.federated.privacy import Privacy, private
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.site import Site, UpdateRules

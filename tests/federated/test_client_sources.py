@@ -17,11 +17,10 @@ from isthmus.data.clients import TextClients, share_out
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
 from isthmus.errors import UserError
+from isthmus.federated.admission import Guarantee
 from isthmus.federated.history import RoundHistory
 from isthmus.federated.job import client_data, load_federated_job
-from isthmus.federated.privacy import Guarantee
-from isthmus.federated.state_form import StateForm
-from isthmus.federated.states import StateStore
+from isthmus.federated.states import StateForm, StateStore
 from isthmus.overrides import overridden
 from isthmus.scaffold import check_count
 from tests.federated.sites import model, samples, write_job

@@ -26,12 +26,11 @@ from isthmus.federated import (
     Values,
     load_algorithm,
 )
-from isthmus.federated.privacy import Privacy, Private, guarantee
+from isthmus.federated.admission import Privacy, Private, guarantee
 from isthmus.federated.robust import Aggregation, Robust, robust_mean
-from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_messages import PhaseId, PhaseSetup
-from isthmus.protocol.federated_participation import Participation, cohort
-from isthmus.protocol.secure_graph import threshold_of
+from isthmus.protocol.federated_participation import Buffer, Participation, cohort
+from isthmus.protocol.secure_site import threshold_of
 
 MODEL = torch.zeros(4)
 rows = st.integers(1, 9).flatmap(

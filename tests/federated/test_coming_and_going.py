@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from isthmus.programs.merging import OpenMerge
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import RoundPort, Rounds, Waiting
-from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_messages import (
     ClientTime,
     ExecutorJoined,
@@ -21,11 +20,10 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
     UpdateRefused,
 )
-from isthmus.protocol.federated_participation import Participation
+from isthmus.protocol.federated_participation import Buffer, Participation
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
-from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.session.failures import CLOSED, EXIT_S
-from isthmus.session.session import Observation
+from isthmus.protocol.federated_scheduler import ThroughputModel
+from isthmus.session.session import CLOSED, EXIT_S, Observation
 from tests.federated.populations import Asking, commits, finish_of, orders
 from tests.programs.ports import Asked, Recorder
 

@@ -11,11 +11,10 @@ import torch
 
 from isthmus.errors import UserError
 from isthmus.federated import Commits, RunIdentity
-from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.admission import AdmissionRules, Privacy
 from isthmus.federated.history import RoundHistory, RoundLine
-from isthmus.federated.privacy import Privacy
 from isthmus.federated.robust import Aggregation
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime
 
 IDENTITY = RunIdentity(algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5)

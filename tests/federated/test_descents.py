@@ -15,13 +15,12 @@ from isthmus.data import ColumnSpec
 from isthmus.federated import AlgorithmSpec, ClientTrainer, TrainingTask, load_algorithm
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.job import load_federated_job
-from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
-from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.local import LocalConfig, PlainLocal, StepsByRound, Workspace
 from isthmus.federated.resident import Resident, mean_loss, pieces_of
 from isthmus.federated.stacked import Stacked, StackedLocal
 from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
-from isthmus.runtime.federated.own_means import own_mean_of
 from isthmus.runtime.federated.run import FederatedRun
+from isthmus.runtime.federated.trainer import own_mean_of
 from tests.federated.populations import ListedData
 from tests.federated.test_run_folders import JOB
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.federated.privacy import Privacy
+from isthmus.federated.admission import Privacy
 from isthmus.federated.secure import discrete_gaussian as sampler
 from isthmus.federated.secure.discrete_gaussian import RandomWords, coins, discrete_gaussian
 from isthmus.federated.secure.site_noise import (

@@ -15,7 +15,7 @@ from torch import nn
 from isthmus.errors import Diverged, DivergedUpdate, PeerError
 from isthmus.federated import ClientUpdate
 from isthmus.federated.admission import AdmissionRules, bounded, refusal_of
-from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.local import StepsByRound
 from isthmus.federated.partial import PartialSum
 from isthmus.programs.merging import Finish
 from isthmus.runtime.federated.host import ended

@@ -22,7 +22,7 @@ from isthmus.federated.in_process import InProcess
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.programs.merging import Finish
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import RoundPort
 from isthmus.protocol.federated_executor import ExecutorPort, FederatedExecutor
 from isthmus.protocol.federated_messages import (

@@ -14,18 +14,18 @@ import torch
 
 from isthmus.federated import Server
 from isthmus.federated.accounting import Accounting, written_guarantee
+from isthmus.federated.admission import Guarantee, Privacy, guarantee, private
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import client_data, identity, load_federated_job, round_rules
-from isthmus.federated.privacy import Guarantee, Privacy, guarantee, private
 from isthmus.federated.secure import site_noise
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId, PhaseOpened, PhaseSetup
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.rng import stream
 from isthmus.runtime.federated.host import RoundMeasure
-from isthmus.runtime.federated.round_store import RoundStore
+from isthmus.runtime.federated.run import RoundStore
 from tests.federated.drawn_privacy import EACH, KINDS, PAGE, Setting, epsilons, settings, table
 from tests.federated.populations import Asking, Run, commits, orders, population
 from tests.federated.sites import write_job

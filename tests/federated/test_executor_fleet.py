@@ -16,7 +16,7 @@ from isthmus.federated.emulated_speed import DevicePacer, SpeedEmulation
 from isthmus.federated.executor_fleet import executor_fleet
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, client_data, load_federated_job
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.runtime.federated.run import FederatedRun
 from tests.federated.test_pacing import Host
 from tests.federated.test_run_folders import JOB

@@ -29,8 +29,7 @@ from isthmus.protocol.federated_messages import (
     TasksReturned,
 )
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, Halt
-from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
-from isthmus.runtime.federated.update_receiver import SumsReceiver
+from isthmus.runtime.federated.update_receiver import SiteUpdateReceiver, SumsReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, SiteValues, SummedValues, ToExecutor
 from isthmus.runtime.messages.message import Message

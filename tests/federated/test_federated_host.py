@@ -15,11 +15,10 @@ from isthmus.errors import PeerError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.partial import AggregationWeights, PartialSum
 from isthmus.programs.merging import Finish
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure
-from isthmus.runtime.federated.shared_memory import SharedMemory
-from isthmus.runtime.federated.update_receiver import SumsReceiver
+from isthmus.runtime.federated.update_receiver import SharedMemory, SumsReceiver
 from isthmus.runtime.transport.listener import Listener
 from tests.federated.populations import Run
 

@@ -28,8 +28,7 @@ from isthmus.protocol.federated_messages import (
     TasksReturned,
 )
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.protocol.federated_scheduler import ClientScheduler
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ClientScheduler, ThroughputModel
 from tests.federated.populations import Asking, commits, finish_of, orders
 from tests.programs.ports import Asked
 

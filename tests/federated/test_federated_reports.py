@@ -9,10 +9,10 @@ import msgspec
 from rich.console import Console
 
 from isthmus.api.rounds import round_step
+from isthmus.federated.admission import Guarantee
 from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
-from isthmus.federated.privacy import Guarantee
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
 from isthmus.report.progress import Progress
 from isthmus.report.rounds_table import last_figures, rounds_table, summarized

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from isthmus.federated.in_process import InProcess
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from tests.federated.populations import Run
 
 

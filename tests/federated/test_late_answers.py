@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import (
     ClientTask,
@@ -25,7 +25,7 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
 )
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import Executor
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor

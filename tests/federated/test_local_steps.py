@@ -18,12 +18,10 @@ from torch.nn import functional as F
 from isthmus.errors import UserError
 from isthmus.federated import Algorithm, AlgorithmSpec, ClientUpdate, LocalConfig, load_algorithm
 from isthmus.federated.algorithms.registry import give_algorithm
-from isthmus.federated.approval import described
 from isthmus.federated.job import check_steps, load_federated_job
-from isthmus.federated.local import PlainLocal, Workspace
-from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.local import PlainLocal, StepsByRound, Workspace
 from isthmus.federated.resident import Resident
-from isthmus.federated.task_spec import TaskSpec
+from isthmus.federated.task_spec import TaskSpec, described
 from isthmus.models import ModelSpec
 from isthmus.rng import orders
 from isthmus.runtime.federated.run import ONE_BY_ONE, FederatedRun

@@ -22,16 +22,14 @@ from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
 from isthmus.federated.history import RoundHistory
 from isthmus.federated.job import load_federated_job
-from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
-from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.local import LocalConfig, PlainLocal, StepsByRound, Workspace
 from isthmus.federated.pipeline import PipelineConfig, check_descends, segments
 from isthmus.federated.resident import Resident
 from isthmus.federated.site import OwnData
 from isthmus.federated.task_spec import load_site
 from isthmus.models import ModelSpec, build_model
 from isthmus.protocol import Item
-from isthmus.runtime.federated.pipeline_plans import PipelinePlans
-from isthmus.runtime.federated.site_pipeline import SitePipeline
+from isthmus.runtime.federated.pipeline_plans import PipelinePlans, SitePipeline
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.forked import Forked
 from isthmus.trace import Span

@@ -18,7 +18,7 @@ from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import build, load_federated_job
 from isthmus.federated.resident import Resident
 from isthmus.models import ModelSpec, build_model
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime
 from isthmus.report.federated_trace import trace_of
 from tests.runtime.commands import isthmus, refused

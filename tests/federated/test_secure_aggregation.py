@@ -21,7 +21,7 @@ from isthmus.federated.secure import shamir
 from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.shamir import PRIME, deal, draw_secret, recover
 from isthmus.federated.server import Server
-from isthmus.protocol import secure_graph
+from isthmus.protocol import secure_site
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
@@ -32,7 +32,6 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
 )
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.secure_graph import neighbour_count, neighbours, threshold_of
 from isthmus.protocol.secure_messages import (
     KeysListed,
     SealedShare,
@@ -43,7 +42,7 @@ from isthmus.protocol.secure_messages import (
     SiteKeys,
     UnmaskAsked,
 )
-from isthmus.protocol.secure_site import SecureSite
+from isthmus.protocol.secure_site import SecureSite, neighbour_count, neighbours, threshold_of
 from isthmus.session.program import OutOfPhase
 from isthmus_testing.secure_phase import SecurePhase, SecureResult, Step
 from tests.lazy import Lazy
@@ -140,8 +139,8 @@ def test_the_sum_is_the_plain_one_bit_for_bit_whichever_sites_drop_out(data: st.
         return partial
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(secure_graph, "PER_DOUBLING", 2)
-        patch.setattr(secure_graph, "COMPLETE_BELOW", data.draw(st.sampled_from([8, 100])))
+        patch.setattr(secure_site, "PER_DOUBLING", 2)
+        patch.setattr(secure_site, "COMPLETE_BELOW", data.draw(st.sampled_from([8, 100])))
         sparse = neighbour_count(count) < count - 1
         phase = SecurePhase(
             {f"s{client:03}": masked_values(summed([client])) for client in range(count)},
@@ -182,7 +181,7 @@ def test_the_sum_is_the_plain_one_where_each_site_has_some_neighbours(
     per_doubling: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 200
-    monkeypatch.setattr(secure_graph, "PER_DOUBLING", per_doubling)
+    monkeypatch.setattr(secure_site, "PER_DOUBLING", per_doubling)
     lost: dict[int, Step] = {client: STEPS[client % 4] for client in range(0, count, 11)}
     result, samples = secure(count, lost, {1})
     assert neighbour_count(count) < count - 1

@@ -19,7 +19,7 @@ from isthmus.federated.job import load_federated_job
 from isthmus.federated.site_log import SiteLog
 from isthmus.protocol.federated_messages import SumsSent
 from isthmus.protocol.secure_messages import KeysSent, SharesRevealed, SharesSent
-from isthmus.runtime.federated.secure_site import SecureSiteExecutor
+from isthmus.runtime.federated.site_executor import SecureSiteExecutor
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.forked import Forked
 from tests.federated import sites

@@ -14,9 +14,8 @@ from isthmus.errors import UserError
 from isthmus.federated.history import RoundHistory
 from isthmus.federated.job import load_federated_job
 from isthmus.federated.selection import chooser
-from isthmus.programs.round_records import RoundRecord
-from isthmus.protocol.federated_buffer import Buffer
-from isthmus.protocol.federated_participation import Integers, Participation, cohort
+from isthmus.programs.open_phase import RoundRecord
+from isthmus.protocol.federated_participation import Buffer, Integers, Participation, cohort
 from tests.federated.test_federated_runs import model, write
 from tests.runtime.commands import isthmus, refused
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from isthmus.federated import Algorithm, LocalConfig
-from isthmus.federated.admission import AdmissionRules
-from isthmus.federated.privacy import Privacy, Private
+from isthmus.federated.admission import AdmissionRules, Privacy, Private
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.stacked import check_alike
 from isthmus.protocol.federated_participation import Participation, cohort

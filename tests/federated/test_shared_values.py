@@ -17,7 +17,7 @@ from isthmus.federated.admission import Form
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.stacked import likely_shapes, rows_for
 from isthmus.runtime.federated.host import RoundMeasure
-from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBroadcast, SharedMemory
+from isthmus.runtime.federated.update_receiver import SharedAccumulator, SharedBroadcast, SharedMemory
 from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages
 from tests.federated.populations import Run
 from tests.federated.test_federated_host import conducted

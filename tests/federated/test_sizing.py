@@ -2,7 +2,7 @@
 
 import pytest
 
-from isthmus.runtime.federated.sizing import fastest_count
+from isthmus.runtime.federated.trainer import fastest_count
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from isthmus.federated import (
 )
 from isthmus.federated.algorithms import Cohort, LocalTrainer, Values
 from isthmus.federated.partial import PartialSum
-from isthmus.federated.state_form import StateForm
+from isthmus.federated.states import StateForm
 from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
 from tests.federated.populations import LOCAL, module, population
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.federated.traced_ops import Operation, written_down
+from isthmus.federated.stacked import Operation, written_down
 from isthmus.rng import orders, stream
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.federated.history import RoundHistory
 from isthmus.protocol.federated_messages import ClientTime
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 from tests.federated.test_run_folders import JOB
 from tests.runtime.commands import isthmus
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.fleet.changes import LEAST_LATENCY_S, MOST_BANDWIDTH, fit_link
+from isthmus.fleet.fleet import LEAST_LATENCY_S, MOST_BANDWIDTH, fit_link
 
 SIZES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 

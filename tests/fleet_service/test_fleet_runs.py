@@ -14,7 +14,7 @@ import torch
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, load_dataset
-from isthmus.data.allowed import refuse_paths
+from isthmus.data.registry import refuse_paths
 from isthmus.errors import UserError
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.job import Job, prepare

@@ -26,9 +26,8 @@ from isthmus.runtime.messages.fleet import DevicePresent, JoinRequest, NewDevice
 from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, JoinRun, ToCoordinator
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service.agent import join_fleet
-from isthmus.runtime.transport.acceptor import Acceptor
+from isthmus.runtime.transport.acceptor import Acceptor, Rate, RateLimit
 from isthmus.runtime.transport.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
-from isthmus.runtime.transport.rate_limit import Rate, RateLimit
 from isthmus.training.layout import TensorHeader, pack
 from tests.runtime.channel_cases import parcel
 

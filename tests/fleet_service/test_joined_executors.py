@@ -18,7 +18,7 @@ from isthmus.errors import UserError
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.runtime.device.peer_connections import Endpoint
-from isthmus.runtime.federated.joined import _allowed, check_code
+from isthmus.runtime.federated.executor import _allowed, check_code
 from isthmus.runtime.identity import Identity, Ticket, decode_ticket
 from isthmus.runtime.processes.signals import Stop
 from isthmus.scaffold import FirstJob, write_first_job

@@ -25,8 +25,7 @@ from isthmus.fleet import Fleet as Machines
 from isthmus.job import Job
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.groups import replica_groups
-from isthmus.runtime.decoupled.record import merges_file
-from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.runtime.decoupled.merged_run import merges_file, seeded_model
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.job_queue import JobQueue
 from isthmus.training.checkpoint import latest_checkpoint

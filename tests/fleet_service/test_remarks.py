@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from unittest import mock
 
-from isthmus.runtime.transport import rate_limit
-from isthmus.runtime.transport.rate_limit import MOST_LINES, WINDOW_S, LogLimiter
+from isthmus.runtime.transport import acceptor
+from isthmus.runtime.transport.acceptor import MOST_LINES, WINDOW_S, LogLimiter
 
 
 def test_some_lines_about_each_device_then_a_count() -> None:
     said: list[str] = []
     told = LogLimiter(said.append)
-    with mock.patch.object(rate_limit.time, "monotonic", lambda: now_s):
+    with mock.patch.object(acceptor.time, "monotonic", lambda: now_s):
         now_s = 0.0
         for _ in range(5000):
             told.about("flaps", "flaps is here")

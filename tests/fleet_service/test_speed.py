@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isthmus.accelerators import HOST, DeviceEvent, open_accelerator
 from isthmus.engines import ENGINES, EngineName
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.fleet.changes import in_half
+from isthmus.fleet.fleet import in_half
 from isthmus.job import fleet_of, prepare
 from isthmus.runtime.messages.probe import (
     AttentionShape,
@@ -30,10 +30,9 @@ from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import speed
 from isthmus.runtime.service.agent import Agent, Membership
 from isthmus.runtime.service.device_probe import compute_speed
-from isthmus.runtime.service.fleet_probe import measured_device
-from isthmus.runtime.service.layer_speed import measure_layers, share_of
+from isthmus.runtime.service.fleet_probe import combined_speed, measured_device, planned_speed
 from isthmus.runtime.service.probe_questions import speed_question
-from isthmus.runtime.service.probe_results import combined_speed, planned_speed
+from isthmus.runtime.service.speed import measure_layers, share_of
 from isthmus.training.engine import TorchEngine
 from isthmus_testing.emulated_accelerator import open_checked
 from tests.runtime.jobs import DIGITS, TEXT, job_of

@@ -13,7 +13,7 @@ from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, TokenGenerated
 from isthmus.runtime.coordinator.generation_host import GenerationHost
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.generation import ServingReport
+from isthmus.runtime.messages.assignment import ServingReport
 
 from ..drawn_integers import Lies, landed
 from ..programs.ports import Asked, ServingRecorder

@@ -40,11 +40,11 @@ from isthmus.runtime.device.coordinator_link import CoordinatorLink, Coordinator
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.device.stage_server import StageServer, _Serving
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Neighbour
-from isthmus.runtime.messages.generation import (
+from isthmus.runtime.messages.assignment import (
     COORDINATOR,
     ForgetPrompts,
     GenerateStep,
+    Neighbour,
     NewPrompt,
     ServeStage,
     ServingOrder,

@@ -16,8 +16,8 @@ import pytest
 from starlette.types import ASGIApp
 
 from isthmus.api.generation import ModelService
+from isthmus.dashboard.run_folder import FolderSource
 from isthmus.dashboard.server import application as page
-from isthmus.dashboard.sources import FolderSource
 from isthmus.endpoint.server import application as endpoint
 from isthmus.private_http import (
     FIRST_REQUEST_S,

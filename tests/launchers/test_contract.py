@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
-from isthmus.runtime.launchers.registry import open_launcher
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, open_launcher
 from isthmus.runtime.service import fleet_coordinator
 from tests.fleet_service.parties import Fleet, serving, soon
 from tests.tiers import represented_by

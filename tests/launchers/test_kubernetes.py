@@ -17,8 +17,7 @@ import yaml
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.launchers.kubernetes import KubernetesLauncher, Pod
-from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
-from isthmus.runtime.launchers.registry import open_launcher
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, open_launcher
 from tests.fleet_service.parties import soon
 
 from .api_server import JOBSETS, PODS, SECRETS, ApiServer, serving_api

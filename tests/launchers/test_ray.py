@@ -21,9 +21,8 @@ import pytest
 
 from isthmus.api.folder import RunFolder
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.launchers.launcher import AgentSpec
+from isthmus.runtime.launchers.launcher import AgentSpec, open_launcher
 from isthmus.runtime.launchers.ray import RayLauncher, RayOptions
-from isthmus.runtime.launchers.registry import open_launcher
 from tests.fleet_service.parties import soon
 from tests.runtime.commands import COMMAND, edited, write_job
 
@@ -225,7 +224,7 @@ TOKEN = "0123456789abcdef0123456789abcdef0123"
 CHECK = """
 import sys
 from isthmus.errors import UserError
-from isthmus.runtime.launchers.registry import open_launcher
+from isthmus.runtime.launchers.launcher import open_launcher
 try:
     open_launcher("ray", {"address": sys.argv[1]}).check()
 except UserError as e:

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
-from isthmus.runtime.launchers.registry import open_launcher
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, open_launcher
 from isthmus.runtime.launchers.skypilot import SkyPilotLauncher
 from tests.fleet_service.parties import soon
 

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
-from isthmus.runtime.launchers.registry import open_launcher
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, open_launcher
 from isthmus.runtime.launchers.slurm import MODULE, SlurmLauncher
 from isthmus.runtime.launchers.slurm_task import AgentFolder
 from isthmus.runtime.service import fleet_coordinator

@@ -19,7 +19,7 @@ from isthmus.api.up_choices import UpChoices, agent_names, agent_specs, check_no
 from isthmus.cli.cluster_commands import UpOptions
 from isthmus.errors import UserError
 from isthmus.fleet import load_fleet
-from isthmus.runtime.launchers import ray_connection, registry
+from isthmus.runtime.launchers import launcher, ray_connection
 from tests.federated.test_federated_runs import model, write
 from tests.fleet_service.parties import soon
 
@@ -221,7 +221,7 @@ def test_no_public_address_is_taken_by_default(address: str, refused: bool) -> N
 
 def test_the_help_names_every_engine() -> None:
     said = inspect.signature(UpOptions, eval_str=True).parameters["engine"].annotation.__metadata__[0].help
-    for name in registry._OURS:
+    for name in launcher._OURS:
         assert name in said, name
 
 

@@ -16,10 +16,9 @@ import isthmus
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import Objects
 from isthmus.api.observer import Silent
-from isthmus.api.pipeline_watch import PipelineWatch
 from isthmus.api.run_entries import run_entries
 from isthmus.api.stored_run import Uploads
-from isthmus.api.watch import Watch
+from isthmus.api.watch import PipelineWatch, Watch
 from isthmus.callbacks import Callbacks
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import DataSpec, load_dataset

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from isthmus.api.proof import with_bound
+from isthmus.api.make_plan import with_bound
 from isthmus.cost import Problem, place
 from isthmus.cost.placement import Placement, recomputing
 from isthmus.fleet import Device, Fleet, Link, Links, Route

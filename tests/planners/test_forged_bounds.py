@@ -10,7 +10,7 @@ import pytest
 from plan_cases import document, fleet_of, gpt_graph, problem_of, random_graph, simulated_s
 from term_cases import asked, priced_fleet
 
-from isthmus.api.proof import question_of
+from isthmus.api.make_plan import question_of
 from isthmus.cost import Problem
 from isthmus.fleet import Link, Links, corrected
 from isthmus.planners import plan as plan_by

@@ -22,8 +22,8 @@ from plan_cases import (
 from term_cases import every_plan
 from tests.tiers import represented_by
 
+from isthmus.api.make_plan import Proving, question_of, with_bound
 from isthmus.api.observer import Silent
-from isthmus.api.proof import Proving, question_of, with_bound
 from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route

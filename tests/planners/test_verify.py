@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plan_cases import document, fleet_of, gpt_graph, problem_of, random_graph, saving
 from tests.tiers import represented_by
 
-from isthmus.api.proof import question_of as asked_of
+from isthmus.api.make_plan import question_of as asked_of
 from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, parameter_state, plan_compression
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region, Route, corrected

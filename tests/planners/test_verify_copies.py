@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from test_feeding import every_chain, fed_problem
 
-from isthmus.api.proof import question_of, with_bound
+from isthmus.api.make_plan import question_of, with_bound
 from isthmus.cost import Problem
 from isthmus.planners import plan as plan_by
 from isthmus.plans import Objective, Plan, Replica

@@ -9,7 +9,7 @@ import pytest
 from plan_cases import document, operator, parameter, placeholder, simulated_s, tensor
 from test_step_bounds import FINE, ROUGH, bound_s
 
-from isthmus.api.proof import question_of
+from isthmus.api.make_plan import question_of
 from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.fleet import Device, Fleet, Link, Links, LinkTrace, Route
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref

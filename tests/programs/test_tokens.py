@@ -9,8 +9,7 @@ import pytest
 
 from isthmus.programs.tokens import RETRIES, Tokens
 from isthmus.protocol.generation import Prompt, PromptFailed, Sampling, StageLoaded, StageUnable, TokenGenerated
-from isthmus.session.failures import CLOSED, GRACE_S
-from isthmus.session.session import Observation
+from isthmus.session.session import CLOSED, GRACE_S, Observation
 
 from .ports import Asked, ServingRecorder
 

@@ -12,9 +12,8 @@ from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, RunSpec, StateLayout
 from isthmus.protocol.run_messages import DeviceReport, Halt, OpenItem
 from isthmus.protocol.run_ports import Ending, FinishRun, PipelinePort, PlanRequest
-from isthmus.session.failures import Loss
 from isthmus.session.program import Policy
-from isthmus.session.session import Observation
+from isthmus.session.session import Loss, Observation
 
 P = ParamSpec("P")
 

@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.programs.ports import Asked, Recorder
 
-from isthmus.protocol.fleet_membership import REMIND_S, REVOKED, FleetMembership, FleetPort, Refusal
-from isthmus.protocol.membership import FleetMember, MemberPort
+from isthmus.protocol.fleet_membership import (
+    REMIND_S,
+    REVOKED,
+    FleetMember,
+    FleetMembership,
+    FleetPort,
+    MemberPort,
+    Refusal,
+)
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.session.program import OVER
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.programs.ports import Asked, SiteRecorder
 
 from isthmus.protocol.federated_messages import ClientTime, PhaseId, PhaseOpened, PhaseSetup, SumsSent
-from isthmus.protocol.secure_graph import threshold_of
 from isthmus.protocol.secure_messages import KeysListed, SealedShare, SharesDelivered, SiteKeys, UnmaskAsked
-from isthmus.protocol.secure_site import SecureSite
+from isthmus.protocol.secure_site import SecureSite, threshold_of
 
 NAMES = "abcdefg"
 KEYS = {name: SiteKeys(name, bytes([n]) * 32, bytes([n + 100]) * 32, bytes(32)) for n, name in enumerate(NAMES)}

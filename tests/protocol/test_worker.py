@@ -12,8 +12,7 @@ from isthmus.errors import InternalError
 from isthmus.plans.collective import CollectiveMessage, Parts, Round
 from isthmus.protocol import Item, StageView, Worker
 from isthmus.protocol.exchange import GroupView
-from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
-from isthmus.protocol.work import Work
+from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived, Work
 from isthmus.protocol.worker import StagePort
 from isthmus.session.program import OutOfPhase
 

@@ -29,8 +29,8 @@ from isthmus.report import (
     ranked,
     verdict_table,
 )
+from isthmus.report.explanation import with_device
 from isthmus.report.fleet_picture import slots_of
-from isthmus.report.what_if import with_device
 from isthmus.verification import BoundCheck, Difference, Verdict
 
 UNITS = 12

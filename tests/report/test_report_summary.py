@@ -8,7 +8,7 @@ from synthetic_pipeline import make_fleet, make_plan, play
 
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-from isthmus.fleet.changes import corrected
+from isthmus.fleet.fleet import corrected
 from isthmus.plans import Plan
 from isthmus.report import comparison_summary, plan_summary, prediction_error
 from isthmus.trace import Span, Trace, steady_step_s

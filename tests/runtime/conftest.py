@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.runtime import session_host
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.session import failures
+from isthmus.session import session
 
 from .lanes import Pair
 
@@ -41,5 +41,5 @@ def connect() -> Iterator[Callable[[], Pair]]:
 @pytest.fixture
 def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     """a coordinator of this process waits no second for a better explanation of a loss: there is none."""
-    monkeypatch.setattr(failures, "GRACE_S", 0.1)
+    monkeypatch.setattr(session, "GRACE_S", 0.1)
     monkeypatch.setattr(session_host, "TICK_S", 0.05)

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.api import audit, background_audits
-from isthmus.api.audit import Audited, IdleDevices, audit_run, check_can_audit
-from isthmus.api.background_audits import BackgroundAudits
+from isthmus.api import audit
+from isthmus.api.audit import Audited, BackgroundAudits, IdleDevices, audit_run, check_can_audit
 from isthmus.api.folder import RunFolder
 from isthmus.cli import main
 from isthmus.cost import build_plan
@@ -267,7 +266,7 @@ def test_audits_in_the_background_are_drawn_one_at_a_time(tmp_path: Path, monkey
 
     def after(script: str, share: float, steps: Sequence[int], *, waits: bool) -> list[str]:
         notes.clear()
-        monkeypatch.setattr(background_audits, "audit_command", lambda run, step: ("sh", "-c", script, "sh", str(step)))
+        monkeypatch.setattr(audit, "audit_command", lambda run, step: ("sh", "-c", script, "sh", str(step)))
         with BackgroundAudits(tmp_path, share, notes.append) as audits:
             for step in steps:
                 audits.saved(step)
@@ -303,7 +302,7 @@ def test_idle_devices_compute_steps_again(honest: Path) -> None:
 
 def test_audits_on_idle_devices_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine computes again what they could not, or found wrong: one of them may be the one that is wrong."""
-    monkeypatch.setattr(background_audits, "audit_command", lambda run, step: ("echo", f"step {step}: here"))
+    monkeypatch.setattr(audit, "audit_command", lambda run, step: ("echo", f"step {step}: here"))
     fine = Audited(run="", step=2, after=0, compared=5, devices=("a",), missing=())
     finding = StepFinding(workers=("a",), nodes=("gradients",))
     wrong = msgspec.structs.replace(fine, wrong_step=2, findings=(finding,))

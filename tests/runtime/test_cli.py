@@ -23,7 +23,7 @@ from isthmus.data import load_dataset
 from isthmus.data.dataset import evaluation_rows
 from isthmus.errors import UserError
 from isthmus.fleet import load_fleet
-from isthmus.fleet.changes import corrected
+from isthmus.fleet.fleet import corrected
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.planners import planner_names
 from isthmus.planners.cohort import COHORT_ALGORITHMS

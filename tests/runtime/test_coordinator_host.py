@@ -38,7 +38,7 @@ from isthmus.runtime.messages.run import (
 )
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame, in_host_memory
 from isthmus.runtime.transport.listener import Listener
-from isthmus.session.failures import CLOSED, EXIT_S, GRACE_S, FailureDetector, Loss
+from isthmus.session.session import CLOSED, EXIT_S, GRACE_S, FailureDetector, Loss
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader, header_of, pack

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
-from isthmus.runtime.processes.early_fork import safe_path
+from isthmus.runtime.processes.fork_server import safe_path
 from isthmus.runtime.transport.listener import Listener
 from tests.interpreters import script
 from tests.tiers import represented_by

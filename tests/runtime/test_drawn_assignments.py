@@ -28,15 +28,16 @@ from isthmus.protocol.run_messages import (
     DeviceFailed,
     DeviceReady,
     Halt,
+    Item,
     ItemReported,
     OpenItem,
     PlaceWeights,
     SendState,
     WeightExchange,
     WeightsRead,
+    items,
 )
 from isthmus.protocol.run_ports import EpochStart
-from isthmus.protocol.work import Item, items
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device import device as device_module
@@ -45,9 +46,8 @@ from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.state_transfer import StateOutlets
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.assignment import Assignment, StateMessage, StatePart
 from isthmus.runtime.messages.run import AssignMessage, ToDevice
-from isthmus.runtime.messages.state_transfer import StateMessage, StatePart
 from isthmus.training.layout import header_of
 
 from ..drawn_integers import Lies, landed, possible_threads

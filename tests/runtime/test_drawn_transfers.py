@@ -20,9 +20,8 @@ from isthmus.errors import PeerError
 from isthmus.job import prepare
 from isthmus.protocol.arrivals import StageArrivals
 from isthmus.protocol.exchange import Exchange, PartsPort
-from isthmus.protocol.run_messages import PartsArrived, SendState, StateReceived, TransferEnded
+from isthmus.protocol.run_messages import Item, PartsArrived, SendState, StateReceived, TransferEnded
 from isthmus.protocol.run_ports import EpochStart
-from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device import state_transfer
@@ -33,9 +32,16 @@ from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver, SnapshotSender
 from isthmus.runtime.device.state_transfer import CatchUpState, StateDonor, StateFeed, StateJoiner
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Assignment, Neighbour, SnapshotReplication
+from isthmus.runtime.messages.assignment import (
+    Assignment,
+    FollowHello,
+    Neighbour,
+    ReceiveStateMessage,
+    SnapshotReplication,
+    StateMessage,
+    StatePart,
+)
 from isthmus.runtime.messages.run import Credit, Hello, ToPeer
-from isthmus.runtime.messages.state_transfer import FollowHello, ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import Credits
 from isthmus.training.engine import EngineConfig

@@ -1,7 +1,7 @@
 """Which device is to blame, and whether it is asked again."""
 
 from isthmus.errors import UserError
-from isthmus.session.failures import FailureDetector, Loss
+from isthmus.session.session import FailureDetector, Loss
 
 
 def test_a_driver_that_failed_is_the_reason_and_its_device_may_come_back() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from isthmus.cli.app import commands
 from isthmus.engines import CLUSTER_ENGINES, ENGINES
-from isthmus.federated import schemes
-from isthmus.runtime.launchers import registry
+from isthmus.federated import runtime
+from isthmus.runtime.launchers import launcher
 from tests.federated.sites import write_job
 from tests.runtime.commands import isthmus, refused
 
@@ -111,8 +111,8 @@ def test_nothing_of_a_help_text_is_taken_for_markup(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "option", "names"),
     [
-        ("up", "--on", tuple(registry._OURS)),
-        ("train", "--scheme", tuple(schemes._SCHEMES)),
+        ("up", "--on", tuple(launcher._OURS)),
+        ("train", "--scheme", tuple(runtime._SCHEMES)),
         ("join", "--engine", ENGINES),
         ("probe", "--engine", ENGINES),
     ],
@@ -125,4 +125,4 @@ def test_a_help_text_names_all_that_there_is(command: str, option: str, names: t
 
 
 def test_cluster_engines_are_those_of_the_registry() -> None:
-    assert tuple(registry._OURS) and set(CLUSTER_ENGINES) == set(registry._OURS)
+    assert tuple(launcher._OURS) and set(CLUSTER_ENGINES) == set(launcher._OURS)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.runtime.device.snapshots import SnapshotReceiver, SnapshotSender
-from isthmus.runtime.messages.assignment import SnapshotReplication
-from isthmus.runtime.messages.state_transfer import SnapshotMessage, SnapshotPart
+from isthmus.runtime.messages.assignment import SnapshotMessage, SnapshotPart, SnapshotReplication
 from isthmus.training.snapshot import Snapshot, snapshot
 
 STATE = {"w": torch.randn(40, 7), "optimizer.w.step": torch.tensor(3.0)}

@@ -16,7 +16,7 @@ from isthmus.experiments import RunOptions, Watcher, run_plan, run_spec
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.protocol.work import shares
+from isthmus.protocol.run_messages import shares
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from isthmus.training.checkpoint import split_replica

@@ -21,9 +21,14 @@ from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, load_job, prepare
 from isthmus.plans import Plan
-from isthmus.protocol.work import Item
-from isthmus.runtime.coordinator.activation_privacy import Protection, protection, protection_text
-from isthmus.runtime.coordinator.privacy_ledger import PrivacyLedger, opened_ledger
+from isthmus.protocol.run_messages import Item
+from isthmus.runtime.coordinator.activation_privacy import (
+    PrivacyLedger,
+    Protection,
+    opened_ledger,
+    protection,
+    protection_text,
+)
 from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.runtime.service.job_queue import Submitted
 from isthmus.training.local_privacy import epsilon_of, squared_mu

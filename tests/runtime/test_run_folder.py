@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from isthmus.api.folder import RunFolder
-from isthmus.api.losses import LossPoint
-from isthmus.api.run_entries import ENTRIES, RunEntry, run_entries
+from isthmus.api.run_entries import ENTRIES, LossPoint, RunEntry, run_entries
 from isthmus.errors import UserError
 from isthmus.job import load_job
-from isthmus.run_files import JOB
 from tests.dashboard.folders import federated_run
 
 from .commands import edited, isthmus, refused, write_job
@@ -71,10 +69,9 @@ def test_the_run_that_was_interrupted_goes_on(finished: Path, tmp_path: Path) ->
     assert RunFolder.newest(tmp_path, "r").path.name == "r-2"
     federated_run(tmp_path / "f")
     assert RunFolder(tmp_path / "f").is_done
-    federated_run(tmp_path / "g", rounds=5)
-    job = (tmp_path / "g" / JOB).read_text()
-    (tmp_path / "g" / JOB).write_text(job.replace('"rounds": 5', '"rounds": 6'))
-    assert not RunFolder(tmp_path / "g").is_done
+    lines = (tmp_path / "f" / ENTRIES).read_text().splitlines(keepends=True)
+    (tmp_path / "f" / ENTRIES).write_text("".join(lines[:-1]))
+    assert not RunFolder(tmp_path / "f").is_done
 
 
 def test_a_refused_job_leaves_no_folder(tmp_path: Path) -> None:

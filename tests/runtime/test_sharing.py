@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isthmus.plans.plan import device_of, is_first, worker_id, worker_ids_of
 from isthmus.protocol.compute_lane import ComputeLane
-from isthmus.protocol.work import Work
+from isthmus.protocol.run_messages import Work
 from isthmus.runtime.device.tasklets import ComputeTurns
 
 

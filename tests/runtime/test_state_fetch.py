@@ -21,9 +21,8 @@ from isthmus.protocol.run_messages import GiveState, SendState
 from isthmus.runtime.device.state_fetch import StateFetch, StateGiver
 from isthmus.runtime.device.state_transfer import STRETCH_BYTES, StateFeed, StateOutlets
 from isthmus.runtime.identity import Party
-from isthmus.runtime.messages.assignment import Peer
+from isthmus.runtime.messages.assignment import FollowHello, GivenPart, Peer, StateHello, StateMessage, StatePart
 from isthmus.runtime.messages.run import Heartbeat
-from isthmus.runtime.messages.state_transfer import FollowHello, GivenPart, StateHello, StateMessage, StatePart
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.training.layout import header_of, pack
 from isthmus.training.snapshot import Part

@@ -23,7 +23,7 @@ from isthmus.protocol.run_messages import DeviceOrder, GiveState, SendState
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device.state_transfer import STRETCH_BYTES, CatchUpState, StateDonor, StateJoiner
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.messages.assignment import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import header_of

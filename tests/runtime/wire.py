@@ -5,7 +5,7 @@ from __future__ import annotations
 from isthmus.data import DataSpec
 from isthmus.graph import StageGraph
 from isthmus.protocol import StageView
-from isthmus.protocol.work import Share
+from isthmus.protocol.run_messages import Share
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
 from isthmus.training.engine import EngineConfig
 

@@ -19,8 +19,7 @@ from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.recovery import StateHolding, StateLayout
 from isthmus.protocol.run_messages import DeviceReport
 from isthmus.protocol.run_ports import PlanRequest
-from isthmus.session.failures import CLOSED
-from isthmus.session.session import Observation
+from isthmus.session.session import CLOSED, Observation
 from isthmus.trace import Span
 from tests.programs.ports import Asked, Watched
 

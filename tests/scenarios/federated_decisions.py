@@ -13,10 +13,10 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import ExecutorReport, PhaseOpened, TasksGranted, TasksReturned
-from isthmus.session.failures import Loss
+from isthmus.session.session import Loss
 from tests.programs.ports import Watched
 
 Decision = tuple[str, str, list[str]]

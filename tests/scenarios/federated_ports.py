@@ -22,13 +22,11 @@ from isthmus.federated.task_spec import TaskSpec
 from isthmus.models import ModelSpec
 from isthmus.protocol.federated_messages import ExecutorJoined, LinearFit, PhaseId
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.federated.executor import Executor, take_part
-from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
-from isthmus.runtime.federated.site_acceptor import SiteAcceptor, SiteConnection
+from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, SiteAcceptor, SiteConnection
 from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
-from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
-from isthmus.runtime.federated.update_receiver import SumsReceiver
+from isthmus.runtime.federated.update_receiver import SiteUpdateReceiver, SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.channel import SocketChannel, dial

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plans import chain, make_fleet, make_plan
 
 from isthmus.fleet import Fleet, Link, dump_fleet, parse_fleet
-from isthmus.fleet.changes import corrected
+from isthmus.fleet.fleet import corrected
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.protocol import RunSpec
 from isthmus.protocol.drift import LEAST_BYTES, differs, fit_fleet

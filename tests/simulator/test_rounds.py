@@ -9,7 +9,7 @@ from isthmus.errors import UserError
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.simulator.options import Fault
 from isthmus.simulator.rounds import FederatedCosts, simulate_federation
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 import isthmus.sync
 from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
-from isthmus.sync import Options, monitor
+from isthmus.sync import Options
+from isthmus.sync import mode as modes
 from isthmus.sync.exchange import gather
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -282,7 +283,7 @@ def unequal(found: dict[str, float]) -> None:
     """
     rank = dist.get_rank()
     clock = Clock()
-    with mock.patch.object(monitor, "time", clock):
+    with mock.patch.object(modes, "time", clock):
         _unequal(found, rank, clock)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
-from isthmus.runtime.decoupled.record import merges_file
+from isthmus.runtime.decoupled.merged_run import merges_file
 from isthmus.sync import Decoupled, Options, attach
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec, flat_fragments
 from isthmus_testing.decoupled_replay import ReplicasTogether, replay_together

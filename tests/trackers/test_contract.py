@@ -22,8 +22,7 @@ from isthmus.trackers import Track, TrackerCallback
 from isthmus.trackers.callback import BackgroundTracker
 from isthmus.trackers.mlflow import MlflowOptions, MlflowTracker
 from isthmus.trackers.prometheus import PrometheusOptions, PrometheusTracker
-from isthmus.trackers.registry import tracker_builders
-from isthmus.trackers.tracker import TrackedRun
+from isthmus.trackers.tracker import TrackedRun, tracker_builders
 from tests.tiers import represented_by
 from tests.trackers.readers import LIBRARIES, READERS, Found
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import isthmus
-from isthmus.api.callbacks import given_callbacks
+from isthmus.api.run_session import given_callbacks
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.job import TrainingConfig

@@ -20,8 +20,7 @@ from isthmus.data import ColumnSpec
 from isthmus.graph import Ref, StageGraph
 from isthmus.models import build_model
 from isthmus.protocol import Item, StageView, Worker
-from isthmus.protocol.run_messages import Arrived, Parcel
-from isthmus.protocol.work import Work
+from isthmus.protocol.run_messages import Arrived, Parcel, Work
 from isthmus.training.delayed import DelayedEngine
 from isthmus.training.engine import EngineConfig
 from isthmus.training.learning_rate import LearningRate

@@ -4,9 +4,8 @@ accelerator.py says what the engine and the links need of either; host.py is the
 `torch.accelerator` knows, found by name; copies.py copies values there and back.
 """
 
-from isthmus.accelerators.accelerator import Accelerator, DeviceEvent, MemoryUse, Stream
+from isthmus.accelerators.accelerator import HOST, Accelerator, DeviceEvent, MemoryUse, Stream
 from isthmus.accelerators.available import AUTO, accelerator_names, open_accelerator, resolve_accelerator
-from isthmus.accelerators.host import HOST
 
 __all__ = [
     "AUTO",

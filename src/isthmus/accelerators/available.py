@@ -11,8 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.accelerator import Accelerator, DeviceEvent, MemoryUse, Stream
-from isthmus.accelerators.host import GENERATOR, HOST
+from isthmus.accelerators.accelerator import GENERATOR, HOST, Accelerator, DeviceEvent, MemoryUse, Stream
 from isthmus.errors import InternalError, UserError
 from isthmus.extensions import TESTING, import_extra, load_third_party, third_party
 

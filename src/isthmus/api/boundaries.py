@@ -9,8 +9,7 @@ import msgspec
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isthmus.api.make_plan import fleet_for, make
-from isthmus.api.observer import Observer
-from isthmus.api.search import searched
+from isthmus.api.observer import Observer, searched
 from isthmus.cost import Problem
 from isthmus.cost.compression.messages import sender_of, stage_messages_of
 from isthmus.errors import UserError

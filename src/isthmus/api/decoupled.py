@@ -1,27 +1,39 @@
-"""A run of replicas that never wait, in a folder that explains it."""
+"""A run of replicas that never wait, in a folder that explains it.
+
+`[sync] period = "auto"`: how often decoupled replicas merge, from how fast their steps and links are.
+
+Replicas that make s samples per second together need P * batch / s seconds for the P batches of a period. In it each
+sends its change of every fragment once, and receives what was merged of every one. The period is the least P with
+
+    bytes of either way / bandwidth  <=  LINK_SHARE * P * batch / s        of every replica's link
+
+and with no contribution too late for its merge, in a simulation of some merges without faults. Where every period has
+late ones, as a device has that is very slow beside the others, links alone decide: what is late counts in the next
+merge.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import torch
 
 from isthmus import api
-from isthmus.api.callbacks import run_started
 from isthmus.api.folder import RunFolder
 from isthmus.api.forecast import Forecast, Simulating
-from isthmus.api.make_plan import plan_for
-from isthmus.api.merge_period import with_period
+from isthmus.api.make_plan import plan_for, predict
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Pipeline, places_of, plan_again, start_of
-from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.api.run import draw_metrics
-from isthmus.api.run_session import Choices
+from isthmus.api.run_session import Choices, run_started
 from isthmus.api.traces import Traced, trace_sessions
 from isthmus.api.watch import Ran, Watch
 from isthmus.callbacks import Evaluated, StepDone
@@ -38,17 +50,189 @@ from isthmus.report.boundary_table import codecs_of
 from isthmus.report.replicas_table import replicas_traced
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
-from isthmus.runtime.decoupled.groups import replica_groups
-from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun, merge_rules
+from isthmus.runtime.coordinator.run import run_spec
+from isthmus.runtime.coordinator.stage_assignments import StageAssignments
+from isthmus.runtime.decoupled.groups import pipeline_prepared, replica_groups
+from isthmus.runtime.decoupled.merged_run import (
+    DecoupledOutcome,
+    MergedRun,
+    MergeLine,
+    evaluated,
+    merge_rules,
+    merges_file,
+)
 from isthmus.runtime.decoupled.merger import MergerWatch
-from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.record import MergeLine, merges_file
-from isthmus.runtime.decoupled.run import DecoupledRun, Replicas, check_decoupled
-from isthmus.runtime.decoupled.trainer import evaluated
+from isthmus.runtime.decoupled.run import DecoupledRun, Replicas, check_decoupled, links_of
 from isthmus.runtime.processes.signals import Stop
-from isthmus.trace import Span
+from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel
+from isthmus.simulator.replica_devices import Planned, PlannedStep
+from isthmus.trace import Span, steady_step_s
 from isthmus.training.checkpoint import CheckpointWriter, read_manifest
-from isthmus.units import format_duration, format_size
+from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
+from isthmus.units import format_bandwidth, format_duration, format_share, format_size
+
+PLANNING_S = 2.0
+"""From the loss of a pipeline's device until there is a plan for the others, and their processes are connected: as
+benchmarks/everything measured it."""
+
+
+def replica_models(prepared: Prepared, fleet: Fleet, plans: Mapping[str, Plan]) -> list[ReplicaModel]:
+    """The times of the fleet's replicas. `plans` are their first ones."""
+    job = prepared.job
+    groups = replica_groups(job, fleet)
+    planned = {name: _planned_steps(prepared, fleet, plans[name], name) for name in groups if len(groups[name]) > 1}
+    step_s = {name: plan.predicted.step_s for name, plan in plans.items()}
+    for name, make in planned.items():
+        if (step := make(frozenset(groups[name]))) is not None:
+            step_s[name] = step.step_s
+    samples = job.training.batch_size // len(groups)
+    return [
+        ReplicaModel(
+            name=name,
+            step_s=step_s[name],
+            samples=samples,
+            up=up,
+            down=down,
+            devices=groups[name],
+            planned=planned.get(name),
+        )
+        for name, (up, down) in links_of(groups, fleet).items()
+    ]
+
+
+def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> Planned:
+    """Return the steps of a replica that is a pipeline: as it would plan on the devices that are there."""
+    groups = replica_groups(prepared.job, fleet)
+    own = pipeline_prepared(prepared, groups, name)
+    known = {frozenset(groups[name]): first}
+
+    @functools.cache
+    def planned(present: frozenset[str]) -> PlannedStep | None:
+        left = fleet.subset([name for name in fleet.names if name in present]) if present else None
+        try:
+            plan = None if left is None else known.get(present) or plan_for(own, left, proving=None)
+        except UserError:  # of too little memory, for example
+            return None
+        if plan is None or left is None:
+            return None
+        spec = run_spec(own)
+        trace = predict(own, plan, left, spec)
+        steps = len({span.step for span in trace.spans if span.name == "update"})
+        busy_s = dict.fromkeys(plan.used, 0.0)
+        for span in trace.spans:
+            busy_s[span.device] += (span.end_s - span.start_s) / steps if span.track == "compute" else 0.0
+        stages = StageAssignments(own, plan, left)
+        begin_s = PLANNING_S + stages.whole_s
+        links = frozenset(frozenset((span.device, span.other)) for span in trace.spans if span.track == "send")
+        return PlannedStep(steady_step_s(trace, undisturbed=True), busy_s, begin_s, stages.layout.keep_every, links)
+
+    return planned
+
+
+def fragment_bytes(job: Job, merged: MergedFragments) -> FragmentBytes:
+    elements, floats = [values.numel() for values in merged.known], torch.float32
+    return FragmentBytes(
+        delta=tuple(delta_codec(job.sync.decoupled).wire_bytes(n, floats) for n in elements),
+        change=tuple(change_codec(job.sync.decoupled).wire_bytes(n, floats) for n in elements),
+        whole=tuple(n * floats.itemsize for n in elements),
+    )
+
+
+LINK_SHARE = 0.5
+"""Share of a link's time that changes may take: the rest is for late ones, and for messages of pipelines."""
+SIMULATED_MERGES = 40  # merges that are simulated of each period that is tried
+
+
+class _Load(NamedTuple):
+    link_s: float
+    bytes_per_s: float
+    size_bytes: int
+    name: str
+
+    def text(self, period_s: float) -> str:
+        return (
+            f"the link of {self.name}, {format_bandwidth(self.bytes_per_s)}, carries {format_size(self.size_bytes)} "
+            f"in {format_duration(self.link_s)} of {format_duration(period_s)}"
+        )
+
+
+def with_period(job: Job, models: Sequence[ReplicaModel], sizes: FragmentBytes) -> tuple[Job, str]:
+    """The job with its period as a number, and why it is that; the job as it is, and nothing, where it is one already.
+    UserError where no period of the run is long enough for the links."""
+    if job.sync.period != "auto":
+        return job, ""
+    training = job.training
+    batch_s = batch_seconds(job, models)
+    slowest = max(_loads(models, sizes), default=None)
+    least = 1 if slowest is None else max(1, math.ceil(slowest.link_s / (LINK_SHARE * batch_s)))
+    if slowest is not None and least > training.steps:
+        raise UserError(
+            f"sync.period: got 'auto', expected faster links or a longer run: {slowest.text(training.steps * batch_s)} "
+            f"that the run takes, expected {format_share(LINK_SHARE)} at most"
+        )
+    period, late = _in_time(lambda p: late_of(job, p, models, sizes), least, training.steps)
+    reasons = [slowest.text(period * batch_s)] if slowest is not None else []
+    if late:
+        reasons.append(
+            f"with {late.period}, {late.contributions} contributions to {SIMULATED_MERGES} merges would be too late"
+        )
+    return _planned(job, period), f"period {period}: {'; '.join(reasons) or 'no link is in use'}"
+
+
+def busiest_link(job: Job, models: Sequence[ReplicaModel], sizes: FragmentBytes) -> str:
+    """Return what the slowest link of a replica carries in a period, in words; nothing where no link is in use."""
+    loads = max(_loads(models, sizes), default=None)
+    return "" if loads is None else loads.text(job.sync.every * batch_seconds(job, models))
+
+
+def batch_seconds(job: Job, models: Sequence[ReplicaModel]) -> float:
+    """Return the time in which all replicas together train on a batch."""
+    return job.training.batch_size / sum(model.samples / model.step_s for model in models)
+
+
+class _Late(NamedTuple):
+    period: int
+    contributions: int
+
+
+def _in_time(late: Callable[[int], int], least: int, most: int) -> tuple[int, _Late | None]:
+    """A period from `least` to `most` with no late contribution, and the one before, which has some; `least` where it
+    has none, or where none of those that were tried is without."""
+    if not (count := late(least)):
+        return least, None
+    below, high = _Late(least, count), least
+    while count:
+        if high == most:
+            return least, _Late(least, late(least))
+        high = min(2 * high, most)
+        count = late(high)
+        below = _Late(high, count) if count else below
+    while high - below.period > 1:
+        middle = (below.period + high) // 2
+        if count := late(middle):
+            below = _Late(middle, count)
+        else:
+            high = middle
+    return high, below
+
+
+def late_of(job: Job, period: int, models: Sequence[ReplicaModel], sizes: FragmentBytes) -> int:
+    """Contributions that come after their merge has ended, with this period and without faults."""
+    rules = merge_rules(_planned(job, period))
+    some = msgspec.structs.replace(rules, samples=math.ceil(SIMULATED_MERGES * rules.merge_every))
+    return MergingSimulation(some, models, sizes).run().late
+
+
+def _planned(job: Job, period: int) -> Job:
+    return msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, period=period))
+
+
+def _loads(models: Sequence[ReplicaModel], sizes: FragmentBytes) -> Iterator[_Load]:
+    for model in models:
+        for link, size_bytes in ((model.up, sum(sizes.delta)), (model.down, sum(sizes.change))):
+            if link is not None:
+                seconds = size_bytes / link.bandwidth_bytes_per_s
+                yield _Load(seconds, link.bandwidth_bytes_per_s, size_bytes, model.name)
 
 
 class Decoupled(Pipeline):

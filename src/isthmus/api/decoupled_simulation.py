@@ -6,10 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from isthmus.api.decoupled import replica_plans, step_text
+from isthmus.api.decoupled import (
+    batch_seconds,
+    busiest_link,
+    fragment_bytes,
+    replica_models,
+    replica_plans,
+    step_text,
+    with_period,
+)
 from isthmus.api.forecast import Forecast, happened, happened_lines
-from isthmus.api.merge_period import batch_seconds, busiest_link, with_period
-from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.cost import Price, is_priced, step_price
 from isthmus.cost.price import GB, SECONDS_PER_HOUR
 from isthmus.errors import UserError
@@ -18,13 +24,12 @@ from isthmus.graph import OpGraph
 from isthmus.job import Job, fleet_of, prepare
 from isthmus.plans import Plan
 from isthmus.runtime.decoupled.groups import replica_groups
-from isthmus.runtime.decoupled.merged_run import merge_rules
+from isthmus.runtime.decoupled.merged_run import merge_rules, merged_fragments
 from isthmus.runtime.decoupled.run import check_decoupled
-from isthmus.runtime.decoupled.trainer import merged_fragments
 from isthmus.simulator import Fault
 from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel, SimulatedReplicas
 from isthmus.simulator.queue import RunOfJob
-from isthmus.simulator.simulate import check_faults
+from isthmus.simulator.run import check_faults
 from isthmus.trace import Trace
 from isthmus.units import format_duration
 

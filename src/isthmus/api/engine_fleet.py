@@ -3,22 +3,234 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
-from collections.abc import Generator, Sequence
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
-from isthmus.api.agent_log import AgentLog
-from isthmus.api.cluster import Cluster
 from isthmus.api.folder import AGENTS_LOG, COORDINATOR, RunFolder
 from isthmus.api.observer import Observer
 from isthmus.api.serving_fleet import Serving, serving_fleet
 from isthmus.api.up_choices import check_not_public
-from isthmus.runtime.launchers.launcher import AgentSpec, Launcher
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.runtime.identity.roster import PREFIX
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, Launcher
 from isthmus.runtime.processes.signals import Stop, uninterrupted
 from isthmus.runtime.service.agent import local_address
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import remove_state
+from isthmus.sanitize import sanitize
+from isthmus.session.deadlines import few
+from isthmus.units import format_duration
+
+LAST_LINES = 20  # lines of an agent that are shown where it fails
+MOST_CHARACTERS = 2000
+_TICKET = re.compile(PREFIX + r"[\w-]+")
+
+
+class AgentLog:
+    """Any thread may write. A context manager."""
+
+    def __init__(self, path: Path, echo: Callable[[str], None] | None = None) -> None:
+        """`echo` is given each line too. UserError if the file cannot be written."""
+        self.path = path
+        self._echo = echo
+        self._lock = threading.Lock()
+        self._last: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
+        try:
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as e:
+            raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
+
+    def write(self, name: str, line: str) -> None:
+        line = _TICKET.sub(f"{PREFIX}...", sanitize(line)[:MOST_CHARACTERS])
+        with self._lock:
+            self._last[name].append(line)
+            if not self._file.closed:
+                self._file.write(f"{name}: {line}\n")
+        if self._echo is not None:
+            self._echo(f"{name}: {line}")
+
+    def last(self, name: str) -> list[str]:
+        with self._lock:
+            return list(self._last[name])
+
+    def __enter__(self) -> AgentLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._file.close()
+
+
+LOOK_S = 0.2
+REMIND_S = 30.0  # how often to say which agents are waited for
+MOST_RESTARTS = 3  # restarts in a row of one agent that never joined
+PAUSE_S = 5.0  # before the second restart of an agent in a row; before the third, twice as long
+_GONE = (AgentState.ENDED, AgentState.LOST)
+
+
+class Cluster:
+    """One agent per node, named as the specs say; their tickets are made here."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        service: FleetCoordinator,
+        specs: Sequence[AgentSpec],
+        log: AgentLog,
+        note: Callable[[str], None],
+    ) -> None:
+        self._launcher = launcher
+        self._service = service
+        self._specs = {spec.name: spec for spec in specs}
+        self._log = log
+        self._note = note
+        self._tickets: dict[str, str] = {}
+        self._restarts: dict[str, AgentRestarts] = {}
+        self._devices: dict[str, list[str]] = {}  # devices by agent, once all have joined
+        self._queued: frozenset[str] = frozenset()
+        """Agents that the run waits for while the engine has no node for them."""
+        self._over = threading.Event()
+
+    def start(self, folder: Path) -> None:
+        """PeerError where the engine refuses."""
+        self._launcher.start([self._with_ticket(spec) for spec in self._specs.values()], folder, self._log.write)
+
+    def stop(self) -> None:
+        """End all agents; tickets that nobody used are void."""
+        try:
+            self._launcher.stop()
+        finally:
+            for ticket in self._tickets.values():
+                self._service.state.withdraw(ticket)
+
+    def joined(self, stop: Stop) -> list[str]:
+        """The names of their devices, once all have joined. PeerError for an agent that ended before, with what it
+        printed last; Interrupted where that is to stop."""
+        began_s = reminded_s = time.monotonic()
+        while missing := self._missing():
+            stop.check()
+            states = self._launcher.states()
+            gone = {name for name in missing if states.get(name, AgentState.STARTING) in _GONE}
+            for name in self._missing() if gone else ():
+                if name in gone:
+                    raise PeerError(f"{name}: its agent ended before it had joined{self._why(name)}")
+            if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
+                reminded_s = now_s
+                self._note(_waiting(missing, states, now_s - began_s))
+            self._over.wait(LOOK_S)
+        joined = self._service.state.devices()
+        self._devices = {name: joined[name] for name in self._specs}
+        return [device for devices in self._devices.values() for device in devices]
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """Lost agents are brought back meanwhile."""
+        self._expect_back()
+        keeper = threading.Thread(target=self._keep, name="agents", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            keeper.join()
+            with self._service.deciding() as fleet:
+                fleet.brought_back = fleet.in_queue = frozenset()
+
+    def _keep(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                states = self._launcher.states()
+            except IsthmusError as e:
+                self._note(f"the engine does not say how its agents are: {e}")
+                self._over.wait(REMIND_S)
+                continue
+            for name in self._specs:
+                if states.get(name) is AgentState.LOST:
+                    self._bring_back(name)
+                elif name in self._restarts and name not in self._missing():
+                    self._note(f"{name} has joined again")
+                    del self._restarts[name]
+            self._wait_for(frozenset(name for name in self._specs if states.get(name) is AgentState.QUEUED))
+
+    def _wait_for(self, queued: frozenset[str]) -> None:
+        if fresh := sorted(queued - self._queued):
+            self._note(f"{few(fresh)}: in the queue of the engine, which starts it once it has a node")
+        if queued != self._queued:
+            with self._service.deciding() as fleet:
+                fleet.in_queue = frozenset(device for name in queued for device in self._devices[name])
+        self._queued = queued
+
+    def _bring_back(self, name: str) -> None:
+        restarts, now_s = self._restarts.get(name, AgentRestarts()), time.monotonic()
+        if restarts.given_up or now_s < restarts.next_s:
+            return
+        self._restarts[name] = restarts.after(now_s, able=self._launcher.restarts)
+        lost = f"{name} was lost{self._why(name)}"
+        if self._restarts[name].given_up:
+            tried = f"after {restarts.count} restarts" if self._launcher.restarts else "the engine cannot restart it"
+            self._note(f"{lost}: the run goes on without it, {tried}")
+            self._expect_back()
+            return
+        self._note(f"{lost}: starting it again")
+        try:
+            for device in self._service.state.devices().get(name, ()):
+                self._service.revoke(device)
+            self._launcher.restart(self._with_ticket(self._specs[name]))
+        except IsthmusError as e:
+            self._note(f"{name}: cannot be started again: {e}")
+
+    def _expect_back(self) -> None:
+        """Say which devices come back when they are lost: of the agents that are started again."""
+        able = self._specs if self._launcher.restarts else ()
+        names = [name for name in able if not self._restarts.get(name, AgentRestarts()).given_up]
+        with self._service.deciding() as fleet:
+            fleet.brought_back = frozenset(device for name in names for device in self._devices[name])
+
+    def _with_ticket(self, spec: AgentSpec) -> AgentSpec:
+        """With a new one; the one before it is void."""
+        before, ticket = self._tickets.get(spec.name), self._service.state.ticket()
+        if before is not None:
+            self._service.state.withdraw(before)
+        self._tickets[spec.name] = ticket
+        return msgspec.structs.replace(spec, ticket=ticket)
+
+    def _missing(self) -> list[str]:
+        """Agents that have not joined, or not with all of their devices: they join together, and connect one after
+        another."""
+        joined, present = self._service.state.devices(), self._service.present
+        return [name for name in self._specs if name not in joined or not present.issuperset(joined[name])]
+
+    def _why(self, name: str) -> str:
+        last = [line for line in self._log.last(name) if line.strip()]
+        errors = [line for line in last if line.startswith("error: ")]
+        said = errors[-1].removeprefix("error: ") if errors else f"it printed last {last[-1]!r}" if last else ""
+        return f": {said or 'it printed nothing'} (log {self._log.path})"
+
+
+class AgentRestarts(msgspec.Struct, frozen=True):
+    """Restarts of an agent that was lost and has not joined since."""
+
+    count: int = 0
+    next_s: float = 0.0  # when it may be started again, by the monotonic clock
+    given_up: bool = False
+
+    def after(self, now_s: float, *, able: bool) -> AgentRestarts:
+        if not able or self.count == MOST_RESTARTS:
+            return AgentRestarts(self.count, given_up=True)
+        return AgentRestarts(self.count + 1, now_s + PAUSE_S * self.count * 2)
+
+
+def _waiting(missing: Sequence[str], states: Mapping[str, AgentState], waited_s: float) -> str:
+    named = [f"{name} ({states.get(name, AgentState.STARTING).value})" for name in missing]
+    return f"waiting for {few(named)} to join, for {format_duration(waited_s)}"
+
 
 ANY_PORT = 9  # a port of the engine's head, where only the route to it is asked for
 

@@ -42,7 +42,7 @@ from isthmus.models import (
 )
 from isthmus.models.left_in_files import NotInFiles, left_in_files
 from isthmus.models.registry import own_names
-from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.runtime.decoupled.merged_run import seeded_model
 from isthmus.training.checkpoint import (
     OPTIMIZER,
     checkpoint_files,

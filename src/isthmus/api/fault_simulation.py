@@ -11,8 +11,7 @@ from rich.console import RenderableType
 
 from isthmus.api.forecast import Forecast, concluded, fault_text, happened, happened_lines
 from isthmus.api.make_plan import eval_edges, fleet_for, plan_for, simulation_options
-from isthmus.api.observer import Observer
-from isthmus.api.search import searched
+from isthmus.api.observer import Observer, searched
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
@@ -26,8 +25,7 @@ from isthmus.session.session import START_S
 from isthmus.simulator import Fault, RecoveryTimes, SimulatedRun, simulate_run
 from isthmus.simulator.options import parse_fault
 from isthmus.simulator.queue import RunOfJob
-from isthmus.simulator.run import RunSimulation
-from isthmus.simulator.simulate import check_faults
+from isthmus.simulator.run import RunSimulation, check_faults
 from isthmus.trace import Trace
 from isthmus.units import format_duration
 

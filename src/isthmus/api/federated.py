@@ -10,16 +10,24 @@ import msgspec
 import numpy as np
 from torch import Tensor, nn
 
-from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
 from isthmus.api.folder import GIVEN
-from isthmus.api.given import TARGET, Arrays, check_arguments, columns_of, inputs_of, kept_folder, module_of
+from isthmus.api.given import (
+    TARGET,
+    Arrays,
+    Samples,
+    check_arguments,
+    columns_of,
+    inputs_of,
+    kept_folder,
+    module_of,
+    write_arrays,
+)
 from isthmus.api.job_overrides import federated_job_of
 from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
-from isthmus.api.run_session import Choices
-from isthmus.api.samples import Samples, write_arrays
+from isthmus.api.run_session import ATTACHED, Attached, Choices, attached_to, given_callbacks
 from isthmus.data import DataSpec
 from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError

@@ -25,6 +25,7 @@ from isthmus.combinations import refused
 from isthmus.data.clients import ClientData
 from isthmus.data.description import DataDescription
 from isthmus.errors import PeerError, UserError
+from isthmus.federated.admission import Guarantee
 from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
 from isthmus.federated.client_costs import ClientCosts
 from isthmus.federated.cohorts import Cohorts
@@ -32,19 +33,17 @@ from isthmus.federated.deployment import Deployment
 from isthmus.federated.executor_fleet import ExecutorFleet, transfer_s
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
-from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.local import StepsByRound
 from isthmus.federated.pipeline import check_descends
-from isthmus.federated.privacy import Guarantee
 from isthmus.federated.promise import promised
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
 from isthmus.protocol.federated_participation import Participation
 from isthmus.report.rounds_table import simulated_table
-from isthmus.runtime.federated.emulation import counted_costs
 from isthmus.runtime.federated.pipeline_plans import PipelinePlans
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of, process_names
 from isthmus.runtime.federated.site_run import site_coordinator
-from isthmus.runtime.federated.sizing import with_executors
+from isthmus.runtime.federated.trainer import counted_costs, with_executors
 from isthmus.sanitize import sanitize
 from isthmus.simulator.options import Fault
 from isthmus.simulator.queue import RunOfJob

@@ -37,8 +37,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from isthmus.api.job_overrides import READERS
-from isthmus.api.losses import LossPoint, losses_file
-from isthmus.api.run_entries import ENTRIES, SPANS, run_entries, run_state
+from isthmus.api.run_entries import ENTRIES, SPANS, LossPoint, losses_file, run_entries, run_state
 from isthmus.data.description import DataDescription
 from isthmus.documents import read_lines
 from isthmus.errors import UserError

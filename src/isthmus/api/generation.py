@@ -33,8 +33,8 @@ from isthmus.protocol.generation import Prompt, Sampling
 from isthmus.runtime.coordinator.backend import Backend, DevicesAtWork, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.generation_host import GenerationHost, HostAnswer, ServingSettings, ServingStatistics
 from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
+from isthmus.simulator.run import check_faults
 from isthmus.simulator.serving import ServedRequest, ServingSimulation, SimulatedServing, check_serving_faults
-from isthmus.simulator.simulate import check_faults
 from isthmus.units import format_duration
 
 INCOMPLETE = "\ufffd"  # stands for a character whose last bytes are still to come

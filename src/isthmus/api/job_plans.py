@@ -13,19 +13,22 @@ from rich.console import RenderableType
 
 from isthmus.api.forecast import Forecast
 from isthmus.api.make_plan import (
+    A_LITTLE,
+    ROUNDING,
     SIMULATED_STEPS,
+    Proving,
     fleet_for,
     make,
     plan_spec,
     predict,
+    question_of,
+    reached_by,
     read_plan,
     simulated_step_s,
     simulation_options,
     with_steady,
 )
-from isthmus.api.observer import Observer
-from isthmus.api.proof import A_LITTLE, ROUNDING, Proving, question_of, reached_by
-from isthmus.api.search import searched
+from isthmus.api.observer import Observer, searched
 from isthmus.cost import Problem, step_price
 from isthmus.data.description import description_file
 from isthmus.errors import UserError

@@ -15,7 +15,7 @@ from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue, Submitted, job_log
 from isthmus.runtime.service.status_file import read_status
 
-LOOK_S = 0.5
+LOG_LOOK_S = 0.5
 TAIL_LINES = 40
 
 
@@ -82,7 +82,7 @@ def job_lines(
                 yield fresh.decode(errors="replace")
             if over:
                 return
-            time.sleep(LOOK_S)
+            time.sleep(LOG_LOOK_S)
 
 
 def make_tickets(count: int = 1, state: Path | None = None) -> list[str]:

@@ -17,8 +17,8 @@ from isthmus.api.states import state_folder
 from isthmus.api.states import timeout_s as read_timeout
 from isthmus.combinations import refused
 from isthmus.data import dataset_kinds
-from isthmus.data.allowed import check_kind
 from isthmus.data.callables import is_callable_name
+from isthmus.data.registry import check_kind
 from isthmus.engines import check_engine
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_extra

@@ -13,27 +13,23 @@ import msgspec
 from torch import nn
 
 from isthmus import api
-from isthmus.api.audit import Audited, IdleDevices, audit_run
-from isthmus.api.background_audits import BackgroundAudits
-from isthmus.api.callbacks import run_started
+from isthmus.api.audit import Audited, BackgroundAudits, IdleDevices, audit_run
 from isthmus.api.folder import RunFolder
 from isthmus.api.forecast import Forecast, Simulating
 from isthmus.api.job_overrides import Changes
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan
-from isthmus.api.observer import Observer
-from isthmus.api.pipeline_watch import PipelineWatch
+from isthmus.api.observer import Observer, searched
 from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
-from isthmus.api.run_session import Choices
-from isthmus.api.search import searched
+from isthmus.api.run_session import Choices, run_started
 from isthmus.api.traces import Traced, compared, trace_sessions
 from isthmus.api.up_choices import is_known
-from isthmus.api.watch import Ran, Watch
-from isthmus.data.allowed import refuse_paths
+from isthmus.api.watch import PipelineWatch, Ran, Watch
 from isthmus.data.description import difference, joined_descriptions
+from isthmus.data.registry import refuse_paths
 from isthmus.disclosure import PrivacySpent, read_spent
 from isthmus.documents import differences
 from isthmus.errors import UserError, unknown_name
-from isthmus.federated.privacy import Guarantee
+from isthmus.federated.admission import Guarantee
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, fleet_of, keep_prepared, kept_prepared, prepare
@@ -51,7 +47,7 @@ from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_rec
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, late_warnings, manifest_of, run_plan
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
-from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.runtime.decoupled.merged_run import seeded_model
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.device_processes import fork_before_threads as fork_before_threads
 from isthmus.runtime.processes.signals import Stop

@@ -16,8 +16,7 @@ from isthmus.api.given import batch_size, fleet_name, module_of
 from isthmus.api.job_overrides import job_of
 from isthmus.api.job_plans import compare_planners, plan_job, simulate_job, verify_plan
 from isthmus.api.make_plan import HEADER_BYTES, make
-from isthmus.api.observer import Observer, Silent
-from isthmus.api.search import searched
+from isthmus.api.observer import Observer, Silent, searched
 from isthmus.data import ColumnSpec, DataSpec
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError

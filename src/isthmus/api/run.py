@@ -11,18 +11,17 @@ from torch import nn
 import isthmus
 from isthmus import api
 from isthmus.api.folder import RunFolder
-from isthmus.api.losses import LossPoint
 from isthmus.api.notebook import picture_of, table_of
 from isthmus.api.observer import Observer
-from isthmus.api.run_entries import run_entries, run_state
+from isthmus.api.run_entries import LossPoint, run_entries, run_state
 from isthmus.combinations import refused
 from isthmus.data.description import DataDescription
 from isthmus.disclosure import PrivacySpent
 from isthmus.errors import UserError, unknown_name
+from isthmus.federated.admission import Guarantee
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
-from isthmus.federated.privacy import Guarantee
 from isthmus.figures import FIGURES
 from isthmus.fleet import Fleet
 from isthmus.job import Job
@@ -32,7 +31,7 @@ from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary
 from isthmus.run_files import CLIENT_NAMES, stop_reason
 from isthmus.run_files import read_json as read_document
-from isthmus.runtime.decoupled.record import MergeLine, merges_file
+from isthmus.runtime.decoupled.merged_run import MergeLine, merges_file
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_checkpoint

@@ -10,9 +10,20 @@ import msgspec
 
 from isthmus.callbacks.events import Unit
 from isthmus.documents import read_lines
-from isthmus.errors import UserError
 from isthmus.plans import PlanPeriod
-from isthmus.run_files import JOB, ROUND_LINES, read_json
+from isthmus.run_files import LOSSES, LinesFile
+
+
+class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
+    step: int  # optimizer steps done
+    loss: float | None  # None for one that is not a number: JSON has no word for it
+    split: str = "train"
+    metrics: dict[str, float | None] = {}  # the job's metrics on held-out samples; None for one that counted nothing
+
+
+def losses_file(run: Path) -> LinesFile[LossPoint]:
+    return LinesFile(run / LOSSES, LossPoint, "losses")
+
 
 ENTRIES = "events.jsonl"
 SPANS = "spans.jsonl"  # the spans so far, of a run that works or was killed: its end writes them into `trace.jsonl`
@@ -39,9 +50,8 @@ class RunEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def run_entries(run: Path) -> list[RunEntry]:
-    """In their order. A last line that is not whole is passed over. Of a federated run of a version that wrote none,
-    its rounds."""
-    return read_lines(run / ENTRIES, RunEntry) if (run / ENTRIES).is_file() else list(_of_rounds(run))
+    """In their order. A last line that is not whole is passed over. None where no session has begun."""
+    return read_lines(run / ENTRIES, RunEntry)
 
 
 class RunState(msgspec.Struct, frozen=True):
@@ -73,48 +83,3 @@ def run_state(entries: list[RunEntry]) -> RunState:
             case _:
                 pass
     return state if state.loss is not None else msgspec.structs.replace(state, loss=heldout)
-
-
-class _Asked(msgspec.Struct, frozen=True):
-    rounds: int
-
-
-class _FederatedJob(msgspec.Struct, frozen=True):
-    federated: _Asked | None = None
-
-
-class _Number(msgspec.Struct, frozen=True):
-    round: int
-
-
-class _Evaluation(msgspec.Struct, frozen=True):
-    loss: float | None = None
-    metrics: dict[str, float | None] = {}
-
-
-class _Round(msgspec.Struct, frozen=True):
-    """The part of a line of `federated/history.py` that is read here: that module imports torch."""
-
-    record: _Number
-    seconds: float = 0.0
-    opened_at_s: float | None = None
-    evaluation: _Evaluation | None = None
-
-
-def _of_rounds(run: Path) -> list[RunEntry]:
-    try:
-        asked = (read_json(run / JOB, _FederatedJob) or _FederatedJob()).federated
-    except UserError:
-        asked = None
-    rounds = read_lines(run / ROUND_LINES, _Round)
-    if asked is None or not rounds:
-        return []
-    found = [RunEntry(at_s=rounds[0].opened_at_s or 0.0, kind="began", step=0, steps=asked.rounds, counts="round")]
-    for line in rounds:
-        done, at_s = line.record.round + 1, (line.opened_at_s or found[-1].at_s) + line.seconds
-        found.append(RunEntry(at_s=at_s, kind="step", step=done, figures={"step_s": line.seconds}))
-        if (e := line.evaluation) is not None:
-            found.append(RunEntry(at_s=at_s, kind="heldout", step=done, loss=e.loss, metrics=e.metrics))
-    if rounds[-1].record.round + 1 >= asked.rounds:
-        found.append(RunEntry(at_s=found[-1].at_s, kind="ended", text="done"))
-    return found

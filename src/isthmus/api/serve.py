@@ -9,7 +9,6 @@ from typing import TypedDict, Unpack, cast
 
 import msgspec
 
-from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import any_job_of
 from isthmus.api.job_queue import Logged, run_queue
@@ -19,7 +18,7 @@ from isthmus.api.page import page_beside
 from isthmus.api.programs import program_of
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
-from isthmus.api.run_session import Choices
+from isthmus.api.run_session import ATTACHED, Attached, Choices, attached_to, given_callbacks
 from isthmus.api.serving_fleet import Serving, serving_fleet
 from isthmus.api.states import state_folder
 from isthmus.federated.job import FederatedJob

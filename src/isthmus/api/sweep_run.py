@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.sweep_process import Task
+from isthmus.api.sweep import Task
 from isthmus.api.terminal import logged
 from isthmus.api.training import train
 from isthmus.api.up import HowUp, up

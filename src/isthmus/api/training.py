@@ -10,7 +10,6 @@ from typing import Unpack
 
 import msgspec
 
-from isthmus.api.callbacks import ATTACHED, attached_to, given_callbacks
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import Given, Objects, check_arguments, kept_folder
 from isthmus.api.job_overrides import any_job_of
@@ -18,7 +17,7 @@ from isthmus.api.notebook import default_observer, warned
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
-from isthmus.api.run_session import Choices
+from isthmus.api.run_session import ATTACHED, Choices, attached_to, given_callbacks
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job

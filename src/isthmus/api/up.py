@@ -9,7 +9,6 @@ from typing import TypedDict, Unpack, cast
 
 import msgspec
 
-from isthmus.api.callbacks import ATTACHED, Attached, attached_to, given_callbacks
 from isthmus.api.engine_fleet import fleet_on, serving_towards
 from isthmus.api.folder import PROBED, RunFolder
 from isthmus.api.given import check_arguments
@@ -19,7 +18,7 @@ from isthmus.api.observer import Observer
 from isthmus.api.programs import program_of
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
-from isthmus.api.run_session import PYTHON_AGAIN, Choices, folder_of
+from isthmus.api.run_session import ATTACHED, PYTHON_AGAIN, Attached, Choices, attached_to, folder_of, given_callbacks
 from isthmus.api.states import timeout_s
 from isthmus.api.up_choices import UpChoices, agent_names, agent_specs, check_devices
 from isthmus.atomic_write import atomic_write
@@ -28,9 +27,8 @@ from isthmus.federated.job import FederatedJob
 from isthmus.fleet import Fleet, dump_fleet, load_fleet
 from isthmus.job import Job, prepare
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
-from isthmus.runtime.launchers.launcher import Renders
+from isthmus.runtime.launchers.launcher import Renders, open_launcher
 from isthmus.runtime.launchers.local import fork_agents_early as fork_agents_early
-from isthmus.runtime.launchers.registry import open_launcher
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_probe import probe_fleet

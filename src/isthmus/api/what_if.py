@@ -13,8 +13,7 @@ import msgspec
 
 from isthmus.api.job_overrides import job_of
 from isthmus.api.make_plan import fleet_for, make
-from isthmus.api.observer import Observer, Silent
-from isthmus.api.search import searched
+from isthmus.api.observer import Observer, Silent, searched
 from isthmus.cost import build_again, layouts_of, preference, step_price
 from isthmus.cost.price import is_priced
 from isthmus.errors import UserError

@@ -10,7 +10,7 @@ import msgspec
 
 from isthmus.figures import StepFigures
 from isthmus.plans import Plan
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.units import format_metric, format_metrics
 
 Unit = Literal["step", "round"]

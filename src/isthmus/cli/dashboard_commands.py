@@ -49,6 +49,6 @@ def dashboard(
 
     It reads run folders and writes nothing.
     """
-    sources, server = (importlib.import_module(f"isthmus.dashboard.{name}") for name in ("sources", "server"))
+    sources, server = (importlib.import_module(f"isthmus.dashboard.{name}") for name in ("run_folder", "server"))
     source = sources.FleetSource(state) if fleet else sources.FolderSource(run)
     server.serve(source, host, port, typer.echo)

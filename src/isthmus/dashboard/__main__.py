@@ -6,8 +6,8 @@ import socket
 import sys
 from pathlib import Path
 
+from isthmus.dashboard.run_folder import FleetSource, FolderSource
 from isthmus.dashboard.server import serve_page
-from isthmus.dashboard.sources import FleetSource, FolderSource
 from isthmus.runtime.processes.children import end_with_input
 
 if __name__ == "__main__":

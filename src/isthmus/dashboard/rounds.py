@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from isthmus.dashboard.spans import Bar
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 
 
 class RoundShown(msgspec.Struct, frozen=True):

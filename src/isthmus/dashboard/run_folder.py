@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from isthmus.api.losses import LossPoint
-from isthmus.api.run_entries import ENTRIES, SPANS, RunEntry, RunState, run_entries, run_state
+from isthmus.api.jobs import opened, served_folder
+from isthmus.api.run_entries import ENTRIES, SPANS, LossPoint, RunEntry, RunState, run_state
+from isthmus.api.status import status_of
 from isthmus.dashboard.rounds import RoundShown
 from isthmus.dashboard.spans import LightSpan, SpanTable
+from isthmus.documents import check_is_local
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.old_spelling import respelled
 from isthmus.plans import Plan
-from isthmus.reading import open_file, parse_json, read_json
+from isthmus.reading import open_file, parse_json, printable, read_json
 from isthmus.report.summary import ComparisonSummary
 from isthmus.run_files import CLIENT_NAMES, JOB, LOSSES, ROUND_LINES, read_job
 
@@ -101,12 +104,7 @@ class WatchedRun:
 
     @property
     def entries(self) -> list[RunEntry]:
-        return self._entries.all() or self._before
-
-    @cached_property
-    def _before(self) -> list[RunEntry]:
-        """Those of a federated run of a version that wrote none."""
-        return run_entries(self.path)
+        return self._entries.all()
 
     @property
     def state(self) -> RunState:
@@ -218,3 +216,84 @@ class WatchedRun:
             table.clear()
         table.add(added)
         return table
+
+
+MOST_RUNS = 200  # runs of a list, the newest
+DEPTH = ("*", "*/*")  # a sweep's folder holds its runs one folder further down
+
+
+class Source(Protocol):
+    def runs(self) -> dict[str, WatchedRun]:
+        """Return the runs by name, the newest first."""
+        ...
+
+    def fleet(self) -> dict[str, object] | None:
+        """Describe a fleet: its members and its jobs."""
+        ...
+
+
+class FolderSource:
+    """A run's folder, or one that holds such folders. UserError for what is none of this machine's folders."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            check_is_local("dashboard", str(path))
+        except UserError as e:
+            reach = "start the page on the machine that has the run, and `ssh -L 7434:127.0.0.1:7434 MACHINE`"
+            raise UserError(f"{e}: {reach}") from None
+        if not path.is_dir():
+            found = "is a file" if path.exists() else "is not there"
+            raise UserError(f"{path}: {found}, expected the folder of a run, or a folder of runs")
+        self._path = path
+        self._known: dict[Path, WatchedRun] = {}
+
+    def runs(self) -> dict[str, WatchedRun]:
+        if (self._path / JOB).is_file():
+            return {printable(self._path.resolve().name): self._run(self._path)}
+        paths = [found.parent for depth in DEPTH for found in self._path.glob(f"{depth}/{JOB}")]
+        paths.sort(key=lambda path: -_changed_s(path / JOB))
+        return {printable(path.relative_to(self._path)): self._run(path) for path in paths[:MOST_RUNS]}
+
+    def _run(self, path: Path) -> WatchedRun:
+        return self._known.setdefault(path, WatchedRun(path))
+
+    def fleet(self) -> dict[str, object] | None:
+        return None
+
+
+def _changed_s(path: Path) -> float:
+    """0 of a file that was there a moment ago."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+class FleetSource:
+    """The runs of a fleet's jobs. UserError where no fleet was served from the state folder."""
+
+    def __init__(self, state: Path | None) -> None:
+        self._folder = served_folder(state)
+        self._known: dict[str, WatchedRun] = {}
+
+    def runs(self) -> dict[str, WatchedRun]:
+        with opened(self._folder) as (queue, _):
+            jobs = [job for job in queue.jobs() if job.folder]
+        return {
+            f"{job.number}-{job.name}": self._known.setdefault(job.folder, WatchedRun(Path(job.folder)))
+            for job in reversed(jobs[-MOST_RUNS:])
+        }
+
+    def fleet(self) -> dict[str, object]:
+        with opened(self._folder) as (queue, folder):
+            jobs, found = queue.jobs()[-MOST_RUNS:], status_of(queue, folder)
+        kept = ("number", "name", "state", "detail")
+        shown = [
+            {name: getattr(job, name) for name in kept}
+            | {
+                "run": f"{job.number}-{job.name}" if job.folder else "",
+                "took_s": (job.ended_s or time.time()) - job.began_s if job.began_s else None,
+            }
+            for job in reversed(jobs)
+        ]
+        return {"folder": str(folder), "coordinator": found.coordinator, "jobs": shown}

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
+from isthmus.dashboard.run_folder import FolderSource
 from isthmus.dashboard.run_view import Shown, head
-from isthmus.dashboard.sources import FolderSource
 from isthmus.report.tables import new_table, titled
 
 

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.api.losses import LossPoint
-from isthmus.api.run_entries import RunEntry
+from isthmus.api.run_entries import LossPoint, RunEntry
 from isthmus.dashboard.moment import Moment
 from isthmus.dashboard.rounds import round_row
 from isthmus.dashboard.run_folder import PRIVACY, WatchedRun

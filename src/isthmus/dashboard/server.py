@@ -22,9 +22,8 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from isthmus.dashboard.run_folder import WatchedRun
+from isthmus.dashboard.run_folder import Source, WatchedRun
 from isthmus.dashboard.run_view import head, overview, state_at
-from isthmus.dashboard.sources import Source
 from isthmus.dashboard.timeline import Timelines
 from isthmus.listening import own_hosts, private_listener
 from isthmus.private_http import PrivateServer, mark_known

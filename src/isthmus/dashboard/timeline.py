@@ -70,7 +70,7 @@ class Timelines:
         key = msgspec.json.encode(period)
         if key not in self._simulated:
             simulator = importlib.import_module("isthmus.simulator")  # two seconds, for who asks
-            work = importlib.import_module("isthmus.protocol.work")
+            work = importlib.import_module("isthmus.protocol.run_messages")
             spec = work.RunSpec(
                 steps=period.first_step + 2 + period.plan.sync.period,
                 micro_batches=period.plan.micro_batches,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.data.arrays import ArrayDataset
 from isthmus.data.dataset import (
     Array,
+    ArrayDataset,
     ColumnSpec,
     Dataset,
     Indices,

@@ -15,8 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from isthmus.data.arrays import ArrayDataset
-from isthmus.data.dataset import Array, ColumnSpec, Indices, Split, rows_of_split
+from isthmus.data.dataset import Array, ArrayDataset, ColumnSpec, Indices, Split, rows_of_split
 from isthmus.data.within import check_within, open_file
 from isthmus.errors import UserError, unknown_name
 

@@ -19,8 +19,7 @@ try:
     from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
     from isthmus.federated.local import LocalConfig
     from isthmus.federated.server import Commits, RunIdentity, Server
-    from isthmus.federated.state_form import StateForm
-    from isthmus.federated.states import StateStore
+    from isthmus.federated.states import StateForm, StateStore
 except ModuleNotFoundError as e:
     missing = what_is_missing("isthmus.federated", e)
     if missing is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.disclosure import SPENT
-from isthmus.federated.privacy import Guarantee, Privacy, guarantee
+from isthmus.federated.admission import Guarantee, Privacy, guarantee
 from isthmus.federated.secure.site_noise import concentrated, distributed_guarantee
 from isthmus.protocol.federated_participation import Participation
 from isthmus.reading import read_json

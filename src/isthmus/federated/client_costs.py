@@ -21,13 +21,12 @@ from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import FederatedJob, build
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
-from isthmus.federated.state_form import StateForm
-from isthmus.federated.states import StateStore
+from isthmus.federated.states import StateForm, StateStore
 from isthmus.graph.flop_counter import flop_counter
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, PhaseSetup, RefusedUpdate
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 
 FEW_SAMPLES = 2  # batch norm takes two. FLOPs are proportional to samples.
 RATE = 1e-6  # the learning rate of the counted round: no number becomes infinite

@@ -22,12 +22,11 @@ from isthmus.federated.algorithms.algorithm import Wrapping
 from isthmus.federated.buffers import as_values, buffers_of, is_buffer
 from isthmus.federated.emulated_speed import Pacer
 from isthmus.federated.fixed_point import sums_on
-from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
-from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.local import LocalConfig, PlainLocal, StepsByRound, Workspace
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.resident import Resident
+from isthmus.federated.server import staleness_weight, without_stale_models
 from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
-from isthmus.federated.stale_models import staleness_weight, without_stale_models
 from isthmus.federated.states import StateLost, States
 from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, PhaseId, PhaseSetup, RefusedUpdate
 from isthmus.rng import torch_seed

@@ -6,15 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, availability, members
 from isthmus.federated.selection import chooser
-from isthmus.protocol.federated_buffer import Buffer
-from isthmus.protocol.federated_participation import Participation
-
-Integers = NDArray[np.int64]
+from isthmus.protocol.federated_participation import Buffer, Integers, Participation
 
 
 def check_enough(rules: Participation, sizes: Integers) -> None:

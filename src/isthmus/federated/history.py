@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.federated.evaluation import Evaluation
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.run_files import ROUND_LINES, LinesFile
 
 

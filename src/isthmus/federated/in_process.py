@@ -16,7 +16,7 @@ from isthmus.errors import InternalError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.server import Server
 from isthmus.programs.merging import Finish
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (

@@ -32,18 +32,15 @@ from isthmus.documents import beside
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.accounting import Accounting
-from isthmus.federated.admission import AdmissionRules, first_state, tried
+from isthmus.federated.admission import AdmissionRules, Privacy, first_state, private, tried
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.algorithms.registry import GIVEN
 from isthmus.federated.deployment import Deployment
 from isthmus.federated.emulated_speed import SpeedEmulation
 from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
-from isthmus.federated.local import FederatedTraining, LocalConfig, Optimizers, Rate
-from isthmus.federated.local_steps import StepsByRound, what_is_set
-from isthmus.federated.privacy import Privacy, private
+from isthmus.federated.local import FederatedTraining, LocalConfig, OptimizerTables, Rate, StepsByRound, what_is_set
 from isthmus.federated.robust import Aggregation, Robust
-from isthmus.federated.runtime import FederatedRuntime, RayRuntime
-from isthmus.federated.schemes import Scheme, scheme
+from isthmus.federated.runtime import FederatedRuntime, RayRuntime, Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
 from isthmus.federated.secure.site_noise import check_site_noise
 from isthmus.federated.selection import chooser
@@ -95,7 +92,7 @@ class FederatedJob(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields
     """The population's, shared out by `federated.partition`; of sites, the coordinator's own to evaluate on, if any."""
     federated: FederatedConfig  # The algorithm, its clients and its rounds.
     training: FederatedTraining = FederatedTraining()  # How clients train in a round, when to evaluate and to save.
-    optimizer: Optimizers = ()
+    optimizer: OptimizerTables = ()
     """In place of SGD: one table [[optimizer]] per group of parameters. A client begins every round without what it
     kept of gradients."""
     learning_rate: Rate = None

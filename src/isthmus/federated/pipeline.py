@@ -20,8 +20,7 @@ from isthmus.documents import beside
 from isthmus.errors import IsthmusError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import Algorithm
-from isthmus.federated.local import Batch, ConfiguredLocal, LocalConfig
-from isthmus.federated.local_steps import RoundSteps, StepsByRound, Term
+from isthmus.federated.local import Batch, ConfiguredLocal, LocalConfig, RoundSteps, StepsByRound, Term
 from isthmus.federated.resident import mean_loss, pieces_of
 from isthmus.models import ModelSpec, build_model
 from isthmus.plans import CompressionConfig

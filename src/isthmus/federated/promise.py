@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from isthmus.federated.admission import Guarantee
 from isthmus.federated.job import FederatedJob, build
-from isthmus.federated.privacy import Guarantee
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
 

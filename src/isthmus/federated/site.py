@@ -20,16 +20,14 @@ from isthmus.atomic_write import atomic_write
 from isthmus.data.clients import ClientData, refuse_stream
 from isthmus.data.dataset import ColumnSpec, Dataset, SamplesOf, batch_of_round, joined
 from isthmus.errors import IsthmusError, PeerError, UserError
-from isthmus.federated.admission import Form, check_finite
+from isthmus.federated.admission import Form, Private, check_finite
 from isthmus.federated.algorithms import ClientUpdate, LocalTrainer
 from isthmus.federated.buffers import as_values, buffers_of, is_buffer
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.emulated_speed import Pacer
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.pipeline import Descend, PipelineLocal
-from isthmus.federated.privacy import Private
-from isthmus.federated.state_form import StateForm
-from isthmus.federated.states import Rows, StateLost
+from isthmus.federated.states import Rows, StateForm, StateLost
 from isthmus.protocol.federated_messages import ClientTask, ClientTime, PhaseSetup, RefusedUpdate
 from isthmus.units import format_metric
 

@@ -4,7 +4,7 @@
       ▲                └──too few──► idle                                          └──dropped──► idle        │
       └────────────────────────────enough shares: masks are taken off; too few: failed───────────────────────┘
 
-Bonawitz et al. 2017, with SecAgg+'s graph (`secure_graph`). Sites train while keys and shares go around. Who is lost
+Bonawitz et al. 2017, with SecAgg+'s graph. Sites train while keys and shares go around. Who is lost
 before `training` is not masked with; whose masked update is not in by the end is *dropped*: shares of its mask key
 take its masks with the others off. Whose update is in is *summed*, whatever becomes of it: shares of its seed take its
 own mask off. An update that comes after that is ignored, and its own mask is still on it.
@@ -22,7 +22,6 @@ from isthmus.programs.open_phase import OpenPhase
 from isthmus.programs.rounds import RoundPort, Rounds
 from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, RefusedUpdate, SumsSent
 from isthmus.protocol.federated_rules import RoundRules, SecureRules
-from isthmus.protocol.secure_graph import neighbours, threshold_of
 from isthmus.protocol.secure_messages import (
     KeysListed,
     KeysSent,
@@ -36,6 +35,7 @@ from isthmus.protocol.secure_messages import (
     SiteKeys,
     UnmaskAsked,
 )
+from isthmus.protocol.secure_site import neighbours, threshold_of
 from isthmus.session.program import OutOfPhase, Policy, report
 
 

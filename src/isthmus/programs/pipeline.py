@@ -44,11 +44,13 @@ from isthmus.protocol.run_messages import (
     GiveState,
     Halt,
     Inventory,
+    Item,
     ItemReported,
     OpenItem,
     Pause,
     PlaceWeights,
     RetireSnapshots,
+    RunSpec,
     SnapshotCopied,
     StateMissing,
     StateReceived,
@@ -57,10 +59,8 @@ from isthmus.protocol.run_messages import (
 )
 from isthmus.protocol.run_ports import Ending, EpochStart, FinishRun, PipelinePort, PlanRequest
 from isthmus.protocol.state_transfer import StateTransfer
-from isthmus.protocol.work import Item, RunSpec
-from isthmus.session.failures import Loss
 from isthmus.session.program import JOINING, OVER, OutOfPhase, Policy, report
-from isthmus.session.session import Observation, Session
+from isthmus.session.session import Loss, Observation, Session
 from isthmus.trace import Span
 
 AT_WORK = ("running", "settling", "closing")  # phases in which devices have items

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.programs.merging import Finish, Outcome, Why
-from isthmus.programs.open_phase import OpenPhase
-from isthmus.programs.round_records import RoundRecord, fault_of, has_diverged, record_of, refusal_texts
+from isthmus.programs.open_phase import OpenPhase, RoundRecord, fault_of, has_diverged, record_of, refusal_texts
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ExecutorDrained,
@@ -39,14 +38,12 @@ from isthmus.protocol.federated_messages import (
     UpdateRefused,
 )
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.protocol.federated_scheduler import ClientScheduler
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ClientScheduler, ThroughputModel
 from isthmus.protocol.secure_messages import SecureReport
 from isthmus.session.calls import Calls
 from isthmus.session.deadlines import STARTING, Deadlines, Waits
-from isthmus.session.failures import Loss
 from isthmus.session.program import JOINING, OVER, Policy, report
-from isthmus.session.session import Observation, Session
+from isthmus.session.session import Loss, Observation, Session
 
 Integers = NDArray[np.int64]
 

@@ -1,14 +1,14 @@
 """The pure policies: what happens is a call of a method, what is to be done a call of a port, no I/O.
 
 `session.program` is their kernel. `worker` is a stage, with `compute_lane`, `feeding` and `exchange`; `device_session`
-is a device in a run. `programs.pipeline` uses a run's items (`work`, `leases`), its devices (`members`,
-`state_transfer`), recovery (`recovery`, `failures`, `memory_shortage`, `finite`, `interruptions`) and new plans
-(`adaptation`, `drift`). `run_ports` is its port, `run_messages` are the bodies of its frames. `federated_executor`
-trains the clients of rounds. `fleet_membership` is a fleet, with a `membership` for each device.
+is a device in a run. `programs.pipeline` uses a run's items (`leases`), its devices (`members`, `state_transfer`),
+recovery (`recovery`, `failures`, `memory_shortage`, `finite`, `interruptions`) and new plans (`adaptation`, `drift`).
+`run_ports` is its port, `run_messages` are its items and the bodies of its frames. `federated_executor` trains the
+clients of rounds. `fleet_membership` is a fleet, and each device of it.
 """
 
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout
-from isthmus.protocol.work import Item, RunSpec, items
+from isthmus.protocol.run_messages import Item, RunSpec, items
 from isthmus.protocol.worker import StageView, Worker
 
 __all__ = ["Item", "Lineage", "RunSpec", "StageView", "StateHolding", "StateLayout", "Worker", "items"]

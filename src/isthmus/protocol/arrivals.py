@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from isthmus.errors import PeerError
-from isthmus.protocol.run_messages import Arrived, PartsArrived
-from isthmus.protocol.work import Item, Share
+from isthmus.protocol.run_messages import Arrived, Item, PartsArrived, Share
 from isthmus.protocol.worker import StageView
 
 Key = tuple[str | int, ...]

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from isthmus.fleet import Fleet
-from isthmus.fleet.changes import corrected
+from isthmus.fleet.fleet import corrected
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.trace import Span
 from isthmus.units import format_bandwidth, format_compute, significant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.plans.schedule import feeder_slot
-from isthmus.protocol.work import Item
+from isthmus.protocol.run_messages import Item
 from isthmus.wire_types import Count, Many, Place
 
 

@@ -14,8 +14,7 @@ import msgspec
 
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.recovery import StateLayout
-from isthmus.protocol.run_messages import ItemReported
-from isthmus.protocol.work import Item, RunSpec, items
+from isthmus.protocol.run_messages import Item, ItemReported, RunSpec, items
 
 
 class Leases:

@@ -9,13 +9,14 @@ from isthmus.protocol.run_messages import (
     DeviceFailed,
     DeviceReport,
     Inventory,
+    Item,
     ItemReported,
+    RunSpec,
     SnapshotCopied,
     StateReceived,
     TransferEnded,
 )
 from isthmus.protocol.run_ports import EpochStart
-from isthmus.protocol.work import Item, RunSpec
 from isthmus.session.program import OutOfPhase
 
 

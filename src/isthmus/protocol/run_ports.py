@@ -8,8 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from isthmus.fleet import Fleet
-from isthmus.protocol.run_messages import DeviceOrder, Halt, OpenItem, RetireSnapshots
-from isthmus.protocol.work import Item
+from isthmus.protocol.run_messages import DeviceOrder, Halt, Item, OpenItem, RetireSnapshots
 
 
 class PlanRequest(msgspec.Struct, frozen=True):

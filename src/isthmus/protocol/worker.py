@@ -41,8 +41,7 @@ from isthmus.errors import InternalError
 from isthmus.plans import Averages
 from isthmus.protocol.exchange import Exchange, GroupView, PartsPort
 from isthmus.protocol.feeding import Feeding
-from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
-from isthmus.protocol.work import Item, Work
+from isthmus.protocol.run_messages import Arrived, Item, Parcel, PartsArrived, Work
 from isthmus.session.program import OVER, OutOfPhase, Policy
 from isthmus.wire_types import Count, Many, Place
 

@@ -1,10 +1,9 @@
 """Reports: terminal tables, live progress, pictures, and the summaries that machines read."""
 
 from isthmus.report.comparison import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
-from isthmus.report.explanation import Explanation, explain, explanation_text
+from isthmus.report.explanation import Explanation, Improvement, explain, explanation_text, improvements, linked_devices
 from isthmus.report.fleet_tables import fleets_table, planners_table
 from isthmus.report.measured import during, last_period, memory_table, memory_use, run_summary
-from isthmus.report.overview import plan_overview
 from isthmus.report.pictures import draw_faults, draw_loss, draw_plan, draw_timeline
 from isthmus.report.progress import PlanningProgress, Progress
 from isthmus.report.summary import (
@@ -20,8 +19,7 @@ from isthmus.report.summary import (
     plan_summary,
     prediction_error,
 )
-from isthmus.report.tables import comparison_table, plan_table, verdict_table
-from isthmus.report.what_if import Improvement, improvements, linked_devices
+from isthmus.report.tables import comparison_table, plan_overview, plan_table, verdict_table
 from isthmus.report.what_if_table import WhatIf, WhatIfRow, what_if_table
 
 __all__ = [

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from isthmus.federated.evaluation import ClientFigures, Evaluation
 from isthmus.federated.history import RoundLine
-from isthmus.report.drawing import COLOURS, INK, figure_of, save, style
+from isthmus.report.timeline import COLOURS, INK, figure_of, save, style
 
 MOST_EXECUTORS = 24
 MOST_SITES = 10  # clients or sites that have a line of their own

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
-from isthmus.report.drawing import FAINT, INK, Look, save, write
 from isthmus.report.link_uses import UsedLink, link_uses_of
+from isthmus.report.timeline import FAINT, INK, Look, save, write
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_MARKED = 5

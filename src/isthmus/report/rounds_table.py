@@ -10,9 +10,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.federated.admission import Guarantee
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
-from isthmus.federated.privacy import Guarantee
 from isthmus.programs.merging import Why
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.report.tables import new_table, titled

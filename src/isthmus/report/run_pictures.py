@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
 from isthmus.errors import UserError
-from isthmus.report.drawing import COLOURS, FAINT, INK, OF_ROWS, Look, figure_of, save, style, write
+from isthmus.report.timeline import COLOURS, FAINT, INK, OF_ROWS, Look, figure_of, save, style, write
 
 _TRAIN, _HELD_OUT = COLOURS[:2]
 _LOG_RANGE = 20.0  # from this ratio of largest to smallest loss on, a linear axis would flatten the end of the run

@@ -25,11 +25,11 @@ from isthmus.runtime.decoupled.device_replica import serve_replica
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.tasklets import ComputeTurns
-from isthmus.runtime.federated.joined import serve_executor
+from isthmus.runtime.federated.executor import serve_executor
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.processes.memory import limit_memory
 from isthmus.runtime.processes.place import DevicePlace, ProcessOptions
-from isthmus.session.failures import in_one_line
+from isthmus.session.session import in_one_line
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -20,8 +20,7 @@ from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import Landing, MessageChannel, SocketChannel, in_host_memory
 from isthmus.runtime.transport.lanes import SendLane, Sent
 from isthmus.runtime.transport.message_sender import HeartbeatReceiver, start_heartbeats
-from isthmus.session.failures import CLOSED
-from isthmus.session.session import SOON_S, TICK_S, Observation, Session
+from isthmus.session.session import CLOSED, SOON_S, TICK_S, Observation, Session
 
 SessionT = TypeVar("SessionT", bound=Session)
 

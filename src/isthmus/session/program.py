@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from isthmus.errors import InternalError, IsthmusError
-from isthmus.session.failures import Loss
-from isthmus.session.session import Observation, Session
+from isthmus.session.session import Loss, Observation, Session
 from isthmus.wire_types import Count
 
 JOINING, OVER = "joining", "over"  # the first phase and the last one of every program

@@ -10,14 +10,148 @@ lost when its time is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 from isthmus.plans.plan import device_of
 from isthmus.session.deadlines import Deadlines
-from isthmus.session.failures import CLOSED, FailureDetector, Loss
+
+GRACE_S = 1.0  # how long to wait for a better explanation than the first one
+EXIT_S = 10.0
+"""How long to wait for the exit of a process that is known to run and whose connection closed. It ends in this moment,
+and how it ended is the better explanation: on a machine that is busy it is heard of later than the grace is long."""
+CLOSED = "its connection closed"  # why a device is lost of which nothing more is known
+
+
+class Loss(NamedTuple):
+    """A device that is lost."""
+
+    device: str
+    reason: str
+    cause: Literal["job", "device", "gone", "accuses"] = "gone"
+    """The device said that the job is at fault, or itself; its process or connection is gone; or a link of it broke."""
+
+    @property
+    def permanent(self) -> bool:
+        """Return whether it cannot work, however often it is asked."""
+        return self.cause in ("job", "device")
+
+    @property
+    def failure(self) -> IsthmusError:
+        """Return the failure as an error that names the device."""
+        family = UserError if self.cause == "job" else PeerError
+        return family(f"device {self.device!r}{' was lost' if self.cause == 'gone' else ''}: {self.reason}")
+
+
+class FailureDetector:
+    """Everything heard of devices that are gone, and the verdict."""
+
+    def __init__(self, grace_s: float | None = None) -> None:
+        """`grace_s`: how long a first explanation waits for one of another device (None: `GRACE_S`)."""
+        self._grace_s = GRACE_S if grace_s is None else grace_s
+        self._reported: list[Loss] = []
+        self._failed: dict[str, str] = {}
+        self._disconnected: dict[str, str] = {}
+        self._silent: set[str] = set()
+        """Those of which nothing more can be heard: their connection is gone, or never came."""
+        self._accusers: dict[str, str] = {}
+        self._since_s: dict[str, float] = {}  # when each of those that are disconnected or accuse was first looked at
+
+    def reported(self, device: str, reason: str, *, of_job: bool = False) -> None:
+        """The device said what went wrong on it, or sent what is wrong. `of_job`: all others would say the same."""
+        self._reported.append(Loss(device, reason, "job" if of_job else "device"))
+
+    def failed(self, device: str, reason: str) -> None:
+        """The device said why its process ends; another one may do better."""
+        self._failed.setdefault(device, reason)
+
+    def disconnected(self, device: str, reason: str) -> None:
+        """Its connection closed, or it fell silent, or did not come."""
+        self._silent.add(device)
+        self._disconnected.setdefault(device, reason)
+
+    def accused(self, device: str, reason: str) -> None:
+        """The device cannot go on because of another one."""
+        self._accusers.setdefault(device, reason)
+
+    def cleared(self, device: str) -> None:
+        """Forget the device, which is out of the run, and all accusations: they are of the plan that is given up."""
+        self._reported = [loss for loss in self._reported if loss.device != device]
+        self._disconnected.pop(device, None)
+        self._silent.discard(device)
+        self._failed.pop(device, None)
+        self._accusers.clear()
+        self._since_s = {d: since_s for d, since_s in self._since_s.items() if d in self._disconnected}
+
+    @property
+    def certain(self) -> bool:
+        """Return whether `decide` has a verdict already."""
+        return bool(self._reported or self._failed)
+
+    @property
+    def pending(self) -> bool:
+        """Return whether `decide` will have one."""
+        return self.certain or bool(self._disconnected or self._accusers)
+
+    def due_s(self, now_s: float) -> float | None:
+        """Return when `decide` may have a verdict that it has not now, if nothing else is heard."""
+        if self.certain:
+            return now_s
+        times_s = (since_s + wait_s for since_s in self._since_s.values() for wait_s in (self._grace_s, EXIT_S))
+        return min((time_s for time_s in times_s if time_s > now_s), default=None)
+
+    def suspects(self, device: str) -> bool:
+        """Return whether the device is lost, or about to be."""
+        reported = any(device == loss.device for loss in self._reported)
+        return reported or device in self._failed or device in self._disconnected
+
+    def silent(self, device: str) -> bool:
+        """Return whether nothing more can be heard of the device."""
+        return device in self._silent
+
+    def decide(self, now_s: float, ended: Mapping[str, str], running: Set[str] = frozenset()) -> Loss | None:
+        """The device that the run has lost, once that is clear. Asked again and again. `ended`: by device, how
+        its process ended; `running`: devices whose process is not known to have ended."""
+        if self._reported:
+            return self._reported[0]
+        for device, reason in self._failed.items():
+            return Loss(device, reason)
+        for device, how in ended.items():
+            if device not in self._accusers:
+                self._disconnected[device] = how  # says more than that its connection closed
+        for device in (*self._disconnected, *self._accusers):
+            self._since_s.setdefault(device, now_s)
+        accused_s = min((self._since_s[device] for device in self._accusers), default=now_s)
+        gone = [device for device in self._disconnected if device not in self._accusers]
+        for device in gone:
+            reason, waited_s = self._disconnected[device], now_s - min(self._since_s[device], accused_s)
+            exits = reason == CLOSED and device in running and waited_s < EXIT_S
+            grace_s = self._grace_s if device in self._silent else GRACE_S  # it may have sent why
+            if waited_s >= grace_s and not exits:
+                return Loss(device, reason)
+        if gone or not self._accusers or now_s - accused_s < self._grace_s:
+            return None
+        # Both ends of a link that is cut may accuse each other. Which was heard first is chance.
+        device, reason = min(self._accusers.items())
+        return Loss(device, reason, "accuses")
+
+
+def in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def reason_and_fault(error: Exception) -> tuple[str, Literal["user", "device", "other"]]:
+    """Return the text and the fault by which a party reports an error that ends its work (`DeviceFailed`)."""
+    text = in_one_line(error)
+    if isinstance(error, PeerError):
+        return text, "other"
+    if isinstance(error, UserError | StepError):
+        return text, "user"
+    return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}", "device"
+
 
 TICK_S, SOON_S = 0.25, 0.05
 """How often a host looks at its devices, and where the exit of a process is about to be known."""

@@ -1,9 +1,8 @@
 """Runs a plan on a virtual clock and modelled links, with the same machines as the runtime."""
 
-from isthmus.simulator.network import Transmission, Uplink, Wire
 from isthmus.simulator.options import Fault, Overheads, RecoveryTimes, SimulationOptions
-from isthmus.simulator.run import SimulatedRun
-from isthmus.simulator.simulate import simulate, simulate_run
+from isthmus.simulator.parties import Transmission, Uplink, Wire
+from isthmus.simulator.run import SimulatedRun, simulate, simulate_run
 
 __all__ = [
     "Fault",

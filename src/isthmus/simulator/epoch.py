@@ -12,9 +12,8 @@ from isthmus.fleet import Fleet
 from isthmus.plans import Plan
 from isthmus.plans.plan import device_of
 from isthmus.protocol.recovery import StateLayout
-from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
+from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived, RunSpec, Share, Work, shares
 from isthmus.protocol.views import plan_views
-from isthmus.protocol.work import RunSpec, Share, Work, shares
 from isthmus.simulator.options import SimulationOptions
 
 COUNT_BYTES = 16

@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 from isthmus.fleet import Link
 from isthmus.programs.merger import Merger
 from isthmus.programs.merging import Finish
-from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
     NOTHING_MERGED,
     CollectChanges,
     Contributed,
+    Delivery,
     FragmentSent,
     MergeChanges,
     MergeRules,
@@ -33,13 +33,10 @@ from isthmus.protocol.decoupled_events import (
 )
 from isthmus.protocol.decoupled_replica import RETURN_S, DecoupledReplica
 from isthmus.protocol.run_messages import Halt
-from isthmus.session.failures import CLOSED
-from isthmus.simulator.connections import Connections
+from isthmus.session.session import CLOSED
 from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
-from isthmus.simulator.parties import Parties, Party
+from isthmus.simulator.parties import Connections, Parties, Party, SimulatedHost, Strikes
 from isthmus.simulator.replica_devices import Planned, PlannedStep, ReplicaDevices
-from isthmus.simulator.session_host import SimulatedHost
-from isthmus.simulator.strikes import Strikes
 from isthmus.trace import Span
 
 SMALL_BYTES = 128  # bytes of a message without tensors

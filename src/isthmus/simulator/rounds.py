@@ -15,7 +15,7 @@ from isthmus.combinations import refused
 from isthmus.errors import InternalError, PeerError, unknown_name
 from isthmus.programs.masked import TakeMasksOff, Unmasking
 from isthmus.programs.merging import Finish
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_messages import (
@@ -34,13 +34,10 @@ from isthmus.protocol.federated_messages import (
     TasksReturned,
 )
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
-from isthmus.session.failures import CLOSED
-from isthmus.simulator.connections import Connections
+from isthmus.session.session import CLOSED
 from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
-from isthmus.simulator.parties import Parties, Party
+from isthmus.simulator.parties import Connections, Parties, Party, SimulatedHost, Strikes
 from isthmus.simulator.secrets import SimulatedSecrets
-from isthmus.simulator.session_host import SimulatedHost
-from isthmus.simulator.strikes import Strikes
 
 
 class MessageCosts(msgspec.Struct, frozen=True, kw_only=True):

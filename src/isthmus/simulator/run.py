@@ -4,18 +4,18 @@
         ▲                                                      │
         └───────────── reports, closed connections, ticks ◄────┘
 
-Nothing is decided here. What must hold of a run's history is checked as it goes on (`history`).
+Nothing is decided here. What must hold of a run's history is checked as it goes on (`device.HistoryEntry`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
 import msgspec
 
-from isthmus.errors import InternalError, IsthmusError
+from isthmus.errors import InternalError, IsthmusError, UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.plan import device_of
@@ -28,27 +28,23 @@ from isthmus.protocol.run_messages import (
     DeviceReport,
     GiveState,
     Halt,
+    Item,
     ItemReported,
     OpenItem,
     Pause,
     PlaceWeights,
     RetireSnapshots,
+    RunSpec,
     SendState,
     TakeState,
 )
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
-from isthmus.protocol.work import Item, RunSpec
 from isthmus.protocol.worker import WorkerStatistics
-from isthmus.simulator.connections import Connections
-from isthmus.simulator.device import SimulatedWorker
+from isthmus.simulator.device import SimulatedWorker, State, check_state
 from isthmus.simulator.epoch import Epoch
-from isthmus.simulator.history import State, check_state
 from isthmus.simulator.options import Fault, SimulationOptions
-from isthmus.simulator.parties import Party
-from isthmus.simulator.session_host import SimulatedHost
-from isthmus.simulator.state_donations import StateDonations
-from isthmus.simulator.strikes import Strikes
-from isthmus.simulator.world import World
+from isthmus.simulator.parties import Connections, Party, SimulatedHost, Strikes
+from isthmus.simulator.world import StateDonations, World
 from isthmus.trace import Span, Trace
 
 MOST_S = 1e5  # a simulated run that lasts longer does not end
@@ -408,3 +404,33 @@ def _is_there_at_first(fault: Fault) -> bool:
 
 def _shifted(span: Span, by_s: float) -> Span:
     return msgspec.structs.replace(span, start_s=span.start_s - by_s, end_s=span.end_s - by_s)
+
+
+def simulate(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions | None = None) -> Trace:
+    """The trace of a run of `plan` on `fleet`. See `simulate_run`."""
+    return simulate_run(plan, fleet, spec, options).trace
+
+
+def simulate_run(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions | None = None) -> SimulatedRun:
+    """Run the plan's replicas on a virtual clock. The same arguments give the same result.
+
+    Times in the trace are seconds since the coordinator opened the first item; joining and placing take none.
+    Raises `UserError` for a plan that does not fit the fleet, or whose replicas share out another number of
+    micro-batches than the run has; `InternalError` if the machines wait for each other.
+    """
+    options = options or SimulationOptions()
+    if len(plan.replicas) > 1 and spec.micro_batches != plan.micro_batches:
+        raise UserError(
+            f"simulation: micro_batches: got {spec.micro_batches}, expected {plan.micro_batches}, "
+            f"which the plan shares out to its {len(plan.replicas)} replicas"
+        )
+    check_faults(options.faults, fleet)
+    return RunSimulation(plan, fleet, spec, options).run()
+
+
+def check_faults(faults: Iterable[Fault], fleet: Fleet) -> None:
+    """UserError for a fault of a device that the fleet does not have."""
+    for fault in faults:
+        for name in filter(None, (fault.device, fault.other)):
+            if name not in fleet.names:
+                raise unknown_name(f"device in {fault.option}", name, fleet.names)

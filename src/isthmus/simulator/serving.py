@@ -18,11 +18,8 @@ from isthmus.errors import PeerError, UserError
 from isthmus.planners.generation import FRAME_BYTES, Chain, ServingProblem
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, StageUnable, TokenGenerated
-from isthmus.simulator.connections import Connections
 from isthmus.simulator.options import Fault, SimulationOptions
-from isthmus.simulator.parties import LinkedParties, Party
-from isthmus.simulator.session_host import SimulatedHost
-from isthmus.simulator.strikes import Strikes
+from isthmus.simulator.parties import Connections, LinkedParties, Party, SimulatedHost, Strikes
 from isthmus.units import format_duration
 
 MOST_S = 1e6  # a simulated service that has not answered by then never does

@@ -11,9 +11,8 @@ from isthmus.extensions import what_is_missing
 try:
     from isthmus.cost import Decoupled
     from isthmus.sync.attach import attach, mode_names
-    from isthmus.sync.checkpoint import load_worker, save_worker
     from isthmus.sync.options import Options
-    from isthmus.sync.sync import Sync, SyncStatistics
+    from isthmus.sync.sync import Sync, SyncStatistics, load_worker, save_worker
     from isthmus.training.compression import DeltaCodec
 except ModuleNotFoundError as e:
     missing = what_is_missing("isthmus.sync", e)

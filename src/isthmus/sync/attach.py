@@ -26,10 +26,8 @@ from isthmus.sync.every_step import AscWfbp, EveryStep
 from isthmus.sync.exchange import gather
 from isthmus.sync.layers import flatten
 from isthmus.sync.local import DiLoCo, LocalSGD
-from isthmus.sync.mode import Mode, Setting
-from isthmus.sync.monitor import Monitor
+from isthmus.sync.mode import Mode, Monitor, Setting, Streaming
 from isthmus.sync.options import Options
-from isthmus.sync.outer import Streaming
 from isthmus.sync.scheduled import partial_sync
 from isthmus.sync.sync import Sync
 from isthmus.sync.updates import Updates, attached

@@ -21,13 +21,11 @@ from isthmus.combinations import refused
 from isthmus.errors import IsthmusError, UserError
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.protocol.run_messages import DeviceFailed
-from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaHost, ReplicaPlace
 from isthmus.runtime.decoupled.merger_process import MergerProcess, MergerSpec
-from isthmus.runtime.decoupled.replica import ReplicaHost
 from isthmus.sync.exchange import broadcast, gather
 from isthmus.sync.exit_cleanup import TIMEOUT_S, closed, opened
-from isthmus.sync.mode import Mode, Setting
-from isthmus.sync.monitor import LOG
+from isthmus.sync.mode import LOG, Mode, Setting
 from isthmus.sync.updates import Closure
 from isthmus.training.decoupled import ReplicaFragments, check_model, delta_codec, flat_fragments, fragments_of
 

@@ -21,8 +21,7 @@ from isthmus.errors import UserError
 from isthmus.planners.sync import SyncProblem, plan_sync
 from isthmus.plans.sync import SyncPlan
 from isthmus.sync.exchange import broadcast, gather, to_bytes
-from isthmus.sync.mode import Setting, restored_document
-from isthmus.sync.monitor import PeriodReport
+from isthmus.sync.mode import PeriodReport, Setting, restored_document
 from isthmus.sync.profile import LinkModel, Profiler, WorkerTimes, probe, worker_profile
 from isthmus.sync.scheduled import JOINED, Scheduled, layers_of
 

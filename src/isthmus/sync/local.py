@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.plans import OuterOptimizer
-from isthmus.sync.mode import Mode, Setting
-from isthmus.sync.monitor import PeriodReport
-from isthmus.sync.outer import OuterExchange
+from isthmus.sync.mode import Mode, OuterExchange, PeriodReport, Setting
 from isthmus.sync.updates import Closure, average_with_state
 
 BALANCED_OVER = 5  # periods whose median says how fast a worker is: one alone may have been disturbed

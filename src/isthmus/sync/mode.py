@@ -1,24 +1,177 @@
-"""A mode acts inside backward and at the end of a step."""
+"""A mode acts inside backward and at the end of a step.
+
+The exchange of `outer` and `streaming`: the workers average how far they have moved, and each makes the outer step;
+and Streaming DiLoCo (2025, Alg. 2), where fragments of the model take turns.
+
+The outer step itself: `training.outer`. Beside the model a worker keeps the outer parameters and their momentum: two
+copies.
+
+The fragment of a step, and the step that waits for its exchange: `plans.sync_schedule`.
+
+Each worker broadcasts once in a period how it spends its time, and the worker that delays the others is named.
+
+The exchange of one period is started at its end and read at the end of the next: nobody waits for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import statistics
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
+from isthmus.plans import OuterOptimizer
+from isthmus.plans.exchanges import FragmentSchedule
 from isthmus.plans.sync import SyncPlan
 from isthmus.sync.averaging import Averager, CompressedAverager, MeasuredAverage
-from isthmus.sync.exchange import from_bytes
-from isthmus.sync.layers import FlatModel, Layer, spans
-from isthmus.sync.monitor import Monitor, PeriodReport
+from isthmus.sync.exchange import from_bytes, message_device
+from isthmus.sync.layers import FlatModel, Layer, pack, spans
 from isthmus.sync.options import Options
 from isthmus.sync.updates import Closure, Updates
 from isthmus.training.compression import DeltaCodec
+from isthmus.training.optim import OuterStep
+
+LOG = logging.getLogger("isthmus.sync")
+BEHIND = 1.2  # a worker whose computation takes this many times the others' median, in two periods running, is named
+LEAST_BEHIND_S = 2e-3  # less a step is not worth a line
+
+
+class PeriodReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One period, as all workers saw it. Seconds are per step, in the order of the workers."""
+
+    steps: int  # how many had been made at its end
+    compute_s: tuple[float, ...]  # between two calls of `sync.step`, data loading included and waiting left out
+    wait_s: tuple[float, ...]  # waiting for averages
+    divergence: float  # gamma: the mean over the workers, every layer taken just before it was averaged
+    link_busy_s: float  # how long averages were on the way in the whole period, as the last worker to start them saw it
+
+    @property
+    def usual_s(self) -> float:
+        """The median without the slowest worker: of two, the other one."""
+        return statistics.median(sorted(self.compute_s)[:-1] or self.compute_s)
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds per step that the slowest worker costs the others: its time over theirs."""
+        return max(self.compute_s) - self.usual_s
+
+
+class Monitor:
+    """Measures this worker's steps. All workers must end their periods alike."""
+
+    def __init__(self, averager: Averager, workers: tuple[str, ...]) -> None:
+        self.workers = workers
+        self.last: PeriodReport | None = None  # the newest period that all have reported
+        self._averager = averager
+        self._on_the_way: tuple[torch.Tensor, dist.Work, int] | None = None
+        self._named = self._seen = -1
+        self._since_s = time.perf_counter()
+        self._waited_s = 0.0
+        self._busy_before_s = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = 0
+        self._compute_s = self._wait_s = self._divergence = 0.0
+        self._busy_before_s = self._averager.busy_s
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Count the time inside as waiting for others."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_s += time.perf_counter() - start_s
+
+    @property
+    def waited_s(self) -> float:
+        """Waiting in the step that is being made."""
+        return self._waited_s
+
+    def diverged(self, distance: float) -> None:
+        """This worker was so far from the average, squared, of some layers."""
+        self._divergence += distance
+
+    def stepped(self) -> None:
+        end_s = time.perf_counter()
+        self._compute_s += end_s - self._since_s - self._waited_s
+        self._wait_s += self._waited_s
+        self._steps += 1
+        self._since_s, self._waited_s = end_s, 0.0
+
+    def period_ended(self, steps: int) -> PeriodReport | None:
+        """Tell the others of this period, and return what all told of the one before; None the first time."""
+        report = self._read()
+        own = [
+            self._compute_s / self._steps,
+            self._wait_s / self._steps,
+            self._divergence,
+            self._averager.busy_s - self._busy_before_s,
+        ]
+        group = self._averager.group
+        table = torch.zeros(len(self.workers), len(own), dtype=torch.float64)
+        table[dist.get_rank(group)] = torch.tensor(own, dtype=torch.float64)
+        table = table.to(message_device(group))
+        work = dist.all_reduce(table, group=group, async_op=True)
+        assert work is not None
+        self._averager.watch(work)
+        self._on_the_way = (table, work, steps)
+        self._clear()
+        return report
+
+    def restart(self) -> None:
+        """Leave out the time since the last step: it was spent on something else."""
+        self._since_s = time.perf_counter()
+
+    def flush(self) -> None:
+        """Read what is on the way, before the group is used no more."""
+        self._read()
+
+    def _read(self) -> PeriodReport | None:
+        if self._on_the_way is None:
+            return None
+        table, work, steps = self._on_the_way
+        work.wait()
+        self._on_the_way = None
+        compute_s, wait_s, divergence, busy_s = (column.tolist() for column in table.unbind(1))
+        self.last = PeriodReport(
+            steps=steps,
+            compute_s=tuple(compute_s),
+            wait_s=tuple(wait_s),
+            divergence=statistics.fmean(divergence),
+            link_busy_s=min(busy_s),
+        )
+        self._name_slowest(self.last)
+        return self.last
+
+    def _name_slowest(self, report: PeriodReport) -> None:
+        usual_s, most_s = report.usual_s, max(report.compute_s)
+        behind = most_s > max(BEHIND * usual_s, usual_s + LEAST_BEHIND_S)
+        slowest = report.compute_s.index(most_s) if behind else -1
+        again, self._seen = slowest == self._seen, slowest
+        if not again:
+            return
+        if slowest not in (self._named, -1) and dist.get_rank(self._averager.group) == 0:
+            LOG.warning(
+                "%s computes %.0f ms a step, the others %.0f: every averaging waits for it, %.0f ms a step",
+                self.workers[slowest],
+                1e3 * most_s,
+                1e3 * usual_s,
+                1e3 * report.behind_s,
+            )
+        self._named = slowest
+
 
 T = TypeVar("T")
 
@@ -152,3 +305,131 @@ def restored_document(state: Mapping[str, Tensor], name: str, kind: type[T]) -> 
         return from_bytes(state[name], kind)
     except UserError as error:
         raise UserError(f"saved sync state: {name!r}: {error}: expected what Sync.state_dict() gave") from None
+
+
+class OuterExchange:
+    """The outer step of some tensors. `start` are the outer ones, which are kept and changed in place."""
+
+    def __init__(self, start: Sequence[Tensor], setting: Setting, config: OuterOptimizer) -> None:
+        self._monitor = setting.monitor
+        self._averager = setting.delta_averager()
+        self._outer = OuterStep(start, config)
+        self._deltas: list[Tensor] = []
+        self._average: MeasuredAverage | None = None
+
+    @torch.no_grad()
+    def start(self, own: Sequence[Tensor], *, averaged: bool = False) -> None:
+        """Send what was moved since the last outer step; nothing where `own` is the workers' average already."""
+        self._deltas = self._outer.deltas(own)
+        if not averaged:
+            self._average = MeasuredAverage(self._averager, self._deltas)
+
+    def arrive(self) -> None:
+        """Wait until the others' are here."""
+        if self._average is not None:
+            with self._monitor.waiting():
+                self._monitor.diverged(self._average.wait())
+            self._average = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Make the outer step with what arrives."""
+        self.arrive()
+        self._outer.step(self._deltas)
+        self._deltas = []
+
+    def mix_into(self, own: Sequence[Tensor]) -> None:
+        """Bring a worker's tensors to the outer ones, but for the share that stays."""
+        self._outer.mix_into(own)
+
+    def state(self, prefix: str) -> dict[str, Tensor]:
+        """Return the state that is lost with the process, by name. Waits for exchanges that are on their way."""
+        self.arrive()
+        found: dict[str, Tensor] = {}
+        for number, (value, momentum) in enumerate(zip(self._outer.values, self._outer.momenta, strict=True)):
+            found[f"{prefix}.{number}"] = value
+            if momentum is not None:
+                found[f"{prefix}.{number}.momentum"] = momentum
+        found.update({f"{prefix}.delta.{number}": delta for number, delta in enumerate(self._deltas)})
+        errors = self._averager.state(prefix) if isinstance(self._averager, CompressedAverager) else {}
+        return {**found, **errors}
+
+    def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        """Go on from what `state` gave. Raises UserError for tensors that do not fit."""
+        own = list(enumerate(self._outer.values))
+        momenta = [
+            restored(state, name, value) if (name := f"{prefix}.{number}.momentum") in state else None
+            for number, value in own
+        ]
+        self._outer.load([restored(state, f"{prefix}.{number}", value) for number, value in own], momenta)
+        if isinstance(self._averager, CompressedAverager):
+            self._averager.load(state, prefix)
+        self.arrive()
+        self._deltas = []
+        if f"{prefix}.delta.0" in state:
+            self._deltas = [restored(state, f"{prefix}.delta.{number}", value).clone() for number, value in own]
+
+
+class Fragment:
+    """Some layers and their exchange."""
+
+    def __init__(self, layers: Sequence[Layer], setting: Setting, outer: OuterOptimizer) -> None:
+        self._flats = [flat for layer in layers for flat in layer.flats]
+        self.exchange = OuterExchange(pack(self._flats).flats, setting, outer)
+
+    def start(self) -> None:
+        self.exchange.start(pack(self._flats).flats)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Make the outer step, and mix its result into the model."""
+        self.exchange.step()
+        packed = pack(self._flats)
+        self.exchange.mix_into(packed.flats)
+        packed.copy_to(self._flats)
+
+
+class Streaming(Mode):
+    """Starts one fragment's exchange at a time, and applies it `delay` steps later."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        options, layers = setting.options, setting.model.layers
+        if options.delay >= setting.period > 1 or (setting.period == 1 and options.delay > 1):
+            raise UserError(
+                f"sync option 'delay': got {options.delay}, expected less than the period of {setting.period}"
+            )
+        self._schedule = FragmentSchedule.streaming(
+            layers=len(layers), period=setting.period, fragments=options.fragments, delay=options.delay
+        )
+        held: list[list[Layer]] = [[] for _ in range(self._schedule.count)]
+        for number, layer in enumerate(layers):
+            held[self._schedule.fragment_of(number)].append(layer)
+        outer = OuterOptimizer(
+            rate=options.outer_rate, momentum=options.outer_momentum, delay=options.delay, mixing=options.mixing
+        )
+        self._fragments = [Fragment(members, setting, outer) for members in held]
+
+    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
+        loss = self.setting.updates.whole(closure, scaler)
+        for kind, number in self._schedule.events(self.steps):
+            if kind == "start":
+                self._fragments[number].start()
+            else:
+                self._fragments[number].apply()
+        return loss
+
+    def detach(self) -> None:
+        """Wait for exchanges that are on their way: torch ends a process whose group goes away under one."""
+        for fragment in self._fragments:
+            fragment.exchange.arrive()
+
+    def state(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for number, fragment in enumerate(self._fragments):
+            found.update(fragment.exchange.state(f"fragment.{number}"))
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for number, fragment in enumerate(self._fragments):
+            fragment.exchange.load(state, f"fragment.{number}")

@@ -1,15 +1,16 @@
 """Trackers: where a run's figures go besides its folder. An adapter per library behind one protocol."""
 
 from isthmus.trackers.callback import ID_FILE, TrackerCallback
-from isthmus.trackers.registry import (
+from isthmus.trackers.tracker import (
     Track,
+    TrackedRun,
+    Tracker,
     check_trackers,
     describe_tracker,
     tracker_builders,
     tracker_names,
     tracker_options,
 )
-from isthmus.trackers.tracker import TrackedRun, Tracker
 
 __all__ = [
     "ID_FILE",

@@ -15,8 +15,7 @@ from typing import cast
 
 from isthmus.callbacks import Callback, Evaluated, RunEnded, RunFault, RunStarted, StepDone
 from isthmus.figures import figures_of
-from isthmus.trackers.registry import Track, tracker_builders
-from isthmus.trackers.tracker import TrackedRun, Tracker, flat
+from isthmus.trackers.tracker import Track, TrackedRun, Tracker, flat, tracker_builders
 
 MOST_WAITING = 4096  # figures of so many steps wait for a tracker that is slow; those of more are left out
 DRAIN_S = 30.0  # so long the end of a run waits for trackers

@@ -22,8 +22,7 @@ from isthmus.protocol.decoupled_events import (
     MergesDone,
 )
 from isthmus.protocol.decoupled_replica import SamplesKnown
-from isthmus.runtime.decoupled.merged_run import MergedRun
-from isthmus.runtime.decoupled.record import MERGES
+from isthmus.runtime.decoupled.merged_run import MERGES, MergedRun
 from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments, ReplicaFragments, delta_codec
 from isthmus_testing.replica_trainer import ReplicaTrainer

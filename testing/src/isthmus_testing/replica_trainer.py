@@ -11,7 +11,7 @@ from isthmus.data import Dataset, batch_at, sample_order
 from isthmus.data.dataset import any_left_out
 from isthmus.graph.outputs import loss_and_count
 from isthmus.job import Job
-from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.runtime.decoupled.merged_run import seeded_model
 from isthmus.training.decoupled import ReplicaFragments, delta_codec, fragments_of
 from isthmus.training.loss_accumulator import LossAccumulator
 from isthmus.training.optim import Optimizers, clip, gradient_norms

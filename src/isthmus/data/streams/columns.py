@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from isthmus.data.dataset import Array, ColumnSpec
 from isthmus.data.images.decoding import PixelOptions, decode
 from isthmus.data.images.pipeline import ImagePipeline
-from isthmus.data.streams.files import KIND
-from isthmus.data.streams.shards import Shards
+from isthmus.data.streams.files import KIND, Shards
 from isthmus.data.tokenizer import Tokenizer, tokens_of
 from isthmus.errors import StepError
 from isthmus.rng import stream

@@ -28,8 +28,7 @@ from isthmus.data.images.decoding import Mode, PixelOptions
 from isthmus.data.images.pipeline import Table, read_pipeline
 from isthmus.data.layout import Layout, layout_of
 from isthmus.data.streams.columns import BlockRows, Images, Numbers, StreamBlock, StreamColumn, TokenColumn, TokenRings
-from isthmus.data.streams.files import KIND, TAR, StreamFile, ending_of, stream_file, stream_files
-from isthmus.data.streams.shards import Shard, Shards
+from isthmus.data.streams.files import KIND, TAR, Shard, Shards, StreamFile, ending_of, stream_file, stream_files
 from isthmus.data.streams.tar_shards import TarShards, listed_shards
 from isthmus.data.text import WindowOptions
 from isthmus.data.tokenizer import load_tokenizer
@@ -43,8 +42,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from isthmus.data.arrow_numbers import number_type, numbers_of
 from isthmus.data.images.parquet import declared_classes
-from isthmus.data.streams.files import readable
-from isthmus.data.streams.shards import HEAD_BYTES, Form, kept
+from isthmus.data.streams.files import HEAD_BYTES, Form, kept, readable
 from isthmus.extensions import import_extra
 
 _AT_ONCE = 16  # files behind a URL that are looked into at once: each takes a few round trips

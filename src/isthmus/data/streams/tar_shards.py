@@ -28,12 +28,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.data.arrays import read_npy
 from isthmus.data.arrow_numbers import as_numbers
-from isthmus.data.dataset import Array
+from isthmus.data.dataset import Array, read_npy
 from isthmus.data.images.decoding import ENDINGS as IMAGES
-from isthmus.data.streams.files import KIND, StreamFile, readable
-from isthmus.data.streams.shards import HEAD_BYTES, Form, Shard, kept
+from isthmus.data.streams.files import HEAD_BYTES, KIND, Form, Shard, StreamFile, kept, readable
 from isthmus.errors import UserError, unknown_name, warn
 
 BLOCK_SAMPLES = 256

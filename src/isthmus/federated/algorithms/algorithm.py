@@ -17,7 +17,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.federated.buffers import is_buffer
-from isthmus.federated.local_steps import Term
+from isthmus.federated.local import Term
 
 Values = dict[str, Tensor]  # values by name; model-sized vectors [P], or anything smaller
 Combine = Literal["weighted_mean", "mean", "sum", "collect"]

@@ -15,7 +15,7 @@ from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.robust import Aggregation
 from isthmus.protocol.federated_participation import Participation
 from isthmus.protocol.federated_rules import SecureRules
-from isthmus.protocol.secure_graph import LEAST_SUMMED
+from isthmus.protocol.secure_site import LEAST_SUMMED
 
 
 def check_secure(

@@ -25,8 +25,8 @@ from torch import Tensor
 from isthmus.combinations import refused
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
+from isthmus.federated.admission import Guarantee, Privacy
 from isthmus.federated.fixed_point import FRACTION_BITS, scale_exponent
-from isthmus.federated.privacy import Guarantee, Privacy
 from isthmus.federated.secure.discrete_gaussian import RandomWords, discrete_gaussian
 
 MOST_DEVIATION = 2.0**10

@@ -21,11 +21,11 @@ from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Neighbour
-from isthmus.runtime.messages.generation import (
+from isthmus.runtime.messages.assignment import (
     COORDINATOR,
     ForgetPrompts,
     GenerateStep,
+    Neighbour,
     NewPrompt,
     ServeStage,
     ServingReport,

@@ -21,6 +21,7 @@ from isthmus.protocol.run_messages import (
     DeviceReport,
     GiveState,
     Halt,
+    Item,
     ItemReported,
     OpenItem,
     PlaceWeights,
@@ -31,14 +32,12 @@ from isthmus.protocol.run_messages import (
     WeightsRead,
 )
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
-from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import DevicesAtWork, paths_of
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.weight_files import Placed
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage, content
-from isthmus.runtime.messages.assignment import Assignment, Peer
+from isthmus.runtime.messages.assignment import Assignment, Peer, ReceiveStateMessage
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage
 from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.channel import Landing, in_host_memory, nowhere

@@ -26,14 +26,13 @@ from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_messages import WeightFile
 from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.run_files import CHECKPOINTS
-from isthmus.runtime.coordinator.activation_privacy import counted_samples
+from isthmus.runtime.coordinator.activation_privacy import counted_samples, opened_ledger
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders, Digests, unchanged
 from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, chosen_fingerprints
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.runtime.coordinator.plans import Plans
-from isthmus.runtime.coordinator.privacy_ledger import opened_ledger
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome, WeightAmounts, WeightExchanges
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments

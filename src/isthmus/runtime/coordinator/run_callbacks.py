@@ -13,9 +13,8 @@ from isthmus.errors import IsthmusError
 from isthmus.plans import PlanPeriod
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.protocol.run_messages import WeightExchange
+from isthmus.protocol.run_messages import Item, WeightExchange
 from isthmus.protocol.run_ports import Ending
-from isthmus.protocol.work import Item
 from isthmus.trace import Span
 
 FaultKind = Literal["joined", "lost", "left"]

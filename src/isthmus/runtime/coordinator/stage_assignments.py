@@ -17,8 +17,8 @@ from isthmus.plans import Packing, Plan, Stage
 from isthmus.plans.plan import device_of
 from isthmus.protocol import StateLayout
 from isthmus.protocol.recovery import state_donors
+from isthmus.protocol.run_messages import Share, shares
 from isthmus.protocol.run_ports import EpochStart
-from isthmus.protocol.work import Share, shares
 from isthmus.runtime.coordinator.activation_privacy import protection
 from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run_callbacks import Address

@@ -6,21 +6,109 @@ Nothing of the job is code here: the model comes as a graph, and the data are th
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-from isthmus.accelerators import open_accelerator
+from isthmus.accelerators import Accelerator, open_accelerator
+from isthmus.accelerators.copies import to_device
 from isthmus.combinations import refused
+from isthmus.data import Dataset
+from isthmus.data.replica_share import MOST_STEPS
 from isthmus.errors import PeerError
-from isthmus.runtime.decoupled.graph_trainer import GraphTrainer, check_order
-from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
-from isthmus.runtime.decoupled.replica import train_replica
+from isthmus.graph import Ref
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, train_replica
 from isthmus.runtime.device.coordinator_link import AWAY_TIMEOUTS, unfollowable
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.device.stage_preparation import check_operators
 from isthmus.runtime.messages.decoupled import TrainReplica
-from isthmus.runtime.processes.memory import tune_process
+from isthmus.runtime.processes.memory import machine_memory_bytes, tune_process
+from isthmus.training.decoupled import ReplicaFragments, delta_codec
+from isthmus.training.engine import TorchEngine
+
+
+def check_order(order: TrainReplica, kept: Mapping[str, Tensor]) -> None:
+    """Before anything is allocated or read. PeerError for what no merger orders; `kept` came with it."""
+    share, engine = order.assignment.replica, order.assignment.engine
+    if share is None:
+        raise PeerError("ordered no share of the samples")
+    if order.assignment.train_samples != share.samples or order.steps >= MOST_STEPS:
+        raise PeerError(f"ordered step {order.steps} of {order.assignment.train_samples} samples, {share.own} each")
+    if engine.micro_batches * engine.micro_batch_size != share.own or engine.steps < 1:
+        sizes = f"{engine.micro_batches} micro-batches of {engine.micro_batch_size} samples"
+        raise PeerError(f"ordered {engine.steps} steps of {sizes}, expected {share.own} samples a step")
+    shapes = {name: shape for fragment in order.fragments for name, shape in fragment.items()}
+    if order.rules.fragments != len(order.fragments) or len(shapes) != sum(map(len, order.fragments)):
+        raise PeerError(f"ordered {len(order.fragments)} fragments, expected {order.rules.fragments}, a name in one")
+    if 4 * sum(map(math.prod, shapes.values())) > machine_memory_bytes():
+        raise PeerError("ordered fragments that are larger than this machine's memory")
+    given = {name: tuple(tensor.shape) for name, tensor in kept.items()} | shapes
+    for op in order.assignment.train.variables():
+        if (got := given.get(op.target)) != (expected := op.outputs[0].shape_at(engine.micro_batch_size)):
+            raise PeerError(f"ordered {op.target} of shape {got}, the graph has {expected}")
+
+
+class GraphTrainer:
+    """The trainer of the replica that received the order. Its parameters are zeros until the merger's versions are
+    taken."""
+
+    def __init__(
+        self, order: TrainReplica, kept: Mapping[str, Tensor], dataset: Dataset, accelerator: Accelerator
+    ) -> None:
+        """`kept` are the variables that are not trained, by the module's own names; `dataset` has the replica's
+        samples. PeerError for fragments that are not the graph's."""
+        assignment = order.assignment
+        assert assignment.replica is not None, "it was checked"
+        self.samples, self.batch, self.steps = assignment.replica.own, assignment.replica.batch, order.steps
+        self._assignment, self._config, self._data = assignment, assignment.engine, dataset
+        self._leaves_out = self._config.non_finite == "skip" or self._config.loss_scaling is not None
+        """Whether a step whose gradients are not finite changes nothing."""
+        if note := self._config.kernels.use(accelerator):
+            print(f"device {assignment.device}: {note}", file=sys.stderr, flush=True)
+        trained = {name: torch.zeros(shape) for fragment in order.fragments for name, shape in fragment.items()}
+        self._engine = TorchEngine(
+            assignment.train, assignment.evaluation, self._config, {**kept, **trained}, accelerator=accelerator
+        )
+        names = self._engine.trainable
+        held = {names[op]: value for op, value in self._engine.parameters(list(names)).items()}
+        if strange := held.keys() - trained.keys():
+            raise PeerError(f"named no fragment with {', '.join(sorted(strange))}")
+        self.fragments = ReplicaFragments(
+            [[held.get(name, trained[name]) for name in fragment] for fragment in order.fragments],
+            delta_codec(order.rules),
+        )
+
+    def step(self, samples: int) -> float:
+        """One step, where all replicas had trained on so many samples; returns the loss."""
+        engine, config = self._engine, self._config
+        engine.set_parameters({})  # where it computes in half, with what was taken
+        for number in range(config.micro_batches):
+            engine.forward(self.steps, number, self._columns(self.steps * self.samples, number))
+            engine.backward(number, [])
+        counts = self._assignment.train.count is not None
+        norms = engine.collect(engine.count(self.steps) if counts else None)
+        if self._leaves_out and not bool(torch.isfinite(norms).all()):
+            engine.skip_update()
+        else:
+            engine.update(min(samples // self.batch, config.steps - 1), norms)
+        self.steps += 1
+        self.fragments.account.trained(self.samples)
+        loss, count = engine.take_loss() or (0.0, 0.0)
+        return loss / (count or 1.0)
+
+    def _columns(self, first: int, micro_batch: int) -> dict[Ref, Tensor]:
+        assignment, size = self._assignment, self._config.micro_batch_size
+        at = first + micro_batch * size
+        found = self._data.batch(range(at, at + size), assignment.train.columns)
+        return {
+            Ref(assignment.placeholders[name]): to_device(
+                self._engine.accelerator, column.to(getattr(torch, assignment.column_dtypes[name]))
+            )
+            for name, column in found.items()
+        }
 
 
 def serve_replica(coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> None:

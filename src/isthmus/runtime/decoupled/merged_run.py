@@ -12,15 +12,21 @@ import torch
 from msgspec import UnsetType
 from torch import Tensor, nn
 
+from isthmus.data import Dataset
+from isthmus.data.dataset import any_left_out, evaluation_rows
 from isthmus.errors import UserError
+from isthmus.graph.metrics import NO_METRICS, Metrics
+from isthmus.graph.outputs import evaluate
 from isthmus.job import Job, Prepared
+from isthmus.models import build_model
+from isthmus.plans import OuterOptimizer
 from isthmus.programs.merger import Merger
 from isthmus.programs.merging import Finish
-from isthmus.protocol.decoupled_events import NOTHING_MERGED, MergeRules, MergesDone
+from isthmus.protocol.decoupled_events import NOTHING_MERGED, MergeChanges, MergeRules, MergesDone
+from isthmus.run_files import LinesFile
 from isthmus.runtime.coordinator.data_holders import Digests
 from isthmus.runtime.decoupled.groups import Groups
 from isthmus.runtime.decoupled.merger import MergeTraffic
-from isthmus.runtime.decoupled.trainer import merged_fragments, seeded_model
 from isthmus.training.checkpoint import (
     OPTIMIZER,
     CheckpointWriter,
@@ -29,10 +35,49 @@ from isthmus.training.checkpoint import (
     load_checkpoint,
     read_manifest,
 )
-from isthmus.training.decoupled import MergedFragments, check_model, flat, fragments_of
+from isthmus.training.decoupled import MergedFragments, change_codec, check_model, flat, flat_fragments, fragments_of
 from isthmus.training.finite import is_finite
 from isthmus.training.optim import MOMENTUM
 from isthmus.training.weights import parameter_names
+
+
+def seeded_model(job: Job) -> nn.Module:
+    """Return the model as every replica and the merger begin with it."""
+    torch.manual_seed(job.training.seed)
+    return build_model(job.model)
+
+
+def merged_fragments(job: Job) -> MergedFragments:
+    """The merger's side at the start."""
+    rules = job.sync.decoupled
+    outer = OuterOptimizer(rate=rules.rate, momentum=rules.momentum)
+    return MergedFragments(flat_fragments(seeded_model(job), rules.fragments), outer, change_codec(rules))
+
+
+@torch.no_grad()
+def evaluated(
+    module: nn.Module, data: Dataset, most: int, batch_size: int, metrics: Metrics = NO_METRICS
+) -> tuple[float, dict[str, float | None]]:
+    """The mean loss and the metrics of `most` held-out samples drawn at random, or of all where there are fewer.
+    UserError of a metric."""
+    module.eval()
+    rows, columns = evaluation_rows(data, most), list(data.columns)
+    batches = (data.batch(rows[start : start + batch_size], columns) for start in range(0, len(rows), batch_size))
+    found = evaluate(module, batches, metrics, uneven=any_left_out(data.columns))
+    module.train()
+    return found
+
+
+MERGES = "merges.jsonl"
+
+
+class MergeLine(msgspec.Struct, frozen=True, kw_only=True):
+    seconds: float  # since the run began
+    merge: MergeChanges
+
+
+def merges_file(run: Path) -> LinesFile[MergeLine]:
+    return LinesFile(run / MERGES, MergeLine, "merges")
 
 
 def merge_rules(job: Job, replicas: int = 1) -> MergeRules:

@@ -17,11 +17,11 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.programs.merger import Merger
 from isthmus.programs.merging import Finish
-from isthmus.protocol.decoupled_delivery import Delivery
 from isthmus.protocol.decoupled_events import (
     NEVER,
     CollectChanges,
     Contributed,
+    Delivery,
     FragmentSent,
     MergeChanges,
     MergedFragment,

@@ -22,8 +22,8 @@ from isthmus.plans import OuterOptimizer
 from isthmus.programs.merger import Merger
 from isthmus.protocol.decoupled_events import MergeChanges, MergeRules
 from isthmus.run_files import LinesFile
+from isthmus.runtime.decoupled.merged_run import MERGES, MergeLine, merges_file
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
-from isthmus.runtime.decoupled.record import MERGES, MergeLine, merges_file
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 from isthmus.training.layout import TensorHeader, header_of, pack, receive_buffer, unpack

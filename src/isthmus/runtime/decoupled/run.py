@@ -3,8 +3,9 @@ pipelines over several devices: processes of this machine, or devices that joine
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,34 +14,97 @@ from urllib.parse import quote
 import msgspec
 
 from isthmus.combinations import refused
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import FleetTooSmall, Interrupted, PeerError, UserError, unknown_name
 from isthmus.fleet import Fleet, Link
 from isthmus.graph import StageGraph
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_replica import RETURN_S
 from isthmus.protocol.run_ports import EpochStart
-from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
+from isthmus.runtime.coordinator.backend import Backend, DevicesAtWork, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders, Digests
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.coordinator.stages import readers
-from isthmus.runtime.decoupled.groups import Groups, replica_groups
-from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
+from isthmus.runtime.decoupled.groups import Groups, pipeline_prepared, replica_groups
+from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun, seeded_model
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.merger_link import ReplicaPlace
 from isthmus.runtime.decoupled.pipeline import PipelineReplica, ReplicaPipeline
-from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.replicas_at_work import ReplicasAtWork
-from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.messages.decoupled import TrainReplica
 from isthmus.runtime.processes.device_processes import ForkServers, ProcessPlace
-from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.runtime.transport.lanes import Outgoing
 from isthmus.runtime.transport.listener import Listener
+from isthmus.session.session import reason_and_fault
 from isthmus.training.decoupled import delta_codec
 from isthmus.training.layout import header_of
 from isthmus.training.weights import weights_of
+
+END_S = 10.0  # for a pipeline to end its run by itself
+
+
+class ReplicasAtWork(DevicesAtWork):
+    """A pipeline works while its thread runs, and could work if one of its devices is free. A context manager: on
+    leaving, pipelines that still run are stopped."""
+
+    def __init__(
+        self, devices: DevicesAtWork, groups: Groups, begin: Callable[[str], Callable[[], None]], stop: Stop
+    ) -> None:
+        """`begin` returns what the thread of a pipeline is to do. `stop` ends what pipelines wait for."""
+        self._devices, self._begin, self._stop = devices, begin, stop
+        self._groups = {name: devices for name, devices in groups.items() if len(devices) > 1}
+        self._alone = groups.keys() - self._groups.keys()
+        self._threads = ComputeThreads()
+        self._running: dict[str, threading.Thread] = {}
+        self._ended: dict[str, str] = {}
+        self._over: set[str] = set()  # pipelines that cannot work, however often they are called
+
+    def ended(self) -> Mapping[str, str]:
+        return {**self._devices.ended(), **self._ended}
+
+    def starting(self, device: str) -> bool:
+        return self._runs(device) if device in self._groups else self._devices.starting(device)
+
+    def offers(self) -> Collection[str]:
+        free = frozenset(self._devices.offers())
+        waiting = (name for name in self._groups.keys() - self._over if not self._runs(name))
+        return (free & self._alone) | {name for name in waiting if free.intersection(self._groups[name])}
+
+    def leaving(self) -> Collection[str]:
+        return self._devices.leaving()
+
+    def call(self, device: str) -> None:
+        if device not in self._groups:
+            self._devices.call(device)
+        elif not self._runs(device):
+            self._ended.pop(device, None)
+            act = partial(self._serve, device, self._begin(device))
+            self._running[device] = self._threads.start(act, f"replica {device}")
+
+    def _runs(self, pipeline: str) -> bool:
+        return pipeline in self._running and self._running[pipeline].is_alive()
+
+    def _serve(self, pipeline: str, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Interrupted:
+            pass  # the merger has ended the run
+        except Exception as e:  # the merger decides what follows
+            if not isinstance(e, PeerError | FleetTooSmall):
+                self._over.add(pipeline)
+            self._ended[pipeline] = reason_and_fault(e)[0]
+
+    def __enter__(self) -> ReplicasAtWork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.request()
+        until_s = time.monotonic() + END_S
+        for thread in self._running.values():
+            thread.join(max(0.0, until_s - time.monotonic()))
+        self._threads.end()
+
 
 _NO_EVALUATION = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
 REPLICAS = "replicas"  # folder of the run's folder, with one for each pipeline

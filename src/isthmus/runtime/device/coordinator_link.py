@@ -25,15 +25,13 @@ from isthmus.protocol.run_messages import DeviceFailed, GiveState, Halt, OpenIte
 from isthmus.runtime.device.weight_exchange import OpenedExchange
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.all_messages import AnyMessage, content
-from isthmus.runtime.messages.assignment import Peer
-from isthmus.runtime.messages.generation import ServeStage, ServingOrder
+from isthmus.runtime.messages.assignment import Peer, ReceiveStateMessage, ServeStage, ServingOrder
 from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage
 from isthmus.runtime.transport.lanes import FLUSH_S, PackedMessage, Packer, SendLane
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, CoordinatorGone, Outage, Retry, dial_lane
 from isthmus.runtime.transport.tcp import Unreached, until_reached
-from isthmus.session.failures import reason_and_fault
 from isthmus.session.program import OutOfPhase
+from isthmus.session.session import reason_and_fault
 from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot

@@ -56,21 +56,24 @@ from isthmus.runtime.device.stage_server import StageServer
 from isthmus.runtime.device.state_fetch import StateFetch, StateGiver
 from isthmus.runtime.device.state_transfer import StateDonor, StateFeed, StateJoiner, StateOutlets
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Assignment, Peer
-from isthmus.runtime.messages.generation import ForgetPrompts, GenerateStep, ServeStage
-from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
-from isthmus.runtime.messages.state_transfer import (
+from isthmus.runtime.messages.assignment import (
+    Assignment,
     FollowHello,
+    ForgetPrompts,
+    GenerateStep,
+    Peer,
     ReceiveStateMessage,
+    ServeStage,
     StateHello,
     StateMessage,
     StatePart,
 )
+from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reconnection import CoordinatorGone
 from isthmus.runtime.transport.rendezvous import PeerDialer
-from isthmus.session.failures import in_one_line
+from isthmus.session.session import in_one_line
 from isthmus.training.delayed import DelayedEngine
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_short_of_memory, shortage

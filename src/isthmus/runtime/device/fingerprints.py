@@ -17,8 +17,7 @@ from torch import Tensor
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import PendingRead
 from isthmus.protocol.fingerprints import GRADIENTS, STATE, SUMMANDS, StepFingerprint
-from isthmus.protocol.run_messages import Arrived
-from isthmus.protocol.work import Item
+from isthmus.protocol.run_messages import Arrived, Item
 from isthmus.runtime.messages.assignment import Fingerprinting
 from isthmus.training.digests import fold, leaf, quick_leaf
 from isthmus.training.snapshot import Snapshot

@@ -17,15 +17,13 @@ from isthmus.accelerators.copies import CopyLabel, Fill
 from isthmus.errors import PeerError
 from isthmus.plans import Packing
 from isthmus.protocol.arrivals import StageArrivals
-from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
-from isthmus.protocol.work import Item
+from isthmus.protocol.run_messages import Arrived, Item, Parcel, PartsArrived
 from isthmus.runtime.device.copy_streams import CopyStreams, Encode, LinkCopyStreams
 from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage, content
-from isthmus.runtime.messages.assignment import Assignment, Neighbour
+from isthmus.runtime.messages.assignment import Assignment, Neighbour, SnapshotMessage, SnapshotPart
 from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
-from isthmus.runtime.messages.state_transfer import SnapshotMessage, SnapshotPart
 from isthmus.runtime.transport.channel import SocketChannel, in_host_memory
 from isthmus.runtime.transport.lanes import Credits, PackedMessage, QueuedSend, SendLane
 from isthmus.runtime.transport.message_sender import start_heartbeats

@@ -18,9 +18,8 @@ from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.device.tasklets import ComputeTurns
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
-from isthmus.runtime.messages.assignment import Neighbour, Peer
+from isthmus.runtime.messages.assignment import FollowHello, Neighbour, Peer, StateHello
 from isthmus.runtime.messages.run import Hello, StreamHello
-from isthmus.runtime.messages.state_transfer import FollowHello, StateHello
 from isthmus.runtime.processes.place import DevicePlace
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.runtime.device.copy_streams import CopyStreams
-from isthmus.runtime.messages.assignment import SnapshotReplication
-from isthmus.runtime.messages.state_transfer import SnapshotMessage, SnapshotPart
+from isthmus.runtime.messages.assignment import SnapshotMessage, SnapshotPart, SnapshotReplication
 from isthmus.training.snapshot import IncomingSnapshot, Snapshot, check_state, snapshot, stretches
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from isthmus.accelerators import HOST
 from isthmus.accelerators.copies import CopyLabel, CopyStream
 from isthmus.data import Dataset, DataSpec, JoinedOrder, SampleOrder, Split, load_dataset
-from isthmus.data.allowed import allowed
 from isthmus.data.dataset import batch_at, evaluation_rows
+from isthmus.data.registry import allowed
 from isthmus.data.replica_share import ReplicaSamples
 from isthmus.errors import InternalError, StepError, UserError
 from isthmus.graph import Ref, StageGraph
 from isthmus.plans.schedule import feeder_slot, had_before
-from isthmus.protocol.work import Item
+from isthmus.protocol.run_messages import Item
 from isthmus.runtime.device.copy_streams import CopyStreams
 from isthmus.runtime.identity.blinded_digests import blinded
 from isthmus.runtime.messages.assignment import Assignment

@@ -17,8 +17,7 @@ from isthmus.data import Dataset
 from isthmus.errors import PeerError, StepError
 from isthmus.graph import Ref
 from isthmus.plans import Packing
-from isthmus.protocol.run_messages import Arrived, ItemReported, OpenItem, Parcel, PartsArrived, WeightsRead
-from isthmus.protocol.work import Item, Work
+from isthmus.protocol.run_messages import Arrived, Item, ItemReported, OpenItem, Parcel, PartsArrived, WeightsRead, Work
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.assignment_checks import label, sent_packings
 from isthmus.runtime.device.coordinator_link import CoordinatorMessage

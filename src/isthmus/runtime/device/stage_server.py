@@ -28,7 +28,7 @@ from isthmus.protocol.generation import PromptFailed, StageLoaded, StageReport, 
 from isthmus.runtime.device.coordinator_link import CoordinatorLink
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.generation import (
+from isthmus.runtime.messages.assignment import (
     COORDINATOR,
     GenerateStep,
     NewPrompt,
@@ -40,7 +40,7 @@ from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import headers_of, start_heartbeats
-from isthmus.session.failures import in_one_line
+from isthmus.session.session import in_one_line
 from isthmus.training.engine_operators import engine_operators
 from isthmus.training.generation import PromptCache, ServedStage, TokenChooser
 

@@ -23,10 +23,9 @@ from isthmus.fleet import Link
 from isthmus.protocol.run_messages import GiveState
 from isthmus.runtime.device.peer_connections import is_peer
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Peer
-from isthmus.runtime.messages.state_transfer import GivenPart, StateHello
+from isthmus.runtime.messages.assignment import GivenPart, Peer, StateHello
 from isthmus.runtime.transport.channel import SocketChannel, frame
-from isthmus.runtime.transport.shaping import ShapedLink
+from isthmus.runtime.transport.lanes import ShapedLink
 from isthmus.training.layout import header_of, pack
 from isthmus.training.snapshot import Part, check_state
 

@@ -22,9 +22,8 @@ from isthmus.protocol.run_messages import SendState
 from isthmus.runtime.device.peer_connections import is_peer
 from isthmus.runtime.device.state_fetch import DonorConnection, StateSender
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import Peer
+from isthmus.runtime.messages.assignment import FollowHello, Peer, ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.messages.run import Heartbeat
-from isthmus.runtime.messages.state_transfer import FollowHello, ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.message_sender import PER_TIMEOUT
 from isthmus.training.checkpoint import OPTIMIZER

@@ -16,7 +16,7 @@ import msgspec
 from isthmus.accelerators import Accelerator, DeviceEvent
 from isthmus.accelerators.accelerator import DeviceClock
 from isthmus.protocol.compute_lane import ComputeLane
-from isthmus.protocol.work import Work
+from isthmus.protocol.run_messages import Work
 from isthmus.trace import Span
 
 

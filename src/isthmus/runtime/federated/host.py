@@ -17,24 +17,53 @@ from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.federated.server import Server
 from isthmus.programs.masked import TakeMasksOff, Unmasking
 from isthmus.programs.merging import Finish
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import ExecutorOrder, PhaseId, PhaseOpened, PhaseSetup, TasksGranted
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.runtime.coordinator.backend import DevicesAtWork
-from isthmus.runtime.federated.shared_memory import SharedBroadcast
-from isthmus.runtime.federated.update_receiver import UpdateReceiver
-from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.federated.update_receiver import SharedBroadcast, UpdateReceiver
+from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.federated import FromExecutor, StateReport, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
-from isthmus.runtime.transport.channel import MessageChannel
+from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
+from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import MessageSender, headers_of, switch_interval_s
 from isthmus.runtime.transport.outbox import Outbox
 from isthmus.training.layout import TensorHeader
+
+FLUSH_S = 5.0
+
+
+class SiteAcceptor(Acceptor):
+    """A new connection of a site replaces its old one: the site noticed before the coordinator that the old one is
+    dead."""
+
+    replaces = True
+
+
+class SiteConnection:
+    """An output with its own thread: a site that receives nothing does not delay the others."""
+
+    def __init__(self, channel: MessageChannel, timeout_s: float, fail: Callable[[Exception], None]) -> None:
+        assert isinstance(channel, SocketChannel), "sites connect by sockets"
+        self._lane = SendLane(channel, timeout_s=timeout_s, on_error=fail)
+
+    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        if isinstance(content(message), PhaseOpened):  # or one that takes nothing would be kept a model of each round
+            self._lane.withdraw(PhaseOpened)
+        self._lane.put(message, tensors)
+
+    def flush(self) -> None:
+        """Close the output; messages that are not sent within `FLUSH_S` are dropped."""
+        self._lane.close(FLUSH_S)
+
+    def close(self) -> None:
+        self._lane.close(0.0)
 
 
 class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):

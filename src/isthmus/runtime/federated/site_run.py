@@ -22,7 +22,7 @@ from isthmus.atomic_write import atomic_write
 from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.deployment import Deployment
-from isthmus.federated.evaluators import site_evaluator
+from isthmus.federated.evaluation import site_evaluator
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, build, members, round_rules, site_identity
 from isthmus.federated.resident import Resident
@@ -33,16 +33,22 @@ from isthmus.federated.task_spec import RUN_NAME, TaskSpec
 from isthmus.federated.update_checks import check_updates
 from isthmus.programs.masked import MaskedRounds, TakeMasksOff
 from isthmus.programs.merging import Finish
-from isthmus.programs.round_records import RoundRecord
+from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import PhaseId, SumsSent
 from isthmus.protocol.federated_rules import ExecutorChurn
-from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.coordinator.backend import RunRequest
-from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
-from isthmus.runtime.federated.round_store import RoundStore
-from isthmus.runtime.federated.site_acceptor import SiteAcceptor, SiteConnection
-from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
+from isthmus.runtime.federated.host import (
+    ConnectionPolicy,
+    FederatedHost,
+    RoundMeasure,
+    SiteAcceptor,
+    SiteConnection,
+    ended,
+)
+from isthmus.runtime.federated.run import RoundStore
+from isthmus.runtime.federated.update_receiver import SiteUpdateReceiver
 from isthmus.runtime.messages.federated import MaskedValues, SentValues
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator

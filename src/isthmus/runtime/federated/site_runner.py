@@ -22,27 +22,24 @@ from isthmus.data.description import DataDescription
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import load_algorithm
-from isthmus.federated.approval import allowed_devices, described, digest_of, refusal
 from isthmus.federated.client_trainer import TrainingTask
 from isthmus.federated.emulated_speed import Pacer, SpeedEmulation
 from isthmus.federated.evaluation import Evaluator
-from isthmus.federated.local_steps import StepsByRound
+from isthmus.federated.local import StepsByRound
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.site_noise import SiteNoise
 from isthmus.federated.site import OwnData, Site, SiteStates, UpdateRules
 from isthmus.federated.site_log import SiteLog, SiteLogLine
-from isthmus.federated.state_form import StateForm
-from isthmus.federated.task_spec import SiteConfig, TaskSpec
+from isthmus.federated.states import StateForm
+from isthmus.federated.task_spec import SiteConfig, TaskSpec, allowed_devices, described, digest_of, refusal
 from isthmus.graph.metrics import Metrics
 from isthmus.models import build_model
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId
-from isthmus.protocol.secure_graph import COMPLETE_BELOW, LEAST_SUMMED
+from isthmus.protocol.secure_site import COMPLETE_BELOW, LEAST_SUMMED
 from isthmus.runtime.federated.executor import first_message, take_part
-from isthmus.runtime.federated.own_means import own_mean_of
-from isthmus.runtime.federated.pipeline_plans import MakePlan, PipelinePlans
-from isthmus.runtime.federated.secure_site import SecureSiteExecutor
-from isthmus.runtime.federated.site_executor import SharesOf, SiteExecutor, SiteLink
-from isthmus.runtime.federated.site_pipeline import SitePipeline
+from isthmus.runtime.federated.pipeline_plans import MakePlan, PipelinePlans, SitePipeline
+from isthmus.runtime.federated.site_executor import SecureSiteExecutor, SharesOf, SiteExecutor, SiteLink
+from isthmus.runtime.federated.trainer import own_mean_of
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.keys import DeviceSigner
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage
@@ -53,7 +50,7 @@ from isthmus.runtime.processes.signals import ComputeThreads
 from isthmus.runtime.transport.channel import dial
 from isthmus.runtime.transport.message_sender import MessageSender
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, Outage, Retry, direct
-from isthmus.session.failures import reason_and_fault
+from isthmus.session.session import reason_and_fault
 
 ANSWER_S = 0.5  # between looks for the owner's answer
 

@@ -1,10 +1,10 @@
 """Identities of a fleet: keys, certificates of a private authority, tickets to join with, and the roster."""
 
-from isthmus.runtime.identity.authority import CERTIFICATE_LIFE_S, Authority
-from isthmus.runtime.identity.keys import Identity, Party, Role, party_of
-from isthmus.runtime.identity.roster import Member, Roster
-from isthmus.runtime.identity.tickets import (
+from isthmus.runtime.identity.keys import CERTIFICATE_LIFE_S, Authority, Identity, Party, Role, party_of
+from isthmus.runtime.identity.roster import (
     TICKET_LIFE_S,
+    Member,
+    Roster,
     Ticket,
     decode_ticket,
     encode_ticket,

@@ -15,17 +15,15 @@ from urllib.parse import quote
 
 import msgspec
 
-from isthmus.runtime.launchers.agent_command import agent_command, join_arguments
 from isthmus.runtime.launchers.child_agents import AgentProcess, ChildAgents
-from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
-from isthmus.runtime.processes.early_fork import fork_early, standing_for
-from isthmus.runtime.processes.fork_server import ForkServer
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, agent_command, join_arguments
+from isthmus.runtime.processes.fork_server import ForkServer, fork_early, standing_for
 
 SERVER = "isthmus.runtime.launchers.agent_fork_server"
 
 
 def fork_agents_early() -> None:
-    """For a command that will start agents here: see `early_fork`."""
+    """For a command that will start agents here: see `fork_early`."""
     fork_early([sys.executable], _environment(), SERVER)
 
 

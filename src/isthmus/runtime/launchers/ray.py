@@ -28,9 +28,8 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import PeerError
-from isthmus.runtime.launchers.agent_command import agent_command
 from isthmus.runtime.launchers.child_agents import GRACE_S, ChildAgents
-from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, agent_command
 from isthmus.runtime.launchers.ray_connection import LAUNCHER, RayUser, connect, ray_library
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ import msgspec
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import PeerError, UserError
 from isthmus.reading import parse_json
-from isthmus.runtime.launchers.agent_command import agent_script
-from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, agent_script
 from isthmus.runtime.launchers.yaml_text import yaml_text
 from isthmus.sanitize import sanitize
 

@@ -27,8 +27,7 @@ import msgspec
 
 from isthmus.atomic_write import atomic_write
 from isthmus.extensions import import_extra
-from isthmus.runtime.launchers.agent_command import agent_command
-from isthmus.runtime.launchers.launcher import AgentSpec
+from isthmus.runtime.launchers.launcher import AgentSpec, agent_command
 
 GRACE_S = 20.0  # how long an agent may take to end. Slurm kills 30 s after SIGTERM (KillWait).
 LOOK_S = 20.0

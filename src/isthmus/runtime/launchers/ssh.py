@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.launchers.agent_command import agent_command
 from isthmus.runtime.launchers.child_agents import ChildAgents
-from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, agent_command
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
 CHECK_S = 60.0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from isthmus.runtime.messages.assignment import GenerationMessage, RecoveryMessage, StateTransferMessage
 from isthmus.runtime.messages.decoupled import DecoupledMessage, FromReplica, ToReplica
 from isthmus.runtime.messages.federated import FederatedMessage, FromExecutor, ToExecutor
 from isthmus.runtime.messages.fleet import DataMessage, FleetMessage
-from isthmus.runtime.messages.generation import GenerationMessage
 from isthmus.runtime.messages.probe import ProbeMessage
 from isthmus.runtime.messages.run import Heartbeat, RelayMessage, RunMessage, ToCoordinator, ToDevice, ToPeer
-from isthmus.runtime.messages.state_transfer import RecoveryMessage, StateTransferMessage
 
 AnyMessage = (
     RunMessage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -13,12 +13,16 @@ from isthmus.fleet import Link
 from isthmus.graph import StageGraph
 from isthmus.plans import OuterOptimizer, Packing
 from isthmus.protocol import StageView
-from isthmus.protocol.work import Share, Work
+from isthmus.protocol.generation import Sampling, StageReport
+from isthmus.protocol.run_messages import Share, Work
+from isthmus.runtime.messages.message import Message
 from isthmus.training.engine import EngineConfig
+from isthmus.training.layout import TensorHeader
 from isthmus.training.local_privacy import Released
 from isthmus.wire_types import (
     Amount,
     Count,
+    Distinct,
     Host,
     Id,
     Int64,
@@ -26,7 +30,9 @@ from isthmus.wire_types import (
     Name,
     NotNegative,
     Place,
+    PlaceOrNone,
     Port,
+    Positive,
     Seconds,
     Shape,
     Streams,
@@ -147,3 +153,145 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stage(self) -> int:
         return self.view.stage
+
+
+class OfTransfer(Message, frozen=True, kw_only=True):
+    """A message of one state transfer of the run: messages of another one that are still under way are dropped."""
+
+    epoch: Count = 0
+    number: Count
+
+
+# Coordinator to device
+
+
+class ReceiveStateMessage(OfTransfer, frozen=True, kw_only=True):
+    """Get parts of these devices' states after `step` steps from them, and gradients to repeat their steps with."""
+
+    step: Count
+    peers: Many[Peer]  # the donors
+    donated: Table[Name, Table[Text, Shape]]  # shapes of the parts that each device gives
+    trained: Distinct[Text]  # those of the parameters' names that optimizers update
+    config: EngineConfig
+
+
+# Between two devices
+
+
+class FollowHello(OfTransfer, frozen=True, kw_only=True):
+    """First on a connection: the joining device gets the other one's state and gradients over it."""
+
+    device: Name
+
+
+class StateMessage(OfTransfer, frozen=True, kw_only=True):
+    """The state after `step` steps begins, or the gradients that led to it; bytes follow in stretches."""
+
+    of: Name
+    kind: Literal["state", "gradients"]
+    step: Count
+    headers: Many[TensorHeader]
+
+
+class StatePart(OfTransfer, frozen=True, kw_only=True):
+    """The next stretch, as one tensor of bytes."""
+
+    of: Name
+    offset: Amount
+
+
+StateTransferMessage = ReceiveStateMessage | FollowHello | StateMessage | StatePart
+
+
+class SnapshotMessage(Message, frozen=True, kw_only=True):
+    """A snapshot of the sender's stage begins; its bytes follow in stretches."""
+
+    source: Place
+    epoch: Count = 0
+    step: Count
+    headers: Many[TensorHeader]  # headers of the tensors in the buffer
+
+
+class SnapshotPart(Message, frozen=True, kw_only=True):
+    """The next stretch of the buffer, as one tensor of bytes."""
+
+    source: Place
+    epoch: Count = 0
+    step: Count
+    offset: Amount
+
+
+class StateHello(Message, frozen=True, kw_only=True):
+    """First on a connection for state: the device asks for these parts of the state that the epoch begins from."""
+
+    device: Name
+    epoch: Count = 0
+    parts: Distinct[Text]
+
+
+class GivenPart(Message, frozen=True, kw_only=True):
+    """A part of the state after `step` steps: its tensors."""
+
+    epoch: Count = 0
+    step: Count
+    part: Text
+
+
+RecoveryMessage = SnapshotMessage | SnapshotPart | StateHello | GivenPart
+
+
+COORDINATOR = -1  # as the source of a step
+
+
+class ServeStage(Message, frozen=True, kw_only=True):
+    """Coordinator to device: serve this stage. With values of its variables that the device has not got yet."""
+
+    epoch: Count
+    stage: Place  # in the chain. The last stage chooses tokens, and gives them to the first.
+    device: Name
+    graph: StageGraph
+    token_input: Text  # name of the op whose value the tokens are
+    vocabulary: Positive  # tokens are below it
+    context: Positive  # tokens of a prompt and its answer together, at most
+    neighbours: Many[Neighbour] = ()
+    flops_per_s: NotNegative | None = None
+    """The speed of an emulated device: a step lasts at least its FLOPs / flops_per_s."""
+    threads: Threads = 1
+    timeout_s: Seconds = 60.0
+
+
+class NewPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A new prompt, without its tokens, as stages must know it."""
+
+    sampling: Sampling
+    made: Count = 0  # how many of the step's tokens were generated before, for a prompt that starts again
+    capacity: Count  # tokens that its caches hold
+
+
+class GenerateStep(Message, frozen=True, kw_only=True):
+    """New tokens of one prompt: to the first stage the tokens, from stage to stage what crosses the cut."""
+
+    epoch: Count
+    prompt: Count
+    source: PlaceOrNone  # a stage, or the coordinator
+    start: Count  # position of the first token
+    count: Positive  # tokens
+    tokens: Many[Count] = ()
+    new: NewPrompt | None = None  # with the first step of a prompt
+
+
+class ForgetPrompts(Message, frozen=True, kw_only=True):
+    """Coordinator to device: drop their keys and values."""
+
+    epoch: Count
+    prompts: Many[Count]
+
+
+class ServingReport(Message, frozen=True, kw_only=True):
+    """Device to coordinator."""
+
+    body: StageReport
+
+
+ServingOrder = ServeStage | GenerateStep | ForgetPrompts
+GenerationMessage = ServeStage | GenerateStep | ForgetPrompts | ServingReport

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from isthmus.data import DataSpec
-from isthmus.data.allowed import allowed
 from isthmus.data.description import DataDescription, describe
+from isthmus.data.registry import allowed
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded

@@ -2,6 +2,6 @@
 
 `fleet_coordinator` with `fleet_state`, `enrollment`, `job_queue` and `status_file` is the coordinator's side: the host
 of the fleet's membership (`isthmus.protocol.fleet_membership`). `agent`, `device_group` and `machine` are the device's
-side. A probe: `fleet_probe` asks devices, `device_probe` answers; `probe_questions` chooses what is measured, `speed`
-and `layer_speed` measure it, `probe_results` rank it. `data_queries` compares data. `doctor` finds a broken hop.
+side. A probe: `fleet_probe` asks devices, and ranks what `device_probe` answers; `probe_questions` chooses what is
+measured, `speed` measures it. `data_queries` compares data. `doctor` finds a broken hop.
 """

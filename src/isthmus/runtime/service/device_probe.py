@@ -16,7 +16,7 @@ import torch
 
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.fleet.changes import fit_link
+from isthmus.fleet.fleet import fit_link
 from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import MOST_HARDWARE
@@ -32,10 +32,9 @@ from isthmus.runtime.messages.probe import (
 )
 from isthmus.runtime.messages.run import StreamHello
 from isthmus.runtime.processes.device_processes import ProcessPlace
-from isthmus.runtime.service.fleet_probe import NO_JOB, measured_device, measured_link
-from isthmus.runtime.service.layer_speed import share_of
-from isthmus.runtime.service.probe_results import combined_speed
+from isthmus.runtime.service.fleet_probe import NO_JOB, combined_speed, measured_device, measured_link
 from isthmus.runtime.service.speed import TimedWork as Speed
+from isthmus.runtime.service.speed import share_of
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.multi_stream import StreamAssembler, may_gain

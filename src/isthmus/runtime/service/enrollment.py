@@ -29,8 +29,7 @@ import msgspec
 from isthmus.errors import PeerError, UserError
 from isthmus.listening import shown_address
 from isthmus.runtime.identity import Authority, Identity, Roster, Ticket
-from isthmus.runtime.identity.authority import requested_key
-from isthmus.runtime.identity.keys import id_of
+from isthmus.runtime.identity.keys import id_of, requested_key
 from isthmus.runtime.messages.fleet import MOST_REQUEST_BYTES, JoinAnswer, JoinRequest, NewDevice
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.transport.channel import connected

@@ -20,9 +20,8 @@ from isthmus.protocol.fleet_membership import FleetMembership, Refusal
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import DevicesAtWork, RunRequest
 from isthmus.runtime.identity import Party
-from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.database import StoreError
-from isthmus.runtime.identity.keys import id_of
+from isthmus.runtime.identity.keys import id_of, requested_key
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import (
     MOST_HARDWARE,
@@ -48,11 +47,10 @@ from isthmus.runtime.service.enrollment import admit
 from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.status_file import CoordinatorStatus, DeviceStatus, LinkStatus, remove_status, write_status
-from isthmus.runtime.transport.acceptor import Acceptor, first_message
+from isthmus.runtime.transport.acceptor import Acceptor, LogLimiter, Rate, first_message, limited
 from isthmus.runtime.transport.channel import Channel, SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.listener import Listener, allow_many_connections
-from isthmus.runtime.transport.rate_limit import LogLimiter, Rate, limited
 from isthmus.runtime.transport.relay import Relay
 from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.runtime.transport.secure import Connection

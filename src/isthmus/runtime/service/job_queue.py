@@ -18,8 +18,8 @@ import msgspec
 from isthmus.errors import UserError
 from isthmus.locking import claimed
 from isthmus.programs.queue import Queue, QueuedJob, State
-from isthmus.runtime.identity.authority import fingerprint_in
 from isthmus.runtime.identity.database import Database
+from isthmus.runtime.identity.keys import fingerprint_in
 
 Kind = Literal["pipeline", "federated"]
 

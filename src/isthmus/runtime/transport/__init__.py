@@ -1,8 +1,7 @@
 """Connections.
 
-`channel` is a framed connection, `lanes` send on it, `secure` is TLS, `listener` accepts, `unauthenticated` bounds
-unknown peers, `acceptor` admits the devices of a run, `connect_retries` dials again. `rendezvous` connects two
-devices, directly or through the coordinator's `relay`. `multi_stream` makes several streams one, `tcp_congestion`
-chooses BBR, `shaping` emulates a link, `rate_limit` limits messages and log lines, `message_sender` sends from any
-thread, `heartbeat` sends heartbeats.
+`channel` is a framed connection, `lanes` send on it, of an emulated link too; `secure` is TLS, `listener` accepts,
+`acceptor` admits the devices of a run and limits their messages, `reconnection` dials again. `rendezvous` connects two
+devices, directly or through the coordinator's `relay`. `multi_stream` makes several streams one, `tcp` chooses BBR,
+`message_sender` sends from any thread.
 """

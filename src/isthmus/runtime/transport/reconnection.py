@@ -25,7 +25,7 @@ from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, Guard, Messa
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import MessageSender, start_heartbeats
 from isthmus.runtime.transport.tcp import WAITS_S
-from isthmus.session.failures import reason_and_fault
+from isthmus.session.session import reason_and_fault
 
 LOG_S = 3.0  # an outage is logged when nothing was received for so long, then each time after twice as long
 Sending = TypeVar("Sending", SendLane, MessageSender)

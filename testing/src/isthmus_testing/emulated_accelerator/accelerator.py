@@ -10,8 +10,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.accelerator import DeviceEvent, MemoryUse, Stream
-from isthmus.accelerators.host import GENERATOR
+from isthmus.accelerators.accelerator import GENERATOR, DeviceEvent, MemoryUse, Stream
 from isthmus.errors import InternalError, UserError
 from isthmus_testing.emulated_accelerator import tensors
 from isthmus_testing.emulated_accelerator.copies import forget, host_waits

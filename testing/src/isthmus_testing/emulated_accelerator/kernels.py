@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus.accelerators.host import GENERATOR
+from isthmus.accelerators.accelerator import GENERATOR
 from isthmus_testing.emulated_accelerator.copies import copy_between, host_waits
 from isthmus_testing.emulated_accelerator.devices import KIND, CheckedDevice, device, seed_all
 from isthmus_testing.emulated_accelerator.gpu_kernels import fused_adamw, fused_sgd, gru_cell, lstm_cell
