@@ -89,6 +89,8 @@ def fastest(problem: Problem, *, thorough: bool = True) -> Plan:
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
         plans += _built(problem, fallback.devices, blocks.boundaries(fallback.cut))
+        if plans and packs_alike(problem):
+            plans += _moved(problem, network, blocks, layouts_of(plans[0]), plans[0].predicted.step_s)
     return _noted(problem, min(plans, key=lambda plan: preference(problem, plan)))
 
 
