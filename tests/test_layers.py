@@ -52,7 +52,7 @@ PUBLIC = {
     "cost": (
         "Decoupled EdgeTime MemoryRoom OPTIMIZER_TENSORS ParameterState PipelineTime Placement PlanLayout Price "
         "Problem SyncPolicy broken_constraint build_again build_plan build_replicas in_flight_limits is_priced "
-        "layouts_of minimised parameter_state place plan_compression preference repeat_compression step_price "
+        "layouts_of parameter_state place plan_compression preference repeat_compression step_price "
         "with_edges with_sync"
     ),
     "federated": (

@@ -59,20 +59,16 @@ def odd_problem(seed: int, devices: int, operators: int, count: int, saved: int)
 @given(
     st.integers(0, 10**6), st.integers(2, 4), st.integers(2, 5), st.sampled_from([1, 2, 3, 5]), st.sampled_from([1, 9])
 )
-def test_odd_graphs_are_settled_and_bounds_are_below(
-    seed: int, devices: int, operators: int, count: int, saved: int
-) -> None:
+def test_odd_graphs_are_settled(seed: int, devices: int, operators: int, count: int, saved: int) -> None:
     problem = odd_problem(seed, devices, operators, count, saved)
     best_s = best_step_s(problem)
     network, blocks = network_of(problem), Blocks(problem)
     settled = exhaustive_plan(problem, network, blocks, float("inf"))
     assert settled is not None
     if best_s == float("inf"):
-        assert settled.plan is None
+        assert not settled
         return
-    assert settled.plan is not None
-    assert settled.bound == pytest.approx(best_s, rel=1e-8)
-    assert settled.plan.predicted.step_s == pytest.approx(best_s, rel=1e-8)
+    assert settled[0].predicted.step_s == pytest.approx(best_s, rel=1e-8)
 
 
 def test_in_some_of_these_stages_recompute() -> None:
@@ -80,8 +76,8 @@ def test_in_some_of_these_stages_recompute() -> None:
     for seed in range(1, 60, 2):
         problem = odd_problem(seed, 3, 4, 5, 9)
         settled = exhaustive_plan(problem, network_of(problem), Blocks(problem), float("inf"))
-        if settled is not None and settled.plan is not None:
-            found |= {stage.recompute for replica in settled.plan.replicas for stage in replica.stages}
+        for made in settled or ():
+            found |= {stage.recompute for replica in made.replicas for stage in replica.stages}
     assert found == {True, False}
 
 

@@ -4,7 +4,7 @@ from isthmus.cost.build_plan import PlanLayout, build_plan, build_replicas, layo
 from isthmus.cost.compressed import build_again, plan_compression, repeat_compression, with_edges
 from isthmus.cost.limits import MemoryRoom, broken_constraint, in_flight_limits
 from isthmus.cost.placement import Placement, place
-from isthmus.cost.price import Price, is_priced, minimised, preference, step_price
+from isthmus.cost.price import Price, is_priced, preference, step_price
 from isthmus.cost.problem import OPTIMIZER_TENSORS, Decoupled, ParameterState, Problem, SyncPolicy, parameter_state
 from isthmus.cost.steptime import EdgeTime, PipelineTime
 
@@ -27,7 +27,6 @@ __all__ = [
     "in_flight_limits",
     "is_priced",
     "layouts_of",
-    "minimised",
     "parameter_state",
     "place",
     "plan_compression",

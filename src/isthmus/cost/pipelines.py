@@ -27,7 +27,6 @@ class Pipelines:
     order: Ints  # [pipelines, stages]: devices
     ends: Ints  # [pipelines, stages + 1]: block boundaries
     fill_s: Floats  # shared parameters included
-    shared_s: Floats
     busy_s: Floats  # seconds of the slowest stage, link or uplink per micro-batch
     round_trip_s: Floats  # [pipelines, stages]
     held: Floats  # [pipelines, stages]: micro-batches that memory allows in flight
@@ -130,7 +129,6 @@ def timed(
         order=order,
         ends=table.ends[cuts],
         fill_s=kernel.fill_s(forward_s, backward_s, sent.messages) + sent.shared_s,
-        shared_s=sent.shared_s,
         busy_s=kernel.busiest_s(order, forward_s + backward_s, sent.messages, sent.uplinks_s),
         round_trip_s=kernel.round_trips_s(forward_s, backward_s, sent.messages) if throttled else np.zeros(order.shape),
         held=held,

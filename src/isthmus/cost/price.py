@@ -60,13 +60,6 @@ def preference(problem: Problem, plan: Plan, step_s: float | None = None) -> tup
     return steps * step_price(plan, problem.fleet, seconds).total, seconds
 
 
-def minimised(problem: Problem, plan: Plan) -> float:
-    """Return the seconds or the price of one step that a bound is compared with, whatever its codecs and limits."""
-    if problem.constraints.objective == "time":
-        return plan.predicted.step_s
-    return step_price(plan, problem.fleet).total
-
-
 def beyond_limit(problem: Problem, plan: Plan) -> float | None:
     """The plan's seconds per step, or its price of 1,000 steps, where the terms allow less."""
     constraints = problem.constraints

@@ -15,8 +15,6 @@ from isthmus.verification.question import DifferenceList, Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.timing import Moved, StepTiming
 
-UNLIMITED = 2**60
-
 
 def copied_stages(question: Question, count: int) -> tuple[int, ...]:
     """Return those stages, in a chain of so many, of which every holder has a copy."""

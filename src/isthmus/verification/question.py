@@ -76,10 +76,6 @@ class Question:
         size = self.micro_batch_size * self.micro_batches // micro_batches
         return replace(self, micro_batches=micro_batches, micro_batch_size=size)
 
-    @property
-    def shares_uplinks(self) -> bool:
-        return any(site.uplink_bytes_per_s is not None for site in self.fleet.region_info)
-
     def room_bytes(self, device: str) -> int:
         """Return the bytes of the device's memory that stages may take."""
         memory = self.fleet.device(device).memory_bytes

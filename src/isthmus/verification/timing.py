@@ -183,10 +183,6 @@ class StepTiming:
             return max(micro_batches * period_s, by_itself_s / 2)
         return self.fill_s + (micro_batches - 1) * period_s + self.shared_s
 
-    def unhindered_s(self, micro_batches: int) -> float:
-        """Return the time of a step in which every stage holds all micro-batches."""
-        return self.fill_s + (micro_batches - 1) * self._busiest_s + self.shared_s
-
     def eq3_s(self, micro_batches: int) -> float:
         """FusionLLM Eq. 3 with the backward: latency counts in the bottleneck, receives follow one another."""
         computing, receiving = dict.fromkeys(self.devices, 0.0), dict.fromkeys(self.devices, 0.0)

@@ -99,7 +99,7 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         part("every plan")
         settled = exhaustive_plan(problem, network, blocks, _best_s(plans))
     if settled is not None:
-        plans += [] if settled.plan is None else [settled.plan if alike else rebuilt(problem, settled.plan)]
+        plans += settled if alike else [rebuilt(problem, plan) for plan in settled]
         plans += _others(problem) if score is not None or not alike else ()
     elif alike and (plans or settles(problem)):  # else all this was done for each way to pack alike
         plans += _others(problem)

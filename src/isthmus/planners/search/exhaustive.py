@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from math import comb, perm
-from typing import NamedTuple
 
 import numpy as np
 
@@ -54,13 +53,6 @@ MOST_BUILT = 3_000
 Group = frozenset[int]
 
 
-class Settled(NamedTuple):
-    """The best plan, if it beats what was known, and what none undercuts: seconds or money, by the objective."""
-
-    plan: Plan | None
-    bound: float
-
-
 class _TooManyPlans(Exception):
     pass
 
@@ -73,8 +65,8 @@ def settles(problem: Problem) -> bool:
     return constraints.objective == "time" and free and problem.sync.mode == "every-step"
 
 
-def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> Settled | None:
-    """The best of all plans; None where they are too many. `known_s` is the step of some plan, or infinite."""
+def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> list[Plan] | None:
+    """The best of all plans, if it beats `known_s`, the step of some plan or infinite; None where they are too many."""
     devices = len(network.names)
     if devices > MOST_DEVICES or pipeline_count(devices, blocks.count) > MOST_PIPELINES:
         return None
@@ -89,7 +81,7 @@ def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, kno
                         search.look(ordered)
     except _TooManyPlans:
         return None
-    return Settled(search.plan() if search.best else None, search.best_s if search.best else known_s)
+    return [search.plan()] if search.best else []
 
 
 def exhaustive_pipeline(
