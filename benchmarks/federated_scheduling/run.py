@@ -28,7 +28,7 @@ from rich.table import Table
 
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.simulator.rounds import FederatedCosts, SimulatedRound, simulate_federated
 

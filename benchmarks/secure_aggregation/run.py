@@ -21,7 +21,7 @@ from rich.table import Table
 from isthmus.federated.algorithms import ClientUpdate, Combine
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.secure.masks import WEIGHTS
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_site import neighbour_count, threshold_of
 from isthmus_testing.secure_phase import SecurePhase, Step
 

@@ -10,7 +10,7 @@ makes its plan itself (`isthmus.planners`, `isthmus.cost`) and runs exactly that
 """
 
 from isthmus.api.make_plan import plan_for
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.evaluation import RoundHistory, RoundLine
 from isthmus.graph.capture import Column, capture
 from isthmus.protocol import Item, RunSpec
 from isthmus.runtime.coordinator.backend import LocalBackend, local_places

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from isthmus.accelerators import Accelerator, accelerator_names, open_accelerator
-from isthmus.federated.evaluation import Evaluation
-from isthmus.federated.history import RoundLine
+from isthmus.federated.evaluation import Evaluation, RoundLine
 from isthmus.federated.job import load_federated_job
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus_testing.emulated_accelerator import open_checked

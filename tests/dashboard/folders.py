@@ -15,7 +15,7 @@ from isthmus.api.rounds import round_evaluation, round_step
 from isthmus.api.run_entries import ENTRIES
 from isthmus.api.watch import RunLog
 from isthmus.callbacks import RunStarted
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, RefusedUpdate
 from isthmus.run_files import JOB, ROUND_LINES

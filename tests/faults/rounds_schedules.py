@@ -12,7 +12,7 @@ import numpy as np
 from isthmus.programs.masked import MaskedRounds
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, SecureRules
+from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules, SecureRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.simulator.options import Fault
 from isthmus.simulator.rounds import FederatedCosts, SimulatedFederation, simulate_federation

@@ -39,7 +39,7 @@ from isthmus.protocol.federated_messages import (
     PhaseSetup,
     SumsSent,
 )
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.run_messages import DeviceFailed, Halt

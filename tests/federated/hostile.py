@@ -34,7 +34,7 @@ from isthmus.protocol.federated_messages import (
     PhaseSetup,
     SumsSent,
 )
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.protocol.secure_messages import SecureOrder
 from isthmus.runtime.federated.site_runner import SiteRunner

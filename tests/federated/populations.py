@@ -32,7 +32,7 @@ from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import RoundPort, Rounds
 from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport
 from isthmus.protocol.federated_participation import Buffer, Participation, cohort
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.session.session import Loss, Observation
 from tests.federated.twins import BATCH, EPOCHS, ETA, SEED

@@ -18,7 +18,7 @@ from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
 from isthmus.errors import UserError
 from isthmus.federated.admission import Guarantee
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from isthmus.federated.job import client_data, load_federated_job
 from isthmus.federated.states import StateForm, StateStore
 from isthmus.overrides import overridden

@@ -21,7 +21,7 @@ from isthmus.protocol.federated_messages import (
     UpdateRefused,
 )
 from isthmus.protocol.federated_participation import Buffer, Participation
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.session.session import CLOSED, EXIT_S, Observation
 from tests.federated.populations import Asking, commits, finish_of, orders
@@ -186,7 +186,7 @@ def test_what_is_waited_for_and_until_when() -> None:
 
 
 def test_a_first_round_that_waits_without_an_end_says_what_begins_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.session.deadlines.FIRST_S", 0.1)
+    monkeypatch.setattr("isthmus.session.session.FIRST_S", 0.1)
     run = Watched()
     run.join("a", "b")
     notes = run.lines_at(1.0, 100.0)
@@ -197,7 +197,7 @@ def test_a_first_round_that_waits_without_an_end_says_what_begins_it(monkeypatch
 
 def test_sites_that_all_left_are_said_in_one_short_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one's reason was told when it left."""
-    monkeypatch.setattr("isthmus.session.deadlines.FIRST_S", 0.1)
+    monkeypatch.setattr("isthmus.session.session.FIRST_S", 0.1)
     run = Watched()
     run.join(*SITES)
     for name in SITES:

@@ -12,7 +12,7 @@ import torch
 from isthmus.errors import UserError
 from isthmus.federated import Commits, RunIdentity
 from isthmus.federated.admission import AdmissionRules, Privacy
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.evaluation import RoundHistory, RoundLine
 from isthmus.federated.robust import Aggregation
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime

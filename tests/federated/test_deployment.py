@@ -19,7 +19,7 @@ from isthmus.api.make_plan import plan_for
 from isthmus.data.dataset import ColumnSpec
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.client_trainer import TrainingTask
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.evaluation import RoundHistory, RoundLine
 from isthmus.federated.job import build, load_federated_job
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
@@ -396,7 +396,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_a_site_does_not_run_what_its_owner_does_not_name(
     change: tuple[str, str], words: str, tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isthmus.session.deadlines.FIRST_S", 0.1)
+    monkeypatch.setattr("isthmus.session.session.FIRST_S", 0.1)
     job = load_federated_job(write_job(tmp_path, ("a",), rounds=1))
     run = SiteRun(job, tmp_path / "run", resume=False)
     said: list[str] = []

@@ -21,7 +21,7 @@ from isthmus.federated.secure import site_noise
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId, PhaseOpened, PhaseSetup
 from isthmus.protocol.federated_participation import Participation, cohort
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.rng import stream
 from isthmus.runtime.federated.host import RoundMeasure

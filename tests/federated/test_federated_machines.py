@@ -27,7 +27,7 @@ from isthmus.protocol.federated_messages import (
     TasksRecalled,
     TasksReturned,
 )
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ClientScheduler, ThroughputModel
 from tests.federated.populations import Asking, commits, finish_of, orders
 from tests.programs.ports import Asked

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from isthmus.api.rounds import round_step
 from isthmus.federated.admission import Guarantee
-from isthmus.federated.evaluation import ClientFigures, Evaluation
-from isthmus.federated.history import RoundLine
+from isthmus.federated.evaluation import ClientFigures, Evaluation, RoundLine
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
 from isthmus.report.progress import Progress

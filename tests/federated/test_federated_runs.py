@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from isthmus.api.federated import federated_job_of
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from isthmus.federated.job import ALL
 from isthmus.federated.server import STATES
 from isthmus.federated.state_files import PAGE_BYTES

@@ -24,7 +24,7 @@ from isthmus.protocol.federated_messages import (
     RefusedUpdate,
     SumsSent,
 )
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import Executor

@@ -15,7 +15,7 @@ from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.site_secrets import SiteSecrets
 from isthmus.programs.masked import Masked, SecurePort
 from isthmus.protocol.federated_messages import PhaseId
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_messages import (
     KeysListed,
     KeysSent,

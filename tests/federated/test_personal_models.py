@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from tests.federated.test_run_folders import JOB
 from tests.runtime.commands import isthmus
 

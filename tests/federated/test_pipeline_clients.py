@@ -20,7 +20,7 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from isthmus.federated.job import load_federated_job
 from isthmus.federated.local import LocalConfig, PlainLocal, StepsByRound, Workspace
 from isthmus.federated.pipeline import PipelineConfig, check_descends, segments

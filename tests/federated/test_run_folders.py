@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.evaluation import RoundHistory, RoundLine
 from isthmus.federated.job import build, load_federated_job
 from isthmus.federated.resident import Resident
 from isthmus.models import ModelSpec, build_model

@@ -31,7 +31,7 @@ from isthmus.protocol.federated_messages import (
     RefusedUpdate,
     SumsSent,
 )
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_messages import (
     KeysListed,
     SealedShare,

@@ -11,7 +11,7 @@ import pytest
 
 from isthmus.api.federated_simulation import simulate_rounds
 from isthmus.errors import UserError
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from isthmus.federated.job import load_federated_job
 from isthmus.federated.selection import chooser
 from isthmus.programs.open_phase import RoundRecord

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from isthmus.protocol.federated_messages import ClientTime
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from tests.federated.test_run_folders import JOB

@@ -50,9 +50,8 @@ from isthmus.runtime.service import data_queries, device_probe
 from isthmus.runtime.service.agent import Agent, Membership
 from isthmus.runtime.service.data_queries import FleetDataQueries
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator, _only_fleet
-from isthmus.runtime.service.fleet_probe import measured_device, probe_link
+from isthmus.runtime.service.fleet_probe import measured_device, probe_link, speed_question
 from isthmus.runtime.service.fleet_state import FleetState
-from isthmus.runtime.service.probe_questions import speed_question
 from isthmus.runtime.service.speed import TimedWork
 from isthmus.wire_types import MOST_BYTES
 from tests.drawn_integers import DRAWN, Lies, received

@@ -15,7 +15,7 @@ from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
 from isthmus.errors import UserError
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.evaluation import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.federated.executor import _allowed, check_code

@@ -10,8 +10,7 @@ from isthmus.api import join as device
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.memory import machine_memory_bytes
-from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
-from isthmus.runtime.service.device_group import run_group
+from isthmus.runtime.service.agent import Agent, join_fleet, membership_in, run_group
 from isthmus.runtime.service.enrollment import Dismissal, check_name
 from isthmus.runtime.service.hardware import hardware_of
 from tests.runtime.commands import Done, isthmus, refused

@@ -30,8 +30,7 @@ from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import speed
 from isthmus.runtime.service.agent import Agent, Membership
 from isthmus.runtime.service.device_probe import compute_speed
-from isthmus.runtime.service.fleet_probe import combined_speed, measured_device, planned_speed
-from isthmus.runtime.service.probe_questions import speed_question
+from isthmus.runtime.service.fleet_probe import combined_speed, measured_device, planned_speed, speed_question
 from isthmus.runtime.service.speed import measure_layers, share_of
 from isthmus.training.engine import TorchEngine
 from isthmus_testing.emulated_accelerator import open_checked

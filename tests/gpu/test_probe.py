@@ -5,8 +5,7 @@ from collections.abc import Callable
 from isthmus.accelerators import Accelerator
 from isthmus.job import prepare
 from isthmus.runtime.messages.probe import AttentionShape, MatrixProduct, MeasureSpeed
-from isthmus.runtime.service.fleet_probe import planned_speed
-from isthmus.runtime.service.probe_questions import speed_question
+from isthmus.runtime.service.fleet_probe import planned_speed, speed_question
 from isthmus.runtime.service.speed import measure
 from tests.runtime.jobs import TEXT, job_of
 

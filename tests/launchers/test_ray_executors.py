@@ -17,7 +17,7 @@ import isthmus
 from isthmus.api.folder import AGENTS_LOG
 from isthmus.callbacks import StepDone
 from isthmus.errors import UserError
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from isthmus.federated.job import FederatedJob, load_federated_job
 from tests.federated.test_federated_runs import model, write
 from tests.fleet_service.parties import soon

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from isthmus.errors import UserError
-from isthmus.federated.evaluation import site_evaluator
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory, site_evaluator
 from isthmus.federated.job import build, load_federated_job
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation

@@ -8,7 +8,7 @@ import numpy as np
 
 from isthmus.programs.masked import MaskedRoundPort, MaskedRounds
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId, RefusedUpdate, SumsSent
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, SecureRules
+from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules, SecureRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.protocol.secure_messages import KeysListed, KeysSent, SiteKeys
 from isthmus.session.session import Observation

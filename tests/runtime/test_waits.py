@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isthmus.protocol import RunSpec, StateLayout
 from isthmus.protocol.run_messages import DeviceReady, ItemReported
-from isthmus.session.deadlines import Deadlines, Waits
+from isthmus.session.session import Deadlines, Waits
 from tests.protocol.recorded import Recorded
 
 

@@ -21,7 +21,7 @@ from isthmus.federated.site import Site
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.models import ModelSpec
 from isthmus.protocol.federated_messages import ExecutorJoined, LinearFit, PhaseId
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.federated.executor import Executor, take_part
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, SiteAcceptor, SiteConnection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 
 from .federated_ports import Departure, Port, Scenario, Slow, play
 

@@ -8,7 +8,7 @@ import pytest
 from isthmus.errors import UserError
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.simulator.options import Fault
 from isthmus.simulator.rounds import FederatedCosts, simulate_federation

@@ -9,7 +9,7 @@ from isthmus.errors import PeerError
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.simulator.options import Fault
 from isthmus.simulator.rounds import FederatedCosts, SimulatedRound, record_texts, simulate_federated

@@ -15,7 +15,7 @@ import isthmus as package
 from isthmus.api.folder import RunFolder
 from isthmus.api.stored_run import chosen_folder, documents_of, uploaded
 from isthmus.errors import UserError
-from isthmus.federated.history import RoundHistory
+from isthmus.federated.evaluation import RoundHistory
 from isthmus.federated.server import STATES
 from isthmus.stores import Store, StoreConfig, commits_in
 from isthmus.training.checkpoint import latest_checkpoint, newest_whole_checkpoint, read_manifest, read_tensors

@@ -20,8 +20,7 @@ from isthmus.sync import Options, attach
 from isthmus.sync.averaging import SAMPLED, Averager, sample
 from isthmus.sync.dream import Dream, joined
 from isthmus.sync.layers import Layer, flatten, pack, spans
-from isthmus.sync.local import balanced_steps
-from isthmus.sync.mode import PeriodReport
+from isthmus.sync.mode import PeriodReport, balanced_steps
 from isthmus.sync.profile import MOST_BYTES, SMALLEST_BYTES, LinkModel, fitted, probe
 from isthmus.sync.scheduled import layers_of
 

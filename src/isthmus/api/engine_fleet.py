@@ -25,7 +25,7 @@ from isthmus.runtime.service.agent import local_address
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import remove_state
 from isthmus.sanitize import sanitize
-from isthmus.session.deadlines import few
+from isthmus.session.session import few
 from isthmus.units import format_duration
 
 LAST_LINES = 20  # lines of an agent that are shown where it fails

@@ -30,8 +30,8 @@ from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
 from isthmus.federated.client_costs import ClientCosts
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.deployment import Deployment
+from isthmus.federated.evaluation import RoundLine
 from isthmus.federated.executor_fleet import ExecutorFleet, transfer_s
-from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
 from isthmus.federated.local import StepsByRound
 from isthmus.federated.pipeline import check_descends

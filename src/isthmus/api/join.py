@@ -30,8 +30,7 @@ from isthmus.runtime.identity import Identity, Ticket, decode_ticket, read_ticke
 from isthmus.runtime.processes.children import end_with_input
 from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
 from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
-from isthmus.runtime.service.agent import JOINED, Agent, Membership, join_fleet, membership_in
-from isthmus.runtime.service.device_group import run_group
+from isthmus.runtime.service.agent import JOINED, Agent, Membership, join_fleet, membership_in, run_group
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.runtime.service.hardware import hardware_of
 from isthmus.runtime.service.machine import Finding

@@ -20,9 +20,8 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, prepare
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.device_probe import probe_machine
-from isthmus.runtime.service.fleet_probe import NO_JOB, probe_fleet
+from isthmus.runtime.service.fleet_probe import NO_JOB, probe_fleet, speed_question
 from isthmus.runtime.service.hardware import hardware_of
-from isthmus.runtime.service.probe_questions import speed_question
 
 
 class Probing(msgspec.Struct, frozen=True, kw_only=True):

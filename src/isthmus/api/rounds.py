@@ -31,8 +31,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.federated.accounting import written_guarantee
 from isthmus.federated.admission import Guarantee
 from isthmus.federated.buffers import buffers_of
-from isthmus.federated.evaluation import Evaluation
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.evaluation import Evaluation, RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, build, check_deployment, check_simulation
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Commits

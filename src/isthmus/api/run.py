@@ -19,8 +19,7 @@ from isthmus.data.description import DataDescription
 from isthmus.disclosure import PrivacySpent
 from isthmus.errors import UserError, unknown_name
 from isthmus.federated.admission import Guarantee
-from isthmus.federated.evaluation import Evaluation
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.evaluation import Evaluation, RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.figures import FIGURES
 from isthmus.fleet import Fleet

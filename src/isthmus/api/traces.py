@@ -11,7 +11,7 @@ import msgspec
 from isthmus import api
 from isthmus.api.folder import RunFolder
 from isthmus.api.run_entries import run_entries, run_state
-from isthmus.federated.history import RoundLine
+from isthmus.federated.evaluation import RoundLine
 from isthmus.reading import read_json
 from isthmus.report import ComparisonSummary, run_summary
 from isthmus.report.replicas_table import ReplicasTraced

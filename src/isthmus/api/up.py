@@ -31,8 +31,7 @@ from isthmus.runtime.launchers.launcher import Renders, open_launcher
 from isthmus.runtime.launchers.local import fork_agents_early as fork_agents_early
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
-from isthmus.runtime.service.fleet_probe import probe_fleet
-from isthmus.runtime.service.probe_questions import speed_question
+from isthmus.runtime.service.fleet_probe import probe_fleet, speed_question
 
 
 def run_on_engine(job: Job | FederatedJob, asked: UpChoices, observer: Observer, stop: Stop) -> Run:

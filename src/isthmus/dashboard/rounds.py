@@ -11,7 +11,7 @@ from isthmus.programs.open_phase import RoundRecord
 
 
 class RoundShown(msgspec.Struct, frozen=True):
-    """A line of `federated/history.py`, which imports torch."""
+    """A line of `federated/evaluation.py`, which imports torch."""
 
     record: RoundRecord
     seconds: float

@@ -25,7 +25,7 @@ from isthmus.federated.states import StateForm, StateStore
 from isthmus.graph.flop_counter import flop_counter
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, PhaseSetup, RefusedUpdate
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 
 FEW_SAMPLES = 2  # batch norm takes two. FLOPs are proportional to samples.

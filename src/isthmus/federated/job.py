@@ -50,7 +50,7 @@ from isthmus.models import build_model
 from isthmus.old_spelling import respelled
 from isthmus.planners.cohort import COHORT_ALGORITHMS
 from isthmus.protocol.federated_participation import Participation, cohort
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]

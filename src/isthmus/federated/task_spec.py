@@ -41,7 +41,7 @@ from isthmus.protocol.federated_messages import (
     TasksGranted,
     TasksRecalled,
 )
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SharesDelivered, UnmaskAsked
 from isthmus.training.learning_rate import LearningRate
 from isthmus.units import parse_duration

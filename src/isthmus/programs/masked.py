@@ -21,7 +21,7 @@ from isthmus.programs.merging import Why
 from isthmus.programs.open_phase import OpenPhase
 from isthmus.programs.rounds import RoundPort, Rounds
 from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, RefusedUpdate, SumsSent
-from isthmus.protocol.federated_rules import RoundRules, SecureRules
+from isthmus.protocol.federated_planning import RoundRules, SecureRules
 from isthmus.protocol.secure_messages import (
     KeysListed,
     KeysSent,

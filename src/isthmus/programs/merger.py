@@ -39,10 +39,8 @@ from isthmus.protocol.decoupled_events import (
     MergesDone,
     StepsMade,
 )
-from isthmus.session.calls import Calls
-from isthmus.session.deadlines import STARTING
 from isthmus.session.program import OVER, OutOfPhase, Policy, Port, report
-from isthmus.session.session import CLOSED, Fault, Loss, Observation, Session
+from isthmus.session.session import CLOSED, STARTING, Calls, Fault, Loss, Observation, Session
 
 _INTERVAL_DECAY = 0.5  # weight of the newest time between two merges in their mean
 _SHORTEST_S = 1e-3  # between two looks at a merge that could not end

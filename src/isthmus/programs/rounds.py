@@ -37,13 +37,11 @@ from isthmus.protocol.federated_messages import (
     TasksReturned,
     UpdateRefused,
 )
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ClientScheduler, ThroughputModel
 from isthmus.protocol.secure_messages import SecureReport
-from isthmus.session.calls import Calls
-from isthmus.session.deadlines import STARTING, Deadlines, Waits
 from isthmus.session.program import JOINING, OVER, Policy, report
-from isthmus.session.session import Loss, Observation, Session
+from isthmus.session.session import STARTING, Calls, Deadlines, Loss, Observation, Session, Waits
 
 Integers = NDArray[np.int64]
 

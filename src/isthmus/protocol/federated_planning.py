@@ -9,6 +9,71 @@ import numpy as np
 
 from isthmus.planners.cohort import CohortProblem, CohortSchedule, certified, fractional, parrot, schedule_cohort
 from isthmus.planners.cohort.problem import Floats
+from isthmus.protocol.federated_participation import at_least
+
+
+class ExecutorChurn(msgspec.Struct, frozen=True, kw_only=True):
+    """Executors that come and go, as sites and devices do: who is lost may come back, and takes part from the next
+    phase on."""
+
+    start: int  # the run begins when so many are here
+    wait_s: float = 5.0  # later, and after a restart: once enough for a phase are here, so long for the others
+
+
+class SecureRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How the sums of a run are masked."""
+
+    share: float = 0.5  # more than this share of a secret's shares give it back
+    wait_s: float = 10.0  # for sites that do not answer, in each step
+    fewest: int = 2  # updates in a sum
+
+
+class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run's rounds go."""
+
+    rounds: int
+    first_round: int = 0
+    passes: int = 1
+    needed: int = 1  # clients that a round wants; more may be asked (over-selection)
+    poisson: bool = False
+    """Each client is drawn independently, and every drawn client is needed. `needed` is the population then."""
+    quorum: float = 1.0
+    minimum: int = 1
+    deadline_s: float = 600.0
+    timeout_s: float = 60.0  # for a process that was started for the run to join
+    attempts: int = 3
+    planner: str = "certified"
+    warm_up_rounds: int = 0  # so many first rounds are scheduled by number of clients alone (Parrot's R_w)
+    steals: bool = True
+    stealing_pays_s: float = 0.01
+    """No executor steals in a phase that is expected to end sooner. Asking in vain costs two round trips, of a
+    millisecond each on busy cores."""
+    single: bool = False  # one client at a time, its result back at once (the FA scheme)
+    staleness: int = 0
+    """Rounds that an update may be late; it then has a smaller weight (FedBuff). 0: late updates are ignored."""
+    at_work: int = 0
+    """Clients at work at any time in a simulation with late updates; a round is the next `needed` of them that end."""
+    secure: SecureRules | None = None
+    """Sums are masked: when a phase is over, the masks are taken off first. None: they are not."""
+    most_samples: int = 0  # the most samples of a client, which does not say how many it has; 0: it does
+    gathering: ExecutorChurn | None = None
+    """None: a run begins when all executors are connected, and a lost executor stays lost."""
+
+    def enough(self, needed: int) -> int:
+        """Clients that close a round of which `needed` are wanted, also where others are still at work."""
+        return max(self.minimum, at_least(self.quorum, needed))
+
+    @property
+    def description(self) -> str:
+        """The closing rules in words."""
+        if self.at_work:
+            share = f"the next {self.needed} of {self.at_work} at work"
+        else:
+            of = "those drawn" if self.poisson else str(self.needed)
+            share = f"{'all' if self.quorum == 1 else f'{self.quorum:.0%}'} of {of}"
+        late = f", late ones count for {self.staleness} rounds" if self.staleness else ""
+        return f"{share}, at least {self.minimum}, deadline {self.deadline_s:g} s{late}"
+
 
 STEP_S = 1e-4  # the rough seconds of one exchange of the certified search
 FEWEST_STEPS, MOST_STEPS = 300, 4000

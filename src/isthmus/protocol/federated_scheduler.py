@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from isthmus.planners.cohort import CohortSchedule, TimeHistory, TimeModel, equal_times, fit_times
 from isthmus.planners.cohort.problem import Floats
 from isthmus.protocol.federated_messages import NONE, ClientTask, ClientTime, LinearFit
-from isthmus.protocol.federated_planning import PlanningProblem, plan_round
-from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_planning import PlanningProblem, RoundRules, plan_round
 
 FEWEST = 3  # clients that an executor must have trained before its own line is believed
 

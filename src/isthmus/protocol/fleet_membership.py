@@ -30,8 +30,8 @@ import msgspec
 
 from isthmus.plans.plan import device_of
 from isthmus.protocol.run_messages import PeerPath
-from isthmus.session.deadlines import few
 from isthmus.session.program import OVER, Policy
+from isthmus.session.session import few
 from isthmus.units import format_duration
 
 NO_CONNECTION = 0  # in place of a connection's number

@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from isthmus.federated.evaluation import ClientFigures, Evaluation
-from isthmus.federated.history import RoundLine
+from isthmus.federated.evaluation import ClientFigures, Evaluation, RoundLine
 from isthmus.report.timeline import COLOURS, INK, figure_of, save, style
 
 MOST_EXECUTORS = 24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from isthmus.federated.history import RoundLine
+from isthmus.federated.evaluation import RoundLine
 from isthmus.trace import Span, Trace
 
 COORDINATOR = "coordinator"

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.admission import Guarantee
-from isthmus.federated.evaluation import Evaluation
-from isthmus.federated.history import RoundLine
+from isthmus.federated.evaluation import Evaluation, RoundLine
 from isthmus.programs.merging import Why
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.report.tables import new_table, titled

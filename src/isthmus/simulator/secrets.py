@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from isthmus.protocol.federated_messages import PhaseId, SumsSent
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SecureReport, SharesRevealed, SiteKeys
 from isthmus.protocol.secure_site import SecureSite
 

@@ -25,8 +25,7 @@ from isthmus.sync.dream import OURS, PAPER, Dream
 from isthmus.sync.every_step import AscWfbp, EveryStep
 from isthmus.sync.exchange import gather
 from isthmus.sync.layers import flatten
-from isthmus.sync.local import DiLoCo, LocalSGD
-from isthmus.sync.mode import Mode, Monitor, Setting, Streaming
+from isthmus.sync.mode import DiLoCo, LocalSGD, Mode, Monitor, Setting, Streaming
 from isthmus.sync.options import Options
 from isthmus.sync.scheduled import partial_sync
 from isthmus.sync.sync import Sync

@@ -22,7 +22,7 @@ from isthmus.federated.secure.shamir import Draw
 from isthmus.federated.secure.site_secrets import SiteSecrets
 from isthmus.programs.masked import Masked, TakeMasksOff, Unmasking
 from isthmus.protocol.federated_messages import ClientTime, PhaseId, PhaseOpened, PhaseSetup, SumsSent
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_messages import (
     KeysSent,
     SealedShare,

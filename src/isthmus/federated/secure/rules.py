@@ -14,7 +14,7 @@ from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.robust import Aggregation
 from isthmus.protocol.federated_participation import Participation
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_site import LEAST_SUMMED
 
 

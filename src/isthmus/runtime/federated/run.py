@@ -28,8 +28,7 @@ from isthmus.federated.algorithms import Values
 from isthmus.federated.buffers import buffers_of
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.cohorts import Cohorts
-from isthmus.federated.evaluation import Evaluation, Evaluator, client_figures, evaluator
-from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.evaluation import Evaluation, Evaluator, RoundHistory, RoundLine, client_figures, evaluator
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import FederatedJob, build, client_data, executors, identity, round_rules
 from isthmus.federated.personal import OwnModels, is_personal
@@ -43,7 +42,7 @@ from isthmus.graph.metrics import Metrics
 from isthmus.programs.merging import Finish
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.run_files import CLIENT_NAMES, ROUNDS, STATES_FOLDER, keep_job, write_json
 from isthmus.runtime.coordinator.backend import Backend, StartedProcesses

@@ -23,7 +23,7 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
     UpdateRefused,
 )
-from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_messages import SealedShare, SecureOrder, SecureReport, SharesRevealed, SiteKeys
 from isthmus.protocol.secure_site import LEAST_SUMMED, Revealed, SecureSite
 from isthmus.runtime.federated.executor import Broadcast, Executor

@@ -22,8 +22,7 @@ from isthmus.atomic_write import atomic_write
 from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.deployment import Deployment
-from isthmus.federated.evaluation import site_evaluator
-from isthmus.federated.history import RoundLine
+from isthmus.federated.evaluation import RoundLine, site_evaluator
 from isthmus.federated.job import FederatedJob, build, members, round_rules, site_identity
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.recovery import MaskedSum
@@ -36,7 +35,7 @@ from isthmus.programs.merging import Finish
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import PhaseId, SumsSent
-from isthmus.protocol.federated_rules import ExecutorChurn
+from isthmus.protocol.federated_planning import ExecutorChurn
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.federated.host import (

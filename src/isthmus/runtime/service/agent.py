@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
 from isthmus.run_files import read_json
 from isthmus.runtime.identity import Identity, Ticket
 from isthmus.runtime.identity.files import private_folder, write_private
@@ -47,6 +47,44 @@ from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenCo
 from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.sanitize import MOST_SHOWN, sanitize
 from isthmus.training.engine_operators import engine_operators
+
+
+class GroupMember(Protocol):
+    """An `Agent`."""
+
+    def run(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+def run_group(members: Mapping[str, GroupMember], log: Callable[[str], None]) -> None:
+    """Until all have ended; whatever ends this thread ends them. Raises what the last of them ended with, if all ended
+    by errors."""
+    failed: dict[str, IsthmusError] = {}
+
+    def live(name: str, member: GroupMember) -> None:
+        try:
+            member.run()
+        except Exception as e:  # of any kind: nobody would hear of it
+            failed[name] = e if isinstance(e, IsthmusError) else InternalError(f"{type(e).__name__}: {e}")
+            if len(failed) < len(members):
+                log(f"{name}: {failed[name]}; the other devices go on")
+
+    threads = [
+        threading.Thread(target=live, args=pair, name=f"device {pair[0]}", daemon=True) for pair in members.items()
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        for member in members.values():
+            member.stop()
+        for thread in threads:
+            thread.join()
+    if len(failed) == len(members):
+        raise list(failed.values())[-1]
+
 
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)  # waits between attempts to reach the coordinator, which may be away for days
 TICK_S = 0.5
