@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -38,7 +38,8 @@ def expected() -> dict[str, Tensor]:
     return {f"base.{name}": t.float() if name == "b" else t for name, t in OURS.items()}
 
 
-def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_equal(sent: Mapping[str, Sent], wanted: dict[str, Tensor]) -> None:
+    got = {name: in_memory(value) for name, value in sent.items()}
     assert got.keys() == wanted.keys()
     assert all(got[name].dtype == t.dtype and torch.equal(got[name], t) for name, t in wanted.items())
 
@@ -97,8 +98,7 @@ def test_what_a_device_has_otherwise_comes_from_the_coordinator(
     assert all(words in reason for reason in lacking.values())
     again, more = placed.lacking("d0", tuple(lacking))
     assert again == PlaceWeights(epoch=1, own=frozenset({"x"})) and more.keys() == lacking.keys()
-    got = {name: in_memory(value) for name, value in (*sent.items(), *found.items(), *more.items())}
-    assert_equal(got, {**expected(), "lora": torch.ones(2)})
+    assert_equal({**sent, **found, **more}, {**expected(), "lora": torch.ones(2)})
     with pytest.raises(PeerError, match="lacks weights that it was not asked for, such as 'base"):
         placed.lacking("d0", tuple(lacking))
 

@@ -22,9 +22,12 @@ from isthmus.extensions import read_options
 from isthmus.federated.algorithms.registry import AlgorithmSpec
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
+from isthmus.graph import Flow, assign, partition
+from isthmus.graph.partition import align
 from isthmus.models import LoraOptions, ModelSpec, build_model, is_peft, merged, save_hugging_face
 from isthmus.models.lora import add_lora
-from isthmus.training.engine import EngineConfig
+from isthmus.training.engine import EngineConfig, TorchEngine
+from isthmus.training.stored import save_tensors, stored_tensors
 
 transformers = Lazy("transformers")
 peft = Lazy("peft")
@@ -95,6 +98,30 @@ def test_dropout_and_bf16_have_the_same_bits_on_one_device_and_on_several() -> N
     assert all(torch.equal(value, other[name]) for name, value in gradients.items())
     assert {value.dtype for value in gradients.values()} == {torch.float32}, "masters and gradients stay wide"
     assert found[0].step(1, copies(data))[0] != loss, "another step drops others"
+
+
+def test_frozen_weights_are_held_as_they_were_placed_and_those_of_a_file_as_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> nn.Module:
+        return build_model(lora("hf-llama"))
+
+    captured = capture_of(build, TEXT)
+    weights, file = weights_of(build, captured), tmp_path / "model.safetensors"
+    save_tensors(file, weights)
+    monkeypatch.setattr("isthmus.training.stored.LEAST_VIEWED_BYTES", 16)
+    flow, eval_flow = Flow(captured.train), Flow(captured.eval)
+    stages = assign(flow, [])
+    (train,), (evaluation,) = partition(flow, stages), partition(eval_flow, align(flow, eval_flow, stages))
+    held, viewed = (TorchEngine(train, evaluation, CONFIG, given) for given in (weights, stored_tensors(file)))
+    learns = dict.fromkeys(held.trainable.values(), True)
+    assert 0 < len(learns) < len(weights)
+    for op in train.variables():
+        (own,) = held.shared_values([op.name]).values()
+        assert (own.data_ptr() == weights[op.target].data_ptr()) != learns.get(op.target, False), op.target
+        assert torch.equal(viewed.shared_values([op.name])[op.name], weights[op.target])
+    if Path("/proc/self/maps").exists():
+        assert Path("/proc/self/maps").read_text().count(str(file)) > 1
 
 
 def test_the_new_head_of_a_classifier_is_trained_too() -> None:

@@ -44,6 +44,24 @@ def test_pieces_are_the_tensor_in_order(file: Path) -> None:
     assert b"".join(pieces) == TENSORS["narrow"].view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("before", range(1, 10))
+def test_a_view_has_the_bytes_of_a_read_and_the_file_is_not_written(
+    before: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    wide = torch.randn(200, 301, generator=torch.Generator().manual_seed(before)).to(dtype)
+    save_file({"a" * before: torch.zeros(before, dtype=dtype), "wide": wide}, tmp_path / "model.safetensors")
+    stored = stored_tensors(tmp_path / "model.safetensors")["wide"]
+    viewed = stored.view()
+    assert viewed.dtype == dtype and viewed.stride() == wide.stride() and torch.equal(viewed, wide)
+    viewed.zero_()
+    assert torch.equal(stored.read(), wide)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(stored.offset + stored.nbytes - 1)
+    with pytest.raises(UserError, match="truncated since"):
+        stored.view()
+
+
 @pytest.mark.parametrize("kept", [0, 4, 40, -1])
 def test_a_truncated_file_is_refused_with_its_name(file: Path, kept: int) -> None:
     file.write_bytes(file.read_bytes()[:kept])

@@ -36,8 +36,8 @@ class DelayedEngine(TorchEngine):
     that are collected, added and taken.
     """
 
-    def _prepare(self, weights: Mapping[str, Tensor]) -> None:
-        """Without a previous version among the `weights` it is equal to the newest one."""
+    def _prepare(self, state: Mapping[str, Tensor]) -> None:
+        """Without a previous version in the `state` it is equal to the newest one."""
         self._step: int | None = None  # that is updated next
         self._gradients_ahead: dict[str, Tensor] = {}
         self._losses_ahead = LossAccumulator(self.accelerator)
@@ -51,7 +51,7 @@ class DelayedEngine(TorchEngine):
             newest = self._variables[name]
             if newest is self._master[own]:  # graphs of a version must not see that the optimizer changes the next one
                 newest = self._variables[name] = self._master[own].data.requires_grad_()
-            saved = weights.get(f"optimizer.{own}.{PREVIOUS}")
+            saved = state.get(f"optimizer.{own}.{PREVIOUS}")
             value = newest.detach() if saved is None else to_device(self.accelerator, saved).to(newest.dtype)
             self._previous[name] = value.clone().requires_grad_()
 

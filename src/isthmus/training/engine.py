@@ -25,7 +25,10 @@ from isthmus.training.loss_accumulator import LossAccumulator
 from isthmus.training.optim import OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program, RunsOperators
 from isthmus.training.scaling import LOSS_SCALE, LossScale, LossScaling
+from isthmus.training.stored import Sent, in_memory, viewed
 from isthmus.wire_types import Count, Many, NotNegative, Seed
+
+ALIGNED_BYTES = 64  # where memory of torch's own begins
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,9 +174,10 @@ class Again(NamedTuple):
 class TorchEngine:
     """Torch as the engine.
 
-    Parameters and buffers that the evaluation graph alone uses are held as they were placed: training never changes
-    them. Buffers that the forward writes are copied for each micro-batch, since another micro-batch's backward may
-    still need the values of before; what an evaluation writes is dropped.
+    What training never changes is held as it was placed, without a copy: frozen parameters, and what the evaluation
+    graph alone uses. On the CPU that of a file stays there, as pages that are read when they are used.
+    Buffers that the forward writes are copied for each micro-batch, since another micro-batch's backward may still need
+    the values of before; what an evaluation writes is dropped.
 
     The order of every sum is that of eager autograd: torch runs backward nodes in the reverse order of their
     creation, so gradients from later stages come first, and parameters sum over micro-batches in order.
@@ -188,7 +192,7 @@ class TorchEngine:
         train: StageGraph,
         evaluation: StageGraph,
         config: EngineConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Sent],
         *,
         accelerator: Accelerator = HOST,
         recompute: bool = False,
@@ -196,6 +200,7 @@ class TorchEngine:
         replaced: Mapping[str, Callable[..., object]] = {},
     ) -> None:
         """`weights` hold every variable of both graphs, under the module's own names; optimizer state may join them.
+        Nobody is to change those of them that are frozen.
 
         A `frozen` stage has no backward: its parameters get no gradient from here, and zeros go back. `replaced` as
         `Program` takes it, for training.
@@ -214,13 +219,15 @@ class TorchEngine:
         """Trainable parameters used here, owned here or by another stage: op name -> own name, in the graph's order."""
         self._written = tuple(dict.fromkeys(name for op in train.ops for name in op.mutates))
         trains = {o.name for o in train.variables() if any(o.requires_grad)}
-        for op in {o.name: o for o in (*evaluation.variables(), *train.variables())}.values():
+        variables = {o.name: o for o in (*evaluation.variables(), *train.variables())}
+        for op in variables.values():
             self._hold(op, weights, trains=op.name in trains)
         self.owned = tuple(self._master)
         self._optimizers = Optimizers(config.optimizers, self._master, config.learning_rate, config.steps)
-        self._optimizers.load(weights, accelerator)
+        state = {name: in_memory(weights[name]) for name in weights.keys() - {o.target for o in variables.values()}}
+        self._optimizers.load(state, accelerator)
         scaling = config.loss_scaling
-        self.loss_scale = LossScale(scaling, weights.get(LOSS_SCALE)) if scaling is not None else None
+        self.loss_scale = LossScale(scaling, state.get(LOSS_SCALE)) if scaling is not None else None
         self._gradients: dict[str, Tensor] = {}
         self.flights: dict[int, Flight | Again] = {}
         self._tallies = {"train": LossAccumulator(accelerator), "eval": LossAccumulator(accelerator)}
@@ -231,26 +238,35 @@ class TorchEngine:
         self.evaluation_program: RunsOperators = self.eager_evaluation
         seed = 1.0 if train.count is not None else 1.0 / config.micro_batches
         self._seed_gradient = torch.full((), seed, device=self.device)
-        self._prepare(weights)
+        self._prepare(state)
 
-    def _prepare(self, weights: Mapping[str, Tensor]) -> None:
+    def _prepare(self, state: Mapping[str, Tensor]) -> None:
         """Called once the variables are held: engines that compute otherwise set up what they need besides."""
 
-    def _hold(self, op: Op, weights: Mapping[str, Tensor], *, trains: bool) -> None:
+    def _hold(self, op: Op, weights: Mapping[str, Sent], *, trains: bool) -> None:
         if op.target not in weights:
             raise InternalError(f"stage {self.train.index}: no value was placed for {op.kind} {op.target!r}")
         dtype = cast(torch.dtype, getattr(torch, op.outputs[0].dtype))
-        value = to_device(self.accelerator, weights[op.target].detach())
+        placed = in_memory if trains or self.accelerator.asynchronous else viewed
+        value = to_device(self.accelerator, placed(weights[op.target]).detach())
         if not trains:
-            self._variables[op.name] = value.to(dtype).clone()
+            # Elements with gaps between them are copied: kernels are chosen by strides.
+            gaps = value.stride() != torch.empty_like(value, device="meta").stride()
+            self._variables[op.name] = value.to(dtype, copy=gaps or op.name in self._written)
             return
         self.trainable[op.name] = op.target
         if op.name in self.train.shared_from:
-            self._variables[op.name] = value.to(dtype).clone().requires_grad_()
+            self._variables[op.name] = value.to(dtype, copy=True).requires_grad_()
             return
-        master = nn.Parameter(value.to(gradient_dtype(dtype)).clone())
+        master = nn.Parameter(value.to(gradient_dtype(dtype), copy=True))
         self._master[op.target] = master
-        self._variables[op.name] = master if master.dtype == dtype else value.to(dtype).clone().requires_grad_()
+        self._variables[op.name] = master if master.dtype == dtype else value.to(dtype, copy=True).requires_grad_()
+
+    def in_own_memory(self) -> None:
+        """Copy the weights that lie in the pages of a file, which begin anywhere."""
+        for name, value in self._variables.items():
+            if value.data_ptr() % ALIGNED_BYTES and name not in self.trainable:
+                self._variables[name] = value.clone()
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         at = self.at(step)

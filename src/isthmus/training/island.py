@@ -45,6 +45,7 @@ from isthmus.training.collectives import Collectives
 from isthmus.training.engine import Engine, EngineConfig, TorchEngine
 from isthmus.training.ranks import Command, Ranks, StageSetUp, Tensors
 from isthmus.training.sharded import ShardedEngine, Whole
+from isthmus.training.stored import Sent, in_memory
 
 NORMS = "norms"
 Result = tuple[dict[str, Tensor], tuple[float, ...] | None]
@@ -523,6 +524,7 @@ def _there(found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def island_engine(made: StageSetUp, weights: Mapping[str, Tensor], ranks: Ranks) -> Engine:
+def island_engine(made: StageSetUp, weights: Mapping[str, Sent], ranks: Ranks) -> Engine:
     """UserError where the stage cannot be shared out. `weights` as those of `TorchEngine`."""
-    return (ShardedIsland if made.sharded else IslandEngine)(made, weights, ranks)
+    here = {name: in_memory(value) for name, value in weights.items()}
+    return (ShardedIsland if made.sharded else IslandEngine)(made, here, ranks)

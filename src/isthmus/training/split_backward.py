@@ -175,7 +175,7 @@ class SplitEngine(TorchEngine):
     """A `TorchEngine` whose backward leaves the weight gradients to `weight_gradients`, which is called once for each
     micro-batch whose backward is done, in the same order."""
 
-    def _prepare(self, weights: Mapping[str, Tensor]) -> None:
+    def _prepare(self, state: Mapping[str, Tensor]) -> None:
         returned = (c.value for c in self.train.receives if c.gradient)
         self._split = SplitProgram(self.eager, self.trainable, returned)
         self.program = self._split

@@ -20,7 +20,7 @@ class WatchedEngine(TorchEngine):
 
     observe: Observe  # set before the first forward
 
-    def _prepare(self, weights: Mapping[str, Tensor]) -> None:
+    def _prepare(self, state: Mapping[str, Tensor]) -> None:
         self._watched = {name: ref for name, ref in self.train.outputs.items() if name.startswith(WATCHED)}
 
     def _run(self, program: RunsOperators, micro_batch: int, start: Again) -> tuple[Flight, dict[Ref, Tensor]]:

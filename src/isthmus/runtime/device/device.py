@@ -83,6 +83,7 @@ from isthmus.training.local_privacy import Privatizer
 from isthmus.training.ranks import Ranks, StageSetUp
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 from isthmus.training.split_backward import SplitEngine
+from isthmus.training.stored import Sent
 from isthmus.training.watched import WatchedEngine
 from isthmus.units import format_size
 
@@ -108,7 +109,7 @@ class DeviceWorker:
         self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None  # a stage whose weights are on the way
         self._executor: StageRunner | None = None
         self._joiner: StateJoiner | None = None  # the part of the run's state that a joining device has already
-        self._values: Mapping[str, Tensor] = {}  # the weights at hand
+        self._values: Mapping[str, Sent] = {}  # the weights at hand
         self._followed: CoordinatorMessage | None = None  # the order that is being followed, or was last
         self._donors: dict[str, Peer] = {}  # other devices that give state
         self._fetches: list[StateFetch] = []
@@ -255,6 +256,7 @@ class DeviceWorker:
                 elif isinstance(body, PlaceWeights | TakeState):
                     self._donors |= {peer.device: peer for peer in message.peers}
                 given = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
+                order.tensors.clear()  # orders are kept until the next one
                 if not isinstance(body, PlaceWeights) or self._takes(body, given):
                     self._session.ordered(body)
             case AssignMessage(assignment=assignment):
@@ -391,6 +393,8 @@ class DeviceWorker:
     def connect(self) -> None:
         assignment = self._assignment
         torch.set_num_threads(assignment.threads)
+        if not self._accelerator.asynchronous:  # the weights come to where it computes
+            self._before = check_room(self._accelerator, assignment.memory_bytes)
         try:
             # Before the data: reading it may take one device longer than another's timeout.
             channels = self._peers.connect(assignment, lambda: self._control.outdated(assignment.epoch))
@@ -431,11 +435,12 @@ class DeviceWorker:
             self._send(WeightsLacked(names=tuple(lacking), reason=reason, epoch=order.epoch))
         return not lacking
 
-    def _make(self, assignment: Assignment, values: Mapping[str, Tensor]) -> None:
+    def _make(self, assignment: Assignment, values: Mapping[str, Sent]) -> None:
         assert self._pending is not None, "links are there before weights are used"
         _, channels = self._pending
-        planned_bytes = assignment.memory_bytes // (self._site.ranks if self._site.sharded else 1)
-        self._before = check_room(self._accelerator, planned_bytes)
+        if self._accelerator.asynchronous:
+            planned_bytes = assignment.memory_bytes // (self._site.ranks if self._site.sharded else 1)
+            self._before = check_room(self._accelerator, planned_bytes)
         check_operators(assignment, self._site.engine)
         if assignment.frozen or not assignment.discloses:
             check_samples_apart(assignment, values, Batches(assignment, self._data))
@@ -445,6 +450,8 @@ class DeviceWorker:
         tells = assignment.discloses and released is None
         fingerprints = Fingerprinter(assignment.fingerprints if tells else None, self._accelerator)
         engine = self._engine(assignment, values, fingerprints)
+        state = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        self._accelerator.release_cached()  # of what was received, read and cast
         try:
             self._notes = compile_stage(
                 engine,
@@ -458,7 +465,7 @@ class DeviceWorker:
             self._fail()
             return
         executor = StageRunner(
-            assignment, engine, self._data, self._inbox, self._report, values, private, self._site.sharing
+            assignment, engine, self._data, self._inbox, self._report, state, private, self._site.sharing
         )
         executor.fingerprints = fingerprints
         executor.keeps(partial(self._keep, assignment))
@@ -475,7 +482,7 @@ class DeviceWorker:
         self._executor, self._pending = executor, None
         self._session.started(assignment.epoch)
 
-    def _engine(self, assignment: Assignment, values: Mapping[str, Tensor], fingerprints: Fingerprinter) -> Engine:
+    def _engine(self, assignment: Assignment, values: Mapping[str, Sent], fingerprints: Fingerprinter) -> Engine:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
         stage = (train, evaluation, config, values)
         if fingerprints.on and self._accelerator.asynchronous:

@@ -22,7 +22,7 @@ from isthmus.errors import UserError
 from isthmus.protocol.run_messages import FileTensor, WeightFile
 from isthmus.stores import StoreFile, is_url
 from isthmus.training.layout import TensorHeader, receive_buffer, row_stride, unpack
-from isthmus.training.stored import DTYPES, StoredTensor, stored_tensors
+from isthmus.training.stored import DTYPES, Sent, StoredTensor, stored_tensors
 
 COMMIT = re.compile("[0-9a-f]{40}")
 _NOT_PLAIN = re.compile(r"::|[\\?#%\s]|[^ -~]|/\.{0,2}(/|$)")
@@ -35,11 +35,11 @@ def own_weights(
     foreign: bool = False,
     urls: Sequence[str] = (),
     stopped: Callable[[], bool] = lambda: False,
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that this device can read, and by name those that it cannot, each with the reason. `foreign`: another
-    owner's coordinator asks, who is not to see the reasons, and for whom only URLs below `urls` are read. Where
-    `stopped` says so, nobody wants them any more."""
-    found: dict[str, Tensor] = {}
+) -> tuple[dict[str, Sent], dict[str, str]]:
+    """The tensors that this device can read, those of files where they are, and by name those that it cannot, each with
+    the reason. `foreign`: another owner's coordinator asks, who is not to see the reasons, and for whom only URLs below
+    `urls` are read. Where `stopped` says so, nobody wants them any more."""
+    found: dict[str, Sent] = {}
     lacking: dict[str, str] = {}
     for file in files:
         try:
@@ -53,7 +53,7 @@ def own_weights(
             continue
         for asked in file.tensors:
             try:
-                found[asked.name] = _read(asked, there)
+                found[asked.name] = _checked(asked, there)
             except (UserError, OSError) as e:
                 lacking[asked.name] = str(e)
     return found, lacking
@@ -119,11 +119,13 @@ def _located(file: WeightFile, foreign: bool) -> Path:
     return path
 
 
-def _read(asked: FileTensor, there: Mapping[str, StoredTensor]) -> Tensor:
+def _checked(asked: FileTensor, there: Mapping[str, StoredTensor]) -> StoredTensor:
     stored = there.get(asked.key)
     if stored is None or (stored.header.dtype, stored.header.shape) != (asked.dtype, asked.shape):
         raise UserError(f"tensor {asked.key!r} is not in the file, or of another type or shape")
-    tensor = stored.read()
-    if hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest() != asked.sha256:
+    digest = hashlib.sha256()
+    for piece in stored.pieces():
+        digest.update(piece)
+    if digest.hexdigest() != asked.sha256:
         raise UserError(f"{stored.path}: tensor {asked.key!r} has other bytes than the coordinator's")
-    return tensor.to(getattr(torch, asked.cast)) if asked.cast else tensor
+    return stored.cast(getattr(torch, asked.cast)) if asked.cast else stored

@@ -35,6 +35,7 @@ from isthmus.training.engine_operators import engine_operators
 from isthmus.training.jax import compute_by_jax
 from isthmus.training.program import Program
 from isthmus.training.split_backward import SplitEngine
+from isthmus.training.stored import Sent, viewed
 from isthmus.training.sums import GroupBuffer, Parameters, summed
 
 LOOK_S = 0.1
@@ -67,9 +68,8 @@ def _by_jax(engine: Engine, assignment: Assignment, batches: Batches) -> str:
 
 def check_room(accelerator: Accelerator, planned_bytes: int) -> int:
     """Bytes in use before the stage. torch.OutOfMemoryError where an accelerator has less memory than planned."""
-    if accelerator.asynchronous:
-        gc.collect()  # the stage before is a cycle, of executor and links, that holds much memory and few objects
-        accelerator.release_cached()
+    gc.collect()  # the stage before is a cycle, of executor and links, that holds much memory and few objects
+    accelerator.release_cached()
     found = accelerator.memory()
     accelerator.reset_peak()
     room = found.free + found.reserved - found.allocated
@@ -125,7 +125,7 @@ CLOSE = 1e-4
 by far more."""
 
 
-def check_samples_apart(assignment: Assignment, weights: Mapping[str, Tensor], batches: Batches) -> None:
+def check_samples_apart(assignment: Assignment, weights: Mapping[str, Sent], batches: Batches) -> None:
     """On the host, once. `weights` as for the engine, `batches` on the host too. UserError for values of a sample that
     depend on another."""
     size = assignment.engine.micro_batch_size
@@ -181,12 +181,13 @@ def _with(
 
 
 def _run(
-    program: Program, stage: StageGraph, weights: Mapping[str, Tensor], inputs: Mapping[Ref, Tensor]
+    program: Program, stage: StageGraph, weights: Mapping[str, Sent], inputs: Mapping[Ref, Tensor]
 ) -> dict[Ref, Tensor]:
-    held = {
-        Ref(op.name): weights[op.target].detach().to("cpu", getattr(torch, op.outputs[0].dtype), copy=True)
-        for op in stage.variables()
-    }
+    written = {name for op in stage.ops for name in op.mutates}
+    held: dict[Ref, Tensor] = {}
+    for op in stage.variables():
+        value, dtype = viewed(weights[op.target]).detach(), getattr(torch, op.outputs[0].dtype)
+        held[Ref(op.name)] = value.to("cpu", dtype, copy=op.name in written)
     with torch.no_grad():
         return program.run({**held, **inputs}, 0, 0)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from isthmus.accelerators import HOST
 from isthmus.data.clients import ClientData, Named
 from isthmus.disclosure import SPENT
 from isthmus.errors import UserError, warn
@@ -52,7 +53,7 @@ from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, Roun
 from isthmus.runtime.federated.trainer import executor_trainer, own_mean_of, pacers, sized
 from isthmus.runtime.federated.update_receiver import SharedAccumulator, SharedBroadcast, SharedMemory, SumsReceiver
 from isthmus.runtime.processes.forked import Forked
-from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages, return_freed_pages
+from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import SWITCH_S
@@ -378,7 +379,7 @@ class FederatedRun:
                 address, name, run, lambda: self._trainer(number), timeout_s, clients_per_vmap, shared
             )
 
-        return_freed_pages()
+        HOST.release_cached()  # a process that is about to be copied: each copy would have what was freed
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             self._resident.let_go()  # it trains elsewhere
             host = FederatedHost(

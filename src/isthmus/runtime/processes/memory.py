@@ -83,13 +83,6 @@ def keep_freed_pages(largest_bytes: int = 32 << 20, arenas: int = 0) -> None:
         adjust(_ARENA_MAX, arenas)
 
 
-def return_freed_pages() -> None:
-    """Freed pages of before go back to the system once. For a process that is about to be copied: each copy would have
-    them."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        cast(Callable[[int], int], trim)(0)
-
-
 SWITCH_S = 0.0005
 """How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
 longer for the compute lane to let go than it travels on a local network."""

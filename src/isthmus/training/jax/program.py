@@ -203,6 +203,7 @@ def compute_by_jax(engine: TorchEngine, columns: Mapping[Ref, Tensor]) -> str:
     code was kept on disk. UserError for operators without an entry in the table."""
     if lacked := without_entry(engine.eager):
         raise UserError(f"engine: JAX has no entry for {', '.join(lacked)}: expected engine 'torch' for this stage")
+    engine.in_own_memory()
     program = jax_program(engine.eager)
     started_s, before = time.perf_counter(), _events.copy()
     engine.try_out(program, {**made_up(engine), **columns})
