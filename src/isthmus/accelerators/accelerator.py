@@ -236,7 +236,7 @@ class Host:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def release_cached(self) -> None:
-        """Of glibc, which keeps what was freed between blocks in use."""
+        """Give back what glibc keeps of freed memory between blocks in use."""
         if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
             cast("Callable[[int], int]", trim)(0)
 
