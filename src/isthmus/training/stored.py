@@ -135,7 +135,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
         return unpack(flat, self.header)
 
     def view(self) -> Tensor:
-        """Return its pages of the file, which are in memory once they are read; what is written there the file never has.
+        """Return pages of the file, in memory once they are read. The file never has what is written there.
         In memory of its own where it is small, is cast or changed, comes from a store, or begins in the file at no
         multiple of its type, or of 16 bytes from 32 bits on: without AVX MKL sums in another order there (measured)."""
         size = DTYPE_BYTES[self.header.dtype]
