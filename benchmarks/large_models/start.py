@@ -131,7 +131,11 @@ def command(source: Path, folder: Path, turns: int, *, random: bool) -> Iterator
             given = ["train", f"{folder}/job.toml", "--run", f"{kept}/run-{turn}"]
             began_s = time.monotonic()
             process = subprocess.Popen(
-                [sys.executable, "-m", "isthmus", *given], env=environment, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-m", "isthmus", *given],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,  # where the steps are
+                text=True,
             )
             found = dict.fromkeys(("peak_mb", "anonymous_mb", "cpu_s", "first_step_s"), 0.0)
             looking = threading.Thread(target=look, args=(process, found))
