@@ -24,7 +24,7 @@ from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device_process import worker_ids
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.transport.acceptor import Acceptor
-from isthmus.runtime.transport.channel import PREFIX, SocketChannel, frame
+from isthmus.runtime.transport.channel import PREFIX, SocketChannel, chunks, frame
 from isthmus.runtime.transport.listener import Listener
 
 from .jobs import fleet_of, job_of, plain_run
@@ -68,7 +68,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
     send = SocketChannel.send
 
     def record(self: SocketChannel, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
-        found.append((self.other, b"".join(bytes(piece) for piece in frame(message, payload))[PREFIX.size :]))
+        found.append((self.other, b"".join(chunks(frame(message, payload)))[PREFIX.size :]))
         return send(self, message, payload)
 
     monkeypatch.setattr(SocketChannel, "send", record)
