@@ -42,7 +42,7 @@ def with_boundaries(flow: Flow, stages: Sequence[StageGraph]) -> OpGraph:
         stage = stage_of.get(op.name, -1)
         if stage >= 0 and first[stage] == op.name:
             ops += made[stage].values()
-        ops.append(_taking(op, {ref: Ref(made[stage][ref].name) for ref in made.get(stage, {})}))
+        ops.append(taking(op, {ref: Ref(made[stage][ref].name) for ref in made.get(stage, {})}))
     outputs = {watched_name(c): Ref(made[c.target][c.value].name) for c in crossings}
     return msgspec.structs.replace(graph, ops=tuple(ops), outputs={**graph.outputs, **outputs})
 
@@ -60,7 +60,8 @@ def _same(name: str, source: Op, crossing: Crossing) -> Op:
     )
 
 
-def _taking(op: Op, others: Mapping[Ref, Ref]) -> Op:
+def taking(op: Op, others: Mapping[Ref, Ref]) -> Op:
+    """The operator with other values in place of some that it takes."""
     if not others:
         return op
     kwargs = {name: _replaced(arg, others) for name, arg in op.kwargs.items()}

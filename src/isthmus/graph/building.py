@@ -108,7 +108,7 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
         raise UserError(f"model: building {built_by(e)} failed{user_line(e)}: {reason_of(e)}") from e
     if not isinstance(module, nn.Module):
         raise UserError(f"model: building it gave {type(module).__name__}, expected an nn.Module")
-    shared = overlapping(_named(module))
+    shared = overlapping(named_tensors(module))
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
     """Identity of a tensor -> itself, so that the identity stays its own, and what takes its place everywhere."""
     for part in module.modules():
@@ -145,11 +145,12 @@ def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def held_by(module: nn.Module, built: Built) -> HeldTensors:
     """The names of all parameters, buffers and tensor attributes of a module from `build_fake`."""
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in _named(module)}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(module)}
     return HeldTensors(names, frozenset(storage_of(t) for t in built.made), partial(place_of, module))
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Its parameters, buffers and tensor attributes, by each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
     for path, part in module.named_modules(remove_duplicate=False):

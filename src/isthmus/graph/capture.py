@@ -7,6 +7,7 @@ symbolic where the module allows it; where it does not, the graph is valid at th
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from isthmus.graph.measure import measure
 from isthmus.graph.metrics import MetricSums
 from isthmus.graph.opgraph import Op, OpGraph
 from isthmus.graph.outputs import split_outputs
+from isthmus.graph.repeats import MANY, Repeats, Unlike, find_repeats
 from isthmus.graph.sizes import NotAffine
 from isthmus.graph.tidy import mark_training
 
@@ -155,11 +157,18 @@ def _capture_mode(module: nn.Module, on: _Example, name: str, held: HeldTensors)
     example = _example(columns, max(batch, 2), dtype)
     wrap = partial(LossModule, uneven=any(column.uneven for column in columns.values()), metrics=metrics)
 
-    def of(program: ExportedProgram, made: Mapping[str, UserError], batch: int | None) -> _Found:
-        return convert(program, name=name, mode=mode, batch=batch, held=held, made=made)
+    def of(
+        program: ExportedProgram, made: Mapping[str, UserError], batch: int | None, repeats: Repeats | None = None
+    ) -> _Found:
+        return convert(program, name=name, mode=mode, batch=batch, held=held, made=made, repeats=repeats)
 
     try:
-        graph, constants = _graph(module, example, partial(of, batch=None), symbolic=True, wrap=wrap)
+        repeats = find_repeats(module, many := _example(columns, MANY, dtype), partial(_forward, module, many, wrap))
+        found = None
+        if repeats is not None:
+            with contextlib.suppress(ValueError, UserError, NotAffine, _Specialised), repeats.shortened():
+                found = _graph(module, example, partial(of, batch=None, repeats=repeats), symbolic=True, wrap=wrap)
+        graph, constants = found or _graph(module, example, partial(of, batch=None), symbolic=True, wrap=wrap)
     except (NotAffine, _Specialised):
         example = _example(columns, batch, dtype)
         graph, constants = _graph(module, example, partial(of, batch=batch), symbolic=False, wrap=wrap)
@@ -168,6 +177,15 @@ def _capture_mode(module: nn.Module, on: _Example, name: str, held: HeldTensors)
     if mode == "train" and not any(graph.op(graph.loss.op).requires_grad):
         raise UserError("model: the loss depends on no trainable parameter, so there is nothing to train")
     return graph, constants
+
+
+def _forward(module: nn.Module, columns: Mapping[str, Tensor], wrap: _Wrap) -> object:
+    """The results of a forward that changes nothing; Unlike of another."""
+    changed: list[StateChange] = []
+    results = wrap(module, changed.extend)(columns)
+    if changed or results[-1]:
+        raise Unlike
+    return results
 
 
 class _Specialised(Exception):

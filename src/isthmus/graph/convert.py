@@ -22,6 +22,7 @@ from isthmus.graph.building import HeldTensors
 from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, source_of, where_in
 from isthmus.graph.operators import is_callable, schemas_of
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref, TensorSpec
+from isthmus.graph.repeats import Repeats, Unrolled
 from isthmus.graph.schema import (
     IN_PLACE_VIEWS,
     aliased_position,
@@ -59,14 +60,18 @@ def convert(
     batch: int | None,
     held: HeldTensors,
     made: Mapping[str, UserError] = {},
+    repeats: Repeats | None = None,
 ) -> tuple[OpGraph, dict[str, Tensor]]:
     """The graph, and the real values of the constants that the forward makes itself. `made`: tensors that the forward
-    makes once, with the errors for those that depend on what changes.
+    makes once, with the errors for those that depend on what changes. `repeats`: blocks that the program lacks.
 
     Raises NotAffine when the program must be exported at a fixed batch size.
     """
     converter = _Converter(program, mode, batch, held, made)
-    graph = count_beside_loss(reachable(converter.run(name)))
+    graph = converter.run(name)
+    if repeats is not None:
+        graph = Unrolled(graph, (node.name for node in program.graph.nodes), repeats).graph()
+    graph = count_beside_loss(reachable(graph))
     graph = msgspec.structs.replace(graph, schemas=schemas_of(graph.ops))
     used = {op.target for op in graph.ops}
     return graph, {k: v for k, v in converter.constants.items() if k in used}
