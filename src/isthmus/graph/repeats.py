@@ -125,7 +125,7 @@ class Calls(TorchFunctionMode):
             self.starts.append(len(self.made))
 
     def described(self, value: object) -> object:
-        """What can be compared with that of another forward."""
+        """Return a description that can be compared with that of another forward."""
         if isinstance(value, Tensor) and id(value) in self._known:
             return self._known[id(value)][1]
         if isinstance(value, (list, tuple)):
@@ -171,7 +171,7 @@ def find_repeats(module: nn.Module, columns: Mapping[str, Tensor], forward: Call
 
 
 def _forms(module: nn.Module, found: Repeats) -> list[list[object]]:
-    """What each block is built of: modules that no block before it has, and tensors."""
+    """Return the parts that each block is built of: modules that no block before it has, and tensors."""
     forms: list[list[object]] = [[] for _ in range(found.blocks)]
     parts: list[tuple[str, object]] = [(name, type(part)) for name, part in module.named_modules()]
     parts += [(name, (t.shape, t.stride(), t.dtype, t.requires_grad)) for name, t in named_tensors(module)]
