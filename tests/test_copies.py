@@ -34,7 +34,10 @@ name = "sgd"
 lr = 0.1
 """
 SCRIPT = """
+import os
+import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 import torch
@@ -53,25 +56,42 @@ def refuses():
 
 
 def ends():
-    sys.exit(9)
+    os._exit(9)
+
+
+def crashes():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leaves():
+    sys.exit("no licence")
+
+
+def has_a_child():
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+        os._exit(0)
+    return child
 
 
 assert can_copy()
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     try:
-        in_a_copy(refuses, int)
+        in_a_copy(refuses, int, 'a test')
     except FleetTooSmall as e:
         assert str(e) == "too small: " + "x" * 100_000
     else:
         raise AssertionError
 assert [(w.category, str(w.message)) for w in warned] == [(IsthmusWarning, "be careful")]
-for question in (ends, lambda: 1 / 0):
+for question in (ends, crashes, lambda: 1 / 0, leaves):
     try:
-        asked(question, int)
-    except InternalError as e:
+        asked(question, int, "building one")
+    except (InternalError, SystemExit) as e:
         print(e)
-assert in_a_copy(lambda: [Path("a")], list[Path]) == [Path("a")]
+os.kill(asked(has_a_child, int), signal.SIGKILL)  # it still lives
+assert in_a_copy(lambda: [Path("a")], list[Path], "a test") == [Path("a")]
 
 job = load_job(Path("job.toml"))
 prepared = prepare(job)
@@ -92,7 +112,9 @@ def test_a_model_is_captured_and_built_in_copies(tmp_path: Path) -> None:
     done = subprocess.run(script(SCRIPT, tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "a copy of this process ended with code 9 without an answer",
-        "a copy of this process failed: ZeroDivisionError: division by zero",
+        "building one ended with code 9 without an answer",
+        "building one ended by SIGSEGV without an answer: code that it calls crashed",
+        "building one failed: ZeroDivisionError: division by zero",
+        "no licence",
         "True",
     ]

@@ -10,13 +10,14 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import IO, NoReturn, TypeVar
 
 import msgspec
 
@@ -47,6 +48,8 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     failed: str = ""  # what was raised, and its traceback
     kind: str = ""  # of a UserError: its class
     traceback: str = ""
+    left: bool = False  # by `sys.exit`, with this code or text
+    code: int | str | None = None
     warned: tuple[_Warning, ...] = ()
 
 
@@ -57,9 +60,9 @@ def can_copy() -> bool:
     return alone and (torch is None or not torch.cuda.is_initialized())
 
 
-def in_a_copy(question: Callable[[], T], kind: type[T]) -> T:
+def in_a_copy(question: Callable[[], T], kind: type[T], doing: str) -> T:
     """Return the same as `asked` where this process can be copied; else the answer is found here."""
-    return asked(partial(_with_one_thread, question), kind) if can_copy() else question()
+    return asked(partial(_with_one_thread, question), kind, doing) if can_copy() else question()
 
 
 def _with_one_thread(question: Callable[[], T]) -> T:
@@ -69,55 +72,58 @@ def _with_one_thread(question: Callable[[], T]) -> T:
     return question()
 
 
-def asked(question: Callable[[], T], kind: type[T]) -> T:
+def asked(question: Callable[[], T], kind: type[T], doing: str = "a copy of this process") -> T:
     """The answer of a copy of this process, which leaves no trace here; a type that JSON has.
 
-    Its warnings are given and its UserError is raised here. InternalError says why it gave none.
+    Its warnings are given here, its UserError and its SystemExit raised. InternalError says why it gave no answer;
+    `doing`, in words, is what then failed.
     """
-    return asked_at_once([question], kind)[0]
+    return asked_at_once([question], kind, doing)[0]
 
 
-def asked_at_once(questions: Sequence[Callable[[], T]], kind: type[T]) -> list[T]:
+def asked_at_once(
+    questions: Sequence[Callable[[], T]], kind: type[T], doing: str = "a copy of this process"
+) -> list[T]:
     """Return the same as `asked`, of several copies that find their answers at the same time."""
-    copies: dict[int, int] = {}
     line, ours = os.pipe()  # it closes with this process, however that ends
-    found: list[bytes] = []
-    codes: list[int] = []
-    try:
-        for question in questions:
-            end, back = os.pipe()
-            copies[forked_copy(partial(_answer, question, back, line, (ours, end, *copies.values())))] = end
-            os.close(back)
-        for end in copies.values():
-            with open(end, "rb", closefd=False) as pipe:
-                found.append(pipe.read())
-    except BaseException:  # Ctrl-C too
-        for pid in copies:
-            os.kill(pid, signal.SIGKILL)
-        raise
-    finally:
-        for pid, end in copies.items():
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            os.close(end)
-        os.close(line)
-        os.close(ours)
-    return [_read(answer, code, kind) for answer, code in zip(found, codes, strict=True)]
+    codes: dict[int, int | None] = {}
+    with contextlib.ExitStack() as stack:
+        # Files: the end of a pipe does not come before that of the last process that a copy has started.
+        answers = [stack.enter_context(tempfile.TemporaryFile()) for _ in questions]
+        stack.callback(os.close, ours)
+        stack.callback(os.close, line)
+        try:
+            for question, answer in zip(questions, answers, strict=True):
+                codes[forked_copy(partial(_answer, question, answer, line, ours))] = None
+            for pid in codes:
+                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        except BaseException:  # Ctrl-C too
+            for pid in (pid for pid, code in codes.items() if code is None):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            raise
+        for answer in answers:
+            answer.seek(0)
+        found = zip(answers, codes.values(), strict=True)
+        return [_read(answer.read(), code or 0, kind, doing) for answer, code in found]
 
 
-def _answer(question: Callable[[], object], back: int, line: int, unused: Iterable[int]) -> None:
-    for descriptor in unused:
-        os.close(descriptor)
+def _answer(question: Callable[[], object], back: IO[bytes], line: int, ours: int) -> None:
+    os.close(ours)
     handle_signals(signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=end_with_parent, args=(line,), name="parent_pipe", daemon=True).start()
     with warnings.catch_warnings(record=True) as warned:
         try:
             answer = _Answer(value=msgspec.Raw(msgspec.json.encode(question(), enc_hook=_as_text)))
-        except Exception as e:
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int | None) else str(e.code)
+            answer = _Answer(left=True, code=code)
+        except (Exception, KeyboardInterrupt) as e:
             text, kind = (str(e), type(e).__name__) if isinstance(e, UserError) else (f"{type(e).__name__}: {e}", "")
             answer = _Answer(failed=text or type(e).__name__, kind=kind, traceback=traceback.format_exc())
     answer = msgspec.structs.replace(answer, warned=tuple(map(_Warning.of, warned)))
-    with open(back, "wb") as pipe:
-        pipe.write(msgspec.json.encode(answer))
+    back.write(msgspec.json.encode(answer))
+    back.flush()
 
 
 def _as_text(value: object) -> str:
@@ -125,18 +131,21 @@ def _as_text(value: object) -> str:
     return str(value)
 
 
-def _read(text: bytes, code: int, kind: type[T]) -> T:
+def _read(text: bytes, code: int, kind: type[T], doing: str) -> T:
     if not text or code:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        raise InternalError(f"a copy of this process ended {how} without an answer")
+        why = {-signal.SIGKILL: ": it may be that no memory was left", -signal.SIGSEGV: ": code that it calls crashed"}
+        raise InternalError(f"{doing} ended {how} without an answer{why.get(code, '')}")
     answer = msgspec.json.decode(text, type=_Answer)
     for warned in answer.warned:
         warned.warn()
+    if answer.left:
+        sys.exit(answer.code)
     if not answer.failed:
         return msgspec.json.decode(answer.value, type=kind, dec_hook=lambda as_type, value: as_type(value))
     known = {error.__name__: error for error in (UserError, *UserError.__subclasses__())}
     error = known.get(answer.kind, UserError)(answer.failed) if answer.kind else None
-    error = error or InternalError(f"a copy of this process failed: {answer.failed}")
+    error = error or InternalError(f"{doing} failed: {answer.failed}")
     error.add_note(answer.traceback)
     raise error
 

@@ -58,7 +58,7 @@ def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[]
         return path
 
     with tempfile.TemporaryDirectory() as folder:
-        found = read_captured(in_a_copy(written, Path))
+        found = read_captured(in_a_copy(written, Path, f"capturing {job.model.name}"))
     if found is None:
         raise InternalError(f"the capture of {job.model.name} was removed before it was read")
     return found[0]
@@ -71,7 +71,9 @@ def _code_of(model: ModelSpec) -> str | None:
     if model.name == "hf":
         path = str(model.options.get("path", ""))
         # A copy has the threads that libraries of stores start, with which this process could not be copied any more.
-        return (in_a_copy(partial(_config_of, path), str) if is_url(path) else _config_of(path)) or None
+        return (
+            in_a_copy(partial(_config_of, path), str, f"reading {path}") if is_url(path) else _config_of(path)
+        ) or None
     return digest_of_module(model.name) if is_own_code(model) else None
 
 

@@ -44,7 +44,7 @@ def first_weights(prepared: Prepared, folder: Path | None = None) -> FirstWeight
     """Every variable of both graphs by the module's own name, as the module has it that is built under the job's seed.
     `folder`: where the temporary file is; None: in the system's folder for such. UserError where it does not fit."""
     space = TensorSpace(folder or Path(tempfile.gettempdir()))
-    built = in_a_copy(partial(_built, prepared, space), _Built)
+    built = in_a_copy(partial(_built, prepared, space), _Built, f"building {prepared.job.model.name}")
     in_memory: dict[tuple[object, ...], Tensor] = {}
     found: dict[str, Sent] = {}
     for name, value in built.values.items():
