@@ -124,8 +124,8 @@ class _Worker(DeviceWorker):
 
     def told(self, *found: object) -> _Worker:
         """Work until it is told to leave."""
-        for one in found:
-            self._inbox.put(one)
+        for one in found:  # the device lets go of the tensors that came with an order
+            self._inbox.put(one._replace(tensors=[*one.tensors]) if isinstance(one, CoordinatorMessage) else one)
         self.work()
         return self
 
