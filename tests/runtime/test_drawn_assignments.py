@@ -269,12 +269,12 @@ def _at_work(alone: Given) -> tuple[list[ToDevice], list[list[Tensor]]]:
 def test_a_stage_at_work_lends_and_adds_what_it_is_told_or_names_the_coordinator() -> None:
     alone, lies = given(1), Lies(3, 3)
     orders, tensors = _at_work(alone)
-    assigned, placed = _assigned(alone.assignments["d0"]), alone.placed("d0")
+    assigned = _assigned(alone.assignments["d0"])
 
     def done(*told: tuple[AnyMessage, list[Tensor]]) -> _Worker:
         worker = _Worker("d0", alone, orders[-1].body.item.index)  # pyright: ignore[reportAttributeAccessIssue]
         worker._inbox.put(assigned)
-        worker._inbox.put(placed)
+        worker._inbox.put(alone.placed("d0"))
         try:
             for message, sent in told:
                 worker.hear(*landed(message, sent))
