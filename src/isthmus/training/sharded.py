@@ -31,6 +31,7 @@ from isthmus.training.collectives import Collectives
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.gradients import gradient_dtype
 from isthmus.training.optim import NO_GRADIENT, STEP
+from isthmus.training.stored import Sent, in_memory
 
 Whole = Literal["parameters", "gradients", "sums", "values"]
 """Tensors of owned parameters: those that optimizers update; gradients after `collect`; gradients before it, which are
@@ -127,12 +128,12 @@ class ShardedEngine(TorchEngine):
         taken = Counter(ref for op in graph.ops for ref in op.refs() if ref.op in self._parts)
         return dict(taken)
 
-    def _hold(self, op: Op, weights: Mapping[str, Tensor], *, trains: bool) -> None:
+    def _hold(self, op: Op, weights: Mapping[str, Sent], *, trains: bool) -> None:
         if not trains or op.name in self.train.shared_from:
             super()._hold(op, weights, trains=trains)
             return
         dtype = cast(torch.dtype, getattr(torch, op.outputs[0].dtype))
-        part = self._ranks.part(weights[op.target].to(gradient_dtype(dtype)))
+        part = self._ranks.part(in_memory(weights[op.target]).to(gradient_dtype(dtype)))
         self._parts[op.name] = dtype
         self.trainable[op.name] = op.target
         master = nn.Parameter(to_device(self.accelerator, part))
