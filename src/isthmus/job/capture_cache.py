@@ -28,11 +28,11 @@ from isthmus.copies import in_a_copy
 from isthmus.errors import InternalError
 from isthmus.graph.captured import Captured, Column, read_captured, write_captured
 from isthmus.job.settings import Job
+from isthmus.models.model_folder import CONFIG
 from isthmus.models.registry import ModelSpec, is_built_in, is_own_code
 from isthmus.stores import RemoteStoreError, Store, is_url
 
 MOST_KEPT = 64  # files; the one that was written first goes first
-CONFIG = "config.json"  # of a folder that transformers saved
 _PACKAGES = ("torch", "transformers", "peft")
 
 

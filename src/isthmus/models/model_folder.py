@@ -5,25 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from isthmus.errors import UserError, warn
+from isthmus.safetensors_header import MOST_HEADER_BYTES, Entry, read_header
 from isthmus.stores import Store, StoreFile
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 _SMALL = (CONFIG, "generation_config.json")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-Place = Annotated[int, Meta(ge=0)]
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    data_offsets: tuple[Place, Place]
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -72,7 +65,7 @@ def fetch_folder(url: str, folder: Path, weights: Literal["none", "headers", "al
                     out.write(piece)
                 continue
             size = int.from_bytes(_read(file, 0, 8), "little")
-            if size > min(_MOST_HEADER_BYTES, file.size - 8):
+            if size > min(MOST_HEADER_BYTES, file.size - 8):
                 raise UserError(f"{url}/{file.name}: no safetensors file, or truncated in its header")
             out.write(_read(file, 0, 8 + size))
             out.truncate(file.size)
@@ -109,21 +102,14 @@ def _index(text: bytes, shown: str) -> _Index:
     return index
 
 
-def _entries(path: Path, shown: str) -> Mapping[str, _Entry]:
+def _entries(path: Path, shown: str) -> Mapping[str, Entry]:
     """The header of a file of weights, whose tensors lie within it."""
     where = f"{shown}/{path.name}"
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            entries = msgspec.json.decode(
-                file.read(size) if size <= _MOST_HEADER_BYTES else b"", type=dict[str, msgspec.Raw]
-            )
-        entries.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
-        there = path.stat().st_size - 8 - size
+        found, _, there = read_header(path)
     except OSError as e:
         raise UserError(f"{where}: cannot be read: {e.strerror or e}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except ValueError:
         raise UserError(f"{where}: truncated, or no safetensors file: its header cannot be read") from None
     needed = max((e.data_offsets[1] for e in found.values()), default=0)
     if needed > there:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import DTYPE_BYTES
+from isthmus.safetensors_header import Entry, read_header
 from isthmus.stores import StoreFile
 from isthmus.training.layout import (
     TensorHeader,
@@ -32,7 +33,6 @@ from isthmus.training.layout import (
     unpack,
 )
 
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 PIECE_BYTES = 1 << 20
 LEAST_VIEWED_BYTES = 1 << 16  # smaller tensors are not worth pages, and a map, of their own
 DTYPES = {
@@ -206,35 +206,23 @@ def place_of(tensor: Sent) -> Hashable:
     return tensor.store or tensor.path, tensor.offset, tensor.copied
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[Size, ...]
-    data_offsets: tuple[Size, Size]
-
-
 def stored_tensors(path: Path, store: StoreFile | None = None) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name; only its header is read. Of a file in a `store`, `path` has the header
     and the length. UserError where it cannot be read, is no such file, is truncated, or has a type that operators do
     not know."""
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            text = file.read(size) if size <= MOST_HEADER_BYTES else b""
-        entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        found = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
-        there = path.stat().st_size - 8 - size
+        entries, begins, there = read_header(path)
     except OSError as e:
         raise UserError(f"{path}: cannot be read: {e.strerror or e}") from None
-    except (msgspec.MsgspecError, RecursionError):
+    except ValueError:
         raise UserError(f"{path}: no safetensors file, or truncated in its header") from None
     return {
-        name: StoredTensor(_header(path, name, e, there), path, 8 + size + e.data_offsets[0], name, store=store)
-        for name, e in found.items()
+        name: StoredTensor(_header(path, name, e, there), path, begins + e.data_offsets[0], name, store=store)
+        for name, e in entries.items()
     }
 
 
-def _header(path: Path, name: str, entry: _Entry, there: int) -> TensorHeader:
+def _header(path: Path, name: str, entry: Entry, there: int) -> TensorHeader:
     if entry.dtype not in DTYPES:
         raise UserError(
             f"{path}: tensor {name!r} is of type {entry.dtype}, expected one of: {', '.join(sorted(DTYPES))}"
@@ -276,7 +264,7 @@ class TensorFile:
         entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
         at = 0
         for header in sorted(headers, key=lambda h: (_PLACES[h.dtype], h.name)):
-            entries[header.name] = _Entry(_FORMAT_NAMES[header.dtype], header.shape, (at, at + header.nbytes))
+            entries[header.name] = Entry(_FORMAT_NAMES[header.dtype], header.shape, (at, at + header.nbytes))
             self._places[header.name] = at
             at += header.nbytes
         text = msgspec.json.encode(entries)
