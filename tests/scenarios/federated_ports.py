@@ -24,7 +24,7 @@ from isthmus.protocol.federated_messages import ExecutorJoined, LinearFit, Phase
 from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.federated.executor import Executor, take_part
-from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, SiteAcceptor, SiteConnection
+from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, over_networks
 from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
 from isthmus.runtime.federated.update_receiver import SiteUpdateReceiver, SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage
@@ -156,12 +156,7 @@ class _Run:
         policy = ConnectionPolicy(run=RUN, timeout_s=TIMEOUT_S)
         receiver = SumsReceiver(server)
         if self._scenario.sites:
-            policy = ConnectionPolicy(
-                run=RUN,
-                timeout_s=TIMEOUT_S,
-                acceptor=SiteAcceptor,
-                out=SiteConnection,
-            )
+            policy = over_networks(RUN, TIMEOUT_S)
             receiver = SiteUpdateReceiver(
                 server,
                 numbers,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,10 +26,7 @@ from isthmus.federated.job import FederatedJob
 from isthmus.federated.server import Server
 from isthmus.federated.state_files import StateFiles
 from isthmus.federated.states import StateForm
-from isthmus.programs.open_phase import RoundRecord
-from isthmus.programs.rounds import Rounds
 from isthmus.runtime.coordinator.backend import RunRequest
-from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, SiteAcceptor, SiteConnection
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import (
@@ -174,8 +171,12 @@ def request(job: FederatedJob, run: str, logs: Path, stop: Stop) -> RunRequest:
 class DeviceSums(SumsReceiver):
     """Sums of devices, which receive the job first."""
 
-    def __init__(self, server: Server, job: FederatedJob, run: str, fingerprint: str) -> None:
+    def __init__(
+        self, server: Server, job: FederatedJob, run: str, fingerprint: str, states: KeptStates | None
+    ) -> None:
+        """`states` are those of clients, which devices read and write here."""
         super().__init__(server)
+        self._states = states
         rate = job.local.tabled(job.federated.rounds).learning_rate
         told = msgspec.structs.replace(job, learning_rate=rate, fleet="", coordinator="", **COORDINATORS)
         self._order = TrainClients(run=run, job=msgspec.json.encode(told), fingerprint=fingerprint)
@@ -189,35 +190,11 @@ class DeviceSums(SumsReceiver):
     def hello(self, executor: str) -> AnyMessage | None:
         return self._order
 
-
-class DeviceHost(FederatedHost):
-    """Devices read clients' states from here, and write them."""
-
-    def __init__(
-        self,
-        machine: Rounds,
-        server: Server,
-        receiver: DeviceSums,
-        run: str,
-        timeout_s: float,
-        states: KeptStates | None,
-        *,
-        committed: Callable[[RoundRecord, RoundMeasure], Callable[[], None] | None],
-        note: Callable[[str], None],
-    ) -> None:
-        policy = ConnectionPolicy(run=run, timeout_s=timeout_s, acceptor=SiteAcceptor, out=SiteConnection)
-        super().__init__(machine, server, receiver, policy, committed=committed, note=note)
-        self._states = states
-
-    def asked_for_states(self, device: str, report: StateReport, tensors: Sequence[Tensor]) -> None:
-        try:
-            if self._states is None:
-                raise PeerError("asked for states in a run without any")
-            answer = self._states.carry_out(report, tensors)
-        except PeerError as e:
-            self.session.refused(device, str(e))
-            return
-        if answer is not None:
-            body, states = answer
-            sent = {"states": states} if states.numel() else {}
-            self.put(device, ToExecutor(run=self.run, body=body, tensors=headers_of(sent)), list(sent.values()))
+    def on_states(self, report: StateReport, tensors: Sequence[Tensor]) -> tuple[ToExecutor, list[Tensor]] | None:
+        if self._states is None:
+            raise PeerError("asked for states in a run without any")
+        if (answer := self._states.carry_out(report, tensors)) is None:
+            return None
+        body, states = answer
+        sent = {"states": states} if states.numel() else {}
+        return ToExecutor(run=self._order.run, body=body, tensors=headers_of(sent)), list(sent.values())

@@ -114,6 +114,11 @@ class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     broadcast_memory: SharedBroadcast | None = None  # where executors of this machine read the broadcast
 
 
+def over_networks(run: str, timeout_s: float) -> ConnectionPolicy:
+    """Return how the coordinator talks to sites, and to devices that joined."""
+    return ConnectionPolicy(run=run, timeout_s=timeout_s, acceptor=SiteAcceptor, out=SiteConnection)
+
+
 class FederatedHost(SessionHost[Rounds]):
     """The port of the machine: it does what the machine asks over the connections that its acceptor hands on.
 
@@ -260,21 +265,18 @@ class FederatedHost(SessionHost[Rounds]):
         if isinstance(report, DeviceFailed):
             self.session.failed(device, report.reason, report.fault)
             return
-        if isinstance(report, StateReport):
-            self.asked_for_states(device, report, tensors)
-            return
-        if not isinstance(report, SecureReport):
-            named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-            try:
-                report = self._receiver.on_report(device, report, message.values, named)
-            except PeerError as e:
-                self.session.refused(device, str(e))
+        try:
+            if isinstance(report, StateReport):
+                if (answer := self._receiver.on_states(report, tensors)) is not None:
+                    self.put(device, *answer)
                 return
+            if not isinstance(report, SecureReport):
+                named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+                report = self._receiver.on_report(device, report, message.values, named)
+        except PeerError as e:
+            self.session.refused(device, str(e))
+            return
         self.session.heard(device, report)
-
-    def asked_for_states(self, device: str, report: StateReport, tensors: Sequence[Tensor]) -> None:
-        """The states of clients are where executors reach them."""
-        self.session.refused(device, f"sent {type(report).__name__}, and keeps states itself")
 
     def connect(self, device: str, join: JoinRun, channel: MessageChannel) -> None:
         self._channels.append(channel)

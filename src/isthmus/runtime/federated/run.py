@@ -48,8 +48,8 @@ from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.run_files import CLIENT_NAMES, ROUNDS, STATES_FOLDER, keep_job, write_json
 from isthmus.runtime.coordinator.backend import Backend, StartedProcesses
 from isthmus.runtime.federated.executor import serve
-from isthmus.runtime.federated.fleet_executors import DeviceHost, DeviceSums, KeptStates, request
-from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
+from isthmus.runtime.federated.fleet_executors import DeviceSums, KeptStates, request
+from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended, over_networks
 from isthmus.runtime.federated.trainer import executor_trainer, own_mean_of, pacers, sized
 from isthmus.runtime.federated.update_receiver import SharedAccumulator, SharedBroadcast, SharedMemory, SumsReceiver
 from isthmus.runtime.processes.forked import Forked
@@ -401,13 +401,12 @@ class FederatedRun:
 
     def _on_devices(self, backend: Backend, after: _Aftermath, note: Callable[[str], None], stop: Stop) -> Finish:
         run, form = secrets.token_hex(16), self.state_form
-        host = DeviceHost(
+        states = None if form is None else KeptStates(self.folder / STATES_FOLDER, form)
+        host = FederatedHost(
             self.machine,
             self.server,
-            DeviceSums(self.server, self.job, run, self.data.fingerprint),
-            run,
-            self.job.timeout_s,
-            None if form is None else KeptStates(self.folder / STATES_FOLDER, form),
+            DeviceSums(self.server, self.job, run, self.data.fingerprint, states),
+            over_networks(run, self.job.timeout_s),
             committed=lambda record, measure: self._commit(record, measure, after),
             note=note,
         )

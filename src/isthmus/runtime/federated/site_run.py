@@ -38,14 +38,7 @@ from isthmus.protocol.federated_messages import PhaseId, SumsSent
 from isthmus.protocol.federated_planning import ExecutorChurn
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.coordinator.backend import RunRequest
-from isthmus.runtime.federated.host import (
-    ConnectionPolicy,
-    FederatedHost,
-    RoundMeasure,
-    SiteAcceptor,
-    SiteConnection,
-    ended,
-)
+from isthmus.runtime.federated.host import FederatedHost, RoundMeasure, ended, over_networks
 from isthmus.runtime.federated.run import RoundStore
 from isthmus.runtime.federated.update_receiver import SiteUpdateReceiver
 from isthmus.runtime.messages.federated import MaskedValues, SentValues
@@ -135,12 +128,7 @@ class SiteRun:
             note,
             rounds_late=self.machine.rounds_late,
         )
-        policy = ConnectionPolicy(
-            run=run,
-            timeout_s=self.job.timeout_s,
-            acceptor=SiteAcceptor,
-            out=SiteConnection,
-        )
+        policy = over_networks(run, self.job.timeout_s)
         host = FederatedHost(self.machine, self.server, receiver, policy, committed=self._commit, note=note)
         call = RunRequest(
             run=run, devices=self.deployment.sites, timeout_s=self.job.timeout_s, threads=1, logs=self.folder / "logs"

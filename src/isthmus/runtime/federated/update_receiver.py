@@ -19,7 +19,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,15 @@ from isthmus.federated.task_spec import TaskSpec
 from isthmus.programs.masked import TakeMasksOff
 from isthmus.protocol.federated_messages import NONE, ExecutorJoined, ExecutorReport, PhaseId, SumsSent, TasksReturned
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.federated import FromExecutor, SentValues, SiteValues, SummedValues, TaskMessage
+from isthmus.runtime.messages.federated import (
+    FromExecutor,
+    SentValues,
+    SiteValues,
+    StateReport,
+    SummedValues,
+    TaskMessage,
+    ToExecutor,
+)
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.training.layout import TensorHeader, header_of, in_a_row, unpack
 
@@ -130,58 +138,57 @@ class SharedAccumulator:
             time.sleep(LOOK_S)
 
 
-class UpdateReceiver(Protocol):
+class UpdateReceiver:
     """One way of sending values. The coordinator calls `guard` from any thread, everything else from its own."""
 
-    trips: int  # messages with values so far, and their bytes without headers
-    value_bytes: int
-    shared_bytes: int  # those of these bytes that are in memory that executors share
+    values: type[SentValues]  # the type of the values that executors send
+
+    def __init__(self, server: Server) -> None:
+        self.trips = self.value_bytes = 0  # messages with values so far, and their bytes without headers
+        self.shared_bytes = 0  # those of these bytes that are in memory that executors share
+        self._server = server
 
     def guard(self, executor: str, message: AnyMessage) -> None:
         """PeerError for what no executor sends, before its tensors are received."""
+        if not isinstance(message, FromExecutor | Heartbeat):
+            raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        body = message.body if isinstance(message, FromExecutor) else message
+        got = message.values if isinstance(message, FromExecutor) else None
+        sends = isinstance(body, SumsSent)
+        if message.tensors and not sends:
+            raise PeerError(f"sent {type(body).__name__} with tensors")
+        if not (isinstance(got, self.values) if sends else got is None):
+            raise PeerError(f"sent {type(body).__name__} with {'no values' if got is None else type(got).__name__}")
 
     def hello(self, executor: str) -> AnyMessage | None:
         """Return the first message to an executor that has connected; None for none."""
-        ...
+
+    def on_states(self, report: StateReport, tensors: Sequence[Tensor]) -> tuple[ToExecutor, list[Tensor]] | None:
+        """Read or write states of clients; return the answer. PeerError for what no executor asks for."""
+        raise PeerError(f"sent {type(report).__name__}, and keeps states itself")
 
     def on_report(
         self, executor: str, report: ExecutorReport, values: SentValues | None, tensors: dict[str, Tensor]
     ) -> ExecutorReport:
         """Keep the values. Returns what the machine takes. PeerError for values that cannot be believed: the executor
         is lost."""
-        ...
+        raise NotImplementedError
 
     def merge(self, executor: str) -> None:
         """Take in what the executor sent last."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Read the values that were merged: the memory that they are in may be used again."""
 
     def ignore(self, executor: str) -> None:
         """Drop it."""
+        raise NotImplementedError
 
     def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
         """Take the masks off what was taken in; returns holder and owner of each wrong share. PeerError where others
         do not give back the secrets."""
-        ...
-
-
-def check_frame(message: AnyMessage, values: type[SentValues]) -> None:
-    """PeerError for what no executor sends that sends values of this kind."""
-    if not isinstance(message, FromExecutor | Heartbeat):
-        raise PeerError(f"sent {type(message).__name__} to the coordinator")
-    body = message.body if isinstance(message, FromExecutor) else message
-    got = message.values if isinstance(message, FromExecutor) else None
-    sends = isinstance(body, SumsSent)
-    if message.tensors and not sends:
-        raise PeerError(f"sent {type(body).__name__} with tensors")
-    if not (isinstance(got, values) if sends else got is None):
-        raise PeerError(f"sent {type(body).__name__} with {'no values' if got is None else type(got).__name__}")
-
-
-def unmasked(recovered: TakeMasksOff) -> NoReturn:
-    """Raise InternalError: a receiver whose values have no masks was given masks to take off."""
-    raise InternalError(f"round {recovered.phase.round + 1}: no masks are on the sums")
+        raise InternalError(f"round {recovered.phase.round + 1}: no masks are on the sums")
 
 
 class _ReceivedSums(NamedTuple):
@@ -191,22 +198,17 @@ class _ReceivedSums(NamedTuple):
     shared_bounds: bool
 
 
-class SumsReceiver:
+class SumsReceiver(UpdateReceiver):
     """Sums of executors that have everybody's data: one message per executor and phase."""
+
+    values = SummedValues
 
     def __init__(self, server: Server, accumulators: Mapping[str, SharedAccumulator] | None = None) -> None:
         """`accumulators` are where executors leave sums."""
-        self.trips = self.value_bytes = self.shared_bytes = 0
-        self._server = server
+        super().__init__(server)
         self._accumulators = accumulators or {}
         self._sums: dict[str, _ReceivedSums] = {}
         self._merged: list[str] = []  # whose rooms are to be given back
-
-    def guard(self, executor: str, message: AnyMessage) -> None:
-        check_frame(message, SummedValues)
-
-    def hello(self, executor: str) -> AnyMessage | None:
-        return None
 
     def on_report(
         self, executor: str, report: ExecutorReport, values: SentValues | None, tensors: dict[str, Tensor]
@@ -250,9 +252,6 @@ class SumsReceiver:
             self._accumulators[executor].release()
         self._merged.clear()
 
-    def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
-        unmasked(recovered)
-
     def ignore(self, executor: str) -> None:
         if (sums := self._sums.pop(executor, None)) is not None and sums.shared_bounds:
             self._accumulators[executor].release()
@@ -262,10 +261,10 @@ SLACK = 2  # an update so many times too large is received, to be refused by nam
 SLACK_BYTES = 1 << 16
 
 
-class SiteUpdateReceiver:
-    """An `UpdateReceiver`. `note` gets every update that does not count, with its sender and the reason."""
+class SiteUpdateReceiver(UpdateReceiver):
+    """`note` gets every update that does not count, with its sender and the reason."""
 
-    values: type[SentValues] = SiteValues  # the type of the values that sites send
+    values: type[SentValues] = SiteValues
 
     def __init__(
         self,
@@ -280,8 +279,7 @@ class SiteUpdateReceiver:
     ) -> None:
         """`clients` are the sites' numbers; `task_spec` says what a client is asked to do; `rounds_late` is the
         coordinator's: late updates are scaled down."""
-        self.trips = self.value_bytes = self.shared_bytes = 0
-        self._server = server
+        super().__init__(server)
         self._clients = clients
         self._offer = task_spec
         self._rules = rules
@@ -299,7 +297,7 @@ class SiteUpdateReceiver:
         """For a subclass."""
 
     def guard(self, executor: str, message: AnyMessage) -> None:
-        check_frame(message, self.values)
+        super().guard(executor, message)
         size_bytes = sum(h.nbytes for h in message.tensors)
         if size_bytes > self._most_bytes:
             raise PeerError(f"sent {size_bytes} bytes of values, expected at most {self._most_bytes}")
@@ -371,12 +369,6 @@ class SiteUpdateReceiver:
         found = self._figures.pop(round_, {})
         self._figures = {number: figures for number, figures in self._figures.items() if number > round_}
         return found
-
-    def settle(self) -> None:
-        """An update is read when it is taken in."""
-
-    def unmask(self, recovered: TakeMasksOff) -> frozenset[tuple[str, str]]:
-        unmasked(recovered)
 
     def ignore(self, executor: str) -> None:
         self._updates.pop(executor, None)
