@@ -132,10 +132,6 @@ class Pipeline(Policy[PipelinePort], Session):
         self._interruptions = Interruptions(self._note)
 
     @property
-    def over(self) -> bool:
-        return self.phase == OVER
-
-    @property
     def recoveries(self) -> tuple[Recovery, ...]:
         return tuple(self._interruptions.recoveries)
 

@@ -18,18 +18,23 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from isthmus.errors import PeerError
+import msgspec
+
+from isthmus.errors import IsthmusError, PeerError
 from isthmus.protocol.generation import Prompt, PromptFailed, StageLoaded, StageUnable, TokenGenerated
-from isthmus.session.program import OutOfPhase, PlanPort, Program, report
-from isthmus.session.session import START_S
+from isthmus.session.program import JOINING, OVER, Event, OutOfPhase, Policy, Port, report
+from isthmus.session.session import START_S, Loss, Observation, Session
 
 RETRIES = 3
 """How often a chain is loaded again without a token in between, where a link broke and no device was lost. Then the
 device that reported it is lost."""
 
 
-class ServingPort(PlanPort, Protocol):
+class ServingPort(Port, Protocol):
     """The program's interface to its host."""
+
+    def release(self, device: str) -> None:
+        """The device may leave: nothing depends on it any more."""
 
     def plan(self, devices: Sequence[str]) -> Sequence[str]:
         """Return a chain of some of these devices. IsthmusError where there is none."""
@@ -50,7 +55,7 @@ class ServingPort(PlanPort, Protocol):
         """The prompt gets no further tokens. `of_request`: the fault is the request's own."""
 
 
-class Tokens(Program[ServingPort]):
+class Tokens(Policy[ServingPort], Session):
     """The program of one service. Its members are the devices of the chain, the first stage first."""
 
     def __init__(
@@ -65,7 +70,15 @@ class Tokens(Program[ServingPort]):
     ) -> None:
         """`at_once`: prompts in flight; others wait in the order in which they came. Tokens are below `vocabulary`.
         `timeout_s`: as `Session`."""
-        super().__init__(port, chain, fleet, timeout_s=timeout_s, start_s=START_S)
+        Policy.__init__(self, JOINING)
+        Session.__init__(self, port.note, timeout_s=timeout_s, start_s=START_S)
+        self.port = port
+        self.epoch = 0
+        self.members = tuple(chain)
+        self.losses = 0  # members that were lost
+        self._fleet = tuple(fleet)
+        self._called = set(chain)
+        self._out: set[str] = set()  # devices that were lost and are not back
         self._vocabulary = vocabulary
         self._at_once = at_once
         self._loaded: set[str] = set()
@@ -76,6 +89,22 @@ class Tokens(Program[ServingPort]):
         self._tried: int | None = None  # the one of them that has started and has no token since
         self._one_by_one = False  # whether a device was lost while prompts ran: one of them may have ended it
         self._retries = 0
+
+    @property
+    def usable(self) -> tuple[str, ...]:
+        """Devices that may be members."""
+        return tuple(name for name in self._fleet if name not in self._out)
+
+    @property
+    def expected(self) -> Collection[str]:
+        return set(self.members) - self.connected if self.phase == JOINING else ()
+
+    @property
+    def concerned(self) -> Collection[str]:
+        return self.usable
+
+    def is_late(self, device: str, body: Event) -> bool:
+        return body.epoch != self.epoch or device not in self.members
 
     # What users ask
 
@@ -96,20 +125,75 @@ class Tokens(Program[ServingPort]):
         self.port.forget(number)
         self._admit()
 
-    # What the session says
+    def stop(self) -> None:
+        """The end that was asked for."""
+        self._end("")
 
-    def all_here(self) -> None:
-        self.phase = "loading"
-        self._loaded.clear()
-        self.port.load(self.members, self.epoch)
+    # What the host says
 
-    def choose(self, devices: Sequence[str]) -> Sequence[str]:
+    def joined(self, device: str) -> None:
+        self.connected.add(device)
+        self._out.discard(device)
+        if self.phase == JOINING:
+            self._begin()
+
+    def heard(self, device: str, body: msgspec.Struct) -> None:
+        """Take a report. A member that says what it cannot have to say now is lost."""
+        try:
+            super().heard(device, body)
+        except OutOfPhase as e:
+            self.disbelieve(device, e)
+
+    def lost(self, loss: Loss) -> None:
+        device, reason = loss.device, loss.reason
+        self.forget(device)
+        self._out.add(device)
+        self.port.reject(device, permanent=loss.permanent)
+        if device not in self.members:
+            return
+        self.losses += 1
+        self.epoch += 1
+        if not self.usable:
+            self._end(f"no device is left: {device}: {reason}")
+            return
+        try:
+            self._go_on(device, reason)
+        except IsthmusError as e:
+            self._end(str(e))
+
+    def looked(self, seen: Observation) -> None:
+        super().looked(seen)
+        if seen.leaving and not self.over:
+            self._let_go(seen.leaving)
+
+    def _let_go(self, leaving: frozenset[str]) -> None:
+        """Go on without these devices, or with all members where the others are too few."""
+        members, asked = self.members, sorted(leaving & (self.connected | set(self.members)))
+        if not leaving.isdisjoint(members):
+            try:
+                members = tuple(self._choose([name for name in self.usable if name not in leaving]))
+            except IsthmusError as e:
+                for device in asked:
+                    self.port.note(f"{device} was asked to leave and stays: {e}")
+                return
+            self.epoch += 1
+        for device in asked:
+            self.forget(device)
+            self.port.release(device)
+            self.port.note(f"{device} has left: it was asked to")
+        self._out |= leaving
+        if members is not self.members:
+            self._rebuild(members)
+
+    def _choose(self, devices: Sequence[str]) -> Sequence[str]:
+        """Return a chain of these devices. IsthmusError where they are too few."""
         there = self.connected | self.seen.offers | self.seen.starting
         if not (usable := [name for name in devices if name in there]):
             raise PeerError("no device is left")
         return self.port.plan(usable)
 
-    def go_on(self, device: str, reason: str) -> None:
+    def _go_on(self, device: str, reason: str) -> None:
+        """A member is lost: choose members again. The service ends where this raises IsthmusError."""
         if (refused := self._tried) is not None:
             self._tried = None
             del self._running[refused]
@@ -120,7 +204,7 @@ class Tokens(Program[ServingPort]):
         if refused is not None:
             text = f"a second device, {device}, was lost while the request's next token was computed: {reason}"
             self.port.refuse(refused, text)
-        self.rebuild(self.choose(self.usable))
+        self._rebuild(self._choose(self.usable))
 
     def tries_again(self, device: str, reason: str) -> bool:
         self._retries += 1
@@ -128,8 +212,28 @@ class Tokens(Program[ServingPort]):
             return False
         self.epoch += 1
         self.port.note(f"{device}: {reason}; loading the stages again")
-        self.rebuild(self.members)
+        self._rebuild(self.members)
         return True
+
+    def _rebuild(self, members: Sequence[str]) -> None:
+        """Go on with these members under the present epoch. Those that were never called are called."""
+        self.members, self.phase = tuple(members), JOINING
+        for device in members:
+            if device not in self._called:
+                self._called.add(device)
+                self.port.call(device)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.connected.issuperset(self.members):
+            self.phase = "loading"
+            self._loaded.clear()
+            self.port.load(self.members, self.epoch)
+
+    def _end(self, reason: str) -> None:
+        if not self.over:
+            self.phase = OVER
+            self.port.ended(reason)
 
     # What stages report
 
