@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,9 @@ from isthmus.cost.compression import least_bytes
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.cost.problem import FLOAT32_BYTES, Problem
 from isthmus.cost.stage_costs import elements, trainable, variable_bytes
-from isthmus.graph import Ref, cuts
+from isthmus.graph import Flow, Ref, cuts
 from isthmus.graph.cuts import users_of
+from isthmus.plans import CompressionConfig
 
 
 class BlockItem(NamedTuple):
@@ -29,6 +31,17 @@ class BlockItem(NamedTuple):
     uses: tuple[int, ...]  # blocks after `made_in` that take it, ascending
     held_bytes: int  # in the memory of the device that received it
     forward_bytes: int  # on the wire: where the problem's compression depends on the plan, at least
+    backward_bytes: int
+    per_step: bool
+
+
+class Value(NamedTuple):
+    """The same by positions of operators, of which `uses` has all, ascending."""
+
+    made: int
+    uses: tuple[int, ...]
+    held_bytes: int
+    forward_bytes: int
     backward_bytes: int
     per_step: bool
 
@@ -83,23 +96,14 @@ class Blocks:
 
     @cached_property
     def items(self) -> tuple[BlockItem, ...]:
-        flow, batch, least = self.problem.flow, self.problem.micro_batch_size, least_bytes(self.problem)
-        found: list[BlockItem] = []
-        for op in flow.graph.ops:
-            if op.kind not in ("placeholder", "operator") or op.name in flow.free:
-                continue
-            for index, spec in enumerate(op.outputs):
-                ref = Ref(op.name, index)
-                uses = [self._position[c] for c in flow.consumers.get(ref, ())]
-                held = spec.nbytes(batch)
-                sent = (least(spec),) * 2 if ref in flow.differentiable else (held, 0)
-                made = 0 if op.kind == "placeholder" and flow.columns_first else self._position.get(op.name)
-                item = self._item(made, uses, held, *sent)
-                found += [item] if item else []
-        for op in filter(trainable, flow.graph.ops):
-            size = op.outputs[0].nbytes(1)
-            item = self._item(None, users_of(flow, op.name, self._position), size, size, size)
-            found += [item._replace(per_step=True)] if item else []
+        """What no cut can separate from its uses is left out. What no operator makes is held by its first user."""
+        block = np.searchsorted(self.places, np.arange(self.places[-1]), side="right") - 1
+        of_block, found = block.tolist(), list[BlockItem]()
+        for value in values_of(self.problem):
+            made_in = of_block[value.made]
+            if of_block[value.uses[-1]] != made_in:
+                later = tuple(dict.fromkeys(of_block[use] for use in value.uses if of_block[use] != made_in))
+                found.append(BlockItem(made_in, later, *value[2:]))
         return tuple(found)
 
     @cached_property
@@ -144,14 +148,6 @@ class Blocks:
                 found[self.block_of(min(uses)) + 1] += self.problem.column_bytes[op.target]
         return found.cumsum()
 
-    def _item(self, made: int | None, uses: list[int], held: int, forward: int, backward: int) -> BlockItem | None:
-        """None where no cut can separate the uses. What no operator makes is held by its first user."""
-        if not uses:
-            return None
-        made_in = self.block_of(min(uses) if made is None else made)
-        later = tuple(sorted({self.block_of(u) for u in uses} - {made_in}))
-        return BlockItem(made_in, later, held, forward, backward, False) if later else None
-
     @cached_property
     def variables(self) -> tuple[BlockVariable, ...]:
         flow, found = self.problem.flow, list[BlockVariable]()
@@ -180,6 +176,45 @@ class Blocks:
     def live_bytes(self, boundary: int) -> int:
         items = (self.items[number] for number, _ in self.live[boundary])
         return sum(i.forward_bytes + i.backward_bytes for i in items if not i.per_step)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The part of a problem that its values depend on: they are the same for each part of its fleet."""
+
+    flow: Flow
+    micro_batch_size: int
+    compression: CompressionConfig | None
+    problem: Problem = field(compare=False)
+
+
+def values_of(problem: Problem) -> tuple[Value, ...]:
+    """What stages may need of others, wherever they are cut."""
+    asked = problem.constraints.compression
+    return _values_of(_Asked(problem.flow, problem.micro_batch_size, asked, problem))
+
+
+@lru_cache(maxsize=8)
+def _values_of(asked: _Asked) -> tuple[Value, ...]:
+    flow, batch, least = asked.flow, asked.micro_batch_size, least_bytes(asked.problem)
+    position = {op.name: i for i, op in enumerate(flow.operators)}
+    found: list[Value] = []
+    for op in flow.graph.ops:
+        if op.kind not in ("placeholder", "operator") or op.name in flow.free:
+            continue
+        for index, spec in enumerate(op.outputs):
+            ref = Ref(op.name, index)
+            if not (uses := sorted(position[c] for c in flow.consumers.get(ref, ()))):
+                continue
+            held = spec.nbytes(batch)
+            forward, backward = (least(spec),) * 2 if ref in flow.differentiable else (held, 0)
+            made = position.get(op.name, 0 if flow.columns_first else uses[0])
+            found.append(Value(made, tuple(uses), held, forward, backward, False))
+    for op in filter(trainable, flow.graph.ops):
+        if uses := sorted(users_of(flow, op.name, position)):
+            size = op.outputs[0].nbytes(1)
+            found.append(Value(uses[0], tuple(uses), size, size, size, True))
+    return tuple(found)
 
 
 def legal_places(problem: Problem) -> list[int]:

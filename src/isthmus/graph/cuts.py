@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.graph.opgraph import Op, OpGraph, Ref
+from isthmus.graph.opgraph import Op, OpGraph, Ref, TensorSpec
 
 KeyT = TypeVar("KeyT")
 
@@ -24,11 +24,30 @@ class Flow:
         self.by_name: dict[str, Op] = {op.name: op for op in graph.ops}
 
     @cached_property
+    def taken(self) -> dict[str, tuple[Ref, ...]]:
+        """The values that each op takes, each once."""
+        return {op.name: tuple(dict.fromkeys(op.refs())) for op in self.graph.ops}
+
+    @cached_property
+    def values(self) -> tuple[tuple[Ref, TensorSpec, tuple[str, ...]], ...]:
+        """What a cut may send, and the operators that take it, in order; the operator of the loss takes the count."""
+        found: list[tuple[Ref, TensorSpec, tuple[str, ...]]] = []
+        for op in self.graph.ops:
+            if op.kind not in ("placeholder", "operator") or op.name in self.free:
+                continue
+            for index, spec in enumerate(op.outputs):
+                ref = Ref(op.name, index)
+                takers = (*self.consumers.get(ref, ()), *([self.graph.loss.op] if ref == self.graph.count else ()))
+                if takers:
+                    found.append((ref, spec, takers))
+        return tuple(found)
+
+    @cached_property
     def consumers(self) -> dict[Ref, list[str]]:
         """For each value, the names of the operators that take it, in order."""
         found: dict[Ref, list[str]] = {}
         for op in self.graph.ops:
-            for ref in dict.fromkeys(op.refs()):
+            for ref in self.taken[op.name]:
                 found.setdefault(ref, []).append(op.name)
         return found
 
@@ -146,16 +165,9 @@ def live_spans(flow: Flow) -> dict[Ref, tuple[int, int]]:
     """
     position = {op.name: i for i, op in enumerate(flow.operators)}
     spans: dict[Ref, tuple[int, int]] = {}
-    for op in flow.graph.ops:
-        if op.kind not in ("placeholder", "operator") or op.name in flow.free:
-            continue
-        for index in range(len(op.outputs)):
-            ref = Ref(op.name, index)
-            uses = [position[c] for c in flow.consumers.get(ref, ())]
-            if ref == flow.graph.count:
-                uses.append(position[flow.graph.loss.op])
-            if uses:
-                spans[ref] = (position.get(op.name, 0 if flow.columns_first else min(uses)), max(uses))
+    for ref, _, takers in flow.values:
+        uses = [position[taker] for taker in takers]
+        spans[ref] = (position.get(ref.op, 0 if flow.columns_first else min(uses)), max(uses))
     return spans
 
 

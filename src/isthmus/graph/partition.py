@@ -96,14 +96,15 @@ def partition(flow: Flow, stage_of: Mapping[str, int]) -> tuple[StageGraph, ...]
 
 def _users(flow: Flow, stage_of: Mapping[str, int]) -> dict[str, list[int]]:
     """Stages that need each op, ascending: an assigned operator is needed where it runs, all else where it is used."""
-    users: dict[str, set[int]] = {op.name: set() for op in flow.graph.ops}
+    masks = dict.fromkeys(flow.by_name, 0)  # a bit for each stage
     if flow.graph.count is not None:  # the stage of the loss tells both
-        users[flow.graph.count.op].add(stage_of[flow.graph.loss.op])
+        masks[flow.graph.count.op] = 1 << stage_of[flow.graph.loss.op]
     for op in reversed(flow.graph.ops):
-        stages = {stage_of[op.name]} if op.name in stage_of else users[op.name]
-        for ref in op.refs():
-            users[ref.op] |= stages
-    return {name: sorted(stages) for name, stages in users.items()}
+        mask = 1 << stage_of[op.name] if op.name in stage_of else masks[op.name]
+        for ref in flow.taken[op.name]:
+            masks[ref.op] |= mask
+    lists = {mask: [k for k in range(mask.bit_length()) if mask >> k & 1] for mask in set(masks.values())}
+    return {name: lists[mask] for name, mask in masks.items()}
 
 
 def _homes(flow: Flow, stage_of: Mapping[str, int], users: Mapping[str, list[int]]) -> dict[str, int]:
@@ -126,18 +127,16 @@ def _homes(flow: Flow, stage_of: Mapping[str, int], users: Mapping[str, list[int
 
 def _crossings(flow: Flow, home: Mapping[str, int]) -> list[Crossing]:
     found: list[Crossing] = []
-    for op in flow.graph.ops:
-        if op.kind not in ("placeholder", "operator") or op.name in flow.free:
+    for ref, spec, takers in flow.values:
+        source = home[ref.op]
+        targets = {home[taker] for taker in takers}
+        targets.discard(source)
+        if not targets:
             continue
-        for index, spec in enumerate(op.outputs):
-            ref = Ref(op.name, index)
-            targets = {home[c] for c in flow.consumers.get(ref, ())} - {home[op.name]}
-            if ref == flow.graph.count and home[flow.graph.loss.op] != home[op.name]:
-                targets.add(home[flow.graph.loss.op])
-            if any(t < home[op.name] for t in targets):
-                raise InternalError(f"op {op.name} of stage {home[op.name]} feeds an earlier stage: {sorted(targets)}")
-            returning = {home[c] for c in flow.returning.get(ref, ())}
-            found += [Crossing(ref, home[op.name], t, spec, t in returning) for t in sorted(targets)]
+        if min(targets) < source:
+            raise InternalError(f"op {ref.op} of stage {source} feeds an earlier stage: {sorted(targets)}")
+        returning = {home[c] for c in flow.returning.get(ref, ())}
+        found += [Crossing(ref, source, t, spec, t in returning) for t in sorted(targets)]
     return found
 
 
