@@ -41,6 +41,7 @@ from isthmus.runtime.coordinator.weight_files import WeightFiles
 from isthmus.runtime.transport.channel import SocketChannel
 
 SIZES: dict[str, dict[str, int]] = {
+    "0.04": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4},
     "0.12": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
     "0.6": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -52,9 +53,10 @@ def save(size: str, folder: Path, *, random: bool) -> None:
     given: dict[str, Any] = {**SIZES[size], "vocab_size": 151936, "tie_word_embeddings": True, "dtype": "bfloat16"}
     given |= {
         "num_key_value_heads": given["num_attention_heads"] // 2,
-        "head_dim": 64 if size == "0.12" else 128,
+        "head_dim": 128 if size in ("0.6", "1.7") else 64,
     }
     torch.set_default_dtype(torch.bfloat16)
+    torch.manual_seed(0)
     config = transformers.Qwen3Config(**given)
     (config if random else transformers.Qwen3ForCausalLM(config)).save_pretrained(folder)
 
@@ -244,7 +246,7 @@ def main() -> None:
     elif chosen.save:
         save(chosen.save[0], Path(chosen.save[1]), random=chosen.random)
     else:
-        for size in chosen.size or SIZES:
+        for size in chosen.size or ["0.12", "0.6", "1.7"]:
             with tempfile.TemporaryDirectory() as folder:
                 here = [sys.executable, __file__]
                 saved = [*here, *(["--random"] if chosen.random else []), "--save", size, f"{folder}/model"]

@@ -53,11 +53,6 @@ from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "whole.json"
 STEPS, SAVED, KILLED = 10, 5, 7
-SIZES: dict[str, dict[str, int]] = {
-    "0.12 B": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8},
-    "0.6 B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "1.7 B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-}
 CASES = ("0.12 B in full", "0.12 B with LoRA", "0.6 B in full", "1.7 B with LoRA")
 FLEET = """
 name = "four"
@@ -147,14 +142,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 # Each of the following is in a process of its own: `--part NAME ARGUMENT ...`.
 
 
-def save(folder: str, size: str) -> None:
-    torch.set_default_dtype(torch.bfloat16)
-    torch.manual_seed(0)
-    given: dict[str, Any] = {**SIZES[size], "vocab_size": 151936, "tie_word_embeddings": True, "dtype": "bfloat16"}
-    given |= {"num_key_value_heads": given["num_attention_heads"] // 2, "head_dim": 64 if size == "0.12 B" else 128}
-    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**given)).save_pretrained(folder)
-
-
 def digest(run: str) -> None:
     print(digest_of(checkpoint_files(latest_checkpoint(Path(run) / CHECKPOINTS))))
 
@@ -178,7 +165,7 @@ def apart(ours: str, theirs: str) -> None:
     print((a - b).abs().max().item(), a.abs().max().item(), sep="\n")
 
 
-PARTS = {"save": save, "digest": digest, "logits": logits, "apart": apart}
+PARTS = {"digest": digest, "logits": logits, "apart": apart}
 
 
 def part(name: str, *arguments: object) -> list[str]:
@@ -315,7 +302,8 @@ def whole(case: str, folder: Path, sequence: int) -> Case:
     size, _, how = case.partition(" B ")
     model, lora = folder / "model", how == "with LoRA"
     if not (model / "config.json").exists():
-        part("save", model, f"{size} B")
+        start = [sys.executable, str(Path(__file__).with_name("start.py")), "--save", size, str(model)]
+        subprocess.run(start, check=True, stdout=subprocess.PIPE)
     (folder / "fleet.toml").write_text(FLEET)
     table = "[model.lora]\nr = 8" if lora else ""
     (folder / "job.toml").write_text(JOB.format(model=model, lora=table, steps=STEPS, saved=SAVED, sequence=sequence))
