@@ -96,7 +96,7 @@ class Blocks:
 
     @cached_property
     def items(self) -> tuple[BlockItem, ...]:
-        """What no cut can separate from its uses is left out. What no operator makes is held by its first user."""
+        """The values that a cut can separate from a use. The first user holds what no operator makes."""
         block = np.searchsorted(self.places, np.arange(self.places[-1]), side="right") - 1
         of_block, found = block.tolist(), list[BlockItem]()
         for value in values_of(self.problem):
@@ -189,7 +189,7 @@ class _Asked:
 
 
 def values_of(problem: Problem) -> tuple[Value, ...]:
-    """What stages may need of others, wherever they are cut."""
+    """Return what stages may need of others, wherever they are cut."""
     asked = problem.constraints.compression
     return _values_of(_Asked(problem.flow, problem.micro_batch_size, asked, problem))
 
