@@ -30,7 +30,7 @@ class Flow:
 
     @cached_property
     def values(self) -> tuple[tuple[Ref, TensorSpec, tuple[str, ...]], ...]:
-        """Each value that a cut may send, and the operators that take it, in order: that of the loss takes the count."""
+        """Each value that a cut may send, and the operators that take it, in order. The loss takes the count."""
         found: list[tuple[Ref, TensorSpec, tuple[str, ...]]] = []
         for op in self.graph.ops:
             if op.kind not in ("placeholder", "operator") or op.name in self.free:
