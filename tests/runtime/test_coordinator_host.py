@@ -20,11 +20,11 @@ from isthmus.errors import PeerError, UserError
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, DeviceReport, Halt, ItemReported, OpenItem
 from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.runtime.coordinator.host import CoordinatorHost
+from isthmus.runtime.coordinator.run import Watcher
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment, Peer
@@ -58,6 +58,7 @@ class NotedScript:
         self.losses: list[float | None] = []
         self.saved_by: list[tuple[int, str]] = []
         self.commits: list[int] = []
+        self.watcher, self.fingerprints = Watcher(), SimpleNamespace(add=lambda device, found: None)
         self.slow_s = slow_s
 
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
@@ -69,7 +70,14 @@ class NotedScript:
     def weight_files(self, values: Mapping[str, Tensor]) -> tuple[()]:
         return ()
 
-    def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
+    @property
+    def now(self) -> NotedScript:
+        """Itself: what is asked of a run's plans and of the one in force is asked here."""
+        return self
+
+    plans = now
+
+    def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
         raise UserError("no plan")
 
     def begin(self, start: EpochStart, layout: StateLayout) -> None:
@@ -77,12 +85,6 @@ class NotedScript:
 
     def peers(self, device: str, others: Collection[str], addresses: Mapping[str, Address]) -> tuple[Peer, ...]:
         return tuple(Peer(device=other, host="127.0.0.1", port=addresses[other].port) for other in sorted(others))
-
-    def acknowledged(self, step: int) -> None:
-        pass
-
-    def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:
-        pass
 
     def opened(self, item: Item) -> None:
         pass
@@ -104,9 +106,6 @@ class NotedScript:
 
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
         return frozenset(), EngineConfig()
-
-    def note(self, text: str) -> None:
-        pass
 
     def fault(self, kind: FaultKind, worker: str, reason: str = "") -> None:
         pass

@@ -52,7 +52,7 @@ SPEC = RunSpec(steps=6, micro_batches=1, micro_batch_size=1)
 class Planning(NotedScript):
     """Plans for whoever is there: the last one has the weight."""
 
-    def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
+    def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures | None]:
         return _layout(*request.devices), None
 
 

@@ -122,9 +122,9 @@ class CoordinatorHost(SessionHost[Pipeline]):
         late = isinstance(body, ItemReported) and item is not None and body.epoch != self.session.epoch
         wanted = isinstance(body, WeightsRead) and body.item in self._exchanges
         if late or wanted:
-            self._callbacks.check_parts(message.tensors)
+            self._callbacks.now.check_parts(message.tensors)
         elif item is not None and item.kind == "save":
-            self._callbacks.check_state(device, message.tensors)
+            self._callbacks.now.check_state(device, message.tensors)
         elif message.tensors:
             raise PeerError(f"sent {type(body).__name__} with tensors")
 
@@ -152,7 +152,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         match body:
             case DeviceReady(paths=paths, notes=notes):
                 for note in notes:
-                    self._callbacks.note(f"{device}: {note}")
+                    self.note(f"{device}: {note}")
                 if is_first(device):
                     self.devices.linked(device, paths_of(device, paths, self.session.devices))
             case WeightsRead(epoch=read, item=item):
@@ -162,7 +162,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
             case WeightsLacked(names=names, reason=reason):
                 if body.epoch == self.session.epoch:
                     order, values = self._placed.lacking(device, names)
-                    self._callbacks.note(f"{device}: {len(names)} weights come from the coordinator: {reason}")
+                    self.note(f"{device}: {len(names)} weights come from the coordinator: {reason}")
                     self._send_with(device, order, values)
                 return
             case ItemReported() as report:
@@ -186,7 +186,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._fresh += [s for s in reported_spans if s.other != s.device]  # what stays in a device is on no link
         owner = device_of(device)
         self._late_s[owner] = self._late_s.get(owner, 0.0) + report.late_s
-        self._callbacks.fingerprinted(device, report.fingerprints)
+        self._callbacks.fingerprints.add(device, report.fingerprints)
         done = self._items[item]
         if done.kind == "save":
             self._callbacks.saved(done, device, self._landed.pop((device, item), None), report.peak)
@@ -236,7 +236,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
             self.send(device, ToDevice(run=self.run, body=order, tensors=headers), list(amounts.values()))
 
     def retire_snapshots(self, order: RetireSnapshots) -> None:
-        self._callbacks.acknowledged(order.step)
+        self._callbacks.watcher.acknowledged(order.step)
         for device in self.lanes:
             self.send(device, ToDevice(run=self.run, body=order))
 
@@ -252,9 +252,9 @@ class CoordinatorHost(SessionHost[Pipeline]):
         if item.kind == "train":
             self.inbox.put(lambda: self.session.measured(item.step, fresh))
         if sums:
-            self._callbacks.evaluated(item, sums)
+            self._callbacks.watcher.evaluated(item, sums)
         if note:
-            self._callbacks.note(note)
+            self.note(note)
 
     def commit_checkpoint(self, item: Item, *, finite: bool) -> None:
         self._callbacks.commit(item, finite=finite)
@@ -271,7 +271,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
 
     def restart_run(self, devices: tuple[str, ...], count: int, most: int, reasons: str) -> None:
         again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
-        self._callbacks.note(f"too few devices are left ({reasons}): {again}")
+        self.note(f"too few devices are left ({reasons}): {again}")
 
     def receive_state(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]]) -> None:
         trained, config = self._callbacks.updates()
@@ -282,7 +282,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
                 epoch=self.session.epoch,
                 number=number,
                 step=step,
-                donated={donor: self._callbacks.shapes(parts) for donor, parts in donated.items()},
+                donated={donor: self._callbacks.now.shapes(parts) for donor, parts in donated.items()},
                 trained=trained,
                 config=config,
                 peers=self._callbacks.peers(device, donated, self.addresses),
@@ -293,7 +293,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
 
     def release_device(self, device: str) -> None:
         self._callbacks.fault("left", device)
-        self._callbacks.note(f"{device} has left")
+        self.note(f"{device} has left")
         self.send(device, ToDevice(run=self.run, body=Halt(epoch=self.session.epoch)))
         self.lanes[device].drain()
         self.disconnect(device)
@@ -302,7 +302,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._finish = finish
 
     def note(self, text: str) -> None:
-        self._callbacks.note(text)
+        self._callbacks.watcher.noted(text)
 
     def reject_device(self, device: str, reason: str, *, permanent: bool) -> None:
         self._callbacks.fault("lost", device, reason)
@@ -325,7 +325,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
 
     def _plan(self, request: PlanRequest) -> None:
         try:
-            layout, figures = self._callbacks.plan(request)
+            layout, figures = self._callbacks.plans.make(request)
         except Exception as e:  # of any kind: the run waits for a plan, and must learn that there is none
             reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
             self.inbox.put(lambda: self.session.no_plan(request, reason))

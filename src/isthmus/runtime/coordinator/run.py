@@ -20,11 +20,10 @@ from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.plan import device_of, is_first, worker_id
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, Lineage, RunSpec, StateLayout
-from isthmus.protocol.adaptation import Pair, PlanFigures
-from isthmus.protocol.fingerprints import StepFingerprint
+from isthmus.protocol.adaptation import Pair
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_messages import WeightFile
-from isthmus.protocol.run_ports import EpochStart, PlanRequest
+from isthmus.protocol.run_ports import EpochStart
 from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.activation_privacy import counted_samples, opened_ledger
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
@@ -141,10 +140,10 @@ class RunController:
         self._fleet = fleet
         self._folder = folder
         self._options = options
-        self._watcher = watcher
+        self.watcher = watcher
         self._writer = CheckpointWriter(folder / CHECKPOINTS, keep=self.job.training.keep_checkpoints)
         first = self._record.plan if self._record is not None else plan
-        self._plans = Plans(
+        self.plans = Plans(
             prepared,
             first,
             fleet,
@@ -159,14 +158,14 @@ class RunController:
         self._reached = 0  # steps that are done
         self._periods: list[PlanPeriod] = []  # since when by the monotonic clock
         self._holders = options.holders
-        self._fingerprints = FingerprintLog(
+        self.fingerprints = FingerprintLog(
             folder,
             options.fingerprints or chosen_fingerprints(self.job),
             self.job.training.steps,
             options.backend.accelerators if isinstance(options.backend, LocalBackend) else {},
             leaves=_most_leaves(prepared),
         )
-        self._values = ParameterStore(prepared, self.now.written, options.weights, self.note, folder)
+        self._values = ParameterStore(prepared, self.now.written, options.weights, self.watcher.noted, folder)
         self._files = WeightFiles(str(self.job.model.options["path"])) if self.job.model.is_pretrained else None
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None  # the step of the state that `_values` are; None when they are of several
@@ -182,8 +181,8 @@ class RunController:
 
     @property
     def now(self) -> StageAssignments:
-        """The assignments of the plan that is in force."""
-        return self._plans.now
+        """The assignments of the plan that is in force. Any thread."""
+        return self.plans.now
 
     def program(self) -> Pipeline:
         """Return the program of this run, new or started again."""
@@ -197,14 +196,14 @@ class RunController:
             start_s=START_S,
             layout=self.now.layout if self._options.replan is not None else None,
             lineage=self._lineage if self._record is not None else None,
-            adaptation=self._plans.adaptation(until or self.job.training.steps),
+            adaptation=self.plans.adaptation(until or self.job.training.steps),
         )
 
     def _begun_from(self, checkpoint: Path) -> int:
         """The step of the checkpoint to go on from. UserError where the run cannot."""
         manifest = manifest_of(self.job, checkpoint)
         if self._holders is not None and manifest.data and not unchanged(manifest.data, self._holders.digests):
-            self.note(
+            self.watcher.noted(
                 "resume: cannot check whether the data are those of before: of the devices that had them "
                 f"({', '.join(manifest.data)}) none is here with the same key"
             )
@@ -221,20 +220,16 @@ class RunController:
         read = checkpoint is not None and self._values.reads(checkpoint)
         self._writer.in_use = checkpoint.resolve() if checkpoint is not None and read else None
 
-    def plan(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
-        """A plan for these devices, with its figures. Any thread. UserError when there is none."""
-        return self._plans.make(request)
-
     def begin(self, start: EpochStart, layout: StateLayout) -> None:
         """An epoch begins. What it goes on from is on record when this returns."""
-        self._plans.begin(layout)
+        self.plans.begin(layout)
         self._reached = start.step
         self.peaks.clear()
         self._periods.append(self._period(start.step, time.monotonic()))
         first, self._begun = self._begun is None and self._record is None, start
         self._lineage.begin(start.epoch, start.step)
-        self._watcher.planned(self.now.plan, start.epoch)
-        self._watcher.period(self._periods[-1])
+        self.watcher.planned(self.now.plan, start.epoch)
+        self.watcher.period(self._periods[-1])
         if self._options.backend.survives_coordinator and self._options.exchanges is None:
             write_record(self._folder, RecoveryRecord(run=self.run, lineage=self._lineage.began, plan=self.now.plan))
         if not start.from_checkpoint:
@@ -246,7 +241,7 @@ class RunController:
             self._load(self._options.resume_from if resumed else self._writer.at(start.step))
         if not first:
             self._writer.discard()
-            self._watcher.rolled_back(start.step)
+            self.watcher.rolled_back(start.step)
 
     def _period(self, step: int, now_s: float) -> PlanPeriod:
         return PlanPeriod(plan=self.now.plan, fleet=self.now.fleet, first_step=step, since_s=now_s)
@@ -256,16 +251,12 @@ class RunController:
         found = self._periods or [self._period(self.start_step, origin_s)]
         return tuple(msgspec.structs.replace(p, since_s=max(0.0, p.since_s - origin_s)) for p in found)
 
-    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
-        """Before they are received: PeerError unless they are parts of the model. Any thread."""
-        self.now.check_parts(tensors)
-
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
         begun = self._begun or EpochStart(0, self.start_step, 0, True)
         ahead = run_spec(self._prepared, self.start_step).lease_ahead
         found = self.now.assignments(self.run, begun, addresses, ahead)
-        digests, fingerprints = self._digests, self._fingerprints.settings
-        self._fingerprints.begin(begun.step, self.now.plan)
+        digests, fingerprints = self._digests, self.fingerprints.settings
+        self.fingerprints.begin(begun.step, self.now.plan)
         return {
             d: msgspec.structs.replace(entry, digests=digests.get(device_of(d), {}), fingerprints=fingerprints)
             for d, entry in found.items()
@@ -292,13 +283,6 @@ class RunController:
         """The files of a pretrained model that values are in: devices may have them too."""
         return self._files.of(values) if self._files is not None else ()
 
-    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
-        """Before they are received: PeerError unless they are the device's part of a checkpoint. Any thread."""
-        self.now.check_state(device, tensors)
-
-    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
-        return self.now.shapes(parts)
-
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
         """The parts that optimizers update, and the engine's settings for that."""
         return self.now.owned, self.job.engine()
@@ -311,28 +295,19 @@ class RunController:
         return exchanges.opened(item) if exchanges is not None and item.kind == "train" else None
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
-        self._watcher.advanced(item, loss, spans)
+        self.watcher.advanced(item, loss, spans)
         if self._ledger is not None and (entry := self._ledger.after(item, self.job.training.batch_size)):
-            self.note(entry)
+            self.watcher.noted(entry)
         if item.kind == "train":
             self._reached = item.step + 1
 
-    def evaluated(self, item: Item, sums: Sequence[float]) -> None:
-        self._watcher.evaluated(item, sums)
-
     def emulated(self, link: Pair) -> float | None:
         """Bytes/s of a link that is emulated here. Any thread."""
-        return self._plans.emulated(link, self._reached)
-
-    def note(self, text: str) -> None:
-        self._watcher.noted(text)
+        return self.plans.emulated(link, self._reached)
 
     def fault(self, kind: FaultKind, worker: str, reason: str = "") -> None:
         if kind == "joined" or is_first(worker):  # its further workers are lost with it, and leave with it
-            self._watcher.fault(kind, device_of(worker), reason)
-
-    def acknowledged(self, step: int) -> None:
-        self._watcher.acknowledged(step)
+            self.watcher.fault(kind, device_of(worker), reason)
 
     def land(self, device: str, tensors: Sequence[TensorHeader], fill: Fill) -> LandedPart:
         """Bring a device's part of a checkpoint to disk as it comes. Any thread."""
@@ -359,9 +334,6 @@ class RunController:
         assert self._options.exchanges is not None, "only they want weights"
         self._options.exchanges.collected(item, weights)
 
-    def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:
-        self._fingerprints.add(device, found)
-
     def _peaked(self, device: str, peak: MemoryPeak) -> None:
         """All stages of a device report the memory of one process."""
         before = self.peaks.get(device, peak)
@@ -381,7 +353,7 @@ class RunController:
                 data={device: dict(entry) for device, entry in self._digests.items()},
             )
         )
-        self._watcher.saved(item.step, directory)
+        self.watcher.saved(item.step, directory)
 
 
 def run_plan(
