@@ -1,4 +1,4 @@
-"""The example for real: processes of devices are killed, come back, and all is measured from the devices' own spans."""
+"""The example for real: processes of devices are killed, come back, and all is measured from the run's trace."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from isthmus.api.run_entries import run_entries
 from isthmus.job import fleet_of
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merged_run import merges_file
-from isthmus.runtime.decoupled.pipeline import periods_file, spans_file
-from isthmus.runtime.decoupled.run import RETURN_S, replica_folder
+from isthmus.runtime.decoupled.run import RETURN_S
 from isthmus.trace import Span
 
 TITLE = "isthmus device "
@@ -109,13 +108,22 @@ def real(own: isthmus.Job, seconds: float, losses: int, picture: Path) -> Real:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         try:
-            isthmus.train(own, run=path, observer=watch)
+            trace = isthmus.train(own, run=path, observer=watch).trace
         finally:
             watch.end()
-        lines = merges_file(path).lines()
-        began_s = next(entry.at_s for entry in run_entries(path) if entry.kind == "began")
+        lines, entries = merges_file(path).lines(), run_entries(path)
+        began_s = next(entry.at_s for entry in entries if entry.kind == "began")
         killed = [(at_s - began_s, device) for at_s, device in watch.killed]
-        traced = [_Traced.read(replica_folder(path, name), devices) for name, devices in groups.items()]
+        # The trace counts from the first replica's joining, merges from the run's beginning.
+        later_s = lines[-1].seconds - max(span.end_s for span in trace.spans if span.track == "control")
+        traced = [
+            _Traced.of(
+                devices,
+                [later(span, later_s) for span in trace.spans if span.device in devices and span.name != "step"],
+                [e.at_s - began_s for e in entries if e.text.startswith(f"{name}: a pipeline over")],
+            )
+            for name, devices in groups.items()
+        ]
     end_s, samples = lines[-1].seconds, lines[-1].merge.samples
     spans = [span for one in traced for span in one.spans if span.start_s < end_s]
     counted = [span for one in traced for span in one.counted if span.start_s < end_s]
@@ -148,9 +156,11 @@ class _Traced(NamedTuple):
     """The first step of each of its plans, and since when that was at work."""
 
     @classmethod
-    def read(cls, folder: Path, devices: tuple[str, ...]) -> _Traced:
-        periods = [(period.first_step, period.since_s) for period in periods_file(folder).lines()]
-        return cls(devices, [span for step in spans_file(folder).lines() for span in step.spans], periods)
+    def of(cls, devices: tuple[str, ...], spans: Sequence[Span], planned_s: Sequence[float]) -> _Traced:
+        """`planned_s`: when it got each of its plans."""
+        spans = [span for span in spans if span.track == "compute"]
+        after = [(since_s, [span.step for span in spans if span.start_s > since_s]) for since_s in planned_s]
+        return cls(devices, spans, [(min(steps), since_s) for since_s, steps in after if steps])
 
     @property
     def counted(self) -> list[Span]:
@@ -166,6 +176,10 @@ class _Traced(NamedTuple):
         since_s = min((since_s for _, since_s in self.periods if since_s > at_s), default=math.inf)
         starts = [span.start_s for span in self.counted if span.start_s > since_s]
         return [min(starts) - at_s] if starts and device in self.devices else []
+
+
+def later(span: Span, by_s: float) -> Span:
+    return msgspec.structs.replace(span, start_s=span.start_s + by_s, end_s=span.end_s + by_s)
 
 
 def _busy(spans: Iterable[Span], names: Iterable[str], end_s: float) -> dict[str, float]:

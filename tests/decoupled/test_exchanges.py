@@ -21,6 +21,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
+from isthmus.programs.merge_trace import MergeTrace
 from isthmus.protocol.decoupled_events import NEVER, CollectChanges, Contributed, FragmentSent, StepsMade
 from isthmus.protocol.run_messages import Halt, Item, OpenItem, WeightExchange
 from isthmus.runtime.coordinator.backend import LocalBackend
@@ -111,7 +112,7 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
         fleet=fleet,
         replan=partial(plan_for, prepared, proving=None),
         folder=tmp_path,
-        began_s=0.0,
+        trace=MergeTrace(),
         backend=LocalBackend(),
     )
     place = ReplicaPlace(name="x", run="r", address="127.0.0.1:1", timeout_s=60.0)

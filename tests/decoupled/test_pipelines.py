@@ -28,6 +28,7 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
 from isthmus.simulator.merging import MergingSimulation, SimulatedReplicas
 from isthmus.simulator.replica_devices import PlannedStep
+from isthmus.trace import Span
 from isthmus_testing.decoupled_replay import replay
 
 from .small import LINK, SIZES, job_of, pid_of, replicas, replicas_of, rules
@@ -57,6 +58,7 @@ def run_of(
     folder: Path,
     enough: Callable[[], bool] = lambda: True,
     stepped: Callable[[Counter[str]], None] = lambda steps: None,
+    traced: Callable[[Span], None] | None = None,
 ) -> tuple[list[MergeChanges], list[str], DecoupledRun]:
     """A real run: its merges, and what was noted. It ends once merges took of both replicas and there is enough, not
     after so many samples: one replica alone may make them all before the other has started. The device alone is stopped
@@ -64,6 +66,7 @@ def run_of(
     merges, notes, steps, stop = list[MergeChanges](), list[str](), Counter[str](), Stop()
     alone = list[int]()  # the process of the device alone
     run = DecoupledRun(replicas_of(job, FLEET), folder)
+    run.machine.trace.add = traced
 
     def made(name: str, made: StepsMade, samples: int, seconds: float) -> None:
         steps[name] += 1
@@ -93,9 +96,15 @@ def bits_as_replayed(job: Job, merges: list[MergeChanges], run: DecoupledRun) ->
 
 def test_a_pipeline_gives_the_bits_of_one_process(tmp_path: Path) -> None:
     job = pipeline_job(ENDLESS)
-    merges, _, run = run_of(job, tmp_path)
+    spans = list[Span]()
+    merges, _, run = run_of(job, tmp_path, traced=spans.append)
     assert contributors(merges) == {"x", "d"}
     assert bits_as_replayed(job, merges, run)
+    steps = [span for span in spans if (span.device, span.name) == ("x", "step")]
+    for device in "abc":  # what they computed lies in the time of their replica's steps
+        tasks = [span for span in spans if (span.device, span.track, span.name) == (device, "compute", "F")]
+        assert {span.step for span in tasks} >= {span.step for span in steps}
+        assert all(steps[0].start_s < span.start_s < span.end_s for span in tasks)
 
 
 @pytest.mark.long

@@ -32,6 +32,10 @@ class MergeTrace:
         self._put(_span(replica, "compute", "step", steps - 1), self._since_s[replica], now_s)
         self._since_s[replica] = now_s
 
+    def computed(self, span: Span, origin_s: float) -> None:
+        """A device of a replica that is a pipeline has computed; its span counts from `origin_s`."""
+        self._put(span, span.start_s + origin_s, span.end_s + origin_s)
+
     def contributed(self, replica: str, body: Contributed, size_bytes: int, now_s: float) -> None:
         """It left after the report of the step before it."""
         span = _span(replica, "send", "contribution", body.steps - 1, MERGER, size_bytes)

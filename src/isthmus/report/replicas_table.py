@@ -28,7 +28,7 @@ class ReplicasTraced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replicas_traced(trace: Trace) -> ReplicasTraced:
-    """Replicas by name."""
+    """Replicas by name, without the devices of pipelines."""
     busy, carried = busy_share(trace), link_bytes(trace)
     counts: dict[tuple[str, str], int] = {}
     for span in trace.spans:
@@ -43,7 +43,7 @@ def replicas_traced(trace: Trace) -> ReplicasTraced:
             received_bytes=carried.get((MERGER, name), 0),
         )
         for name, share in sorted(busy.items())
-        if name != MERGER
+        if name != MERGER and (name, "F") not in counts
     ]
     merges = sum(span.device == MERGER and span.track == "control" for span in trace.spans)
     return ReplicasTraced(merges=merges, replicas=tuple(uses))

@@ -186,6 +186,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._fresh += [s for s in reported_spans if s.other != s.device]  # what stays in a device is on no link
         owner = device_of(device)
         self._late_s[owner] = self._late_s.get(owner, 0.0) + report.late_s
+        self._callbacks.watcher.late(owner, report.late_s)
         self._callbacks.fingerprints.add(device, report.fingerprints)
         done = self._items[item]
         if done.kind == "save":

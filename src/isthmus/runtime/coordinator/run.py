@@ -71,6 +71,8 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     rolled_back: Callable[[int], None] = lambda step: None
     """The run goes on after this step: reports of later steps are void."""
     noted: Callable[[str], None] = lambda text: None
+    late: Callable[[str, float], None] = lambda device, seconds: None
+    """Tasks of an emulated device took so many seconds longer than they should."""
     fault: Callable[[FaultKind, str, str], None] = lambda kind, device, reason: None
     """A device joins, is lost or leaves."""
 

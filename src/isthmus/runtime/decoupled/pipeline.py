@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from isthmus.errors import PeerError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
-from isthmus.plans import Plan, PlanPeriod
+from isthmus.plans import Plan
+from isthmus.programs.merge_trace import MergeTrace
 from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, LastStepMade, StepsMade
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import Halt, Item, WeightExchange
-from isthmus.run_files import LinesFile
 from isthmus.runtime.coordinator.backend import Backend
 from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
@@ -40,78 +40,6 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Span
 from isthmus.training.decoupled import ReplicaAccount, delta_codec, flat, fragments_of, spread
 from isthmus.training.weights import parameter_names, weights_of
-
-SPANS, PERIODS = "spans.jsonl", "periods.jsonl"
-MOST_SPANS = 500_000  # the most spans of a replica: those of days of training would fill the disk
-OVERRUN = 1.05  # times as long as planned: what is shorter is the clock's
-
-
-class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
-    """The spans of computing that devices reported with one step."""
-
-    spans: tuple[Span, ...]
-
-
-class PeriodBegun(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan of the replica. Spans of its first step and of later ones are void that began before it."""
-
-    first_step: int
-    since_s: float
-    step_s: float  # as planned
-    devices: tuple[str, ...]
-
-
-def spans_file(replica: Path) -> LinesFile[StepSpans]:
-    return LinesFile(replica / SPANS, StepSpans, "spans")
-
-
-def periods_file(replica: Path) -> LinesFile[PeriodBegun]:
-    return LinesFile(replica / PERIODS, PeriodBegun, "periods")
-
-
-class PipelineLog:
-    """Writes them. What is written stays, however the replica's process ends."""
-
-    def __init__(self, folder: Path, began_s: float) -> None:
-        """`began_s`: the whole run, by the monotonic clock."""
-        self._spans, self._periods = spans_file(folder), periods_file(folder)
-        self._began_s = began_s
-        self._written = 0
-        self._least_s: dict[tuple[str, str], float] = {}
-        """Seconds that a micro-batch takes as planned, by device and work."""
-        self.late_s: dict[str, float] = {}  # seconds by which each device's tasks took longer
-        self._origin_s: float | None = None  # from which the spans of this run count
-
-    def begin(self) -> None:
-        """A step is opened: times of spans count from the first of them."""
-        if self._origin_s is None:
-            self._origin_s = time.monotonic() - self._began_s
-
-    def spans(self, spans: Iterable[Span]) -> None:
-        later_s = self._origin_s or 0.0
-        spans = [span for span in spans if span.track == "compute"]
-        for span in spans:
-            took_s, least_s = span.end_s - span.start_s, self._least_s.get((span.device, span.name), math.inf)
-            if took_s > least_s * OVERRUN:
-                self.late_s[span.device] = self.late_s.get(span.device, 0.0) + took_s - least_s
-        found = tuple(
-            msgspec.structs.replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s) for span in spans
-        )
-        self._written += len(found)
-        if found and self._written <= MOST_SPANS:
-            self._spans.add(StepSpans(spans=found))
-
-    def period(self, begun: PlanPeriod) -> None:
-        """A plan came into force, by the monotonic clock."""
-        for stage in (stage for replica in begun.plan.replicas for stage in replica.workers):
-            flops_per_s = begun.fleet.device(stage.device).sustained_flops_per_s
-            self._least_s[stage.device, "F"] = stage.flops_forward / flops_per_s
-            self._least_s[stage.device, "B"] = stage.flops_backward / flops_per_s
-        plan, since_s = begun.plan, begun.since_s - self._began_s
-        found = PeriodBegun(
-            first_step=begun.first_step, since_s=since_s, step_s=plan.predicted.step_s, devices=tuple(plan.used)
-        )
-        self._periods.add(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +52,7 @@ class ReplicaPipeline:
     fleet: Fleet  # the replica's devices
     replan: Callable[[Fleet], Plan]  # for those of them that are there
     folder: Path
-    began_s: float  # the whole run, by the monotonic clock
+    trace: MergeTrace  # the whole run's
     backend: Backend
     holders: DataHolders | None = None
     stop: Stop = field(default_factory=Stop)
@@ -162,7 +90,8 @@ class PipelineReplica:
         self._account = ReplicaAccount(count, delta_codec(job.sync.decoupled))
         self._taken = TakenVersions()
         self._link = MergerLink(place)
-        self._log = PipelineLog(pipeline.folder, pipeline.began_s)
+        self._origin_s = 0.0  # from which the spans of this run count, by the monotonic clock
+        self._late_s: dict[str, float] = {}  # seconds by which each emulated device's tasks took longer
         self.steps = self.first_step = steps  # steps that were made; some may be made again
         self._trained = 0  # samples of all replicas at the step that is opened next
         self._amounts: dict[str, Tensor] = {}
@@ -186,8 +115,7 @@ class PipelineReplica:
                 began_s = time.monotonic()
                 with contextlib.suppress(_Ended):
                     self._train()
-                late_s = self._log.late_s if self._emulates else {}
-                for text in late_warnings(late_s, time.monotonic() - began_s):
+                for text in late_warnings(self._late_s, time.monotonic() - began_s):
                     self._note(text)
             while not self._over:
                 self._receive(wait=True)
@@ -207,8 +135,8 @@ class PipelineReplica:
         )
         watcher = Watcher(
             planned=self._planned,
-            period=self._log.period,
             advanced=self._advanced,
+            late=self._late,
             acknowledged=self._acknowledged,
             noted=self._note,
         )
@@ -217,7 +145,7 @@ class PipelineReplica:
     # The run
 
     def opened(self, item: Item) -> WeightAmounts:
-        self._log.begin()
+        self._origin_s = self._origin_s or time.monotonic()
         if (found := self._opened.get(item.step)) is not None:
             found.found.clear()
             return found.weights
@@ -250,7 +178,9 @@ class PipelineReplica:
         return all(any(name in found for name in self._names[parameter]) for parameter in parameters)
 
     def _advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
-        self._log.spans(spans)
+        for span in spans:
+            if span.track == "compute":
+                self._pipeline.trace.computed(span, self._origin_s)
         if item.kind != "train" or item.step < self.steps:
             return
         self.steps = item.step + 1
@@ -271,6 +201,9 @@ class PipelineReplica:
     def _planned(self, plan: Plan, epoch: int) -> None:
         self._has_copies = len(plan.used) > 1 and self._job.runtime.snapshots
         self._note(f"a pipeline over {', '.join(plan.used)}: {plan.predicted.expected_s:.3g} s per step as planned")
+
+    def _late(self, device: str, seconds: float) -> None:
+        self._late_s[device] = self._late_s.get(device, 0.0) + seconds
 
     def _note(self, text: str) -> None:
         self._link.put(ReplicaNote(text=text[:MOST_NOTE]))

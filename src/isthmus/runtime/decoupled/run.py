@@ -206,7 +206,7 @@ class DecoupledRun(MergedRun):
         host = MergerHost(self.machine, self.merged, codec, links, self._run, job.timeout_s, watch)
         listener = Listener("127.0.0.1", timeout_s=job.timeout_s)  # for pipelines
         listener.start(host.acceptor.on_connection)
-        begin = partial(self._pipeline, backend, f"127.0.0.1:{listener.port}", time.monotonic(), ended)
+        begin = partial(self._pipeline, backend, f"127.0.0.1:{listener.port}", ended)
         here = [] if backend.survives_coordinator else list(self.groups)
         call = RunRequest(
             run=self._run,
@@ -266,7 +266,7 @@ class DecoupledRun(MergedRun):
         )
         return order, list(kept.values())
 
-    def _pipeline(self, backend: Backend, address: str, began_s: float, stop: Stop, name: str) -> Callable[[], None]:
+    def _pipeline(self, backend: Backend, address: str, stop: Stop, name: str) -> Callable[[], None]:
         """Return what the thread of a pipeline does: it trains until the merger ends the run. A pipeline that is called
         again begins anew from the merged weights, with the samples that follow. All of this in the merger's thread,
         as the first weights are drawn from the one generator of random numbers."""
@@ -293,7 +293,7 @@ class DecoupledRun(MergedRun):
                 fleet=known.fleet.subset(devices),
                 replan=replan,
                 folder=folder,
-                began_s=began_s,
+                trace=self.machine.trace,
                 backend=backend,
                 holders=known.holders,
                 stop=stop,
