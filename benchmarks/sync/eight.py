@@ -15,10 +15,10 @@ from rich.table import Table
 from run import LATEST, MBIT, Report
 from workload import PERIOD
 
-from isthmus.experiments import SyncChoices, SyncedModel, simulate_sync
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
 from isthmus.plans import SyncPlan
 from isthmus.sync.dream import OURS, PAPER
+from isthmus_testing.sync_modes import SyncChoices, SyncedModel, simulate_sync
 
 WORKERS = 8
 MODES = ("s-sgd", "asc-wfbp", "every-step", "local", "streaming", "partial", "dreamddp", "dream")

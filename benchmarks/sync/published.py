@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dream"))
 
 from shapes import MODELS, model_times, problem_of, published  # pyright: ignore[reportMissingImports]
 
-from isthmus.experiments import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.planners.sync import plan_sync
+from isthmus_testing.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from workload import PERIOD, Case, ModeFigures, Place, Told, loss_of, model_of
 
 import isthmus.sync
-from isthmus.experiments import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.sync import Options, SyncStatistics
 from isthmus.sync.profile import worker_profile
 from isthmus.sync.scheduled import JOINED
+from isthmus_testing.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 
 ALONE = "no averaging"
 

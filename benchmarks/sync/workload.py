@@ -8,9 +8,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from isthmus.experiments import SyncedModel
 from isthmus.models import GPT, GPTConfig
 from isthmus.plans import SyncPlan
+from isthmus_testing.sync_modes import SyncedModel
 
 PERIOD = 5
 VOCABULARY, SEQUENCE = 256, 32

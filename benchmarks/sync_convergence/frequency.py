@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dream"))
 from published import cases, model_of  # pyright: ignore[reportMissingImports]
 from shapes import problem_of  # pyright: ignore[reportMissingImports]
 
-from isthmus.experiments import SyncChoices, simulate_sync
 from isthmus.planners.sync import plan_sync
+from isthmus_testing.sync_modes import SyncChoices, simulate_sync
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

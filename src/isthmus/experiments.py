@@ -18,7 +18,6 @@ from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, 
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.processes.device_processes import ProcessPlace
-from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_tensors
 from isthmus.training.learning_rate import LearningRate
 from isthmus.training.optim import OptimizerConfig
@@ -36,9 +35,6 @@ __all__ = [
     "RoundLine",
     "RunOptions",
     "RunSpec",
-    "SyncChoices",
-    "SyncedLayer",
-    "SyncedModel",
     "Watcher",
     "capture",
     "check_outcome",
@@ -49,5 +45,4 @@ __all__ = [
     "read_tensors",
     "run_plan",
     "run_spec",
-    "simulate_sync",
 ]

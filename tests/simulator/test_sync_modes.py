@@ -12,7 +12,7 @@ from isthmus.errors import UserError
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
 from isthmus.planners.sync.build_sync_plan import sync_plan
 from isthmus.planners.sync.timeline import iteration_s, timeline
-from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
+from isthmus_testing.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 
 times = st.floats(1e-3, 1.0)
 layer_times = st.lists(st.tuples(times, times), min_size=1, max_size=8)

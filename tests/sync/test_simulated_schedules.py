@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
 from isthmus.plans import SyncPlan
-from isthmus.simulator import sync_modes
-from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel
 from isthmus.sync import Options, attach
 from isthmus.sync.averaging import Averager, PendingAverage
+from isthmus_testing import sync_modes
+from isthmus_testing.sync_modes import SyncChoices, SyncedLayer, SyncedModel
 
 WIDTHS = (16, 16, 32, 32, 64, 64)
 SIZES = [4 * a * b for a, b in pairwise(WIDTHS)]
