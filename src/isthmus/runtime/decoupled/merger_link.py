@@ -252,7 +252,8 @@ class ReplicaHost:
         while not self.link.received.empty():
             self._receive(self.link.received.get())
         finite = loss is not None and math.isfinite(loss)
-        self._machine.step_ended(samples, loss if finite else None)
+        if self.phase == "training":
+            self._machine.step_ended(samples, loss if finite else None)
 
     def last_step_made(self) -> None:
         """Note that this replica has made its last step: it goes on giving contributions until the run is over."""
@@ -294,10 +295,13 @@ class ReplicaHost:
         self._next = None
 
     def contribute(self, collect: CollectChanges) -> None:
+        fragments = self._fragments.account.due(collect.fragments, last=collect.last)
+        if fragments or collect.last:
+            self._give(collect, fragments)
+
+    def _give(self, collect: CollectChanges, fragments: Sequence[int]) -> None:
+        """Give the changes of these fragments, by the weights that the process has."""
         own = self._fragments
-        fragments = own.account.due(collect.fragments, last=collect.last)
-        if not fragments and not collect.last:
-            return
         payloads = [own.give(fragment, collect.merge) for fragment in fragments]
         samples = [own.account.samples(fragment) for fragment in fragments]
         self.link.put(self._taken.contributed(collect, fragments, self._steps, samples), payloads)

@@ -12,7 +12,6 @@ exchanges.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,18 +26,18 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
 from isthmus.plans import Plan
 from isthmus.programs.merge_trace import MergeTrace
-from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent, LastStepMade, StepsMade
-from isthmus.protocol.decoupled_replica import DecoupledReplica
+from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent
 from isthmus.protocol.run_messages import Halt, Item, WeightExchange
 from isthmus.runtime.coordinator.backend import Backend
 from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
 from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
-from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions, check_received
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaHost, ReplicaPlace
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
 from isthmus.runtime.processes.signals import Stop
+from isthmus.session.program import OVER
 from isthmus.trace import Span
-from isthmus.training.decoupled import ReplicaAccount, delta_codec, flat, fragments_of, spread
+from isthmus.training.decoupled import ReplicaFragments, delta_codec, fragments_of, spread
 from isthmus.training.weights import parameter_names, weights_of
 
 
@@ -71,35 +70,29 @@ class _Ended(Exception):
     """The replica's last step is made."""
 
 
-class PipelineReplica:
-    """Drives the machine as the controller of a run: everything but the connection's threads is in the run's thread."""
+class PipelineReplica(ReplicaHost):
+    """Its steps are those of a run, which it changes between two of them: everything but the connection's threads is in
+    the run's thread."""
 
     def __init__(self, job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace, steps: int = 0) -> None:
         """`steps` were made before, by optimizers whose state is lost."""
-        count = job.sync.decoupled.fragments
+        rules = job.sync.decoupled
+        self._parameters = fragments_of(pipeline.module, rules.fragments)
+        fragments = ReplicaFragments(self._parameters, delta_codec(rules))
+        super().__init__(fragments, job.training.batch_size, MergerLink(place), steps)
         self._job, self._pipeline = job, pipeline
         self._samples = pipeline.prepared.job.training.batch_size
         self._most_steps = 2 * job.training.steps * job.training.batch_size // self._samples
         """The whole run has half as many, if no other replica makes any."""
-        self._machine = DecoupledReplica(count, job.training.batch_size, steps)
-        self._machine.port = self
-        self._values: list[Tensor] = []  # values that came with the order that is being taken
-        self._fragments = fragments_of(pipeline.module, count)
-        self._elements = [sum(parameter.numel() for parameter in fragment) for fragment in self._fragments]
         self._names = parameter_names(pipeline.module)
-        self._account = ReplicaAccount(count, delta_codec(job.sync.decoupled))
-        self._taken = TakenVersions()
-        self._link = MergerLink(place)
         self._origin_s = 0.0  # from which the spans of this run count, by the monotonic clock
         self._late_s: dict[str, float] = {}  # seconds by which each emulated device's tasks took longer
-        self.steps = self.first_step = steps  # steps that were made; some may be made again
-        self._trained = 0  # samples of all replicas at the step that is opened next
+        self._first_step = steps
         self._amounts: dict[str, Tensor] = {}
         self._asked: CollectChanges | None = None
         """The amounts and the request for a contribution that come with the step that is opened next."""
         self._opened: dict[int, _Opened] = {}
         self._has_copies = True  # whether steps may be made again
-        self._over = False
 
     @property
     def _emulates(self) -> bool:
@@ -107,18 +100,16 @@ class PipelineReplica:
 
     def run(self) -> None:
         """Until the run is over. The merger gets the error of training, which is then raised."""
-        ended = self._pipeline.stop.calls(lambda: self._link.received.put((Halt(), [])))
-        with self._link.reporting(), ended:
-            while self._machine.phase == "joining":
-                self._receive(wait=True)
-            if self._machine.phase == "training":
+        ended = self._pipeline.stop.calls(lambda: self.link.received.put((Halt(), [])))
+        with self.link.reporting(), ended:
+            if self.receive() is not None:
                 began_s = time.monotonic()
                 with contextlib.suppress(_Ended):
                     self._train()
                 for text in late_warnings(self._late_s, time.monotonic() - began_s):
                     self._note(text)
-            while not self._over:
-                self._receive(wait=True)
+            self._next = None
+            self.receive()
 
     def _train(self) -> None:
         known, plan = self._pipeline, self._pipeline.plan
@@ -128,7 +119,7 @@ class PipelineReplica:
             backend=known.backend,
             holders=known.holders,
             stop=known.stop,
-            first_step=self.first_step,
+            first_step=self._first_step,
             until=self._most_steps,
             exchanges=self,
             replan=known.replan,
@@ -149,13 +140,13 @@ class PipelineReplica:
         if (found := self._opened.get(item.step)) is not None:
             found.found.clear()
             return found.weights
-        if item.step < self.steps:
+        if item.step < self._steps:
             raise PeerError(f"step {item.step} is lost, and what came with it is not known any more")
         training = self._job.training
-        rate_step = min(self._trained // training.batch_size, training.steps - 1)
+        rate_step = min(self.samples // training.batch_size, training.steps - 1)
         wanted: list[str] = []
         for fragment in self._asked.fragments if self._asked is not None else ():
-            wanted += [name for parameter in self._fragments[fragment] for name in self._names[parameter]]
+            wanted += [name for one in self._parameters[fragment] for name in self._names[one]]
         exchange = WeightExchange(rate_step=rate_step, wanted=tuple(wanted))
         self._opened[item.step] = _Opened(WeightAmounts(exchange, self._amounts), self._asked)
         self._amounts, self._asked = {}, None
@@ -168,31 +159,30 @@ class PipelineReplica:
         if (asked := opened.asked) is None or not self._complete(asked, opened.found):
             return
         opened.asked = None
-        self._give(asked, opened.found)
+        with torch.no_grad():  # the weights after the last step that is over, with what was taken then
+            for parameter in (one for fragment in asked.fragments for one in self._parameters[fragment]):
+                parameter.copy_(next(opened.found[name] for name in self._names[parameter] if name in opened.found))
+        self._give(asked, asked.fragments)
         if asked.last:
             raise _Ended
 
     def _complete(self, asked: CollectChanges, found: Mapping[str, Tensor]) -> bool:
         """Return whether each parameter is there, by one of its names."""
-        parameters = [parameter for fragment in asked.fragments for parameter in self._fragments[fragment]]
+        parameters = [one for fragment in asked.fragments for one in self._parameters[fragment]]
         return all(any(name in found for name in self._names[parameter]) for parameter in parameters)
 
     def _advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         for span in spans:
             if span.track == "compute":
                 self._pipeline.trace.computed(span, self._origin_s)
-        if item.kind != "train" or item.step < self.steps:
+        if item.kind != "train" or item.step < self._steps:
             return
-        self.steps = item.step + 1
-        self._account.trained(self._samples)
+        self._fragments.account.trained(self._samples)
         if not self._has_copies:
             self._opened.clear()
-        self._receive()
-        if self._over:
+        self.stepped(self._samples, loss)
+        if self.phase == OVER:
             raise _Ended
-        if self._machine.phase == "training":
-            known = loss if loss is not None and math.isfinite(loss) else None
-            self._machine.step_ended(self._samples, known)
 
     def _acknowledged(self, step: int) -> None:
         """No step before is made again."""
@@ -206,54 +196,22 @@ class PipelineReplica:
         self._late_s[device] = self._late_s.get(device, 0.0) + seconds
 
     def _note(self, text: str) -> None:
-        self._link.put(ReplicaNote(text=text[:MOST_NOTE]))
-
-    # The merger
-
-    def _receive(self, *, wait: bool = False) -> None:
-        while wait or not self._link.received.empty():
-            received, wait = self._link.received.get(), False
-            try:
-                check_received(self._machine, received, self._elements)
-                order, self._values = received
-                self._machine.ordered(order)
-            except PeerError as e:
-                self._link.refuse(e)
+        self.link.put(ReplicaNote(text=text[:MOST_NOTE]))
 
     # What the replica asks
 
     def contribute(self, collect: CollectChanges) -> None:
-        fragments = self._account.due(collect.fragments, last=collect.last)
+        fragments = self._fragments.account.due(collect.fragments, last=collect.last)
         self._asked = msgspec.structs.replace(collect, fragments=fragments) if fragments else None
-
-    def say(self, body: StepsMade | LastStepMade) -> None:
-        self._link.put(body)
-
-    def stop(self) -> None:
-        self._over = True
-
-    def train(self, samples: int) -> None:
-        self._trained = samples
 
     def take(self, sent: FragmentSent) -> None:
         (values,) = self._values
-        parameters = self._fragments[sent.fragment]
-        added = self._account.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
+        parameters, account = self._parameters[sent.fragment], self._fragments.account
+        added = account.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
+        self._taken.add(sent, self._steps)
         if added is None:
             spread(values, parameters)
-            self._taken.add(sent, self.steps)
             return
         for parameter, part in zip(parameters, added.split([p.numel() for p in parameters]), strict=True):
             for name in self._names[parameter]:
                 self._amounts[name] = torch.cat([self._amounts[name], part]) if name in self._amounts else part
-        self._taken.add(sent, self.steps)
-
-    def _give(self, asked: CollectChanges, found: Mapping[str, Tensor]) -> None:
-        """The weights after the last step that is over, with what was taken then."""
-        with torch.no_grad():
-            for fragment in asked.fragments:
-                for parameter in self._fragments[fragment]:
-                    parameter.copy_(next(found[name] for name in self._names[parameter] if name in found))
-        payloads = [self._account.give(f, flat(self._fragments[f]), asked.merge) for f in asked.fragments]
-        samples = [self._account.samples(fragment) for fragment in asked.fragments]
-        self._link.put(self._taken.contributed(asked, asked.fragments, self.steps, samples), payloads)
