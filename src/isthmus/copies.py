@@ -14,10 +14,11 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, NoReturn, TypeVar
+from typing import IO, Generic, NoReturn, TypeVar
 
 import msgspec
 
@@ -73,39 +74,60 @@ def _with_one_thread(question: Callable[[], T]) -> T:
 
 
 def asked(question: Callable[[], T], kind: type[T], doing: str = "a copy of this process") -> T:
-    """The answer of a copy of this process, which leaves no trace here; a type that JSON has.
-
-    Its warnings are given here, its UserError and its SystemExit raised. InternalError says why it gave no answer;
-    `doing`, in words, is what then failed.
-    """
-    return asked_at_once([question], kind, doing)[0]
+    """The answer of a copy of this process, as of `Copy`."""
+    return Copy(question, kind, doing).answer()
 
 
-def asked_at_once(
-    questions: Sequence[Callable[[], T]], kind: type[T], doing: str = "a copy of this process"
-) -> list[T]:
+def asked_at_once(questions: Sequence[Callable[[], T]], kind: type[T]) -> list[T]:
     """Return the same as `asked`, of several copies that find their answers at the same time."""
-    line, ours = os.pipe()  # it closes with this process, however that ends
-    codes: dict[int, int | None] = {}
-    with contextlib.ExitStack() as stack:
-        # Files: the end of a pipe does not come before that of the last process that a copy has started.
-        answers = [stack.enter_context(tempfile.TemporaryFile()) for _ in questions]
-        stack.callback(os.close, ours)
-        stack.callback(os.close, line)
+    begun = [Copy(question, kind) for question in questions]
+    return [copy.answer() for copy in begun]
+
+
+def begun_in_a_copy(question: Callable[[], T], kind: type[T], doing: str) -> Callable[[], T]:
+    """Return what gives the same as `in_a_copy`: the copy begins now, and is waited for when its answer is wanted."""
+    return Copy(partial(_with_one_thread, question), kind, doing).answer if can_copy() else question
+
+
+class Copy(Generic[T]):
+    """A copy of this process that finds an answer, and leaves no trace here. It ends with this process and this object.
+
+    The answer's type is one that JSON has. `doing`, in words, is what failed where it gives none.
+    """
+
+    def __init__(self, question: Callable[[], T], kind: type[T], doing: str = "a copy of this process") -> None:
+        self._kind, self._doing = kind, doing
+        # A file: the end of a pipe does not come before that of the last process that the copy has started.
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._line = os.pipe()  # it closes with this process, however that ends
+        self._pid = forked_copy(partial(_answer, question, self._file, *self._line))
+        self._end = weakref.finalize(self, _end, self._pid, self._file, self._line)
+
+    def answer(self) -> T:
+        """Wait for it. Its warnings are given here, its UserError or SystemExit raised; InternalError says why it has
+        none."""
         try:
-            for question, answer in zip(questions, answers, strict=True):
-                codes[forked_copy(partial(_answer, question, answer, line, ours))] = None
-            for pid in codes:
-                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         except BaseException:  # Ctrl-C too
-            for pid in (pid for pid, code in codes.items() if code is None):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            self._end()
             raise
-        for answer in answers:
-            answer.seek(0)
-        found = zip(answers, codes.values(), strict=True)
-        return [_read(answer.read(), code or 0, kind, doing) for answer, code in found]
+        self._end.detach()
+        with self._file:
+            _close(self._line)
+            self._file.seek(0)
+            return _read(self._file.read(), code, self._kind, self._doing)
+
+
+def _end(pid: int, file: IO[bytes], line: Iterable[int]) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    file.close()
+    _close(line)
+
+
+def _close(line: Iterable[int]) -> None:
+    for end in line:
+        os.close(end)
 
 
 def _answer(question: Callable[[], object], back: IO[bytes], line: int, ours: int) -> None:

@@ -33,7 +33,7 @@ from isthmus.federated.admission import Guarantee
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, fleet_of, keep_prepared, kept_prepared, prepare
-from isthmus.job.first_weights import in_stores
+from isthmus.job.first_weights import FirstWeights, begin_first_weights, in_stores
 from isthmus.models import model_names
 from isthmus.models.registry import own_names
 from isthmus.plans import Plan
@@ -203,6 +203,7 @@ class _Planned(NamedTuple):
     believed: Fleet | None  # with speeds as an earlier session measured them
     holders: DataHolders
     backend: Backend
+    weights: Callable[[], FirstWeights] | None  # made while it is planned; None: devices may hold them
 
 
 def _planned(job: Job, choices: Choices, folder: RunFolder, start: Start, observer: Observer, stop: Stop) -> _Planned:
@@ -224,6 +225,7 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: Start, observ
     prepared = msgspec.structs.replace(prepared, computes=backend.computes)
     for line in _other_engines(prepared, fleet):
         observer.note(line)
+    weights = begin_first_weights(prepared, folder.path) if start.record is None else None
     kept = choices.plan or folder.plan_to_keep(prepared.job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
     if believed is not None:
@@ -239,7 +241,7 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: Start, observ
         observer.note(line)
     observer.note(f"run folder: {folder.path}")
     holders.ask(readers(plan, prepared.captured, evaluates=job.evaluates))
-    return _Planned(prepared, plan, fleet, believed, holders, backend)
+    return _Planned(prepared, plan, fleet, believed, holders, backend, weights)
 
 
 def _carry_out(planned: _Planned, start: Start, watch: Watch, stop: Stop) -> Outcome:
@@ -360,6 +362,7 @@ def _options(planned: _Planned, start: Start) -> RunOptions:
         eval_due=start.eval_due,
         backend=backend,
         record=start.record,
+        begun=planned.weights,
         replan=partial(plan_again, again, backend, holders),
         believed=planned.believed,
         holders=holders,

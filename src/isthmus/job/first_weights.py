@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.copies import in_a_copy
+from isthmus.copies import begun_in_a_copy
 from isthmus.job.prepared import Prepared
 from isthmus.job.settings import Job
 from isthmus.models import build_model
@@ -43,8 +43,17 @@ class _Built(msgspec.Struct, frozen=True):
 def first_weights(prepared: Prepared, folder: Path | None = None) -> FirstWeights:
     """Every variable of both graphs by the module's own name, as the module has it that is built under the job's seed.
     `folder`: where the temporary file is; None: in the system's folder for such. UserError where it does not fit."""
+    return begin_first_weights(prepared, folder)()
+
+
+def begin_first_weights(prepared: Prepared, folder: Path | None = None) -> Callable[[], FirstWeights]:
+    """Return what gives the same: the module is built from now on, beside what this process does."""
     space = TensorSpace(folder or Path(tempfile.gettempdir()))
-    built = in_a_copy(partial(_built, prepared, space), _Built, f"building {prepared.job.model.name}")
+    built = begun_in_a_copy(partial(_built, prepared, space), _Built, f"building {prepared.job.model.name}")
+    return lambda: _found(built(), space)
+
+
+def _found(built: _Built, space: TensorSpace) -> FirstWeights:
     in_memory: dict[tuple[object, ...], Tensor] = {}
     found: dict[str, Sent] = {}
     for name, value in built.values.items():

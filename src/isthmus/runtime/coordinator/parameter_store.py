@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from isthmus.job import Prepared
-from isthmus.job.first_weights import first_weights
+from isthmus.job.first_weights import FirstWeights, first_weights
 from isthmus.training.checkpoint import OPTIMIZER, check_base, digest_of, read_manifest, rest
 from isthmus.training.scaling import LOSS_SCALE, LossScale
 from isthmus.training.snapshot import part_of
@@ -31,12 +31,15 @@ class ParameterStore:
         given: Mapping[str, Tensor] | None = None,
         noted: Callable[[str], None] = lambda text: None,
         folder: Path | None = None,
+        begun: Callable[[], FirstWeights] | None = None,
     ) -> None:
         """`written`: names of all that training changes; `given`: all variables, in place of the module's first
-        values; `folder`: where these are in a temporary file, None for the system's own place."""
+        values; `folder`: where these are in a temporary file, None for the system's own place; `begun` gives them once,
+        if they are being made already."""
         self._prepared = prepared
         self._noted = noted
         self._folder = folder
+        self._begun = begun
         self._space: object = None  # what the module's first values are in
         self._written = written
         self._given = given
@@ -111,7 +114,8 @@ class ParameterStore:
         return found, {}
 
     def _first(self) -> dict[str, Sent]:
-        found = first_weights(self._prepared, self._folder)
+        found = first_weights(self._prepared, self._folder) if self._begun is None else self._begun()
+        self._begun = None
         self._space = found.space
         if found.note:
             self._noted(found.note)

@@ -16,6 +16,7 @@ from isthmus.disclosure import PrivacySpent
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared
+from isthmus.job.first_weights import FirstWeights
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.plan import device_of, is_first, worker_id
 from isthmus.programs.pipeline import Pipeline
@@ -85,6 +86,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     eval_due: bool = False  # the evaluation of that checkpoint's step was interrupted
     weights: Mapping[str, Tensor] | None = None
     """To begin with: every variable, by the module's own names. None: the module's first ones."""
+    begun: Callable[[], FirstWeights] | None = None  # gives these, once, if they are being made already
     record: RecoveryRecord | None = None
     """The record of a run whose coordinator was lost: devices may be at work for it, and hold more than the
     checkpoint."""
@@ -167,7 +169,9 @@ class RunController:
             options.backend.accelerators if isinstance(options.backend, LocalBackend) else {},
             leaves=_most_leaves(prepared),
         )
-        self._values = ParameterStore(prepared, self.now.written, options.weights, self.watcher.noted, folder)
+        self._values = ParameterStore(
+            prepared, self.now.written, options.weights, self.watcher.noted, folder, options.begun
+        )
         self._files = WeightFiles(str(self.job.model.options["path"])) if self.job.model.is_pretrained else None
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None  # the step of the state that `_values` are; None when they are of several
