@@ -85,7 +85,7 @@ def asked_at_once(questions: Sequence[Callable[[], T]], kind: type[T]) -> list[T
 
 
 def begun_in_a_copy(question: Callable[[], T], kind: type[T], doing: str) -> Callable[[], T]:
-    """Return what gives the same as `in_a_copy`: the copy begins now, and is waited for when its answer is wanted."""
+    """Return what gives the same as `in_a_copy`: the copy begins now, and the call waits for its answer."""
     return Copy(partial(_with_one_thread, question), kind, doing).answer if can_copy() else question
 
 
