@@ -102,7 +102,7 @@ PUBLIC = {
         "LinkUse PlanComparison PlanSummary PlanningProgress Progress StageSummary Transfer compared_table "
         "comparison_summary comparison_table draw_faults draw_loss draw_plan draw_timeline during explain "
         "explanation_text improvements last_period least_headroom memory_table memory_use "
-        "plan_overview plan_summary plan_table planners_table prediction_error ranked run_summary "
+        "plan_summary plan_table planners_table prediction_error ranked run_summary "
         "fleets_table linked_devices verdict_table what_if_table WhatIf WhatIfRow"
     ),
     "simulator": (

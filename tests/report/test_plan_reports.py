@@ -137,7 +137,7 @@ def test_a_stage_that_recomputes_is_told() -> None:
         "and would keep 48 B each otherwise, which leaves room for 1"
     )
     assert explain(tight, plan).stages[0].startswith("d0: operators 0..5, 50.0% of the FLOPs, computes 100% ")
-    assert "recomputes F in B" in told(plan_table(plan, tight.fleet))
+    assert "F twice" in told(plan_table(plan, tight.fleet))
     assert [slot.label for slot in slots_of(plan, tight.fleet)[0]] == ["0*", "1"]
 
 

@@ -165,7 +165,7 @@ def test_the_cheapest_plan_and_its_row(tmp_path: Path) -> None:
     assert rows["auto"]["lower_bound_per_1000_steps"] > 0 and rows["auto"]["lower_bound_s"] is None
     assert rows["even"]["lower_bound_per_1000_steps"] == pytest.approx(rows["auto"]["lower_bound_per_1000_steps"])
     table = isthmus("plan", job, "--objective", "cost", "--explain").out
-    assert "price of 1,000 steps" in table and "which was minimised" in table
+    assert "Price of 1,000 steps" in table and "which was minimised" in table
     document = tmp_path / "plan.json"
     document.write_text(json.dumps(cheap))
     assert isthmus("plan", job, "--objective", "cost", "--verify", str(document)).code == 0

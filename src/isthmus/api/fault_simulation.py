@@ -17,7 +17,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.job import Job, prepare
 from isthmus.plans import Plan
-from isthmus.report import draw_faults, plan_overview
+from isthmus.report import draw_faults, plan_table
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.processes.signals import Stop
@@ -77,7 +77,7 @@ class FaultedRun(Forecast, frozen=True, kw_only=True):
         return happened(self.faults, self.run.seconds, found)
 
     def table(self) -> RenderableType:
-        return plan_overview(self.plan, self.fleet, self.graph)
+        return plan_table(self.plan, self.fleet, self.graph)
 
     def lines(self) -> list[str]:
         return [*happened_lines(self.timeline(), self.faults, self.run.seconds), self._conclusion()]

@@ -43,8 +43,8 @@ from isthmus.report import (
     Explanation,
     explain,
     least_headroom,
-    plan_overview,
     plan_summary,
+    plan_table,
     ranked,
 )
 from isthmus.report.graph_table import GraphWeights, graph_weights
@@ -121,7 +121,7 @@ class Simulated(Forecast, frozen=True):
         }
 
     def table(self) -> RenderableType:
-        return plan_overview(self.plan, self.fleet, self.graph)
+        return plan_table(self.plan, self.fleet, self.graph)
 
     def lines(self) -> list[str]:
         """In words: a step's time, and how much of it each device computes."""

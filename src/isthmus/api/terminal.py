@@ -18,7 +18,7 @@ from isthmus.disclosure import PrivacySpent
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Plan
-from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
+from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_table
 from isthmus.report.rounds_table import last_figures, rounds_table
 from isthmus.sanitize import sanitize
 from isthmus.units import format_metrics
@@ -48,7 +48,7 @@ class Terminal(Observer):
         return PlanningProgress(self._notes)
 
     def planned(self, plan: Plan, fleet: Fleet, graph: OpGraph) -> None:
-        (self._notes if self._json else self._out).print(plan_overview(plan, fleet, graph))
+        (self._notes if self._json else self._out).print(plan_table(plan, fleet, graph))
 
     def began(self, heading: str) -> None:
         self._progress = Progress(self._notes, heading)

@@ -246,7 +246,7 @@ def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, 
             return
         for name, own in replicas.plans.items():
             out().print(f"Replica {name}", style="bold", highlight=False)
-            out().print(api.output.plan_overview(own, replicas.devices(name), replicas.graph))
+            out().print(api.output.plan_table(own, replicas.devices(name), replicas.graph))
         out().print("\n".join(replicas.lines()), highlight=False, soft_wrap=True)
         return
     api.output.check_file("--picture", picture, ".png")
@@ -257,10 +257,8 @@ def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, 
         document = {"plan": plan, "explanation": explanation, "leaving": found.leaving}
         print_json(plan if explanation is None else document)
         return
-    if explanation is None:
-        out().print(api.output.plan_overview(plan, fleet, found.graph))
-    else:
-        out().print(api.output.plan_table(plan, fleet, found.graph))
+    out().print(api.output.plan_table(plan, fleet, found.graph))
+    if explanation is not None:
         out().print(api.output.explanation_text(explanation))
     for line in found.leaving:
         out().print(line, highlight=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from isthmus.report.summary import (
     plan_summary,
     prediction_error,
 )
-from isthmus.report.tables import comparison_table, plan_overview, plan_table, verdict_table
+from isthmus.report.tables import comparison_table, plan_table, verdict_table
 from isthmus.report.what_if_table import WhatIf, WhatIfRow, what_if_table
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "linked_devices",
     "memory_table",
     "memory_use",
-    "plan_overview",
     "plan_summary",
     "plan_table",
     "planners_table",

@@ -236,7 +236,8 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
         f"By the formula a step takes {format_duration(said.step_s)}: "
         f"{format_duration(said.fill_s)} for one micro-batch alone "
         f"({format_duration(compute_s)} computing, {format_duration(said.fill_s - compute_s)} on links), then "
-        f"{share - 1} more, one every {format_duration(said.period_s)}."
+        f"{share - 1} more, one every {format_duration(said.period_s)}. FusionLLM's Eq. 3, which counts the latency of "
+        f"each, says {format_duration(said.eq3_step_s)}."
     )
     if times.shared_s:
         yield f"Shared parameters travel once per step, which takes {format_duration(times.shared_s)} of it."

@@ -13,12 +13,10 @@ from rich.text import Text
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import ANY_PLAN, Certificate, Plan, Prediction, is_of_any_plan
-from isthmus.report.summary import ComparisonSummary, PlanSummary, StageSummary, Transfer, plan_summary
+from isthmus.report.summary import ComparisonSummary, PlanSummary, StageSummary, plan_summary
 from isthmus.units import format_bandwidth, format_duration, format_share, format_size
 from isthmus.verification import Verdict
 from isthmus.verification.question import Figure
-
-MOST_LEFT_OUT = 8  # devices of which it is said why: the document says it of all
 
 # Names come from files and from other parties. As `Text`, "[bold]" in one of them is what it says, not a style.
 
@@ -37,32 +35,6 @@ def new_table(columns: Iterable[str], numbers: Iterable[str] = ()) -> Table:
     return table
 
 
-def plan_table(plan: Plan, fleet: Fleet, graph: OpGraph | None = None) -> RenderableType:
-    """One row per stage, and what the plan should cost. With its `graph`, operators are shown by module.
-
-    UserError when the plan names a device that is not in the fleet.
-    """
-    summary = plan_summary(plan, fleet)
-    modules = {op.name: op.module for op in graph.ops if op.module} if graph else {}
-    table = new_table(
-        ("#", "device", "operators", "weights", "GFLOP", "compute", "memory", "in\nflight", "sends per micro-batch"),
-        ("#", "weights", "GFLOP", "compute", "in\nflight"),
-    )
-    for number, stage in enumerate(summary.stages):
-        starts = number > 0 and stage.replica != summary.stages[number - 1].replica
-        if starts:
-            table.add_section()
-        table.add_row(*_stage_cells(stage, stage_number(number, summary), modules))
-    return titled(_plan_title(summary), table, _plan_caption(summary))
-
-
-def _plan_title(plan: PlanSummary) -> str:
-    return (
-        f"{plan.model} on {plan.fleet}: planner {plan.planner}, schedule {plan.schedule}, "
-        f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
-    )
-
-
 def stage_number(number: int, plan: PlanSummary) -> str:
     """In its replica; of several replicas, with the replica in front."""
     stage = plan.stages[number]
@@ -70,73 +42,6 @@ def stage_number(number: int, plan: PlanSummary) -> str:
         return f"{stage.copy_of}, copy"
     within = number - next(i for i, other in enumerate(plan.stages) if other.replica == stage.replica)
     return str(within) if plan.stages[-1].replica == 0 else f"{stage.replica}.{within}"
-
-
-def _stage_cells(stage: StageSummary, number: str, modules: dict[str, str]) -> tuple[Text, ...]:
-    first, last = (modules.get(op, op) for op in (stage.first_op, stage.last_op))
-    count = stage.last - stage.first + 1
-    used = stage.memory_bytes / stage.memory_available_bytes
-    return (
-        Text(number),
-        Text("\n").join([Text(stage.device), *(Text(t, "dim") for t in (stage.region, stage.hardware) if t)]),
-        Text.assemble(first, f"\n.. {last}" if last != first else "", (f"\n{count} operators", "dim")),
-        Text(format_size(stage.parameter_bytes)),
-        Text(f"{stage.flops / 1e9:.3g}"),
-        Text.assemble(
-            f"{(stage.forward_s + stage.backward_s) * 1e3:.3g} ms",
-            (f"\nF {stage.forward_s * 1e3:.3g} + B {stage.backward_s * 1e3:.3g}", "dim"),
-            ("\nrecomputes F in B", "dim") if stage.recompute else "",
-        ),
-        Text.assemble(
-            f"{format_size(stage.memory_bytes)}\nof {format_size(stage.memory_available_bytes)}",
-            (f" ({used:.0%})", "red" if used > 0.9 else "dim"),
-        ),
-        Text(str(stage.in_flight)),
-        Text("\n").join(_transfer_text(transfer) for transfer in stage.sends) if stage.sends else Text("-"),
-    )
-
-
-def _transfer_text(transfer: Transfer) -> Text:
-    letter = "F" if transfer.direction == "forward" else "B"
-    size, duration = format_size(transfer.size_bytes), format_duration(transfer.duration_s)
-    return Text(f"{letter} to {transfer.target}: {size}, {duration}")
-
-
-def _plan_caption(plan: PlanSummary) -> str:
-    predicted = plan.predicted
-    later = predicted.micro_batches - 1
-    rest_s = predicted.step_s - predicted.sync_s - predicted.fill_s - later * predicted.period_s
-    shared = f" + shared parameters {format_duration(rest_s)}" if rest_s > 0.0005 * predicted.step_s else ""
-    whose = "copies" if plan.constraints.copied else "replicas"
-    summed = f" + sums of {whose} {format_duration(predicted.sync_s)}" if predicted.sync_s else ""
-    lines = [
-        f"step {format_duration(predicted.step_s)} = fill {format_duration(predicted.fill_s)} "
-        f"+ {later} x period {format_duration(predicted.period_s)}{shared}{summed} (formula); "
-        f"FusionLLM Eq. 3: {format_duration(predicted.eq3_step_s)}",
-        f"throughput: {plan.samples_per_s:.4g} samples/s, {plan.flops_per_s / 1e15:.3g} PFLOPS; "
-        f"FusionLLM Eq. 4: {plan.eq4_samples_per_s:.4g} samples/s",
-        f"bottleneck: {predicted.bottleneck}",
-    ]
-    if plan.price_per_1000_steps:
-        minimised = ", which was minimised" if plan.constraints.objective == "cost" else ""
-        lines.append(f"price of 1,000 steps: {plan.price_per_1000_steps:.4g}{minimised}")
-    if plan.constraints.memory_headroom:
-        lines.append(f"memory left free: at least {format_share(plan.constraints.memory_headroom)} of each device's")
-    return "\n".join([*lines, *_notes(plan)])
-
-
-def _notes(plan: PlanSummary) -> list[str]:
-    """Return the notes on devices in use that give a reason (the rest is in the table), and a few of the others."""
-    rows = tuple(f"{stage.device} runs " for stage in plan.stages)
-    reasons = [note for note in plan.notes if note.startswith(rows) and " per micro-batch: " in note]
-    left_out = [note for note in plan.notes if " is left out" in note]
-    more = len(left_out) - MOST_LEFT_OUT
-    return [
-        *reasons,
-        *(note for note in noted(plan) if note not in left_out),
-        *left_out[:MOST_LEFT_OUT],
-        *([f"... and {more} more are left out"] if more > 0 else []),
-    ]
 
 
 def noted(plan: PlanSummary) -> list[str]:
@@ -271,21 +176,22 @@ def _shown(figure: Figure) -> str:
 
 COLUMNS = ("stage", "device", "layers", "weights", "compute", "memory", "sends")
 WIDE = 120
-"""In a narrower window, weights, memory and the sizes of messages are left out: `isthmus plan --explain` has them."""
+"""In a narrower window, weights, memory and the sizes of messages are left out: `isthmus plan --explain` says them."""
+NEARLY_FULL = 0.9  # share of a device's memory, from which on it is red
 LEFT_OUT = " is left out"  # planners' words for a device that a plan does not use
 
 
-def plan_overview(plan: Plan, fleet: Fleet, graph: OpGraph | None = None) -> RenderableType:
-    """One row per stage and a few lines; `plan_table` has the rest. With its `graph`, operators are shown by module.
-    A window of fewer than `WIDE` columns gets fewer of the table's, so that no cell is broken.
+def plan_table(plan: Plan, fleet: Fleet, graph: OpGraph | None = None) -> RenderableType:
+    """One row per stage and a few lines; `explain` says the rest. With its `graph`, operators are shown by module. A
+    window of fewer than `WIDE` columns gets fewer of the table's, so that no cell is broken.
 
     UserError when the plan names a device that is not in the fleet.
     """
     modules = {op.name: op.module for op in graph.ops if op.module} if graph else {}
-    return _Overview(plan_summary(plan, fleet), f"Plan for {plan.model} on fleet {plan.fleet}", modules)
+    return _PlanTable(plan_summary(plan, fleet), f"Plan for {plan.model} on fleet {plan.fleet}", modules)
 
 
-class _Overview:
+class _PlanTable:
     def __init__(self, summary: PlanSummary, title: str, modules: dict[str, str]) -> None:
         self._summary, self._title, self._modules = summary, title, modules
 
@@ -311,13 +217,16 @@ class _Overview:
             + f"to {sent.target}, {format_duration(sent.duration_s)}"
             for sent in stage.sends
         )
+        again = " (F twice)" if stage.recompute else ""
+        full = stage.memory_bytes > NEARLY_FULL * stage.memory_available_bytes
+        memory = f"{format_size(stage.memory_bytes)} of {format_size(stage.memory_available_bytes)}"
         return (
             Text(number),
             Text(f"{stage.device} ({stage.region})"),
             Text(first if first == last else f"{first} .. {last}", no_wrap=True, overflow="ellipsis"),
             Text(format_size(stage.parameter_bytes)),
-            Text(format_duration(stage.forward_s + stage.backward_s)),
-            Text(f"{format_size(stage.memory_bytes)} of {format_size(stage.memory_available_bytes)}"),
+            Text(f"{format_duration(stage.forward_s + stage.backward_s)}{again}"),
+            Text(memory, "red" if full else ""),
             Text(sends or "-"),
         )
 
@@ -341,7 +250,10 @@ def _lines(plan: PlanSummary) -> list[str]:
         f"What limits it: {_limit(plan.predicted)}.",
     ]
     if plan.price_per_1000_steps:
-        lines.append(f"Price of 1,000 steps: {plan.price_per_1000_steps:.4g}.")
+        minimised = ", which was minimised" if plan.constraints.objective == "cost" else ""
+        lines.append(f"Price of 1,000 steps: {plan.price_per_1000_steps:.4g}{minimised}.")
+    if plan.constraints.memory_headroom:
+        lines.append(f"Memory left free: at least {format_share(plan.constraints.memory_headroom)} of each device's.")
     if plan.certificate is not None:
         lines.append(f"{proof_text(plan.certificate)}.")
     left_out = [note.partition(LEFT_OUT)[0] for note in plan.notes if LEFT_OUT in note]
