@@ -17,6 +17,7 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.data.clients import share_out
 from isthmus.data.images import parquet
 from isthmus.data.partition import PartitionSpec
+from isthmus.data.streams import parquet_shards
 from isthmus.data.within import confined_to
 from isthmus.errors import StepError, UserError
 
@@ -76,7 +77,7 @@ def test_row_groups_are_kept_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.M
     for k in range(3):
         write(tmp_path / f"{k}.parquet", 8, first=8 * k)
     monkeypatch.setattr(parquet, "MOST_KEPT_BYTES", 2500)  # about two groups of four
-    monkeypatch.setattr(parquet, "MOST_OPEN_FILES", 1)
+    monkeypatch.setattr(parquet_shards, "MOST_OPEN_FILES", 1)
     table = parquet.Table([tmp_path / f"{k}.parquet" for k in range(3)])
     for row in np.random.default_rng(0).permutation(24):
         found = table.cell("image", int(row))

@@ -24,7 +24,7 @@ from isthmus.data.description import describe, difference, joined_descriptions
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.registry import allowed, check_kind
 from isthmus.data.streams import tar_shards
-from isthmus.data.streams.dataset import ParquetShards
+from isthmus.data.streams.parquet_shards import ParquetShards
 from isthmus.errors import StepError, UserError
 
 ROWS = 180

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from isthmus.data.dataset import Array, ColumnSpec, Indices, Split, as_tensors, check_columns, checked, fingerprint_of
 from isthmus.data.images.decoding import PixelOptions, decode
-from isthmus.data.images.pipeline import Table, read_pipeline
+from isthmus.data.images.pipeline import Table, pipeline_of
 from isthmus.errors import StepError, UserError
 from isthmus.rng import stream
 
@@ -72,12 +72,7 @@ class ImageDataset:
         self._images = images
         self._options = options
         self._kind = kind
-        self._pipeline = read_pipeline(options.transforms, options.mode, "transforms")
-        if options.heldout_transforms is not None:
-            heldout = read_pipeline(options.heldout_transforms, options.mode, "heldout_transforms")
-            self._pipeline = heldout if split == "heldout" else self._pipeline
-        elif split == "heldout":
-            self._pipeline = self._pipeline.heldout()
+        self._pipeline = pipeline_of(split, options.transforms, options.heldout_transforms, options.mode)
 
     @property
     def columns(self) -> Mapping[str, ColumnSpec]:

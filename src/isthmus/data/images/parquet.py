@@ -5,12 +5,10 @@ from __future__ import annotations
 import glob
 import io
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,104 +16,54 @@ from isthmus.data.dataset import Array, Split, rows_of_split
 from isthmus.data.digests import digests_of
 from isthmus.data.images.dataset import ImageDataset, ImageOptions
 from isthmus.data.images.folder import HELD_OUT_NAMES, TRAIN, the_held_out
+from isthmus.data.streams.files import StreamFile
+from isthmus.data.streams.parquet_shards import ParquetShards, declared_classes
 from isthmus.data.within import opener
 from isthmus.errors import StepError, UserError, unknown_name
 from isthmus.extensions import import_extra
-from isthmus.reading import parse_json
 
 KIND = "image-parquet"
 MOST_KEPT_BYTES = 256 << 20
-MOST_OPEN_FILES = 16
 
 
-class _Group(msgspec.Struct, frozen=True):
-    """Rows that Parquet reads together."""
-
-    file: int
-    number: int
-    first: int  # row, counted over all files
-
-
-class Table:
+class Table(ParquetShards):
     """The rows of several files as one. Of images the row groups that were used last are kept, MOST_KEPT_BYTES."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         """UserError for files that cannot be read."""
-        self.files = files
         self._open = opener()
-        self._parquet = import_extra("pyarrow.parquet", f"data of kind {KIND}")
-        self._opened: OrderedDict[int, Any] = OrderedDict()
+        super().__init__([StreamFile(str(file), self._open) for file in files], KIND)
         self._kept: OrderedDict[int, Any] = OrderedDict()
-        self._groups: list[_Group] = []
-        self.rows = 0
-        for file in range(len(files)):
-            metadata = self._file(file).metadata
-            for number in range(metadata.num_row_groups):
-                self._groups.append(_Group(file, number, self.rows))
-                self.rows += metadata.row_group(number).num_rows
-        self._firsts = np.array([group.first for group in self._groups], dtype=np.int64)
-
-    @property
-    def schema(self) -> Any:
-        """pyarrow's, of the first file."""
-        return self._file(0).schema_arrow
+        groups = [(file, number, rows) for file in range(len(files)) for number, rows in enumerate(self.groups(file))]
+        self._places = [(file, number) for file, number, _ in groups]
+        self._ends = np.cumsum([rows for _, _, rows in groups], dtype=np.int64)
+        self.rows = int(self._ends[-1]) if groups else 0
 
     def column(self, name: str) -> Any:
         """All rows of one, as pyarrow's array."""
-        arrow = import_extra("pyarrow")
-        parts: list[Any] = []
-        for file, path in enumerate(self.files):
-            reader = self._file(file)
-            if name not in reader.schema_arrow.names:
-                raise unknown_name(f"column of {path}", name, reader.schema_arrow.names)
-            with _readable(path):
-                parts += reader.read(columns=[name]).column(name).chunks
-        return arrow.chunked_array(parts, type=self.schema.field(name).type)
+        parts = [chunk for place in self._places for chunk in self.chunks(*place, name).chunks]
+        return import_extra("pyarrow").chunked_array(parts, type=self.schema.field(name).type)
 
     def cell(self, name: str, row: int) -> object:
         """The value of one row. UserError where its file cannot be read."""
-        at = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        at = self._group(row)
         if at not in self._kept:
-            self._read(name, at)
+            self._kept[at] = self.chunks(*self._places[at], name)
+            while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > MOST_KEPT_BYTES:
+                self._kept.popitem(last=False)
         self._kept.move_to_end(at)
-        return self._kept[at][row - self._groups[at].first].as_py()
+        held = self._kept[at]
+        return held[row - int(self._ends[at]) + len(held)].as_py()
 
     def place(self, row: int) -> str:
         """The row's file, for messages."""
-        return str(self.files[self._groups[int(np.searchsorted(self._firsts, row, side="right")) - 1].file])
+        return self.files[self._places[self._group(row)][0]].url
 
-    def _read(self, name: str, at: int) -> None:
-        group = self._groups[at]
-        with _readable(self.files[group.file]):
-            found = self._file(group.file).read_row_group(group.number, columns=[name]).column(name)
-        self._kept[at] = found
-        while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > MOST_KEPT_BYTES:
-            self._kept.popitem(last=False)
-
-    def _file(self, file: int) -> Any:
-        """pyarrow's reader, over a file that was opened within the folder."""
-        if file not in self._opened:
-            with _readable(self.files[file]):
-                self._opened[file] = self._parquet.ParquetFile(self._open(self.files[file]))
-            if len(self._opened) > MOST_OPEN_FILES:
-                self._opened.popitem(last=False)[1].close(force=True)
-        self._opened.move_to_end(file)
-        return self._opened[file]
+    def _group(self, row: int) -> int:
+        return int(np.searchsorted(self._ends, row, side="right"))
 
     def digests(self) -> Array:
-        return digests_of(self.files, self._open)
-
-
-@contextmanager
-def _readable(path: Path) -> Generator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as e:
-        raise UserError(f"{KIND}: cannot read {path}: {e.strerror or e}") from e
-    except Exception as e:  # pyarrow raises many families for a damaged file
-        raise UserError(f"{KIND}: cannot read {path}: {' '.join(str(e).split())}") from e
+        return digests_of([Path(file.url) for file in self.files], self._open)
 
 
 MOST_LABEL = (1 << 31) - 1  # a model has an output for each class: labels beyond this are something else
@@ -205,7 +153,7 @@ def _files(source: str, split: Split) -> tuple[list[Path], bool]:
 
 def _check_images(table: Table, name: str) -> None:
     if name not in table.schema.names:
-        raise unknown_name(f"column of {table.files[0]}", name, table.schema.names)
+        raise unknown_name(f"column of {table.files[0].url}", name, table.schema.names)
     kinds = import_extra("pyarrow.types")
     held = table.schema.field(name).type
     encoded = held
@@ -229,7 +177,7 @@ def _labels(table: Table, options: ImageParquetOptions) -> tuple[Array, int | No
         number_of = {name: number for number, name in enumerate(names)}
         for text in sorted(set(texts)):
             if text not in number_of:
-                raise unknown_name(f"class of {table.files[0]}", text, names)
+                raise unknown_name(f"class of {table.files[0].url}", text, names)
         return np.array([number_of[text] for text in texts], dtype=np.int64), len(names)
     if kinds.is_floating(column.type):
         return _fractions(column.to_numpy(), named, options), None
@@ -269,13 +217,3 @@ def _without_dictionary(column: Any) -> Any:
 def _is_text(held: Any) -> bool:
     kinds = import_extra("pyarrow.types")
     return kinds.is_string(held) or kinds.is_large_string(held) or kinds.is_string_view(held)
-
-
-def declared_classes(schema: Any, label: str) -> int:
-    """Return the number of classes as Hugging Face's `datasets` writes it beside the columns; 0 where it did not."""
-    written: bytes = (schema.metadata or {}).get(b"huggingface", b"{}")
-    try:
-        found: Any = parse_json(written, object, "")
-        return len(found["info"]["features"][label]["names"])
-    except (UserError, KeyError, TypeError):
-        return 0

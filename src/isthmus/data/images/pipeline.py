@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from isthmus.data.dataset import Split
 from isthmus.data.images.decoding import CHANNELS, pixels
 from isthmus.data.images.transforms import BUILT_IN, Transform
 from isthmus.errors import StepError, UserError, unknown_name
@@ -171,6 +172,15 @@ def read_pipeline(tables: Sequence[Table], mode: str, option: str) -> ImagePipel
         else:
             transforms.append(_read(name, options, where))
     return ImagePipeline(transforms, normalize)
+
+
+def pipeline_of(split: Split, transforms: Sequence[Table], heldout: Sequence[Table] | None, mode: str) -> ImagePipeline:
+    """The pipeline of a split, by its data's options. UserError as of `read_pipeline`, and `ImagePipeline.heldout`."""
+    found = read_pipeline(transforms, mode, "transforms")
+    if heldout is None:
+        return found.heldout() if split == "heldout" else found
+    other = read_pipeline(heldout, mode, "heldout_transforms")  # for training too: a mistake is told at once
+    return other if split == "heldout" else found
 
 
 def _read(name: str, options: Mapping[str, object], where: str) -> Transform:

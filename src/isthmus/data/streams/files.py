@@ -162,19 +162,19 @@ def _at(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def readable(url: str) -> Generator[None]:
-    """Report a failure with a file in one line that names it."""
+def readable(url: str, kind: str = KIND) -> Generator[None]:
+    """Report a failure with a file of data of this kind in one line that names it."""
     try:
         yield
     except (UserError, StepError):
         raise
     except MemoryError as e:  # pyarrow's is one
-        raise MemoryError(f"{KIND}: cannot read {url}: {' '.join(str(e).split()) or 'not enough memory'}") from e
+        raise MemoryError(f"{kind}: cannot read {url}: {' '.join(str(e).split()) or 'not enough memory'}") from e
     except OSError as e:
         nothing = "nothing is there, or nobody answers" if isinstance(e, FileNotFoundError) else ""
-        raise UserError(f"{KIND}: cannot read {url}: {e.strerror or nothing or ' '.join(str(e).split())}") from e
+        raise UserError(f"{kind}: cannot read {url}: {e.strerror or nothing or ' '.join(str(e).split())}") from e
     except Exception as e:  # pyarrow, tarfile and each of fsspec's file systems raise families of their own
-        raise UserError(f"{KIND}: cannot read {url}: {' '.join(str(e).split()) or type(e).__name__}") from e
+        raise UserError(f"{kind}: cannot read {url}: {' '.join(str(e).split()) or type(e).__name__}") from e
 
 
 Form = Literal["numbers", "image", "text", "other"]
