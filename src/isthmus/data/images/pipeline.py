@@ -179,7 +179,7 @@ def pipeline_of(split: Split, transforms: Sequence[Table], heldout: Sequence[Tab
     found = read_pipeline(transforms, mode, "transforms")
     if heldout is None:
         return found.heldout() if split == "heldout" else found
-    other = read_pipeline(heldout, mode, "heldout_transforms")  # for training too: a mistake is told at once
+    other = read_pipeline(heldout, mode, "heldout_transforms")  # for training too: a mistake is refused at once
     return other if split == "heldout" else found
 
 
