@@ -85,11 +85,11 @@ def test_a_deployments_faults_are_told(tmp_path: Path) -> None:
 def test_rounds_closed_early_and_tried_again_are_told(tmp_path: Path) -> None:
     few = ("--set", "federated.participation.minimum=3", "--slow", "east@0s:1e9")
     found = json.loads(isthmus("simulate", deployed(tmp_path), "--json", *few).out)
-    told = [event["text"] for event in found["events"]]
+    told = [event["text"] for event in found["timeline"]]
     assert "round 1 is tried again: attempt 2" in told and found["outcome"] == "lost"
     slow = ("--set", "federated.participation.quorum=0.6", "--slow", "east@0s:1e9")
     found = json.loads(isthmus("simulate", deployed(tmp_path), "--json", *slow).out)
-    assert sum("closed by its quorum" in event["text"] for event in found["events"]) == found["closed_by"]["quorum"]
+    assert sum("closed by its quorum" in event["text"] for event in found["timeline"]) == found["closed_by"]["quorum"]
 
 
 @pytest.mark.parametrize("when", ["0s", "0.001s"])
@@ -99,9 +99,8 @@ def test_a_simulation_without_sites_left_says_why_it_ended(when: str, tmp_path: 
     assert done.code == 4, done.err
     found = json.loads(done.out)
     assert found["outcome"] == "lost" and found["reason"] and found["rounds"] < 6
-    assert {"text": "site north was lost: its connection closed", "time_s": float(when[:-1])} in found[
-        "events"
-    ] and len(found["faults"]) == 3
+    lost = {"text": "site north was lost: its connection closed", "time_s": float(when[:-1])}
+    assert lost in found["timeline"] and "north: its process dies" in [one["text"] for one in found["timeline"]]
 
 
 @pytest.mark.parametrize(

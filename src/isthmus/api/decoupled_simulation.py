@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from isthmus.api.decoupled import (
@@ -15,7 +15,7 @@ from isthmus.api.decoupled import (
     step_text,
     with_period,
 )
-from isthmus.api.forecast import Forecast, happened, happened_lines
+from isthmus.api.forecast import StruckRun
 from isthmus.cost import Price, is_priced, step_price
 from isthmus.cost.price import GB, SECONDS_PER_HOUR
 from isthmus.errors import UserError
@@ -28,26 +28,23 @@ from isthmus.runtime.decoupled.merged_run import merge_rules, merged_fragments
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.simulator import Fault
 from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel, SimulatedReplicas
-from isthmus.simulator.queue import RunOfJob
 from isthmus.simulator.run import check_faults
 from isthmus.trace import Trace
 from isthmus.units import format_duration
 
 
-class DecoupledForecast(Forecast, frozen=True, kw_only=True):
+class DecoupledForecast(StruckRun, frozen=True, kw_only=True):
     """A simulated run beside its devices that are never disturbed."""
 
     run: SimulatedReplicas
-    faults: tuple[Fault, ...]
     full_speed: float  # samples per second of all devices, none of which ever waits or fails
     plans: Mapping[str, Plan]  # the first plan of each replica
     step_s: Mapping[str, float]  # seconds of each replica's step on that plan, as simulated
     period: int  # batches in which every fragment is merged once
     note: str  # why, where that was planned; else empty
 
-    @property
-    def as_job(self) -> RunOfJob:
-        return RunOfJob(self.run.seconds, self.run.finish.reason)
+    def notes(self) -> Iterable[tuple[float, str]]:
+        return self.run.notes
 
     @property
     def goodput(self) -> float:
@@ -62,30 +59,23 @@ class DecoupledForecast(Forecast, frozen=True, kw_only=True):
     def steps(self) -> dict[str, int]:
         return dict(sorted(Counter(name for _, name, _ in self.run.steps).items()))
 
-    def timeline(self) -> list[tuple[float, str]]:
-        """Return what happened, in words, by second of the run."""
-        return happened(self.faults, self.run.seconds, self.run.notes)
-
     def lines(self) -> list[str]:
         run = self.run
         steps = ", ".join(f"{name} {count}" for name, count in self.steps.items())
         return [
             *(step_text(name, plan, self.step_s[name]) for name, plan in self.plans.items()),
             *([self.note] if self.note else []),
-            *happened_lines(self.timeline(), self.faults, run.seconds),
+            *self.struck_lines(),
             f"steps: {steps}",
             f"{len(run.merges)} merges; {run.late} contributions came too late, and counted in a later one",
             f"devices computed {100 * run.used:.1f} % of the time that they were there",
             f"{run.useful_samples:,.0f} samples merged, {100 * self.goodput:.1f} % of what is possible without faults",
-            f"{run.finish.outcome} after {format_duration(run.seconds)}. {run.finish.reason}".rstrip(" ."),
+            self.concluded(format_duration(run.seconds)),
         ]
 
     def summary(self) -> dict[str, object]:
         run = self.run
-        return {
-            "outcome": run.finish.outcome,
-            "reason": run.finish.reason,
-            "seconds": run.seconds,
+        return self.ended() | {
             "goodput": self.goodput,
             "used": run.used,
             "useful_samples": run.useful_samples,
@@ -96,7 +86,6 @@ class DecoupledForecast(Forecast, frozen=True, kw_only=True):
             "period": self.period,
             "merges": len(run.merges),
             "late_contributions": run.late,
-            "timeline": [{"time_s": time_s, "text": text} for time_s, text in self.timeline()],
         }
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import RenderableType
 
-from isthmus.api.forecast import Forecast, concluded, fault_text, happened, happened_lines
+from isthmus.api.forecast import StruckRun, fault_text
 from isthmus.api.make_plan import eval_edges, fleet_for, plan_for, simulation_options
 from isthmus.api.observer import Observer, searched
 from isthmus.errors import UserError
@@ -36,15 +36,13 @@ def read_faults(options: Mapping[str, Sequence[str] | None]) -> tuple[Fault, ...
     return tuple(sorted(found, key=lambda fault: fault.time_s))
 
 
-class FaultedRun(Forecast, frozen=True, kw_only=True):
+class FaultedRun(StruckRun, frozen=True, kw_only=True):
     """The simulated run, beside the same run without faults."""
 
     run: SimulatedRun
     plan: Plan  # the first one
     fleet: Fleet
     graph: OpGraph
-    faults: tuple[Fault, ...]
-    undisturbed_s: float
 
     @property
     def trace(self) -> Trace:
@@ -68,33 +66,25 @@ class FaultedRun(Forecast, frozen=True, kw_only=True):
         """Steps of the result per second of the run."""
         return self.steps / self.run.seconds if self.run.seconds else 0.0
 
-    def timeline(self) -> list[tuple[float, str]]:
-        """Return what happened, in words, by second of the run."""
-        found = [*self.run.notes]
+    def notes(self) -> Iterable[tuple[float, str]]:
+        yield from self.run.notes
         for number, period in enumerate(self.run.periods[1:], 1):
             step_s, devices = period.plan.predicted.expected_s, ", ".join(dict.fromkeys(period.plan.devices))
-            found.append((period.since_s, f"plan {number}: {devices}; a step should take {format_duration(step_s)}"))
-        return happened(self.faults, self.run.seconds, found)
+            yield period.since_s, f"plan {number}: {devices}; a step should take {format_duration(step_s)}"
 
     def table(self) -> RenderableType:
         return plan_table(self.plan, self.fleet, self.graph)
 
     def lines(self) -> list[str]:
-        return [*happened_lines(self.timeline(), self.faults, self.run.seconds), self._conclusion()]
-
-    def _conclusion(self) -> str:
-        run = self.run
         rate = f"{self.goodput:.3g} steps/s; {self.redone} done twice"
-        done = f"{self.steps} steps in {format_duration(run.seconds)}: {rate}"
-        return concluded(run.finish.outcome, run.finish.reason, done, self.undisturbed_s)
+        return [
+            *self.struck_lines(),
+            self.concluded(f"{self.steps} steps in {format_duration(self.run.seconds)}: {rate}"),
+        ]
 
     def summary(self) -> dict[str, object]:
         run = self.run
-        return {
-            "outcome": run.finish.outcome,
-            "reason": run.finish.reason,
-            "seconds": run.seconds,
-            "undisturbed_s": self.undisturbed_s,
+        return self.ended() | {
             "steps": self.steps,
             "steps_done_twice": self.redone,
             "goodput_steps_per_s": self.goodput,
@@ -105,7 +95,6 @@ class FaultedRun(Forecast, frozen=True, kw_only=True):
             "plans": [
                 {"since_s": p.since_s, "first_step": p.first_step, "devices": list(p.plan.devices)} for p in run.periods
             ],
-            "timeline": [{"time_s": time_s, "text": text} for time_s, text in self.timeline()],
         }
 
     def _detected_after_s(self, number: int) -> float | None:

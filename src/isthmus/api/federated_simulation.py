@@ -12,14 +12,14 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from rich.console import RenderableType
 
-from isthmus.api.forecast import Forecast, concluded, fault_text, happened, happened_lines
+from isthmus.api.forecast import StruckRun
 from isthmus.api.make_plan import plan_for
 from isthmus.combinations import refused
 from isthmus.data.clients import ClientData
@@ -46,7 +46,6 @@ from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.trainer import counted_costs, with_executors
 from isthmus.sanitize import sanitize
 from isthmus.simulator.options import Fault
-from isthmus.simulator.queue import RunOfJob
 from isthmus.simulator.rounds import (
     FederatedCosts,
     MessageCosts,
@@ -80,23 +79,23 @@ class SimulatedPipeline(msgspec.Struct, frozen=True, kw_only=True):
     round_s: float  # seconds of all local steps
 
 
-class SimulatedRounds(Forecast, frozen=True):
-    rounds: list[SimulatedRound]
+class SimulatedRounds(StruckRun, frozen=True, kw_only=True):
+    run: SimulatedFederation
     executors: int
     line: LinearFit  # seconds of a client as measured here, or the mean over the fleet's devices
     overhead_s: float  # seconds of a round as measured here; 0 with a fleet
     fleet: str = ""  # as the job names it; empty where times were measured here
     devices: tuple[SimulatedExecutor, ...] = ()  # with a fleet: of every executor
-    timeline: FederatedTimeline | None = None  # where faults were given
     pipelines: tuple[SimulatedPipeline, ...] = ()  # pipelines of sites that are fleets
 
     privacy: Guarantee | None = None  # the guarantee of a run of all rounds; None without privacy
 
     @property
-    def as_job(self) -> RunOfJob:
-        if self.timeline is None:
-            return RunOfJob(sum(r.seconds for r in self.rounds))
-        return RunOfJob(self.timeline.run.seconds, self.timeline.run.finish.reason)
+    def rounds(self) -> Sequence[SimulatedRound]:
+        return self.run.rounds
+
+    def notes(self) -> Iterable[tuple[float, str]]:
+        return ((event.time_s, event.text) for event in self.run.events)
 
     def table(self) -> RenderableType:
         return simulated_table(self.rounds, self.line, self.fleet)
@@ -108,7 +107,11 @@ class SimulatedRounds(Forecast, frozen=True):
             for one in self.pipelines
         ]
         found += [] if self.privacy is None else [f"privacy: {self.privacy}"]
-        return found + (self.timeline.lines() if self.timeline is not None else [])
+        if not self.faults:
+            return found
+        hourly = f": {3600 * len(self.rounds) / self.run.seconds:.3g} rounds/h" if self.run.seconds else ""
+        done = f"{len(self.rounds)} rounds in {format_duration(self.run.seconds)}{hourly}"
+        return [*found, *self.struck_lines(), self.concluded(done)]
 
     def summary(self) -> dict[str, object]:
         found: dict[str, object] = {
@@ -123,8 +126,8 @@ class SimulatedRounds(Forecast, frozen=True):
             "late_updates": sum(len(r.record.stale) for r in self.rounds),
             "clients_missing": sum(len(r.record.missing) for r in self.rounds),
         }
-        if self.timeline is not None:
-            found |= self.timeline.summary()
+        if self.faults:
+            found |= self.ended()
         if self.privacy is not None:
             found["privacy"] = msgspec.to_builtins(self.privacy)
         if self.pipelines:
@@ -175,13 +178,14 @@ def _simulated(
         factor=_factor(job, 0 if sites else len(names)),
         sites=sites,
     )
-    timeline = simulate_struck(make, costs, faults, job.training.seed)
+    run, undisturbed_s = simulate_struck(make, costs, faults, job.training.seed)
     return SimulatedRounds(
-        list(timeline.run.rounds),
-        len(names),
-        found.line,
-        found.overhead_s,
-        timeline=timeline if faults else None,
+        run=run,
+        faults=tuple(faults),
+        undisturbed_s=undisturbed_s,
+        executors=len(names),
+        line=found.line,
+        overhead_s=found.overhead_s,
         pipelines=pipelines,
     )
 
@@ -252,7 +256,7 @@ def _on_fleet(
         messages=tuple(message_costs(fleet, k, counted) for k in range(count)),
         moves_s=None if not counted.state_bytes else lambda a, b: fleet.between_s(a, b, counted.state_bytes),
     )
-    timeline = simulate_struck(make, costs, faults, job.training.seed)
+    run, undisturbed_s = simulate_struck(make, costs, faults, job.training.seed)
     devices = tuple(
         SimulatedExecutor(
             device=name,
@@ -263,8 +267,16 @@ def _on_fleet(
         for name, line, message in zip(names, lines, costs.messages, strict=True)
     )
     mean = LinearFit(statistics.fmean(line.seconds_per_sample for line in lines), 0.0)
-    happened = timeline if faults else None
-    return SimulatedRounds(list(timeline.run.rounds), count, mean, 0.0, job.fleet, devices, happened)
+    return SimulatedRounds(
+        run=run,
+        faults=tuple(faults),
+        undisturbed_s=undisturbed_s,
+        executors=count,
+        line=mean,
+        overhead_s=0.0,
+        fleet=job.fleet,
+        devices=devices,
+    )
 
 
 def message_costs(fleet: ExecutorFleet, executor: int, counted: ClientCosts) -> MessageCosts:
@@ -354,50 +366,11 @@ def _fitted(points: Sequence[tuple[int, float]]) -> LinearFit:
     return LinearFit(per_sample, float(seconds.mean() - per_sample * samples.mean()))
 
 
-MOST_LINES = 60  # lines of a timeline on a terminal; JSON has all
-
-
-class FederatedTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    run: SimulatedFederation
-    faults: tuple[Fault, ...]
-    undisturbed_s: float | None  # all rounds without faults; None where they cannot be finished without them either
-
-    def entries(self) -> list[tuple[float, str]]:
-        return happened(self.faults, self.run.seconds, ((event.time_s, event.text) for event in self.run.events))
-
-    def lines(self) -> list[str]:
-        """Times with what happened, faults that came too late, and how the run ended."""
-        entries = self.entries()
-        found = happened_lines(entries[:MOST_LINES], self.faults, self.run.seconds)
-        if (more := len(entries) - MOST_LINES) > 0:
-            found.insert(MOST_LINES, f"{more} more such lines: see --json")
-        return [*found, self._conclusion()]
-
-    def _conclusion(self) -> str:
-        run = self.run
-        hourly = f": {3600 * len(run.rounds) / run.seconds:.3g} rounds/h" if run.seconds else ""
-        done = f"{len(run.rounds)} rounds in {format_duration(run.seconds)}{hourly}"
-        return concluded(run.finish.outcome, run.finish.reason, done, self.undisturbed_s)
-
-    def summary(self) -> dict[str, object]:
-        """Return the summary as JSON has it. Times are seconds since the run's beginning."""
-        return {
-            "outcome": self.run.finish.outcome,
-            "reason": self.run.finish.reason,
-            "seconds": self.run.seconds,
-            "undisturbed_s": self.undisturbed_s,
-            "faults": [
-                {"time_s": f.time_s, "text": fault_text(f), "after_the_end": f.time_s > self.run.seconds}
-                for f in self.faults
-            ],
-            "events": msgspec.to_builtins(self.run.events),
-        }
-
-
 def simulate_struck(
     make: Callable[[int], Rounds], costs: FederatedCosts, faults: Sequence[Fault], seed: int
-) -> FederatedTimeline:
-    """The run with these faults, and without. `make`: as `simulate_federation`.
+) -> tuple[SimulatedFederation, float | None]:
+    """The run with these faults, and the seconds of all rounds without; None where they cannot be finished without them
+    either. `make`: as `simulate_federation`.
 
     PeerError for a run that cannot go on though nothing strikes it."""
     run = simulate_federation(make, costs, seed, faults)
@@ -407,4 +380,4 @@ def simulate_struck(
     if faults:
         other = simulate_federation(make, costs, seed)
         undisturbed_s = None if other.finish.outcome == "lost" else other.seconds
-    return FederatedTimeline(run=run, faults=tuple(faults), undisturbed_s=undisturbed_s)
+    return run, undisturbed_s

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 from rich.console import RenderableType
 
 from isthmus.errors import PeerError, UserError
+from isthmus.programs.merging import Finish
+from isthmus.protocol.run_ports import FinishRun
 from isthmus.simulator.options import Fault
 from isthmus.simulator.queue import RunOfJob
 from isthmus.trace import Trace
@@ -55,24 +57,62 @@ class Forecast(msgspec.Struct, frozen=True):
         raise UserError(f"--picture {path}: draws a run with faults, expected --fault, --slow, --join or --leave")
 
 
-def happened(faults: Sequence[Fault], seconds: float, notes: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Return what happened in a run of so many seconds, in words, by second of the run: its faults among its notes."""
-    struck = [(fault.time_s, fault_text(fault)) for fault in faults if fault.time_s <= seconds]
-    return sorted([*struck, *notes], key=lambda entry: entry[0])
+MOST_LINES = 60  # of what happened, on a terminal; JSON has all
 
 
-def happened_lines(entries: Iterable[tuple[float, str]], faults: Sequence[Fault], seconds: float) -> list[str]:
-    """Return them as lines, and the faults that came too late."""
-    too_late = [fault_text(fault) for fault in faults if fault.time_s > seconds]
-    after = [f"after the end of the run, so without effect: {'; '.join(too_late)}"] if too_late else []
-    return [*(f"{time_s:8.1f} s  {text}" for time_s, text in entries), *after]
+class EndedRun(Protocol):
+    @property
+    def finish(self) -> Finish | FinishRun: ...
+    @property
+    def seconds(self) -> float: ...
 
 
-def concluded(outcome: str, reason: str, done: str, undisturbed_s: float | None) -> str:
-    """Return how a run ended that has done so much."""
-    if outcome == "done" and undisturbed_s is not None:
-        done += f"; without faults {format_duration(undisturbed_s)}"
-    return f"{outcome} after {done}. {reason}".rstrip(" .") + "."
+class StruckRun(Forecast, frozen=True, kw_only=True):
+    """A whole run of a program, with faults: what happened, and how it ended."""
+
+    run: EndedRun
+    faults: tuple[Fault, ...] = ()
+    undisturbed_s: float | None = None  # seconds of the same run without faults; None where nothing is compared
+
+    def notes(self) -> Iterable[tuple[float, str]]:
+        """What the coordinator noted, by second of the run."""
+        return ()
+
+    @property
+    def as_job(self) -> RunOfJob:
+        return RunOfJob(self.run.seconds, self.run.finish.reason)
+
+    def timeline(self) -> list[tuple[float, str]]:
+        """Return what happened, in words, by second of the run: its faults among its notes."""
+        struck = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
+        return sorted([*struck, *self.notes()], key=lambda entry: entry[0])
+
+    def struck_lines(self) -> list[str]:
+        """Return what happened as lines, and the faults that came too late."""
+        entries, too_late = self.timeline(), [fault_text(f) for f in self.faults if f.time_s > self.run.seconds]
+        more = len(entries) - MOST_LINES
+        return [
+            *(f"{time_s:8.1f} s  {text}" for time_s, text in entries[:MOST_LINES]),
+            *([f"{more} more such lines: see --json"] if more > 0 else []),
+            *([f"after the end of the run, so without effect: {'; '.join(too_late)}"] if too_late else []),
+        ]
+
+    def concluded(self, done: str) -> str:
+        """Return how the run ended, which has done so much."""
+        if self.run.finish.outcome == "done" and self.undisturbed_s is not None:
+            done += f"; without faults {format_duration(self.undisturbed_s)}"
+        return f"{self.run.finish.outcome} after {done}. {self.run.finish.reason}".rstrip(" .") + "."
+
+    def ended(self) -> dict[str, object]:
+        """Return how it ended and what happened, as JSON has it. Times are seconds since the run's beginning."""
+        return {
+            "outcome": self.run.finish.outcome,
+            "reason": self.run.finish.reason,
+            "seconds": self.run.seconds,
+            "undisturbed_s": self.undisturbed_s,
+            "timeline": [{"time_s": time_s, "text": text} for time_s, text in self.timeline()],
+            "without_effect": [fault_text(fault) for fault in self.faults if fault.time_s > self.run.seconds],
+        }
 
 
 def fault_text(fault: Fault) -> str:
