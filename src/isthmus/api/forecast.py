@@ -75,7 +75,7 @@ class StruckRun(Forecast, frozen=True, kw_only=True):
     undisturbed_s: float | None = None  # seconds of the same run without faults; None where nothing is compared
 
     def notes(self) -> Iterable[tuple[float, str]]:
-        """What the coordinator noted, by second of the run."""
+        """Notes of the coordinator, by second of the run."""
         return ()
 
     @property
