@@ -4,7 +4,7 @@
 
 By hand: it takes from minutes to an hour.
 
-A Qwen3 of random bfloat16 values, which transformers has saved once, is trained by `isthmus train` in three runs of the
+A Qwen3 of random bfloat16 values, which transformers has saved once, is trained by `isthmus train` in four runs of the
 same job:
 
 | run | |
@@ -12,6 +12,7 @@ same job:
 | plain | nothing happens to it |
 | coordinator | its coordinator gets SIGKILL after the seventh step; `--resume` goes on from the fifth's checkpoint |
 | device | one of its devices gets SIGKILL after the seventh step, and the run goes on by itself |
+| both | the same, and its coordinator gets SIGKILL when the devices that are left have a new plan; `--resume` |
 
 Of each the losses of all steps and every tensor of the last checkpoint, the optimizer's too, are held against those of
 the first, bit for bit. Then the run of the coordinator is exported, loaded by transformers, and its logits are held
@@ -44,6 +45,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from isthmus.api.folder import RunFolder
+from isthmus.api.run_entries import ENTRIES
 from isthmus.models import build_model, merged
 from isthmus.run_files import CHECKPOINTS, LOSSES
 from isthmus.training.checkpoint import checkpoint_files, digest_of, latest_checkpoint, load_checkpoint
@@ -53,6 +55,12 @@ from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "whole.json"
 STEPS, SAVED, KILLED = 10, 5, 7
+RUNS = {
+    "plain": (),
+    "coordinator": ("coordinator",),
+    "device": ("device d-2",),
+    "both": ("device d-2", "coordinator"),
+}
 CASES = ("0.12 B in full", "0.12 B with LoRA", "0.6 B in full", "1.7 B with LoRA")
 FLEET = """
 name = "four"
@@ -211,24 +219,32 @@ def losses_of(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-def watched(command: list[str], folder: Path, peaks: Peaks, run: Path, strike: str = "") -> int:
-    """Run it to its end, and kill `strike` once after the seventh step. No device outlives its coordinator."""
+def plans_of(run: Path) -> int:
+    path = run / ENTRIES
+    return path.read_bytes().count(b'"kind":"planned"') if path.is_file() else 0
+
+
+def watched(command: list[str], folder: Path, peaks: Peaks, run: Path, strikes: tuple[str, ...] = ()) -> int:
+    """Run it to its end, and kill the first of `strikes` after the seventh step, another when there is a second plan.
+    No device outlives its coordinator."""
+    left = list(strikes)
     with (folder / "log.txt").open("a") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
         try:
             while process.poll() is None:
                 peaks.look(process.pid)
-                if strike and len(losses_of(run)) >= KILLED:
-                    os.kill(process.pid if strike == "coordinator" else peaks.pids[strike], signal.SIGKILL)
-                    strike = ""
-                time.sleep(0.2)
+                due = len(losses_of(run)) >= KILLED if len(left) == len(strikes) else plans_of(run) > 1
+                if left and due:
+                    who = left.pop(0)
+                    os.kill(process.pid if who == "coordinator" else peaks.pids[who], signal.SIGKILL)
+                time.sleep(0.2 if len(left) == len(strikes) else 0.02)
         finally:
             process.kill()  # this program is interrupted
             process.wait()
     ends_s = time.monotonic() + 60
-    while left := [name for name, pid in peaks.pids.items() if is_alive(pid)]:
+    while here := [name for name, pid in peaks.pids.items() if is_alive(pid)]:
         if time.monotonic() > ends_s:
-            raise SystemExit(f"still there a minute after their coordinator: {', '.join(left)}")
+            raise SystemExit(f"still there a minute after their coordinator: {', '.join(here)}")
         time.sleep(0.2)
     return process.returncode
 
@@ -240,15 +256,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def session(folder: Path, name: str, strike: str, *more: str) -> Session:
+def session(folder: Path, name: str, strikes: tuple[str, ...], *more: str) -> Session:
     """One command, to its end. Its figures are kept: it is not made again."""
     kept, peaks, began_s = folder / f"{name}{'-'.join(more)}.json", Peaks(), time.monotonic()
     if not kept.exists():
         if not more:
             shutil.rmtree(folder / name, ignore_errors=True)
         command = [sys.executable, "-m", "isthmus", "train", "job.toml", "--run", name, *more]
-        code = watched(command, folder, peaks, folder / name, strike)
-        if code != (-signal.SIGKILL if strike == "coordinator" else 0):
+        code = watched(command, folder, peaks, folder / name, strikes)
+        if code != (-signal.SIGKILL if "coordinator" in strikes else 0):
             raise SystemExit(f"{name}: exit code {code}\n" + (folder / "log.txt").read_text()[-4000:])
         kept.write_bytes(msgspec.json.encode(Session(time.monotonic() - began_s, peaks.kb)))
         print(kept, kept.read_text(), flush=True)
@@ -256,10 +272,10 @@ def session(folder: Path, name: str, strike: str, *more: str) -> Session:
 
 
 def train(folder: Path, name: str) -> Ran:
-    run, strike = folder / name, {"plain": "", "coordinator": "coordinator", "device": "device d-2"}[name]
-    sessions = [session(folder, name, strike)]
-    if name == "coordinator":
-        sessions.append(session(folder, name, "", "--resume"))
+    run, strikes = folder / name, RUNS[name]
+    sessions = [session(folder, name, strikes)]
+    if "coordinator" in strikes:
+        sessions.append(session(folder, name, (), "--resume"))
     peaks: dict[str, int] = {}
     for title in {title for one in sessions for title in one.peaks_kb}:
         peaks[title] = max(one.peaks_kb.get(title, 0) for one in sessions)
@@ -308,7 +324,7 @@ def whole(case: str, folder: Path, sequence: int) -> Case:
     table = "[model.lora]\nr = 8" if lora else ""
     (folder / "job.toml").write_text(JOB.format(model=model, lora=table, steps=STEPS, saved=SAVED, sequence=sequence))
     runs: list[Ran] = []
-    for name in ("plain", "coordinator", "device"):
+    for name in RUNS:
         kept = folder / f"{name}-run.json"
         if not kept.exists():
             kept.write_bytes(msgspec.json.encode(train(folder, name)))
