@@ -15,6 +15,7 @@ from zoo import Counted, Dropouts, Frozen, UsedThrice, X, Zoo, model
 
 from isthmus.errors import InternalError
 from isthmus.graph import Flow, cuts
+from isthmus.training import engine
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
 
@@ -157,6 +158,21 @@ def test_the_count_may_be_a_number():
     expected, expected_gradients = reference_step(module, data, config(SGD))
     assert loss == expected
     assert all(torch.equal(gradients[n], g) for n, g in expected_gradients.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_stage_takes_the_same_gradients_one_by_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    build, columns = model("gpt")
+    found, states = capture_of(build, columns, dtype), list[dict[str, Tensor]]()
+    for large_bytes in (engine.LARGE_BYTES, 0):
+        monkeypatch.setattr(engine, "LARGE_BYTES", large_bytes)
+        pipeline = Pipeline(found, random_cut(found, random.Random(5)), weights_of(build, found), config(ADAMW))
+        for number in range(3):
+            pipeline.step(number, batches(columns, 2, 2, number))
+            pipeline.update(number)
+        states.append(pipeline.state())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
 
 
 @pytest.mark.parametrize("name", represented_by(["gpt", "cnn"], "cnn"))
