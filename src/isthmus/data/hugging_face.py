@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
-HELD_OUT_NAMES = ("validation", "test")
+HELD_OUT_NAMES = ("validation", "validation_matched", "test")
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,25 +125,32 @@ class DiskDataset:
         return values.astype(str) if values.dtype.kind == "O" else values
 
 
-def load_disk(options: DiskOptions, split: Split) -> DiskDataset:
-    """The rows of `split`. UserError for a directory that cannot be read, an unknown column, or an empty split."""
-    source = f"disk {options.path}"
+def saved_part(kind: str, path: Path, split: Split) -> tuple[Any, bool]:
+    """Return the table of a split in a directory that `datasets` saved, and whether it is the whole split: else it is
+    shared out. UserError for a directory that cannot be read, and for one without that split."""
     library = import_extra("datasets", "the data")
-    path = Path(options.path).expanduser()
-    if not path.is_dir():
-        raise UserError(f"disk option 'path': no directory {options.path}")
     check_within(path)
     try:
-        table = library.load_from_disk(str(path))
+        found = library.load_from_disk(str(path))
     except Exception as e:  # the library and pyarrow raise many families for a malformed directory
-        raise UserError(f"disk option 'path': cannot read {path}: {' '.join(str(e).split())}") from e
-    whole = False
-    if isinstance(table, library.DatasetDict):
-        held = [name for name in HELD_OUT_NAMES if name in table]
-        whole, wanted = bool(held), held[0] if split == "heldout" and held else "train"
-        if wanted not in table:
-            raise unknown_name(f"split of {path}", wanted, list(table))
-        table = table[wanted]
+        raise UserError(f"{kind} option 'path': cannot read {path}: {' '.join(str(e).split())}") from e
+    if not isinstance(found, library.DatasetDict):
+        return found, False
+    if len(names := list(found)) == 1:  # whatever it is called
+        return found[names[0]], False
+    held = [name for name in HELD_OUT_NAMES if name in names]
+    wanted = held[0] if split == "heldout" and held else "train"
+    if wanted not in names:
+        raise unknown_name(f"split of {path}", wanted, names)
+    return found[wanted], bool(held)
+
+
+def load_disk(options: DiskOptions, split: Split) -> DiskDataset:
+    """The rows of `split`. UserError for a directory that cannot be read, an unknown column, or an empty split."""
+    source, path = f"disk {options.path}", Path(options.path).expanduser()
+    if not path.is_dir():
+        raise UserError(f"disk option 'path': no directory {options.path}")
+    table, whole = saved_part("disk", path, split)
     if not len(table):
         raise UserError(f"{source}: holds no samples")
     rows = np.arange(len(table), dtype=np.int64) if whole else rows_of_split(len(table), options.holdout, split, source)

@@ -23,16 +23,14 @@ from isthmus.data.dataset import (
     held_out_count,
     refuse_empty_holdout,
 )
+from isthmus.data.hugging_face import saved_part
 from isthmus.data.tokenizer import BYTES, load_tokenizer
-from isthmus.data.within import check_within, open_file
+from isthmus.data.within import open_file
 from isthmus.errors import UserError, unknown_name
-from isthmus.extensions import import_extra
 from isthmus.reading import parse_json
 
 if TYPE_CHECKING:
     import torch
-
-_HELD_OUT_NAMES = ("validation", "validation_matched", "test")
 
 
 class PairsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,13 +109,13 @@ def load_pairs(options: PairsOptions, split: Split) -> PairsDataset:
     source = options.heldout_path if split == "heldout" and options.heldout_path is not None else options.path
     path = Path(source).expanduser()
     if path.is_dir():
-        columns, whole = _read_directory(path, options.fields, split, separate)
+        columns, whole = _read_directory(path, options.fields, split)
     elif path.is_file():
-        columns, whole = _read_lines(path, options.fields), separate
+        columns, whole = _read_lines(path, options.fields), False
     else:
         raise UserError(f"pairs option 'path': no file or directory {source}")
     rows = _check_rows(columns, options, source)
-    if not whole:
+    if not (whole or separate):
         refuse_empty_holdout(split, options.holdout, "pairs")
         # By position: MNLI lists the pairs of one premise together, and both splits should not share a premise.
         kept = len(rows.labels) - held_out_count(len(rows.labels), options.holdout, f"pairs of {source}")
@@ -141,28 +139,9 @@ def _read_lines(path: Path, fields: tuple[str, str, str]) -> list[list[object]]:
     return columns
 
 
-def _read_directory(
-    path: Path, fields: tuple[str, str, str], split: Split, separate: bool
-) -> tuple[list[list[object]], bool]:
+def _read_directory(path: Path, fields: tuple[str, str, str], split: Split) -> tuple[list[list[object]], bool]:
     """The three columns, and whether they are the whole split already."""
-    library = import_extra("datasets", "the data")
-    check_within(path)
-    try:
-        table = library.load_from_disk(str(path))
-    except Exception as error:  # the library and pyarrow raise many families for a malformed directory
-        raise UserError(f"pairs option 'path': cannot read {path}: {' '.join(str(error).split())}") from error
-    whole = separate
-    if isinstance(table, library.DatasetDict):
-        names = list(table)
-        if len(names) > 1:
-            held_out = [name for name in _HELD_OUT_NAMES if name in table]
-            wanted = held_out[0] if split == "heldout" and held_out else "train"
-            if wanted not in table:
-                raise unknown_name(f"split of {path}", wanted, names)
-            whole = separate or bool(held_out)
-        else:
-            wanted = names[0]  # the only split, whatever it is called, is shared out like a file
-        table = table[wanted]
+    table, whole = saved_part("pairs", path, split)
     for field in fields:
         if field not in table.column_names:
             raise unknown_name(f"field of {path}", field, table.column_names)
