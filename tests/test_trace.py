@@ -15,7 +15,6 @@ from isthmus.trace import (
     busy_share,
     hidden_share,
     link_bytes,
-    period_s,
     read_jsonl,
     steady_step_s,
     step_bounds,
@@ -23,6 +22,7 @@ from isthmus.trace import (
     write_jsonl,
     write_perfetto,
 )
+from isthmus_testing.virtual_runs import period_s
 
 
 def compute(device: str, name: str, start_s: float, end_s: float, step: int, micro_batch: int = -1) -> Span:

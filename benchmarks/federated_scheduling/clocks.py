@@ -22,7 +22,8 @@ from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import ClientTime, LinearFit, PhaseId
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.federated.run import coordinator_of
-from isthmus.simulator.rounds import FederatedCosts, simulate_federated
+from isthmus.simulator.rounds import FederatedCosts
+from isthmus_testing.virtual_runs import simulate_federated
 
 
 class Alternating(Rounds):

@@ -30,7 +30,8 @@ from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
-from isthmus.simulator.rounds import FederatedCosts, SimulatedRound, simulate_federated
+from isthmus.simulator.rounds import FederatedCosts, SimulatedRound
+from isthmus_testing.virtual_runs import simulate_federated
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

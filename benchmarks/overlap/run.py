@@ -28,8 +28,9 @@ from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.simulator import simulate
-from isthmus.trace import Trace, period_s, steady_step_s
+from isthmus.trace import Trace, steady_step_s
 from isthmus.units import parse_duration
+from isthmus_testing.virtual_runs import period_s
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures

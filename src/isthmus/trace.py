@@ -25,7 +25,6 @@ __all__ = [
     "hidden_share",
     "in_periods",
     "link_bytes",
-    "period_s",
     "read_jsonl",
     "steady_step_s",
     "step_bounds",
@@ -198,21 +197,6 @@ def in_periods(steps: Sequence[T], period: int) -> list[Sequence[T]]:
     """Steps in runs of a whole period, wherever it begins; all of them in one where there is no whole one."""
     whole = [steps[i : i + period] for i in range(0, len(steps) - period + 1, period)]
     return whole or [steps]
-
-
-def period_s(trace: Trace, device: str) -> float:
-    """Median time between the ends of consecutive backward passes of one step on a device.
-
-    UserError when no step has two of them there.
-    """
-    ends: dict[int, list[float]] = {}
-    for span in trace.spans:
-        if span.device == device and span.track == "compute" and span.name == "B":
-            ends.setdefault(span.step, []).append(span.end_s)
-    gaps = [b - a for step in ends.values() for a, b in itertools.pairwise(sorted(step))]
-    if not gaps:
-        raise UserError(f"trace {trace.run!r}: device {device!r}: no step has two backward passes")
-    return statistics.median(gaps)
 
 
 def busy_share(trace: Trace) -> dict[str, float]:

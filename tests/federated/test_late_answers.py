@@ -30,7 +30,8 @@ from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import Executor
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.runtime.transport.reconnection import OpenConnection
-from isthmus.simulator.rounds import FederatedCosts, simulate_federated
+from isthmus.simulator.rounds import FederatedCosts
+from isthmus_testing.virtual_runs import simulate_federated
 
 QUICK_S, SLOW_S, DEADLINE_S = 0.01, 7.8, 1.0
 

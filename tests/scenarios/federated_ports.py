@@ -34,7 +34,8 @@ from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import MessageSender
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, direct
 from isthmus.simulator.options import Fault
-from isthmus.simulator.rounds import FederatedCosts, simulate_federated
+from isthmus.simulator.rounds import FederatedCosts
+from isthmus_testing.virtual_runs import simulate_federated
 from tests.federated.populations import LOCAL, module, population
 from tests.federated.twins import SEED
 

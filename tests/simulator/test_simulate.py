@@ -11,7 +11,8 @@ from isthmus.fleet import Fleet, Link, corrected
 from isthmus.plans import Plan, SharedParameter
 from isthmus.protocol import RunSpec
 from isthmus.simulator import Fault, Overheads, SimulationOptions, simulate, simulate_run
-from isthmus.trace import Span, Trace, busy_share, link_bytes, period_s, steady_step_s, step_times
+from isthmus.trace import Span, Trace, busy_share, link_bytes, steady_step_s, step_times
+from isthmus_testing.virtual_runs import period_s
 
 
 def spec(**fields: int) -> RunSpec:

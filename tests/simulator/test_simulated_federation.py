@@ -12,7 +12,8 @@ from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_planning import RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.simulator.options import Fault
-from isthmus.simulator.rounds import FederatedCosts, SimulatedRound, record_texts, simulate_federated
+from isthmus.simulator.rounds import FederatedCosts, SimulatedRound, record_texts
+from isthmus_testing.virtual_runs import simulate_federated
 
 SIZES = np.random.default_rng(1).integers(10, 400, 300)
 SPEEDS = (1.0, 2.0, 4.0, 8.0)

@@ -1,7 +1,8 @@
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.trace import Span, Trace, busy_share, link_bytes, period_s, steady_step_s
+from isthmus.trace import Span, Trace, busy_share, link_bytes, steady_step_s
+from isthmus_testing.virtual_runs import period_s
 
 
 def compute(name: str, start_s: float, end_s: float, step: int = 0, device: str = "a") -> Span:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.combinations import refused
-from isthmus.errors import InternalError, PeerError, unknown_name
+from isthmus.errors import InternalError, unknown_name
 from isthmus.programs.masked import TakeMasksOff, Unmasking
 from isthmus.programs.merging import Finish
 from isthmus.programs.open_phase import RoundRecord
@@ -104,16 +104,6 @@ def check_round_faults(faults: Sequence[Fault], executors: Sequence[str], *, sit
             raise unknown_name(f"executor in {fault.option}", fault.device, executors)
         if fault.kind in ("lost", "silent") and not sites and math.isfinite(fault.lasts_s):
             raise refused("devices that return", "executors", f"{fault.device!r} with a time after which it is back")
-
-
-def simulate_federated(
-    machine: Rounds, costs: FederatedCosts, seed: int = 0, faults: Sequence[Fault] = ()
-) -> tuple[SimulatedRound, ...]:
-    """Every committed round. The same seed gives the same run. PeerError when the run cannot go on."""
-    found = simulate_federation(lambda _: machine, costs, seed, faults)
-    if found.finish.outcome == "lost":
-        raise PeerError(found.finish.reason)
-    return found.rounds
 
 
 def simulate_federation(
