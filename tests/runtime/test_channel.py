@@ -58,7 +58,7 @@ FRAMES: dict[str, list[Tensor]] = {
         torch.randn(6, 8)[1:4, ::3],
         torch.randn(1, 4).expand(5, 4),
     ],
-    "many": [torch.full((i % 7,), i) for i in range(500)],
+    "many": [torch.full((i % 7,), i) for i in range(1700)],  # with a header that is compressed
     "large": [torch.randint(0, 256, (LARGE_BYTES - 10,), dtype=torch.uint8), torch.arange(10)],
 }
 

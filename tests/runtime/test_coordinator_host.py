@@ -67,8 +67,8 @@ class NotedScript:
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         return STATE
 
-    def weight_files(self, values: Mapping[str, Tensor]) -> tuple[()]:
-        return ()
+    def elsewhere(self, values: Mapping[str, Tensor]) -> tuple[tuple[()], None]:
+        return (), None
 
     @property
     def now(self) -> NotedScript:

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import tracemalloc
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -70,6 +71,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no header": (prefix(0), "header is not a known message"),
     "not msgpack": (raw_frame(b"\xc1\xc1"), "header is not a known message: MessagePack"),
     "more than a header": (raw_frame(msgspec.msgpack.encode(CREDIT) + b"\x01"), "header is not a known message"),
+    "a compressed bomb": (raw_frame(zlib.compress(bytes(MAX_HEADER_BYTES + 2))), "truncated or of more than 4194304 b"),
+    "compressed, truncated": (raw_frame(zlib.compress(msgspec.msgpack.encode(CREDIT))[:-1]), "compressed, and truncat"),
+    "compressed, and more": (
+        raw_frame(zlib.compress(msgspec.msgpack.encode(CREDIT)) + b"x"),
+        "compressed, and truncat",
+    ),
     "not a map": (raw_frame([1, 2]), "Expected `object`, got `array`"),
     "no tag": (raw_frame({"run": "r"}), "missing required field `type`"),
     "unknown tag": (raw_frame({"type": "Bad\nnews", "run": "r"}), "Invalid value 'Bad news'"),

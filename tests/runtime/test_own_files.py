@@ -13,10 +13,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.errors import PeerError
+from isthmus.job import prepare
+from isthmus.job.first_weights import first_weights
 from isthmus.protocol.run_messages import PlaceWeights, WeightFile
+from isthmus.runtime.coordinator.run import Watcher
 from isthmus.runtime.coordinator.weight_files import Placed, WeightFiles
 from isthmus.runtime.device.own_files import own_weights
+from isthmus.training.draws import LEAST_BYTES, repeated
 from isthmus.training.stored import Sent, in_memory, stored_tensors
+from isthmus.training.weights import initial_weights
+
+from .jobs import DIGITS, final_weights, job_of, plain_run, run
 
 FILE = "model.safetensors"
 OURS: dict[str, Tensor] = {
@@ -135,3 +142,37 @@ def test_a_commit_is_no_path(tmp_path: Path) -> None:
     (asked,) = WeightFiles(str(tmp_path / "base")).of(values(tmp_path / "base"))
     _, lacking = own_weights([msgspec.structs.replace(asked, model="org/tiny", commit="../../../x")])
     assert all("expected 40 hexadecimal digits" in reason for reason in lacking.values()), lacking
+
+
+def test_a_device_draws_what_it_is_not_sent() -> None:
+    prepared = prepare(job_of("mlp", {"layers": 2}, DIGITS, steps=4))
+    first, seed, files = first_weights(prepared), prepared.job.training.seed, WeightFiles()
+    placed, drawn = Placed(), files.drawn(first.values, first.draws, seed)
+    order, sent = placed.split("d0", PlaceWeights(epoch=1), first.values, files.of(first.values), drawn)
+    assert order.drawn is not None and not order.files
+    assert all(value.nbytes < LEAST_BYTES for value in sent.values())
+    found, lacking = repeated(order.drawn)
+    assert found and not lacking
+    assert_equal({**sent, **found}, initial_weights(prepared.build, prepared.captured, seed))
+    found, lacking = repeated(msgspec.structs.replace(order.drawn, seed=seed + 1))
+    _, more = placed.lacking("d0", tuple(lacking))
+    assert not found and {**sent, **more} == first.values
+
+
+@pytest.mark.long
+def test_a_device_that_draws_otherwise_is_sent_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of("mlp", {"layers": 2}, DIGITS, steps=2)
+    prepared, notes, draws = prepare(job), list[str](), WeightFiles.drawn
+    monkeypatch.setattr(WeightFiles, "drawn", lambda own, values, these, seed: draws(own, values, these, seed + 1))
+    run(prepared, [], tmp_path / "run", watcher=Watcher(noted=notes.append))
+    (note,) = (note for note in notes if "come from the coordinator" in note)
+    assert note.endswith("weights come from the coordinator: drawn here it has other values: " + OTHERWISE)
+    expected = dict(plain_run(job, prepared)[0].named_parameters())
+    assert all(
+        torch.equal(value, expected[name])
+        for name, value in final_weights(tmp_path / "run").items()
+        if name in expected
+    )
+
+
+OTHERWISE = "another torch, processor or model"

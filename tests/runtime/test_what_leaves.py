@@ -23,6 +23,7 @@ from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device_process import worker_ids
 from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.transport import channel as channel_module
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, chunks, frame
 from isthmus.runtime.transport.listener import Listener
@@ -66,6 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
     """To whom every frame goes that this process sends from now on, and its bytes but for the lengths in front."""
     found: list[tuple[str, bytes]] = []
     send = SocketChannel.send
+    monkeypatch.setattr(channel_module, "COMPRESSED_HEADER_BYTES", 1 << 32)
 
     def record(self: SocketChannel, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         found.append((self.other, b"".join(chunks(frame(message, payload)))[PREFIX.size :]))

@@ -21,8 +21,10 @@ from isthmus.job.prepared import Prepared
 from isthmus.job.settings import Job
 from isthmus.models import build_model
 from isthmus.models.left_in_files import NotInFiles, Origins, left_in_files
+from isthmus.protocol.draws import Draw
 from isthmus.stores import is_url
 from isthmus.training.checkpoint import variables_of
+from isthmus.training.draws import LEAST_BYTES, DrawRecorder
 from isthmus.training.file_backed import FileBacked, TensorSpace
 from isthmus.training.layout import row_stride
 from isthmus.training.stored import Sent, StoredTensor, stored_tensors
@@ -33,10 +35,12 @@ class FirstWeights(NamedTuple):
     values: dict[str, Sent]
     note: str = ""  # for people: why a pretrained model was not left in its files
     space: TensorSpace | None = None  # must live as long as the values are read
+    draws: tuple[Draw, ...] = ()  # of the module's build, in order, from the job's seed
 
 
 class _Built(msgspec.Struct, frozen=True):
     values: dict[str, StoredTensor]
+    draws: tuple[Draw, ...]
     note: str = ""
 
 
@@ -61,7 +65,7 @@ def _found(built: _Built, space: TensorSpace) -> FirstWeights:
         if value.header.stride != row_stride(value.header.shape):  # kernels see its strides, which no file has
             place = (value.offset, value.header.stride, value.header.shape)
             found[name] = in_memory[place] if place in in_memory else in_memory.setdefault(place, value.read())
-    return FirstWeights(found, built.note, space)
+    return FirstWeights(found, built.note, space, built.draws)
 
 
 def _built(prepared: Prepared, space: TensorSpace) -> _Built:
@@ -69,24 +73,28 @@ def _built(prepared: Prepared, space: TensorSpace) -> _Built:
     if spec.is_pretrained:
         try:
             with left_in_files() as stand_ins:
-                values = _initial(prepared, space)
+                values, recorded = _initial(prepared, space)
                 if not stand_ins:
                     raise NotInFiles("this version of transformers loads in another way")
-                return _Built(_stored(values, space, tensors_of(stand_ins, values)))
+                in_files = tensors_of(stand_ins, values)
+                return _Built(_stored(values, space, in_files, recorded), tuple(recorded.draws))
         except Exception as e:  # of any kind: what is wrong with the model itself shows again when it is read
             note = f"the coordinator copies the pretrained model into a temporary file: {' '.join(str(e).split())}"
-    return _Built(_stored(_initial(prepared, space), space, {}), note)
+    values, recorded = _initial(prepared, space)
+    return _Built(_stored(values, space, {}, recorded), tuple(recorded.draws), note)
 
 
-def _initial(prepared: Prepared, space: TensorSpace) -> dict[str, Tensor]:
-    with FileBacked(space):
-        return initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)
+def _initial(prepared: Prepared, space: TensorSpace) -> tuple[dict[str, Tensor], DrawRecorder]:
+    with FileBacked(space) as mode:
+        return initial_weights(prepared.build, prepared.captured, prepared.job.training.seed), mode.recorded
 
 
 def _stored(
-    values: Mapping[str, Tensor], space: TensorSpace, in_files: Mapping[str, StoredTensor]
+    values: Mapping[str, Tensor], space: TensorSpace, in_files: Mapping[str, StoredTensor], recorded: DrawRecorder
 ) -> dict[str, StoredTensor]:
-    return {name: in_files.get(name) or space.stored(name, value) for name, value in values.items()}
+    found = {name: in_files.get(name) or space.stored(name, value) for name, value in values.items()}
+    origins = {n: recorded.origin(values[n]) for n in found.keys() - in_files.keys() if found[n].nbytes >= LEAST_BYTES}
+    return found | {name: msgspec.structs.replace(found[name], drawn=origin) for name, origin in origins.items()}
 
 
 def in_stores(job: Job) -> dict[str, StoredTensor]:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from isthmus.protocol.draws import Draws
 from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.finite import NonFinite
@@ -217,11 +218,12 @@ class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class PlaceWeights(Body, frozen=True, kw_only=True):
     """The weights of the stage follow, except the parts in `own`, which the device has in memory, those that it
-    gets from `donors`, and those that it reads from `files`, as far as it has them."""
+    gets from `donors`, those that it reads from `files`, as far as it has them, and those that it draws."""
 
     own: Distinct[Text] = frozenset()
     donors: Table[Name, Distinct[Text]] = msgspec.field(default_factory=dict[str, frozenset[str]])
     files: Many[WeightFile] = ()
+    drawn: Draws | None = None
 
 
 class WeightExchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -364,7 +366,7 @@ class WeightsRead(Body, frozen=True, kw_only=True):
 
 
 class WeightsLacked(Body, frozen=True, kw_only=True):
-    """The device does not have these tensors of files itself: they are to follow. For the run's host: the machine takes
+    """The device cannot read or draw these tensors itself: they are to follow. For the run's host: the machine takes
     no notice."""
 
     names: Many[Text]

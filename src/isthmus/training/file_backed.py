@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.errors import UserError
+from isthmus.training.draws import DrawRecorder
 from isthmus.training.layout import bytes_of, header_of, in_a_row
 from isthmus.training.stored import PIECE_BYTES, StoredTensor
 
@@ -79,11 +80,13 @@ class TensorSpace:
 
 class FileBacked(TorchDispatchMode):
     """While active, large tensors that are made on the CPU are in the file. Their values, strides and the order of
-    random draws are what they would be: an operator's result is moved there, and at most that one is in memory."""
+    random draws are what they would be: an operator's result is moved there, and at most that one is in memory.
+    `recorded` are the draws."""
 
     def __init__(self, space: TensorSpace) -> None:
         super().__init__()
         self._space = space
+        self.recorded = DrawRecorder()
 
     def __torch_dispatch__(
         self,
@@ -92,7 +95,11 @@ class FileBacked(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        made: object = func(*args, **(kwargs or {}))
+        made = self._moved(func, func(*args, **(kwargs or {})))
+        self.recorded.see(func, args, kwargs or {}, made)
+        return made
+
+    def _moved(self, func: torch._ops.OpOverload, made: object) -> object:  # pyright: ignore
         returns = func._schema.returns  # pyright: ignore
         if type(made) is not Tensor or made.device.type != "cpu" or made.layout != torch.strided:
             return made

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import DTYPE_BYTES
+from isthmus.protocol.draws import Drawn
 from isthmus.safetensors_header import Entry, read_header
 from isthmus.stores import StoreFile
 from isthmus.training.layout import (
@@ -65,6 +66,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     stored: str = ""  # the type of its elements in the file, where they are cast when they are read
     copied: bool = False  # a variable of its own, which begins with the values of another
     store: StoreFile | None = None  # where the file is, if it is not at the path
+    drawn: Drawn | None = None  # how a device makes it without the file
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +88,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
         if dtype == self.dtype:
             return self
         header = msgspec.structs.replace(self.header, dtype=str(dtype).removeprefix("torch."))
-        return msgspec.structs.replace(self, header=header, stored=self.stored or self.header.dtype)
+        return msgspec.structs.replace(self, header=header, stored=self.stored or self.header.dtype, drawn=None)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> StoredTensor:
         """Other values of the same shape and type, which `change` makes of the tensor each time that it is read."""

@@ -208,7 +208,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         match body:
             case PlaceWeights(own=own, donors=others):
                 values = self._callbacks.weights(device, own.union(*others.values()))
-                body, weights = self._placed.split(device, body, values, self._callbacks.weight_files(values))
+                body, weights = self._placed.split(device, body, values, *self._callbacks.elsewhere(values))
             case TakeState(donors=others) | GiveState(receivers=others) | SendState(receivers=others):
                 pass
             case _:

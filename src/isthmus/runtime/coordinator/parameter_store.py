@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isthmus.job import Prepared
 from isthmus.job.first_weights import FirstWeights, first_weights
+from isthmus.protocol.draws import Draw
 from isthmus.training.checkpoint import OPTIMIZER, check_base, digest_of, read_manifest, rest
 from isthmus.training.scaling import LOSS_SCALE, LossScale
 from isthmus.training.snapshot import part_of
@@ -41,6 +42,8 @@ class ParameterStore:
         self._folder = folder
         self._begun = begun
         self._space: object = None  # what the module's first values are in
+        self.draws: tuple[Draw, ...] = ()
+        """Random draws, in order, that the module's first values are, once it is built."""
         self._written = written
         self._given = given
         self._found: Mapping[str, Sent] = {}
@@ -116,7 +119,7 @@ class ParameterStore:
     def _first(self) -> dict[str, Sent]:
         found = first_weights(self._prepared, self._folder) if self._begun is None else self._begun()
         self._begun = None
-        self._space = found.space
+        self._space, self.draws = found.space, found.draws
         if found.note:
             self._noted(found.note)
         return found.values

@@ -22,6 +22,7 @@ from isthmus.plans.plan import device_of, is_first, worker_id
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair
+from isthmus.protocol.draws import Draws
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_messages import WeightFile
 from isthmus.protocol.run_ports import EpochStart
@@ -172,7 +173,7 @@ class RunController:
         self._values = ParameterStore(
             prepared, self.now.written, options.weights, self.watcher.noted, folder, options.begun
         )
-        self._files = WeightFiles(str(self.job.model.options["path"])) if self.job.model.is_pretrained else None
+        self._files = WeightFiles(str(self.job.model.options["path"]) if self.job.model.is_pretrained else "")
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None  # the step of the state that `_values` are; None when they are of several
         resumes = options.resume_from
@@ -285,9 +286,10 @@ class RunController:
         names, prefixes = self.now.needs(device)
         return self._values.of(names, prefixes, replica=self.now.replica(device), without=own)
 
-    def weight_files(self, values: Mapping[str, Sent]) -> tuple[WeightFile, ...]:
-        """The files of a pretrained model that values are in: devices may have them too."""
-        return self._files.of(values) if self._files is not None else ()
+    def elsewhere(self, values: Mapping[str, Sent]) -> tuple[tuple[WeightFile, ...], Draws | None]:
+        """The files of a pretrained model that values are in, which devices may have too, and the draws that others
+        are."""
+        return self._files.of(values), self._files.drawn(values, self._values.draws, self.job.training.seed)
 
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
         """The parts that optimizers update, and the engine's settings for that."""

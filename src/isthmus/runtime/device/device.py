@@ -75,6 +75,7 @@ from isthmus.runtime.transport.reconnection import CoordinatorGone
 from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.session.session import in_one_line
 from isthmus.training.delayed import DelayedEngine
+from isthmus.training.draws import repeated
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_short_of_memory, shortage
 from isthmus.training.island import island_engine
@@ -414,7 +415,8 @@ class DeviceWorker:
         self._make(self._assignment, {**placed, **kept})
 
     def _takes(self, order: PlaceWeights, given: Mapping[str, Tensor]) -> bool:
-        """Take the stage's weights, from files of its own too; False where the coordinator is to send more of them."""
+        """Take the stage's weights, from files of its own and draws too; False where the coordinator is to send more of
+        them."""
         if order.epoch != self._epoch:
             return True  # the session knows what to do with it
         found, lacking = own_weights(
@@ -423,17 +425,18 @@ class DeviceWorker:
             urls=self._site.weights_from,
             stopped=lambda: self._control.outdated(order.epoch),
         )
+        drawn, undrawn = repeated(order.drawn) if order.drawn is not None else ({}, {})
         if self._control.outdated(order.epoch):
             return False
-        self._values = {**self._values, **given, **found}
-        if lacking:
-            reason = next(iter(lacking.values()))
-            if self._foreign:
+        self._values = {**self._values, **given, **found, **drawn}
+        if lacking or undrawn:
+            reason = next(iter((lacking or undrawn).values()))
+            if self._foreign and lacking:
                 said = f"device {self._site.device}: {len(lacking)} weights come from the coordinator: {reason}"
                 print(said, file=sys.stderr, flush=True)
                 reason = "it has other files, or none"
-            self._send(WeightsLacked(names=tuple(lacking), reason=reason, epoch=order.epoch))
-        return not lacking
+            self._send(WeightsLacked(names=(*lacking, *undrawn), reason=reason, epoch=order.epoch))
+        return not (lacking or undrawn)
 
     def _make(self, assignment: Assignment, values: Mapping[str, Sent]) -> None:
         assert self._pending is not None, "links are there before weights are used"

@@ -5,8 +5,8 @@ A frame is a 20-byte prefix, a msgpack header and raw tensor bytes:
     offset  0  "ISTH"            4  version   5  zero (3)   8  header bytes (u32)  12  payload bytes (u64)
 
 Payloads are sent from the tensors' memory and received into fresh tensors, or wherever the receiver lets them land;
-nothing is pickled. Sizes are checked
-against caps and against the header before anything is allocated. Within a frame every wait for progress has a
+nothing is pickled. A header of 64 KiB or more, as one with the graph of a stage, is compressed by zlib. Sizes are
+checked against caps and against the header before anything is allocated. Within a frame every wait for progress has a
 deadline, reading or sending; waiting for the next frame ends when either side closes. (Rejected: asyncio streams,
 gRPC and ZeroMQ cost more CPU per byte here; Gloo notices a silent party only at its timeout and cannot cancel a
 receive.)
@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -47,6 +48,8 @@ MAX_HEADER_BYTES = 4 << 20
 """The largest header of a device: thousands of tensors. Decoded it takes about eight times as much memory."""
 MAX_ASSIGNMENT_BYTES = 64 << 20
 """The largest header of the coordinator, which has the graph of a stage, or of several to be measured, in it."""
+COMPRESSED_HEADER_BYTES = 1 << 16
+_ZLIB = b"x"  # the first byte of what zlib writes, and of no message
 MAX_PAYLOAD_BYTES = 1 << 40
 COORDINATOR = Party("coordinator", "")
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
@@ -128,6 +131,8 @@ class Channel(MessageChannel, Protocol):
 def frame(message: AnyMessage, payload: Payload) -> list[memoryview | StoredTensor]:
     """The frame's pieces, in order: prefix and header, then each tensor."""
     header = msgspec.msgpack.encode(message)
+    if len(header) >= COMPRESSED_HEADER_BYTES:
+        header = zlib.compress(header, 1)
     size = sum(p.nbytes for p in payload)
     return [memoryview(PREFIX.pack(MAGIC, VERSION, len(header), size) + header), *payload]
 
@@ -241,7 +246,7 @@ class SocketChannel:
         self._missing = header_bytes + payload_bytes
         header = memoryview(bytearray(header_bytes))
         self._fill(header)
-        message = decode_message(header)
+        message = decode_message(header, self._most_header_bytes)
         check_message(message, payload_bytes, guard)
         return message, landing(message, self._fill)
 
@@ -318,10 +323,16 @@ class SocketChannel:
         return ChannelStatistics(self._sent, self._received)
 
 
-def decode_message(header: memoryview) -> AnyMessage:
-    """PeerError, which does not name the party, for bytes that are no message."""
+def decode_message(header: memoryview, most_bytes: int = MAX_HEADER_BYTES) -> AnyMessage:
+    """PeerError, which does not name the party, for bytes that are no message, or one of more than `most_bytes`."""
     try:
-        return _DECODER.decode(header)
+        if header[:1].tobytes() != _ZLIB:
+            return _DECODER.decode(header)
+        stream = zlib.decompressobj()
+        whole = stream.decompress(header, most_bytes + 1)
+        if not stream.eof or stream.unused_data:
+            raise ValueError(f"compressed, and truncated or of more than {most_bytes} bytes")
+        return _DECODER.decode(whole)
     except Exception as e:  # also RecursionError, UnicodeDecodeError, and a field's own UserError
         reason = " ".join(str(e).split())
         raise PeerError(f"frame header is not a known message: {reason[:200]}") from None
