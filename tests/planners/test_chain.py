@@ -65,7 +65,7 @@ def test_a_run_of_blocks_has_the_figures_of_that_stage_in_any_cut(seed: int, ope
             assert runs.work[run] == pytest.approx(table.forward_work[k, s] + table.backward_work[k, s])
             assert runs.fixed_bytes[run] == table.fixed_bytes[k, s]
             assert runs.each_bytes[run] == table.saved_bytes[k, s] + table.received_bytes[k, s]
-            kinds = (table.forward, table.backward, table.shared, table.shared_count)
+            kinds = (table.forward, table.backward, table.shared, table.shared_gradient, table.shared_count)
             for early, later, amount in zip(runs.early, runs.later, kinds, strict=True):
                 assert early[run] + later[run] == amount[k, :, s].sum()
                 assert early[run] <= amount[k, 0, s]

@@ -30,7 +30,7 @@ def edge(source: int, target: int, *gradients: str) -> Edge:
 REPLICA = Replica(
     stages=(stage("a", 0), stage("b", 2), stage("c", 2), stage("d", 2)),
     edges=(edge(0, 1), edge(0, 3), edge(1, 2, "x"), edge(2, 3, "x")),
-    shared=(SharedParameter(name="w", owner=1, users=(1, 3), size_bytes=8),),
+    shared=(SharedParameter(name="w", owner=1, users=(1, 3), size_bytes=8, gradient_bytes=8),),
     micro_batches=4,
     schedule=Schedule("1f1b", (4, 3, 2, 1)),
 )
@@ -89,7 +89,7 @@ def test_an_evaluation_follows_the_training_edges_unless_told_otherwise():
         (changed(edges=(edge(2, 4),)), "edge: got stages 2 and 4"),
         (changed(loss_stage=4), "loss_stage: got 4, expected -1 to 3"),
         (
-            changed(shared=(SharedParameter(name="w", owner=1, users=(7,), size_bytes=8),)),
+            changed(shared=(SharedParameter(name="w", owner=1, users=(7,), size_bytes=8, gradient_bytes=8),)),
             "shared parameter: got stages 1 and 7, expected two of 0 to 3",
         ),
     ],

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from isthmus.api.make_plan import predict_periods
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.graph import Flow, cuts
 from isthmus.job import prepare
+from isthmus.trace import Span, Trace, link_bytes
 
 from .jobs import final_weights, job_of, plain_run, run
 
@@ -48,6 +50,12 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, DataSp
     sys.path.remove(str(folder))
 
 
+def shared_bytes(spans: tuple[Span, ...]) -> dict[tuple[str, str], int]:
+    """Of values and gradients by link."""
+    shared = tuple(s for s in spans if s.name in ("shared", "shared_gradient"))
+    return link_bytes(Trace(source="runtime", run="tied", spans=shared))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64"])
 def test_a_shared_parameter_trains_in_its_own_type(tied: tuple[str, DataSpec], tmp_path: Path, dtype: str) -> None:
     model, data = tied
@@ -60,6 +68,8 @@ def test_a_shared_parameter_trains_in_its_own_type(tied: tuple[str, DataSpec], t
     plan, outcome = run(prepared, [tanh], tmp_path)
     assert outcome.outcome == "done", outcome.reason
     assert plan.replica.shared
+    predicted = predict_periods(prepared, outcome.periods).spans
+    assert shared_bytes(predicted) == shared_bytes(outcome.spans) != {}
     saved, (module, _) = final_weights(tmp_path), plain_run(job, prepared)
     for name, value in module.named_parameters():
         if dtype == "bfloat16":

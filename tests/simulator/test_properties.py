@@ -42,7 +42,13 @@ def plans(draw: st.DrawFn, stages: int, micro_batches: int) -> Plan:
         if draw(st.booleans())
     ]
     shared = [
-        SharedParameter(name=f"w{k}", owner=draw(number), users=tuple(draw(st.sets(number, min_size=1))), size_bytes=9)
+        SharedParameter(
+            name=f"w{k}",
+            owner=draw(number),
+            users=tuple(draw(st.sets(number, min_size=1))),
+            size_bytes=9,
+            gradient_bytes=18,
+        )
         for k in range(draw(st.integers(0, 2)))
     ]
     seconds = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=stages, max_size=stages))
@@ -179,12 +185,13 @@ def test_every_parcel_travels_once(case: Case):
     evaluated = [item for item in items(case.spec) if item.kind == "eval"]
     per_eval = case.options.eval_edges
     eval_bytes = sum(per_eval.values()) if per_eval is not None else sum(e.forward_bytes for e in replica.edges)
-    borrowed = sum(p.size_bytes for p in replica.shared for user in p.users if user != p.owner)
+    lent = [p for p in replica.shared for user in p.users if user != p.owner]
     stages = len(replica.stages)
     expected = (
         train * case.spec.micro_batches * sum(e.forward_bytes + e.backward_bytes for e in replica.edges)
         + sum(item.micro_batches for item in evaluated) * eval_bytes
-        + (2 * train + len(evaluated)) * borrowed
+        + (train + len(evaluated)) * sum(p.size_bytes for p in lent)
+        + train * sum(p.gradient_bytes for p in lent)
         + train * stages * (stages - 1) * 64 * case.options.clips
         + train * (stages - 1) * 16 * case.options.counts
     )

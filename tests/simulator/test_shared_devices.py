@@ -24,7 +24,7 @@ def there_and_back(
     """The last stage is on the device of the first, which also sends it something."""
     count = len(milliseconds)
     edges = (*chain(count), make_edge(0, count - 1, gradients=False)) if count > 2 else chain(count)
-    lent = [SharedParameter(name="w", owner=0, users=(count - 1,), size_bytes=100)]
+    lent = [SharedParameter(name="w", owner=0, users=(count - 1,), size_bytes=100, gradient_bytes=100)]
     plan = make_plan(milliseconds, edges, micro_batches=micro_batches, in_flight=in_flight, shared=lent)
     (replica,) = plan.replicas
     stages = (*replica.stages[:-1], msgspec.structs.replace(replica.stages[-1], device=replica.stages[0].device))

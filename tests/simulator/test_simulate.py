@@ -103,7 +103,10 @@ def test_headers_and_message_overhead_are_paid_on_the_wire():
 
 
 def test_the_bytes_of_every_parcel():
-    shared = [SharedParameter(name=n, owner=0, users=(0, 2), size_bytes=size) for n, size in (("w", 1000), ("v", 50))]
+    shared = [
+        SharedParameter(name=n, owner=0, users=(0, 2), size_bytes=size, gradient_bytes=size)
+        for n, size in (("w", 1000), ("v", 50))
+    ]
     edges = [make_edge(0, 1, 10), make_edge(1, 2, 20), make_edge(0, 2, 3, gradients=False)]
     plan = make_plan([(1, 1)] * 3, edges, shared=shared)
     trace = simulate(plan, make_fleet(3), spec(steps=2), SimulationOptions(counts=True, clips=True))

@@ -18,7 +18,7 @@ import numpy as np
 from isthmus.cost.compression import least_bytes
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.cost.problem import FLOAT32_BYTES, Problem
-from isthmus.cost.stage_costs import elements, trainable, variable_bytes
+from isthmus.cost.stage_costs import elements, gradient_bytes, trainable, variable_bytes
 from isthmus.graph import Flow, Ref, cuts
 from isthmus.graph.cuts import users_of
 from isthmus.plans import CompressionConfig
@@ -126,17 +126,17 @@ class Blocks:
 
     @cached_property
     def amounts(self) -> tuple[Floats, ...]:
-        """[use]: bytes held, sent forward and sent backward per micro-batch; bytes and number of shared parameters per
-        step; bytes of a variable's copy."""
+        """[use]: bytes held, sent forward and sent backward per micro-batch; bytes of shared parameters and of their
+        gradients per step, and their number; bytes of a variable's copy."""
         found = [
-            (0, 0, 0, item.forward_bytes, 1, 0)
+            (0, 0, 0, item.forward_bytes, item.backward_bytes, 1, 0)
             if item.per_step
-            else (item.held_bytes, item.forward_bytes, item.backward_bytes, 0, 0, 0)
+            else (item.held_bytes, item.forward_bytes, item.backward_bytes, 0, 0, 0, 0)
             for item in self.items
             for _ in item.uses
         ]
-        found += [(0, 0, 0, 0, 0, v.user_bytes) for v in self.variables for _ in v.uses[1:]]
-        return tuple(np.array(found, dtype=np.float64).reshape(-1, 6).T)
+        found += [(0, 0, 0, 0, 0, 0, v.user_bytes) for v in self.variables for _ in v.uses[1:]]
+        return tuple(np.array(found, dtype=np.float64).reshape(-1, 7).T)
 
     @cached_property
     def columns(self) -> Floats:
@@ -213,7 +213,7 @@ def _values_of(asked: _Asked) -> tuple[Value, ...]:
     for op in filter(trainable, flow.graph.ops):
         if uses := sorted(users_of(flow, op.name, position)):
             size = op.outputs[0].nbytes(1)
-            found.append(Value(uses[0], tuple(uses), size, size, size, True))
+            found.append(Value(uses[0], tuple(uses), size, size, gradient_bytes(op), True))
     return tuple(found)
 
 

@@ -30,6 +30,7 @@ class CutTable:
     forward: Floats  # [cuts, source, target]: bytes of values, as they are sent
     backward: Floats  # [cuts, source, target]: bytes of the gradients that target returns to source
     shared: Floats  # [cuts, owner, user]: bytes of shared parameters
+    shared_gradient: Floats  # and of their gradients
     shared_count: Floats
 
     @property
@@ -57,7 +58,8 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
     """The figures of these cuts, [cuts, stages + 1] block boundaries. A stage may be empty."""
     rows = max(1, MOST_CELLS // max(1, len(blocks.uses)))
     parts = [_crossing(blocks, ends[k : k + rows]) for k in range(0, max(1, len(ends)), rows)]
-    held, forward, backward, shared, shared_count, copied = (np.concatenate(p) for p in zip(*parts, strict=True))
+    joined = (np.concatenate(part) for part in zip(*parts, strict=True))
+    held, forward, backward, shared, gradient, shared_count, copied = joined
     forward_work = _between(blocks.forward_work, ends)
     return CutTable(
         ends=ends,
@@ -70,17 +72,19 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
         forward=forward,
         backward=backward,
         shared=shared,
+        shared_gradient=gradient,
         shared_count=shared_count,
     )
 
 
 class Received(NamedTuple):
     """Bytes that a stage of blocks [a, b) receives and returns per micro-batch, bytes of the parameters that it shares
-    with stages before, and their number: [a, b] of each."""
+    with stages before, of their gradients, and their number: [a, b] of each."""
 
     forward: Floats
     backward: Floats
     shared: Floats
+    shared_gradient: Floats
     shared_count: Floats
 
 

@@ -199,7 +199,8 @@ def _shared(network: FleetNetwork, trials: Trials) -> Iterator[MessageTimes]:
     for owner, user in table.sharing:
         there, back = trials.order[:, owner], trials.order[:, user]
         size = table.shared[cuts, owner, user]
-        wire_s, back_wire_s = size * network.byte_s[there, back], size * network.byte_s[back, there]
+        wire_s = size * network.byte_s[there, back]
+        back_wire_s = table.shared_gradient[cuts, owner, user] * network.byte_s[back, there]
         yield MessageTimes(
             owner,
             user,
@@ -217,8 +218,9 @@ def _shared_s(network: FleetNetwork, trials: Trials) -> Floats:
     for owner, user in table.sharing:
         there, back = trials.order[:, owner], trials.order[:, user]
         latency = network.latency[there, back] + network.latency[back, there]
-        byte_s = network.byte_s[there, back] + network.byte_s[back, there]
-        total += table.shared_count[cuts, owner, user] * latency + table.shared[cuts, owner, user] * byte_s
+        total += table.shared_count[cuts, owner, user] * latency
+        total += table.shared[cuts, owner, user] * network.byte_s[there, back]
+        total += table.shared_gradient[cuts, owner, user] * network.byte_s[back, there]
     return total
 
 

@@ -96,4 +96,4 @@ def _sent_inside(replica: Replica, shares: Mapping[str, float]) -> Iterator[tupl
         yield ends[1], ends[0], edge.backward_wire_bytes * count
     for parameter, owner, user in replica.shared_uses:
         yield names[owner], names[user], parameter.size_bytes
-        yield names[user], names[owner], parameter.size_bytes
+        yield names[user], names[owner], parameter.gradient_bytes

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from isthmus.cost.problem import Problem
+from isthmus.cost.problem import FLOAT32_BYTES, Problem
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op, Ref, StageGraph, TensorSpec
@@ -193,6 +193,11 @@ def edges_of(flow: Flow, stages: Sequence[StageGraph], batch: int) -> tuple[Edge
     return tuple(found)
 
 
+def gradient_bytes(op: Op) -> int:
+    """Bytes of a parameter's gradient when it travels by itself: in float32 where the parameter is narrower."""
+    return max(op.outputs[0].nbytes(1), FLOAT32_BYTES * elements(op))
+
+
 def shared_parameters(flow: Flow, stages: Sequence[StageGraph]) -> tuple[SharedParameter, ...]:
     return tuple(
         SharedParameter(
@@ -200,6 +205,7 @@ def shared_parameters(flow: Flow, stages: Sequence[StageGraph]) -> tuple[SharedP
             owner=stage.index,
             users=users,
             size_bytes=flow.by_name[name].outputs[0].nbytes(1),
+            gradient_bytes=gradient_bytes(flow.by_name[name]),
         )
         for stage in stages
         for name, users in stage.shared_with.items()

@@ -242,7 +242,7 @@ def pipeline(
 def _shared_s(problem: Problem, shared: Sequence[SharedParameter], ways: Sequence[Sequence[str]]) -> float:
     """Shared parameters' values there, and their gradients back: once for each device that runs a user."""
     return sum(
-        transfer_s(problem, owner, user, p.size_bytes) + transfer_s(problem, user, owner, p.size_bytes)
+        transfer_s(problem, owner, user, p.size_bytes) + transfer_s(problem, user, owner, p.gradient_bytes)
         for p in shared
         for owner in [ways[0][p.owner]]
         for number in p.users

@@ -53,7 +53,7 @@ def worker_ids_of(devices: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-PLAN_VERSION = 9
+PLAN_VERSION = 10
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -125,6 +125,7 @@ class SharedParameter(msgspec.Struct, frozen=True, kw_only=True):
     owner: NotNegative
     users: tuple[int, ...]
     size_bytes: NotNegative
+    gradient_bytes: NotNegative  # of its gradient, which is float32 where the parameter computes in a narrower type
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):

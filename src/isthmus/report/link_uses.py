@@ -40,7 +40,7 @@ def link_uses_of(plan: Plan, fleet: Fleet, number: Mapping[str, int]) -> list[Us
             add(names[edge.target], names[edge.source], edge.backward_bytes, "gradients per micro-batch")
         for shared, owner, user in replica.shared_uses:
             add(names[owner], names[user], shared.size_bytes, "a shared parameter per step")
-            add(names[user], names[owner], shared.size_bytes, "a shared parameter's gradient per step")
+            add(names[user], names[owner], shared.gradient_bytes, "a shared parameter's gradient per step")
     for group in plan.sync.groups:
         for a, b, size_bytes in itertools.chain.from_iterable(messages(group)):
             add(a, b, size_bytes, f"of {plan.sync.averages} that are summed")

@@ -82,7 +82,7 @@ def _parcel_sizes(plan: Plan) -> dict[tuple[Parcel, int, int], int]:
             sizes["backward", first + edge.target, first + edge.source] += edge.backward_wire_bytes
         for parameter, owner, user in replica.shared_uses:
             sizes["shared", first + owner, first + user] += parameter.size_bytes
-            sizes["shared_gradient", first + user, first + owner] += parameter.size_bytes
+            sizes["shared_gradient", first + user, first + owner] += parameter.gradient_bytes
         first += len(replica.workers)
     return dict(sizes)
 

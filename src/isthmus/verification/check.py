@@ -310,6 +310,8 @@ def _shared(ledger: DifferenceList, where: str, replica: Replica, graph: CutGrap
             ledger.same(f"{where}.shared[{p.name}].owner", p.owner, shared_uses.owner)
             ledger.same(f"{where}.shared[{p.name}].users", str(list(p.users)), str(list(shared_uses.users)))
             ledger.same(f"{where}.shared[{p.name}].size_bytes", p.size_bytes, shared_uses.size_bytes)
+            gradient = f"{where}.shared[{p.name}].gradient_bytes"
+            ledger.same(gradient, p.gradient_bytes, shared_uses.gradient_bytes)
 
 
 def _sync(ledger: DifferenceList, plan: Plan, graphs: Sequence[CutGraph], question: Question) -> float:

@@ -122,6 +122,7 @@ class SharedVariable(NamedTuple):
     owner: int
     users: tuple[int, ...]
     size_bytes: int
+    gradient_bytes: int  # float32 at least
 
 
 class CutGraph(NamedTuple):
@@ -209,5 +210,6 @@ def _variables(
         if v.trained:
             owners[v.op] = (users[0], v.elements)
             if len(users) > 1:
-                shared_uses.append(SharedVariable(v.name, users[0], tuple(users[1:]), v.size_bytes))
+                back_bytes = max(v.size_bytes, 4 * v.elements)
+                shared_uses.append(SharedVariable(v.name, users[0], tuple(users[1:]), v.size_bytes, back_bytes))
     return [(a, b, c, d) for a, b, c, d in held], tuple(shared_uses), owners

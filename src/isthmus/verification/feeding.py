@@ -104,7 +104,7 @@ class FedTimed(StepTiming):
                 owner = self.devices[p.owner]
                 for user in dict.fromkeys(way.devices[user] for way in self._ways):
                     yield Moved(owner, user, p.size_bytes)
-                    yield Moved(user, owner, p.size_bytes)
+                    yield Moved(user, owner, p.gradient_bytes)
 
 
 def timed(question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]) -> StepTiming:

@@ -108,7 +108,7 @@ class StepTiming:
         for p in self.graph.shared_uses:
             for user in p.users:
                 yield Moved(self.devices[p.owner], self.devices[user], p.size_bytes)
-                yield Moved(self.devices[user], self.devices[p.owner], p.size_bytes)
+                yield Moved(self.devices[user], self.devices[p.owner], p.gradient_bytes)
 
     @cached_property
     def occupied_s(self) -> dict[str, float]:

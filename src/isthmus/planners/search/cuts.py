@@ -139,11 +139,11 @@ class _Orders:
             def link(values: Floats, a: Ints, b: Ints) -> Floats:
                 return values[a, b][:, None, None]
 
-            forward, backward, shared, count = (amount[rows] for amount in received)
+            forward, backward, shared, gradient, count = (amount[rows] for amount in received)
             there_s, back_s = link(net.byte_s, source, device), link(net.byte_s, device, source)
             latency = link(net.latency, source, device) + link(net.latency, device, source)
             there, back = forward * there_s, backward * back_s
-            cost = cost + there + back + shared * (there_s + back_s) + (count + (forward > 0)) * latency
+            cost = cost + there + back + shared * there_s + gradient * back_s + (count + (forward > 0)) * latency
             busy = np.maximum(busy, np.maximum(there, back))
         return cost, compute, busy
 
