@@ -65,11 +65,13 @@ COMPONENTS = {
     "joiner": ("isthmus.programs.pipeline", "isthmus.runtime"),  # a device that is held back, frame by frame
     "large_models": (
         "isthmus.api",
+        "isthmus.job.first_weights",
         "isthmus.protocol",
         "isthmus.run_files",
         "isthmus.runtime",
+        "isthmus.stores",
         "isthmus.training",
-    ),  # which way a state goes; one part of a checkpoint
+    ),  # which way a state goes; one part of a checkpoint; weights by ranges
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
     "mixed": (
         "isthmus.api",
