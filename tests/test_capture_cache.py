@@ -263,3 +263,11 @@ def test_the_oldest_goes_first(cache: Path, job: Job, monkeypatch: pytest.Monkey
     assert counted.times == 3
     counted(jobs[0])
     assert counted.times == 4
+
+
+def test_what_another_process_removes_before_it_is_read_is_captured_again(
+    cache: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_cache, "_drop_surplus", lambda folder: [f.unlink() for f in folder.iterdir()])
+    counted = Counted()
+    assert counted(job).train.ops and counted.times == 2 and not list(cache.iterdir())

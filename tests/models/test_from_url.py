@@ -7,6 +7,8 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.models.test_left_in_files import CLASSIFIERS, LORA, gpt2, llama, save
 from torch import nn
 
 from isthmus.errors import UserError
+from isthmus.job import first_weights
 from isthmus.job.first_weights import tensors_of
 from isthmus.models import ModelSpec, build_model
 from isthmus.models.left_in_files import left_in_files
@@ -181,3 +184,18 @@ def test_a_file_that_has_changed_is_not_read_as_if_it_had_not(tmp_path: Path) ->
     (folder / "model.safetensors").touch()
     with pytest.raises(UserError, match=r"got \d+ bytes, mtime .*, expected \d+ bytes, mtime .*: it has changed"):
         next(iter(found.values())).read()
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/model", "folder"])
+def test_a_store_that_fails_is_no_reason_to_copy_the_whole_model(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds: list[int] = []
+
+    def initial(*_: object) -> object:
+        builds.append(1)
+        raise UserError("the store hangs up")
+
+    monkeypatch.setattr(first_weights, "_initial", initial)
+    spec = ModelSpec(name="hf", options={"path": path})
+    with pytest.raises(UserError, match="the store hangs up"):
+        first_weights._built(SimpleNamespace(job=SimpleNamespace(model=spec)), cast("Any", None))  # pyright: ignore
+    assert len(builds) == (1 if "://" in path else 2)

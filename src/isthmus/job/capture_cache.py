@@ -58,10 +58,11 @@ def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[]
         return path
 
     with tempfile.TemporaryDirectory() as folder:
-        found = read_captured(in_a_copy(written, Path, f"capturing {job.model.name}"))
-    if found is None:
-        raise InternalError(f"the capture of {job.model.name} was removed before it was read")
-    return found[0]
+        for kept_at in (path_at, None):  # another process may remove it as surplus before it is read
+            path_at = kept_at
+            if (found := read_captured(in_a_copy(written, Path, f"capturing {job.model.name}"))) is not None:
+                return found[0]
+    raise InternalError(f"the capture of {job.model.name} was removed before it was read")
 
 
 def _code_of(model: ModelSpec) -> str | None:

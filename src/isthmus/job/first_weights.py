@@ -79,6 +79,8 @@ def _built(prepared: Prepared, space: TensorSpace) -> _Built:
                 in_files = tensors_of(stand_ins, values)
                 return _Built(_stored(values, space, in_files, recorded), tuple(recorded.draws))
         except Exception as e:  # of any kind: what is wrong with the model itself shows again when it is read
+            if is_url(str(spec.options.get("path"))) and not isinstance(e, NotInFiles):
+                raise  # not a reason to copy the whole model from its store
             note = f"the coordinator copies the pretrained model into a temporary file: {' '.join(str(e).split())}"
     values, recorded = _initial(prepared, space)
     return _Built(_stored(values, space, {}, recorded), tuple(recorded.draws), note)
