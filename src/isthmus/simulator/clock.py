@@ -48,8 +48,11 @@ class Jitter:
     def __init__(self, sigma: float, seed: int) -> None:
         self._sigma = sigma
         self._generator = np.random.default_rng(seed)
+        self._drawn: list[float] = []
 
     def __call__(self) -> float:
         if not self._sigma:
             return 1.0
-        return float(self._generator.lognormal(-(self._sigma**2) / 2, self._sigma))
+        if not self._drawn:  # drawn many at once: a draw by itself takes as long as the rest of an event
+            self._drawn = self._generator.lognormal(-(self._sigma**2) / 2, self._sigma, 4096)[::-1].tolist()
+        return self._drawn.pop()

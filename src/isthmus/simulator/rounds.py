@@ -35,6 +35,7 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.session.session import CLOSED
+from isthmus.simulator.clock import Jitter
 from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.parties import Connections, Parties, Party, SimulatedHost, Strikes
 from isthmus.simulator.secrets import SimulatedSecrets
@@ -221,7 +222,7 @@ class RoundsSimulation(Parties[_Executor]):
         )
         check_round_faults(faults, session.executors, sites=bool(costs.sites))
         self.costs, self._make = costs, make
-        self._draws = np.random.default_rng(seed)
+        self._jitter = Jitter(costs.noise, seed)
         passes = session.rules.passes
         every = MessageCosts(
             to_s=costs.latency_s,
@@ -231,7 +232,6 @@ class RoundsSimulation(Parties[_Executor]):
             collected_s=(0.0,) * passes,
         )
         self._messages = costs.messages or (every,) * len(session.executors)
-        self._noise: deque[float] = deque()
         self._numbers = {name: number for number, name in enumerate(session.executors)}
         self._secrets: dict[str, SimulatedSecrets] = {}
         self._opened_s = self._ended_s = self._lost_s = 0.0
@@ -327,14 +327,6 @@ class RoundsSimulation(Parties[_Executor]):
         if self.costs.moves_s is None or task.state in (NONE, number):
             return 0.0
         return self.costs.moves_s(task.state, number)
-
-    def _jitter(self) -> float:
-        sigma = self.costs.noise
-        if not sigma:
-            return 1.0
-        if not self._noise:  # drawn many at once: a draw by itself takes as long as the rest of an event
-            self._noise.extend(self._draws.lognormal(-(sigma**2) / 2, sigma, 4096).tolist())
-        return self._noise.popleft()
 
     # Faults
 
