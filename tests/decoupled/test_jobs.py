@@ -152,7 +152,7 @@ def test_a_job_is_simulated_with_its_faults(job: Job) -> None:
     happened = ["b-0: its process dies", "b-0 is lost: its process was killed by SIGKILL; the others go on"]
     assert [text for _, text in found.timeline()] == happened
     assert found.summary()["timeline"] == [{"time_s": late_s, "text": text} for text in happened]
-    assert "after the end of the run, so without effect: a-0: computing takes 2 times as long" in found.lines()
+    assert "without effect: a-0: computing takes 2 times as long (after the end of the run)" in found.lines()
     assert set(found.steps) == {"a-0", "b-0"}
     merged = f"{found.run.useful_samples:,.0f} samples merged, {100 * found.goodput:.1f} %"
     assert f"{merged} of what is possible without faults" in found.lines()

@@ -101,7 +101,7 @@ def _fleet(draw: random.Random, found: DrawnQueue) -> None:
         slower = 2.0 if any(fault.kind == "slow" and fault.time_s == 0 for fault in faults) else 1.0
         return RunOfJob(works_s[number] * slower, "it failed" if fails[number] else "", needed[number])
 
-    found.jobs = simulate_queue([f"job {number}" for number in range(len(needed))], run, faults)
+    found.jobs = simulate_queue([f"job {number}" for number in range(len(needed))], run, faults).jobs
     before_s = 0.0
     for number, job in enumerate(found.jobs):
         if job.began_s is None or job.ended_s is None:
@@ -109,7 +109,11 @@ def _fleet(draw: random.Random, found: DrawnQueue) -> None:
             assert all(later.state == "queued" for later in found.jobs[number:])
             break
         assert before_s <= job.began_s < job.ended_s and job.state == ("failed" if fails[number] else "done")
-        away = [f.device for f in faults_since(faults, job.began_s) if f.time_s == 0 and f.kind in ("lost", "silent")]
+        away = [
+            f.device
+            for f in faults_since(faults, job.began_s).values()
+            if f.time_s == 0 and f.kind in ("lost", "silent")
+        ]
         assert not set(away) & set(needed[number])
         before_s = job.ended_s
 

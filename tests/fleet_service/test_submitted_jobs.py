@@ -223,7 +223,7 @@ def test_a_job_whose_devices_are_absent_is_queued_as_in_a_simulation(fleet: Flee
     assert shown() == [("done", ""), ("stopped", ""), behind]
     away = simulate_queue(
         ["first", "second"], lambda number, _: RunOfJob(1.0, needed=("absent",)), [Fault(device="absent", time_s=0.0)]
-    )
+    ).jobs
     assert [(job.state, job.detail) for job in away] == [("done", ""), ("queued", "waits for absent")]
 
 

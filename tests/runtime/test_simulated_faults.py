@@ -211,7 +211,7 @@ def test_refusals(tmp_path: Path, options: dict[str, str], words: str) -> None:
 
 def test_a_fault_after_the_end_is_named(tmp_path: Path) -> None:
     found = _run(tmp_path, fault="d1@1000s")
-    assert "after the end of the run, so without effect: d1: its process dies" in found.lines()
+    assert "without effect: d1: its process dies (after the end of the run)" in found.lines()
 
 
 def test_the_command(tmp_path: Path) -> None:

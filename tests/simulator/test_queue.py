@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def simulated(*faults: Fault) -> list[SimulatedJob]:
     """Two jobs of 10 s that need a, and one of 5 s that needs nobody."""
     runs = [RunOfJob(10.0, needed=("a",)), RunOfJob(10.0, needed=("a",)), RunOfJob(5.0)]
-    return simulate_queue(["one", "two", "three"], lambda number, _: runs[number], faults)
+    return simulate_queue(["one", "two", "three"], lambda number, _: runs[number], faults).jobs
 
 
 def test_a_job_begins_when_the_one_before_has_ended_and_its_devices_are_there() -> None:
@@ -42,7 +42,7 @@ def test_a_run_gets_the_faults_of_its_time() -> None:
     link = Fault(kind="link", device="a", other="b", time_s=8.0, lasts_s=7.0)
     over = Fault(kind="silent", device="a", time_s=2.0, lasts_s=8.0)
     joined, later = (Fault(kind="join", device="b", time_s=time_s) for time_s in (3.0, 12.0))
-    found = faults_since([slow, link, over, joined, later], 10.0)
+    found = faults_since([slow, link, over, joined, later], 10.0).values()
     assert [(fault.kind, fault.time_s, fault.lasts_s) for fault in found] == [
         ("slow", 0.0, float("inf")),
         ("link", 0.0, 5.0),

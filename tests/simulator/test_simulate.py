@@ -179,7 +179,8 @@ def test_what_a_lost_device_had_put_on_the_wire_still_arrives_and_nothing_more()
 def test_a_loss_after_the_end_changes_nothing():
     plan, fleet = make_plan([(100, 200)] * 2), make_fleet(2)
     late = SimulationOptions(faults=(Fault(device="d1", time_s=1e6),))
-    assert simulate_run(plan, fleet, spec(), late) == simulate_run(plan, fleet, spec())
+    found = simulate_run(plan, fleet, spec(), late)
+    assert structs.replace(found, without_effect=()) == simulate_run(plan, fleet, spec())
 
 
 def two_on_one_device() -> Plan:

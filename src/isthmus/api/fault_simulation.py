@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import RenderableType
 
-from isthmus.api.forecast import StruckRun, fault_text
+from isthmus.api.forecast import StruckRun
 from isthmus.api.make_plan import eval_edges, fleet_for, plan_for, simulation_options
 from isthmus.api.observer import Observer, searched
 from isthmus.errors import UserError
@@ -23,6 +23,7 @@ from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.processes.signals import Stop
 from isthmus.session.session import START_S
 from isthmus.simulator import Fault, RecoveryTimes, SimulatedRun, simulate_run
+from isthmus.simulator.effects import fault_text
 from isthmus.simulator.options import parse_fault
 from isthmus.simulator.queue import RunOfJob
 from isthmus.simulator.run import RunSimulation, check_faults
@@ -50,7 +51,7 @@ class FaultedRun(StruckRun, frozen=True, kw_only=True):
 
     @property
     def as_job(self) -> RunOfJob:
-        return RunOfJob(self.run.seconds, self.run.finish.reason, self.plan.used)
+        return RunOfJob(self.run.seconds, self.run.finish.reason, self.plan.used, self.without_effect)
 
     @property
     def steps(self) -> int:

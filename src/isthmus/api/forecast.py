@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -13,6 +12,7 @@ from rich.console import RenderableType
 from isthmus.errors import PeerError, UserError
 from isthmus.programs.merging import Finish
 from isthmus.protocol.run_ports import FinishRun
+from isthmus.simulator.effects import WithoutEffect, fault_text, without_effect_document, without_effect_lines
 from isthmus.simulator.options import Fault
 from isthmus.simulator.queue import RunOfJob
 from isthmus.trace import Trace
@@ -65,6 +65,8 @@ class EndedRun(Protocol):
     def finish(self) -> Finish | FinishRun: ...
     @property
     def seconds(self) -> float: ...
+    @property
+    def without_effect(self) -> WithoutEffect: ...
 
 
 class StruckRun(Forecast, frozen=True, kw_only=True):
@@ -80,7 +82,12 @@ class StruckRun(Forecast, frozen=True, kw_only=True):
 
     @property
     def as_job(self) -> RunOfJob:
-        return RunOfJob(self.run.seconds, self.run.finish.reason)
+        return RunOfJob(self.run.seconds, self.run.finish.reason, without_effect=self.without_effect)
+
+    @property
+    def without_effect(self) -> WithoutEffect:
+        """The faults that had no effect. Of a pipeline's spare devices `run` has more: they could join from the start."""
+        return tuple(entry for entry in self.run.without_effect if entry[0] in self.faults)
 
     def timeline(self) -> list[tuple[float, str]]:
         """Return what happened, in words, by second of the run: its faults among its notes."""
@@ -88,13 +95,13 @@ class StruckRun(Forecast, frozen=True, kw_only=True):
         return sorted([*struck, *self.notes()], key=lambda entry: entry[0])
 
     def struck_lines(self) -> list[str]:
-        """Return what happened as lines, and the faults that came too late."""
-        entries, too_late = self.timeline(), [fault_text(f) for f in self.faults if f.time_s > self.run.seconds]
+        """Return what happened as lines, and the faults without effect."""
+        entries = self.timeline()
         more = len(entries) - MOST_LINES
         return [
             *(f"{time_s:8.1f} s  {text}" for time_s, text in entries[:MOST_LINES]),
             *([f"{more} more such lines: see --json"] if more > 0 else []),
-            *([f"after the end of the run, so without effect: {'; '.join(too_late)}"] if too_late else []),
+            *without_effect_lines(self.without_effect),
         ]
 
     def concluded(self, done: str) -> str:
@@ -111,24 +118,5 @@ class StruckRun(Forecast, frozen=True, kw_only=True):
             "seconds": self.run.seconds,
             "undisturbed_s": self.undisturbed_s,
             "timeline": [{"time_s": time_s, "text": text} for time_s, text in self.timeline()],
-            "without_effect": [fault_text(fault) for fault in self.faults if fault.time_s > self.run.seconds],
+            "without_effect": without_effect_document(self.without_effect),
         }
-
-
-def fault_text(fault: Fault) -> str:
-    lasts = f" for {format_duration(fault.lasts_s)}" if math.isfinite(fault.lasts_s) else ""
-    match fault.kind:
-        case "lost":
-            return f"{fault.device}: its process dies" + (f"; it could work again after{lasts[4:]}" if lasts else "")
-        case "silent":
-            return f"{fault.device} is silent{lasts}"
-        case "link":
-            return f"nothing passes between {fault.device} and {fault.other}{lasts}"
-        case "coordinator":
-            return f"the coordinator is away{lasts}"
-        case "slow":
-            return f"{fault.device}: computing takes {fault.factor:g} times as long"
-        case "join":
-            return f"{fault.device} could join"
-        case "leave":
-            return f"{fault.device} is to leave"

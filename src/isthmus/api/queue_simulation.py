@@ -15,6 +15,7 @@ from isthmus.fleet import resolve_fleet
 from isthmus.job import Job
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
+from isthmus.simulator.effects import NOT_AT_WORK, WithoutEffect, without_effect_document, without_effect_lines
 from isthmus.simulator.queue import RunOfJob, SimulatedJob, simulate_queue
 from isthmus.units import format_duration
 
@@ -23,6 +24,7 @@ class SimulatedQueue(msgspec.Struct, frozen=True, kw_only=True):
     """The jobs, in the order in which they were handed in."""
 
     jobs: tuple[SimulatedJob, ...]
+    without_effect: WithoutEffect
 
     @property
     def exit_code(self) -> int:
@@ -30,11 +32,13 @@ class SimulatedQueue(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if all(job.state == "done" for job in self.jobs) else PeerError.exit_code
 
     def lines(self) -> list[str]:
-        return [_line(number, job) for number, job in enumerate(self.jobs, 1)]
+        jobs = [_line(number, job) for number, job in enumerate(self.jobs, 1)]
+        return [*jobs, *without_effect_lines(self.without_effect)]
 
     def summary(self) -> dict[str, object]:
         """Return the jobs as JSON has them. Times are seconds since they were handed in."""
-        return {"jobs": msgspec.to_builtins(self.jobs)}
+        without = without_effect_document(self.without_effect)
+        return {"jobs": msgspec.to_builtins(self.jobs), "without_effect": without}
 
 
 def simulate_jobs(
@@ -55,10 +59,13 @@ def simulate_jobs(
 
     def run(number: int, faults: tuple[Fault, ...]) -> RunOfJob:
         observer.note(f"simulating {jobs[number].name} ...")
+        others = tuple((fault, NOT_AT_WORK) for fault in faults if not _names(fault) <= struck[number])
         faults = tuple(fault for fault in faults if _names(fault) <= struck[number])
-        return programs[number].simulated(Simulating(faults), observer, stop).as_job
+        found = programs[number].simulated(Simulating(faults), observer, stop).as_job
+        return found._replace(without_effect=found.without_effect + others)
 
-    return SimulatedQueue(jobs=tuple(simulate_queue([job.name for job in jobs], run, faults)))
+    found = simulate_queue([job.name for job in jobs], run, faults)
+    return SimulatedQueue(jobs=tuple(found.jobs), without_effect=found.without_effect)
 
 
 def _names(fault: Fault) -> set[str]:

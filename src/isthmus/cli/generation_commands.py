@@ -112,6 +112,8 @@ def _show_simulated(found: api.generation.SimulatedServing, *, json: bool) -> No
         return
     for time_s, text in found.notes:
         typer.echo(f"{time_s:.1f} s: {text}")
+    for line in found.without_effect_lines():
+        typer.echo(line)
     for number, answer in enumerate(found.answers, 1):
         typer.echo(f"answer {number}: {answer.described()}")
     typer.echo(f"predicted: {found.tokens_per_s:.3g} tokens/s")

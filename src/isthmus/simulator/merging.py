@@ -34,6 +34,7 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.decoupled_replica import RETURN_S, DecoupledReplica
 from isthmus.protocol.run_messages import Halt
 from isthmus.session.session import CLOSED
+from isthmus.simulator.effects import WithoutEffect
 from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.parties import Connections, Parties, Party, SimulatedHost, Strikes
 from isthmus.simulator.replica_devices import Planned, PlannedStep, ReplicaDevices
@@ -102,6 +103,7 @@ class SimulatedReplicas:
     spans: list[Span] = field(default_factory=list[Span])
     finish: Finish = field(default_factory=lambda: Finish("lost", "nobody has anything to do"))
     seconds: float = 0.0
+    without_effect: WithoutEffect = ()
     late: int = 0
     busy_s: dict[str, float] = field(default_factory=dict[str, float])
     """Seconds that each device computed steps that were not made again."""
@@ -277,7 +279,7 @@ class MergingSimulation(Parties[_Replica]):
 
     def run(self) -> SimulatedReplicas:
         for fault in self._options.faults:
-            if fault.kind == "join":
+            if fault.kind == "join" and fault.device in self._of:
                 self.pipelines[self._of[fault.device]].present.discard(fault.device)
         for name, pipeline in self.pipelines.items():
             self._since_s |= dict.fromkeys(pipeline.present, 0.0)
@@ -288,11 +290,12 @@ class MergingSimulation(Parties[_Replica]):
         for device in list(self._since_s):
             self._gone(device, self._result.seconds)
         self._result.late += self.host.session.late
+        self._result.without_effect = self.effects.without
         return self._result
 
-    def slowed(self, device: str) -> float:
-        """Its computing takes so many times longer."""
-        return self._slow.get(device, 1.0)
+    def is_at_work(self, name: str) -> bool:
+        pipeline = self.pipelines.get(self._of.get(name, ""))
+        return pipeline is not None and name in pipeline.present and (not pipeline.plan or name in pipeline.plan.busy_s)
 
     # Processes
 
@@ -359,11 +362,12 @@ class MergingSimulation(Parties[_Replica]):
     def _strike(self, fault: Fault) -> None:
         if self.over:
             return
+        self.strikes.struck(fault)
         if fault.kind == "coordinator":
             self._crash(fault)
         elif fault.kind == "link":
             self._cut(fault.device, fault.other, fault.lasts_s)
-        else:
+        elif fault.device in self._of:
             self._strike_device(fault)
 
     def _strike_device(self, fault: Fault) -> None:
@@ -409,21 +413,24 @@ class MergingSimulation(Parties[_Replica]):
         """Nothing passes between two devices: of a pipeline, or a replica's first one and the merger's."""
         self.cut(one, other, lasts_s)
         if (replica := self._exchange(one, other)) is not None:
+            self.effects.met("link", one, other)
             replica.step_ends_s += min(lasts_s, self.rules.timeout_s)
 
     def _exchange(self, one: str, other: str) -> _Replica | None:
         """The pipeline whose stages on these devices exchange messages."""
-        replica = self.worker(self._of[one])
+        replica = self.worker(self._of.get(one, ""))
         plan = None if replica is None else replica.pipeline.plan
         return replica if plan is not None and frozenset((one, other)) in plan.links else None
 
     def blame(self, name: str, other: str) -> None:
-        now_s, until_s = self.clock.now_s, self.cut_until_s(name, other)
+        now_s, until_s = self.clock.now_s, self._cut_until_s(name, other)
         if until_s <= now_s:
             return
         if name == self._merger and (party := self.devices.get(self._first_devices.get(other, ""))) is not None:
+            self.effects.met("link", name, other)
             self.connections.closed(party, f"silent for {self.rules.timeout_s:g} s")
         if name < other and self._exchange(name, other) is not None:  # as the failure detector chooses
+            self.effects.met("link", name, other)
             self._lose_stage(name, until_s - now_s)
 
     def reaches(self, worker_id: str) -> bool:
@@ -464,6 +471,7 @@ class MergingSimulation(Parties[_Replica]):
         name = self._of[device]
         if not self.over and device not in self.pipelines[name].present:
             self.pipelines[name].present.add(device)
+            self.effects.met("join", device)
             self._since_s[device] = self.clock.now_s
             self._start(name)
 

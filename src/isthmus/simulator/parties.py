@@ -29,6 +29,7 @@ from isthmus.plans.plan import device_of
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.session.session import SOON_S, TICK_S, Observation, Session
 from isthmus.simulator.clock import Jitter, VirtualClock
+from isthmus.simulator.effects import NOT_AT_WORK, Effects
 from isthmus.simulator.options import Fault, SimulationOptions
 
 
@@ -160,6 +161,7 @@ class Parties(Generic[WorkerT]):
         self.setting_up = False  # whether connecting and starting take time: before a run's first item they take none
         self._options = options
         self._factor = Jitter(options.jitter, options.seed)
+        self.effects = Effects(options.faults)
         self._slow: dict[str, float] = {}
         self._cuts: dict[frozenset[str], float] = {}  # seconds until which nothing passes between two devices, by pair
 
@@ -183,6 +185,10 @@ class Parties(Generic[WorkerT]):
         """Seconds until one device notices what happens at the end of another one's link."""
         return 0.0
 
+    def is_at_work(self, name: str) -> bool:
+        """Whether a fault of the device changes anything now."""
+        return name in self.devices
+
     # Time
 
     def later(self, seconds: float, lane: object, act: Act) -> None:
@@ -199,6 +205,13 @@ class Parties(Generic[WorkerT]):
 
     def slow(self, device: str, factor: float) -> None:
         self._slow[device] = factor
+
+    def slowed(self, device: str) -> float:
+        """Computing on the device, which begins now, takes so many times longer."""
+        if (factor := self._slow.get(device)) is None:
+            return 1.0
+        self.effects.met("slow", device)
+        return factor
 
     # What goes wrong
 
@@ -229,15 +242,21 @@ class Parties(Generic[WorkerT]):
     def cut(self, one: str, other: str, lasts_s: float) -> None:
         """Nothing passes between two devices for so long."""
         now_s, timeout_s = self.clock.now_s, self._options.recovery.timeout_s
-        self._cuts[frozenset((one, other))] = max(self.cut_until_s(one, other), now_s + lasts_s)
+        self._cuts[frozenset((one, other))] = max(self._cut_until_s(one, other), now_s + lasts_s)
         if lasts_s < timeout_s:
             return
         for a, b in ((one, other), (other, one)):
             self.later(timeout_s, ("cut", a), partial(self.blame, a, b))
 
-    def cut_until_s(self, one: str, other: str) -> float:
-        """Until when nothing passes between two devices; 0 if their link is whole."""
+    def _cut_until_s(self, one: str, other: str) -> float:
         return self._cuts.get(frozenset((one, other)), 0.0) if self._cuts else 0.0
+
+    def cut_until_s(self, one: str, other: str) -> float:
+        """Until when nothing passes between two devices, one of which would send now; 0 if their link is whole."""
+        until_s = self._cut_until_s(one, other)
+        if until_s > self.clock.now_s:
+            self.effects.met("link", one, other)
+        return until_s
 
     def worker(self, worker_id: str) -> WorkerT | None:
         """If its device runs."""
@@ -356,6 +375,7 @@ class Connections(Generic[WorkerT]):
         device = self._world.devices.get(name)
         if device is None:
             device = self._world.devices[name] = Party(name)
+            self._world.effects.met("join", name)
         if not self.answered or device.waiting is not None or not self._world.reaches(worker_id):
             self._redial(worker_id)
             return
@@ -454,6 +474,24 @@ class Strikes:
             offers=frozenset(self._offers - here - self._called),
             leaving=leaving,
         )
+
+    def struck(self, fault: Fault) -> None:
+        """It is time for a fault, which the caller lets strike: note whether it can have an effect."""
+        name, why_none = fault.device, ""
+        here, party = self._world.is_at_work(name), self._world.devices.get(name)
+        match fault.kind:
+            case "coordinator":
+                why_none = "" if self._connections.answered else "the coordinator was away already"
+            case "join":
+                why_none = "it was there already" if here else ""
+            case "lost" | "silent" | "leave":
+                offered = fault.kind == "leave" and name in self._offers | self._returning
+                why_none = "" if here or offered else NOT_AT_WORK
+                if fault.kind == "silent" and party is not None and party.waiting is not None:
+                    why_none = "it was silent already"
+            case "slow" | "link":
+                pass
+        self._world.effects.struck(fault, why_none)
 
     def strike(self, fault: Fault) -> None:
         """Now."""

@@ -36,6 +36,7 @@ from isthmus.protocol.federated_messages import (
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.session.session import CLOSED
 from isthmus.simulator.clock import Jitter
+from isthmus.simulator.effects import WithoutEffect
 from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.parties import Connections, Parties, Party, SimulatedHost, Strikes
 from isthmus.simulator.secrets import SimulatedSecrets
@@ -94,6 +95,7 @@ class SimulatedFederation(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[SimulatedEvent, ...]
     finish: Finish
     seconds: float  # until the coordinator finished
+    without_effect: WithoutEffect = ()
 
 
 def check_round_faults(faults: Sequence[Fault], executors: Sequence[str], *, sites: bool) -> None:
@@ -269,7 +271,11 @@ class RoundsSimulation(Parties[_Executor]):
         if finish is None:
             raise InternalError("federated simulation: nobody has anything to do, and the run is not over")
         return SimulatedFederation(
-            rounds=tuple(self._rounds), events=tuple(self._events), finish=finish, seconds=self._ended_s
+            rounds=tuple(self._rounds),
+            events=tuple(self._events),
+            finish=finish,
+            seconds=self._ended_s,
+            without_effect=self.effects.without,
         )
 
     # Executors
@@ -314,7 +320,7 @@ class RoundsSimulation(Parties[_Executor]):
     def trained(self, executor: _Executor, phase: PhaseId, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
         """Return how long clients take that the executor begins to train now."""
         number, costs = executor.number, self.costs
-        line, factor = costs.lines[number], costs.factor(number, phase) * self._slow.get(executor.name, 1.0)
+        line, factor = costs.lines[number], costs.factor(number, phase) * self.slowed(executor.name)
 
         def timed(task: ClientTask) -> ClientTime:
             seconds = self._moved_s(task, number) + line.seconds(costs.used(task.samples)) * factor * self._jitter()
@@ -334,6 +340,7 @@ class RoundsSimulation(Parties[_Executor]):
         name = fault.device
         if self.connections.over:
             return
+        self.strikes.struck(fault)
         if fault.kind == "join":
             self.connections.join(name)
         elif fault.kind == "leave" or (fault.kind == "silent" and math.isinf(fault.lasts_s)):

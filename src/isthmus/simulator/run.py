@@ -41,6 +41,7 @@ from isthmus.protocol.run_messages import (
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.protocol.worker import WorkerStatistics
 from isthmus.simulator.device import SimulatedWorker, State, check_state
+from isthmus.simulator.effects import WithoutEffect
 from isthmus.simulator.epoch import Epoch
 from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.simulator.parties import Connections, Party, SimulatedHost, Strikes
@@ -81,6 +82,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     done_s: tuple[tuple[float, int], ...]
     """When all devices had done a step, and which; a step that was repeated comes again."""
     periods: tuple[PlanPeriod, ...]
+    without_effect: WithoutEffect = ()
 
 
 class RunSimulation:
@@ -158,7 +160,7 @@ class RunSimulation:
     def run(self) -> SimulatedRun:
         """InternalError if the machines wait for each other, or the history is not what it must be."""
         for fault in filter(_is_there_at_first, self._options.faults):
-            self.strikes.strike(fault)
+            self._strike(fault)
         for worker_id in self._epoch.worker_ids:
             self.connections.join(worker_id)
         self.world.clock.run(MOST_S)
@@ -170,6 +172,7 @@ class RunSimulation:
 
     def _strike(self, fault: Fault) -> None:
         if self.finish is None:
+            self.strikes.struck(fault)
             self.strikes.strike(fault)
 
     def __str__(self) -> str:
@@ -197,6 +200,7 @@ class RunSimulation:
             notes=tuple((time_s - origin_s, text) for time_s, text in self._notes),
             done_s=tuple((time_s - origin_s, step) for time_s, step in self._done),
             periods=tuple(msgspec.structs.replace(p, since_s=max(0.0, p.since_s - origin_s)) for p in self._periods),
+            without_effect=self.world.effects.without,
         )
 
     # Calls of the machine

@@ -18,6 +18,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.planners.generation import FRAME_BYTES, Chain, ServingProblem
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, StageUnable, TokenGenerated
+from isthmus.simulator.effects import WithoutEffect, without_effect_document, without_effect_lines
 from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.simulator.parties import Connections, LinkedParties, Party, SimulatedHost, Strikes
 from isthmus.units import format_duration
@@ -62,6 +63,7 @@ class SimulatedServing(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[tuple[float, str], ...]
     losses: int  # devices that were lost
     chain: Chain  # the last one
+    without_effect: WithoutEffect = ()
 
     def check(self) -> None:
         """PeerError where an answer was refused."""
@@ -76,7 +78,12 @@ class SimulatedServing(msgspec.Struct, frozen=True, kw_only=True):
 
     def document(self) -> dict[str, object]:
         answers = [{"token_s": answer.token_s, "failure": answer.refused or None} for answer in self.answers]
-        return {**msgspec.structs.asdict(self), "answers": answers, "tokens_per_s": self.tokens_per_s}
+        without = without_effect_document(self.without_effect)
+        found = {**msgspec.structs.asdict(self), "answers": answers, "without_effect": without}
+        return {**found, "tokens_per_s": self.tokens_per_s}
+
+    def without_effect_lines(self) -> list[str]:
+        return without_effect_lines(self.without_effect)
 
 
 class _Chain(NamedTuple):
@@ -146,7 +153,7 @@ class ServingSimulation(LinkedParties[_Stage]):
             prompt = Prompt(number=number, tokens=(0,) * request.prompt, sampling=Sampling(max_tokens=request.new))
             self.clock.at(request.arrives_s, "requests", partial(self.host.tell, partial(_submit, prompt)))
         for fault in self._options.faults:
-            self.clock.at(fault.time_s, ("fault", fault.device), partial(self.strikes.strike, fault))
+            self.clock.at(fault.time_s, ("fault", fault.device), partial(self._strike, fault))
         later = {fault.device for fault in self._options.faults if fault.kind == "join"}
         for device in self._problem.fleet.names:
             if device in self._chain.devices:
@@ -159,8 +166,17 @@ class ServingSimulation(LinkedParties[_Stage]):
             raise UserError(f"simulation: no answer within {MOST_S:g} s: expected devices and links that are quicker")
         answers = [SimulatedAnswer(tuple(t), self._refused.get(n, "")) for n, t in enumerate(self._tokens)]
         return SimulatedServing(
-            answers=tuple(answers), notes=tuple(self._notes), losses=self.program.losses, chain=self._chain
+            answers=tuple(answers),
+            notes=tuple(self._notes),
+            losses=self.program.losses,
+            chain=self._chain,
+            without_effect=self.effects.without,
         )
+
+    def _strike(self, fault: Fault) -> None:
+        if not self.connections.over:
+            self.strikes.struck(fault)
+            self.strikes.strike(fault)
 
     # What the program hears
 
@@ -255,7 +271,7 @@ class ServingSimulation(LinkedParties[_Stage]):
         """Compute a step when the device has computed the steps before it."""
         if not stage.is_of(chain) or step.request in self._forgotten:
             return
-        lane, slow = stage.device.lane, self._slow.get(stage.name, 1.0)
+        lane, slow = stage.device.lane, self.slowed(stage.name)
 
         def begin() -> None:
             seconds = chain.stage_s[stage.number] * step.tokens * slow * self._factor()
@@ -312,9 +328,10 @@ class ServingSimulation(LinkedParties[_Stage]):
 
     def blame(self, name: str, other: str) -> None:
         stage = self.worker(name)
-        if stage is None or stage.chain is None or self.cut_until_s(name, other) <= self.clock.now_s:
+        if stage is None or stage.chain is None or self._cut_until_s(name, other) <= self.clock.now_s:
             return
         if other in _beside(stage.chain, stage):
+            self.effects.met("link", name, other)
             reason = f"device {other!r}: stalled for {self._options.recovery.timeout_s:g} s"
             self.on(stage.device, partial(self._unable, stage.chain, reason, stage))
 

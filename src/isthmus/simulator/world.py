@@ -74,7 +74,7 @@ class World(LinkedParties[SimulatedWorker]):
         self, worker: SimulatedWorker, name: str, seconds: float, item: Item, done: Act, micro_batch: int = -1
     ) -> None:
         machine, lane = worker.machine, worker.device.lane
-        slow = self._slow.get(worker.device.name, 1.0)
+        slow = self.slowed(worker.device.name)
 
         def begin() -> None:
             if worker.machine is not machine:  # it was closed while this waited
@@ -325,7 +325,7 @@ class World(LinkedParties[SimulatedWorker]):
     def blame(self, name: str, other: str) -> None:
         """A device has heard nothing from another one for too long."""
         device, there = self.devices.get(name), self.devices.get(other)
-        if device is None or there is None or self.cut_until_s(name, other) <= self.clock.now_s:
+        if device is None or there is None or self._cut_until_s(name, other) <= self.clock.now_s:
             return
         for worker in device.workers.values():
             epoch = worker.epoch
@@ -334,6 +334,7 @@ class World(LinkedParties[SimulatedWorker]):
                 self.on(device, partial(worker.session.unfetched, worker.session.epoch, name, reason))
             if epoch is not None and any(n in there.workers for n in epoch.neighbours[worker.name]):
                 why = f"device {other!r}: stalled for {self._options.recovery.timeout_s:g} s"
+                self.effects.met("link", device.name, other)
                 self.on(device, partial(self._give_up, worker, worker.session.epoch, why))
 
     def copy_s(self, worker: SimulatedWorker) -> float:
