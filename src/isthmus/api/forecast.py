@@ -86,7 +86,7 @@ class StruckRun(Forecast, frozen=True, kw_only=True):
 
     @property
     def without_effect(self) -> WithoutEffect:
-        """The faults that had no effect. A pipeline's `run` has more: spare devices, which could join from the start."""
+        """The faults that had no effect. `run` of a pipeline has more: spare devices, which join from the start."""
         return tuple(entry for entry in self.run.without_effect if entry[0] in self.faults)
 
     def timeline(self) -> list[tuple[float, str]]:
