@@ -56,7 +56,6 @@ from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.channel import ChannelStatistics, in_host_memory
 from isthmus.runtime.transport.message_sender import MessageSender
 from isthmus.runtime.transport.reconnection import OpenConnection
-from isthmus.training.layout import pack
 from tests.drawn_integers import Lies, landed, received
 from tests.federated.populations import LOCAL, ListedData, module, population
 from tests.federated.twins import SEED
@@ -101,19 +100,6 @@ class Line:
 
     def statistics(self) -> ChannelStatistics:
         return ChannelStatistics(0, 0)
-
-
-class Output:
-    """Of the coordinator, to one site."""
-
-    def __init__(self, line: Any, timeout_s: float, fail: Callable[[Exception], None]) -> None:
-        self._line: Line = line
-
-    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        self._line.send(message, [pack(tensor) for tensor in tensors])
-
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class Doors:
@@ -226,7 +212,7 @@ class DrawnRounds:
             self.notes.append, rounds_late=machine.rounds_late,
         )  # fmt: skip
         doors: Any = Doors
-        policy = ConnectionPolicy(run=RUN, timeout_s=60.0, acceptor=doors, out=Output)
+        policy = ConnectionPolicy(run=RUN, timeout_s=60.0, acceptor=doors)
         host = FederatedHost(
             machine, self.server, self.receiver, policy, committed=self._commit, note=self.notes.append
         )

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import msgspec
 from torch import Tensor
@@ -46,26 +45,6 @@ class SiteAcceptor(Acceptor):
     replaces = True
 
 
-class SiteConnection:
-    """An output with its own thread: a site that receives nothing does not delay the others."""
-
-    def __init__(self, channel: MessageChannel, timeout_s: float, fail: Callable[[Exception], None]) -> None:
-        assert isinstance(channel, SocketChannel), "sites connect by sockets"
-        self._lane = SendLane(channel, timeout_s=timeout_s, on_error=fail)
-
-    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        if isinstance(content(message), PhaseOpened):  # or one that takes nothing would be kept a model of each round
-            self._lane.withdraw(PhaseOpened)
-        self._lane.put(message, tensors)
-
-    def flush(self) -> None:
-        """Close the output; messages that are not sent within `FLUSH_S` are dropped."""
-        self._lane.close(FLUSH_S)
-
-    def close(self) -> None:
-        self._lane.close(0.0)
-
-
 class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
     """The driver's measurement of a round. Bytes are whole frames, of all executors, and the bytes that they read and
     wrote in shared memory in place of frames."""
@@ -90,33 +69,20 @@ def ended(finish: Finish) -> Finish:
     return finish
 
 
-class MessageOutput(Protocol):
-    """A connection's way out, for one thread."""
-
-    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def direct_output(channel: MessageChannel, timeout_s: float, fail: Callable[[Exception], None]) -> MessageOutput:
-    """Messages are sent at once: a process of this machine takes them."""
-    return MessageSender(channel, fail)
-
-
 class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How the coordinator and its executors talk. The default is for processes of this machine."""
 
     run: str
     timeout_s: float
     acceptor: type[Acceptor] = Acceptor
-    out: Callable[[MessageChannel, float, Callable[[Exception], None]], MessageOutput] = direct_output
-    """(channel, timeout in seconds, callback for an error) -> the output for messages to the executor."""
+    apart: bool = False
+    """Each output has a thread of its own: an executor that receives nothing does not delay the others."""
     broadcast_memory: SharedBroadcast | None = None  # where executors of this machine read the broadcast
 
 
 def over_networks(run: str, timeout_s: float) -> ConnectionPolicy:
     """Return how the coordinator talks to sites, and to devices that joined."""
-    return ConnectionPolicy(run=run, timeout_s=timeout_s, acceptor=SiteAcceptor, out=SiteConnection)
+    return ConnectionPolicy(run=run, timeout_s=timeout_s, acceptor=SiteAcceptor, apart=True)
 
 
 class FederatedHost(SessionHost[Rounds]):
@@ -149,7 +115,7 @@ class FederatedHost(SessionHost[Rounds]):
         self._note = note
         self._deciding = threading.Lock()
         self._begun = threading.Event()
-        self._senders: dict[str, MessageOutput] = {}
+        self._senders: dict[str, SendLane | MessageSender] = {}
         self._outboxes: dict[str, Outbox] = {}  # messages that wait for each executor
         self._later = Outbox()  # messages that can wait until executors have new tasks
         self._unsent: list[Outbox] = []
@@ -179,7 +145,7 @@ class FederatedHost(SessionHost[Rounds]):
                 self.drive()
             for name, out in list(self._senders.items()):
                 self._outboxes[name].finish()
-                out.flush()
+                out.close(FLUSH_S)
             self._later.finish()
         finally:
             sys.setswitchinterval(before_s)
@@ -194,7 +160,7 @@ class FederatedHost(SessionHost[Rounds]):
         counts = [channel.statistics() for channel in self._channels]
         return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
 
-    def receivers(self) -> list[MessageOutput]:
+    def receivers(self) -> list[SendLane | MessageSender]:
         return [out for name, out in list(self._senders.items()) if self.session.is_here(name)]
 
     # Threads
@@ -287,12 +253,19 @@ class FederatedHost(SessionHost[Rounds]):
                 self._note(f"executor {device}: {error}")
 
         if (former := self._senders.get(device)) is not None:
-            former.close()
-        self._senders[device] = self._policy.out(channel, self.timeout_s, fail)
+            former.close(0.0)
+        self._senders[device] = self._output(channel, fail)
         self._outboxes[device] = Outbox()
         if (hello := self._receiver.hello(device)) is not None:
             self.put(device, hello)
         self.session.joined(device)
+
+    def _output(self, channel: MessageChannel, fail: Callable[[Exception], None]) -> SendLane | MessageSender:
+        """Return the way out to an executor. `fail` gets the error of a message that could not be sent."""
+        if not self._policy.apart:
+            return MessageSender(channel, fail)
+        assert isinstance(channel, SocketChannel), "those that are elsewhere connect by sockets"
+        return SendLane(channel, timeout_s=self.timeout_s, on_error=fail)
 
     # What the machine asks
 
@@ -354,8 +327,10 @@ class FederatedHost(SessionHost[Rounds]):
         self._end(finish)
 
     def put(self, executor: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        outbox = self._outboxes[executor]
-        outbox.put(partial(self._senders[executor].put, message, tensors))
+        outbox, out = self._outboxes[executor], self._senders[executor]
+        if isinstance(out, SendLane) and isinstance(content(message), PhaseOpened):
+            outbox.put(partial(out.withdraw, PhaseOpened))  # or one that takes nothing would be kept each round's model
+        outbox.put(partial(out.put, message, tensors))
         self._unsent.append(outbox)
 
     def _open(self, phase: PhaseId) -> None:
