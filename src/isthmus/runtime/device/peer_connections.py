@@ -11,14 +11,13 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.device.tasklets import ComputeTurns
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
-from isthmus.runtime.messages.assignment import FollowHello, Neighbour, Peer, StateHello
+from isthmus.runtime.messages.assignment import Assignment, FollowHello, Neighbour, Peer, ServeStage, StateHello
 from isthmus.runtime.messages.run import Hello, StreamHello
 from isthmus.runtime.processes.place import DevicePlace
 from isthmus.runtime.transport.acceptor import first_message
@@ -39,21 +38,6 @@ class Endpoint(DevicePlace, frozen=True, kw_only=True):
     def data_key(self) -> bytes:
         """The key that blinds this device's digests of samples."""
         return ONE_OWNER if self.identity is None else self.identity.data_key()
-
-
-class StageLinkage(Protocol):
-    """An object that gives the links of a stage."""
-
-    @property
-    def run(self) -> str: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def stage(self) -> int: ...
-    @property
-    def neighbours(self) -> tuple[Neighbour, ...]: ...
-    @property
-    def timeout_s(self) -> float: ...
 
 
 Give = Callable[
@@ -146,7 +130,7 @@ class PeerConnections:
         return taken
 
     def connect(
-        self, assignment: StageLinkage, called_off: Callable[[], bool] = lambda: False
+        self, assignment: Assignment | ServeStage, called_off: Callable[[], bool] = lambda: False
     ) -> dict[int, SocketChannel]:
         """One connection per neighbour. PeerError when a neighbour does not come, or when it is called off.
 
@@ -187,13 +171,15 @@ class PeerConnections:
             )
         )
 
-    def _dial(self, neighbour: Neighbour, assignment: StageLinkage) -> SocketChannel:
+    def _dial(self, neighbour: Neighbour, assignment: Assignment | ServeStage) -> SocketChannel:
         channel, relayed = self.reach(neighbour)
         self._ways[neighbour.device] = (channel, relayed, neighbour.streams)
         channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.stage))
         return channel
 
-    def _await(self, assignment: StageLinkage, found: dict[int, SocketChannel], called_off: Callable[[], bool]) -> None:
+    def _await(
+        self, assignment: Assignment | ServeStage, found: dict[int, SocketChannel], called_off: Callable[[], bool]
+    ) -> None:
         neighbours = {n.stage: n for n in assignment.neighbours}
         deadline_s = time.monotonic() + assignment.timeout_s
         while missing := set(neighbours) - found.keys():
