@@ -269,7 +269,7 @@ class DrawnRounds:
                     disputed = SharesDisputed(phase=message.body.phase, owners=tuple({*NAMES} - {name}))
                     lied = partial(self._hear_lie, name, ())
                     self.to_coordinator.about(FromExecutor(run=RUN, body=disputed), lied, names=name)
-                if self.to_coordinator is not None and self.host._finish is None:
+                if self.to_coordinator is not None and self.host.session.finish is None:
                     lied = partial(self._hear_lie, name, tensors)
                     self.to_coordinator.about(message, lied, names=name)
                 self._hear(name, message, tensors)

@@ -16,6 +16,7 @@ from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
+from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import Landing, MessageChannel, SocketChannel, in_host_memory
 from isthmus.runtime.transport.lanes import SendLane, Sent
@@ -91,10 +92,26 @@ class SessionHost(Generic[SessionT]):
         """Inside, the session hears something."""
         return contextlib.nullcontext()
 
+    def farewell(self) -> None:
+        """The session is over: what waits for the workers is sent."""
+        for lane in self.lanes.values():
+            lane.close()
+
     # What it does
 
-    def drive(self) -> None:
-        """Until the session is over. `close` is to follow, whatever happens."""
+    def drive(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> None:
+        """Until the session is over, and close. `devices` are at work; without them they come by themselves. `stop`
+        ends the session as its program says; without it Ctrl-C is somebody else's."""
+        self.devices = devices or self.devices
+        try:
+            with contextlib.nullcontext() if stop is None else stop.calls(lambda: self.inbox.put(self.session.stop)):
+                self.decide()
+            self.farewell()
+        finally:
+            self.close()
+
+    def decide(self) -> None:
+        """Until the session is over."""
         start_heartbeats(self.run, self.timeout_s, self.over, self.receivers)
         looked_s = float("-inf")
         while not self.done:

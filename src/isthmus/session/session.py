@@ -320,6 +320,10 @@ class Session:
         """The device is lost, with all its workers."""
         raise NotImplementedError
 
+    def stop(self) -> None:
+        """Somebody wants the run to end."""
+        raise NotImplementedError
+
     def tries_again(self, device: str, reason: str) -> bool:
         """A link of the device broke, and nobody is lost. Return whether all go on as they are; else it is lost."""
         return False

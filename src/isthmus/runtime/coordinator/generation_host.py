@@ -111,17 +111,18 @@ class GenerationHost(SessionHost[Tokens]):
 
     def serve(self, devices: DevicesAtWork) -> None:
         """Until it is stopped. PeerError when the last device that can serve is lost."""
-        self.devices = devices
-        try:
-            self.drive()
-            for lane in self.lanes.values():
-                lane.put(ToDevice(run=self.run, body=Halt(epoch=self.session.epoch)))
-                lane.close()
-        finally:
-            self.close()
-            self._refuse_all(self._reason or "the service was stopped")
+        self.drive(devices)
         if self._reason:
             raise PeerError(self._reason)
+
+    def farewell(self) -> None:
+        for lane in self.lanes.values():
+            lane.put(ToDevice(run=self.run, body=Halt(epoch=self.session.epoch)))
+        super().farewell()
+
+    def close(self) -> None:
+        super().close()
+        self._refuse_all(self._reason or "the service was stopped")
 
     def guard(self, device: str, message: AnyMessage) -> None:
         if not isinstance(message, ServingReport | Heartbeat) or message.tensors:

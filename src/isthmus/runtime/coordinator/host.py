@@ -71,7 +71,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._fresh: list[Span] = []
         self._spans: list[Span] = []
         self._late_s: dict[str, float] = {}
-        self._origin_s = 0.0
+        self._origin_s = self._ended_s = 0.0
         self._finish: FinishRun | None = None
         self._assigned: Mapping[str, Assignment] = {}
         self._placed = Placed()
@@ -84,16 +84,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
 
         To stop is to finish what is leased, to save and to end; a second Ctrl-C ends at once.
         """
-        self.devices = devices or self.devices
-        try:
-            with (stop or Stop()).calls(lambda: self.inbox.put(self.session.stop)):
-                self.drive()
-            ended_s = time.monotonic()
-            for lane in self.lanes.values():
-                lane.close()
-        finally:
-            self.close()
-            self._planners.end()
+        self.drive(devices, stop)
         finish = self._finish
         assert finish is not None, "a machine that is over has finished its run"
         failure: IsthmusError | None = None
@@ -106,10 +97,14 @@ class CoordinatorHost(SessionHost[Pipeline]):
             failure=failure,
             spans=tuple(self._spans),
             late_s=self._late_s,
-            elapsed_s=ended_s - (self._origin_s or ended_s),
+            elapsed_s=self._ended_s - (self._origin_s or self._ended_s),
             recoveries=self.session.recoveries,
             origin_s=self._origin_s,
         )
+
+    def close(self) -> None:
+        super().close()
+        self._planners.end()
 
     def takes_offer(self, device: str) -> bool:
         return self._callbacks.is_known(device)
@@ -300,7 +295,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self.disconnect(device)
 
     def finish_run(self, finish: FinishRun) -> None:
-        self._finish = finish
+        self._finish, self._ended_s = finish, time.monotonic()
 
     def note(self, text: str) -> None:
         self._callbacks.watcher.noted(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -192,14 +191,8 @@ class MergerHost(SessionHost[Merger]):
         self._began_s = time.monotonic()
 
     def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> Finish:
-        """Run to the end. `devices` are at work; without them replicas come by themselves. `stop` ends the run with
-        what replicas have; without it Ctrl-C is somebody else's."""
-        self.devices = devices or self.devices
-        try:
-            with contextlib.nullcontext() if stop is None else stop.calls(lambda: self.inbox.put(self.session.stop)):
-                self.drive()
-        finally:
-            self.close()
+        """Run to the end, as `drive` does. `stop` ends the run with what replicas have."""
+        self.drive(devices, stop)
         assert self.session.finish is not None, "it is over"
         return self.session.finish
 

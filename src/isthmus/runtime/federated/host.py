@@ -128,32 +128,33 @@ class FederatedHost(SessionHost[Rounds]):
         self._shown_bytes = 0
         self._opened_s = 0.0
         self._counted = (0, 0, 0, 0)
-        self._finish: Finish | None = None
         self._failure: BaseException | None = None
 
     def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> Finish:
         """Run to the end. `devices` are the executors' processes, where they are known. `stop` drops the open round and
         ends the run.
         """
-        self.devices = devices or self.devices
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(switch_interval_s(len(self.session.executors)))
         try:
-            self.look()  # before any phase: deadlines count from its opening
-            self._begun.set()
-            with (stop or Stop()).calls(lambda: self.inbox.put(self.session.stop)):
-                self.drive()
-            for name, out in list(self._senders.items()):
-                self._outboxes[name].finish()
-                out.close(FLUSH_S)
-            self._later.finish()
+            self.drive(devices, stop)
         finally:
             sys.setswitchinterval(before_s)
-            self.close()
         if self._failure is not None:
             raise self._failure
-        assert self._finish is not None, "nothing more is decided"
-        return self._finish
+        assert self.session.finish is not None, "nothing more is decided"
+        return self.session.finish
+
+    def decide(self) -> None:
+        self.look()  # before any phase: deadlines count from its opening
+        self._begun.set()
+        super().decide()
+
+    def farewell(self) -> None:
+        for name, out in list(self._senders.items()):
+            self._outboxes[name].finish()
+            out.close(FLUSH_S)
+        self._later.finish()
 
     def bytes(self) -> tuple[int, int]:
         """Sent and received so far, whole frames, of all executors."""
@@ -167,7 +168,7 @@ class FederatedHost(SessionHost[Rounds]):
 
     @property
     def done(self) -> bool:
-        return self._finish is not None
+        return self.session.over or self._failure is not None
 
     @contextlib.contextmanager
     def deciding(self) -> Generator[None]:
@@ -180,7 +181,7 @@ class FederatedHost(SessionHost[Rounds]):
         """In the thread that receives it, which then calls what this returns."""
         self._begun.wait()
         with self._deciding:
-            if self._finish is not None:
+            if self.done:
                 return None
             with self._guarded():
                 self.take(received)
@@ -202,7 +203,7 @@ class FederatedHost(SessionHost[Rounds]):
                 outbox.work()
             if opened:
                 with self._deciding:
-                    if self._finish is None:
+                    if not self.done:
                         self.session.under_way()
             self._later.work()
 
@@ -213,11 +214,7 @@ class FederatedHost(SessionHost[Rounds]):
             yield
         except BaseException as e:
             self._failure = e
-            self._end(Finish("lost", str(e)))
-
-    def _end(self, finish: Finish) -> None:
-        self._finish = self._finish or finish
-        self.inbox.put(lambda: None)
+            self.inbox.put(lambda: None)
 
     # What executors say
 
@@ -324,7 +321,7 @@ class FederatedHost(SessionHost[Rounds]):
         for executor in list(self._senders):
             if self.session.is_here(executor):
                 self.put(executor, ToExecutor(run=self.run, body=Halt()))
-        self._end(finish)
+        self.inbox.put(lambda: None)
 
     def put(self, executor: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         outbox, out = self._outboxes[executor], self._senders[executor]
