@@ -746,7 +746,10 @@ def test_where_no_message_of_a_replica_passes_for_longer_than_the_timeout_it_con
 
 
 def test_a_link_over_which_nothing_is_sent_costs_nothing() -> None:
-    assert struck(Fault(kind="link", device="b", other="d", time_s=10, lasts_s=100)) == struck()
+    fault = Fault(kind="link", device="b", other="d", time_s=10, lasts_s=100)
+    found = struck(fault)
+    assert found.without_effect == ((fault, "nothing was to pass meanwhile"),)
+    assert dataclasses.replace(found, without_effect=()) == struck()
 
 
 def refused(host: Host, name: str, body: StepsMade | Contributed) -> str:
