@@ -38,7 +38,7 @@ from isthmus.runtime.messages.run import (
 )
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame, in_host_memory
 from isthmus.runtime.transport.listener import Listener
-from isthmus.session.session import CLOSED, EXIT_S, GRACE_S, FailureDetector, Loss
+from isthmus.session.session import BROKEN, CLOSED, EXIT_S, GRACE_S, FailureDetector, Loss
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader, header_of, pack
@@ -418,12 +418,13 @@ class TestLosses:
             and str(loss.failure) == "device 'a' was lost: its process was killed by SIGKILL"
         )
 
-    def test_a_process_that_runs_on_without_its_connection_is_lost_in_the_end(self) -> None:
+    @pytest.mark.parametrize("reason", [CLOSED, f"{BROKEN}: Connection reset by peer"])
+    def test_a_process_that_runs_on_without_its_connection_is_lost_in_the_end(self, reason: str) -> None:
         losses = FailureDetector()
-        losses.disconnected("a", CLOSED)
+        losses.disconnected("a", reason)
         assert losses.decide(0.0, {}, {"a"}) is None and losses.decide(EXIT_S - 0.1, {}, {"a"}) is None
         loss = losses.decide(EXIT_S, {}, {"a"})
-        assert loss is not None and loss.device == "a" and str(loss.failure) == f"device 'a' was lost: {CLOSED}"
+        assert loss is not None and loss.device == "a" and str(loss.failure) == f"device 'a' was lost: {reason}"
 
     def test_a_broken_link_between_two_that_live(self) -> None:
         losses = FailureDetector()

@@ -138,6 +138,7 @@ EXIT_S = 10.0
 """How long to wait for the exit of a process that is known to run and whose connection closed. It ends in this moment,
 and how it ended is the better explanation: on a machine that is busy it is heard of later than the grace is long."""
 CLOSED = "its connection closed"  # why a device is lost of which nothing more is known
+BROKEN = "connection lost"  # how its errors begin: one of them is what a process leaves that ends with unread bytes
 
 
 class Loss(NamedTuple):
@@ -242,7 +243,7 @@ class FailureDetector:
         gone = [device for device in self._disconnected if device not in self._accusers]
         for device in gone:
             reason, waited_s = self._disconnected[device], now_s - min(self._since_s[device], accused_s)
-            exits = reason == CLOSED and device in running and waited_s < EXIT_S
+            exits = reason.startswith((CLOSED, BROKEN)) and device in running and waited_s < EXIT_S
             grace_s = self._grace_s if device in self._silent else GRACE_S  # it may have sent why
             if waited_s >= grace_s and not exits:
                 return Loss(device, reason)

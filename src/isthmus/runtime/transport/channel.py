@@ -36,6 +36,7 @@ from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
 from isthmus.runtime.transport.tcp import Unreached, round_trip_s, uses_bbr
+from isthmus.session.session import BROKEN
 from isthmus.training.layout import check_header, receive_buffer, unpack
 from isthmus.training.stored import StoredTensor
 
@@ -214,7 +215,7 @@ class SocketChannel:
         except TimeoutError:
             raise PeerError(f"{self.other}: accepted no data for {self._timeout_s:g} s") from None
         except OSError as e:
-            raise PeerError(f"{self.other}: connection lost while sending: {e.strerror or e}") from None
+            raise PeerError(f"{self.other}: {BROKEN} while sending: {e.strerror or e}") from None
         self._sent += sent
         return sent
 
@@ -262,7 +263,7 @@ class SocketChannel:
                 if idle_s is not None:
                     raise PeerError(f"silent for {idle_s:g} s") from None
             except OSError as e:
-                raise PeerError(f"connection lost: {e.strerror or e}") from None
+                raise PeerError(f"{BROKEN}: {e.strerror or e}") from None
         if got == 0:
             return False
         self.began_s = time.monotonic()
@@ -282,7 +283,7 @@ class SocketChannel:
                     f"stalled for {self._timeout_s:g} s in the middle of a frame, {self._missing} bytes short"
                 ) from None
             except OSError as e:
-                raise PeerError(f"connection lost in the middle of a frame: {e.strerror or e}") from None
+                raise PeerError(f"{BROKEN} in the middle of a frame: {e.strerror or e}") from None
             if got == 0:
                 raise PeerError(f"closed in the middle of a frame, {self._missing} bytes short")
             at += got
