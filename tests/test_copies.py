@@ -37,11 +37,12 @@ SCRIPT = """
 import os
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
 import torch
-from isthmus.copies import asked, can_copy, in_a_copy
+from isthmus.copies import asked, begun_in_a_copy, can_copy, in_a_copy
 from isthmus.errors import FleetTooSmall, InternalError, IsthmusWarning, warn
 from isthmus.job import prepare
 from isthmus.job.first_weights import first_weights
@@ -67,6 +68,11 @@ def leaves():
     sys.exit("no licence")
 
 
+def litters():
+    Path(tempfile.mkdtemp(), "left").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def has_a_child():
     child = os.fork()
     if not child:
@@ -85,11 +91,16 @@ with warnings.catch_warnings(record=True) as warned:
     else:
         raise AssertionError
 assert [(w.category, str(w.message)) for w in warned] == [(IsthmusWarning, "be careful")]
-for question in (ends, crashes, lambda: 1 / 0, leaves):
+tempfile.tempdir = str(Path("temporary").absolute())
+os.mkdir(tempfile.tempdir)
+for question in (ends, crashes, lambda: 1 / 0, leaves, litters):
     try:
         asked(question, int, "building one")
     except (InternalError, SystemExit) as e:
         print(e)
+begun = begun_in_a_copy(lambda: time.sleep(600), int, "a test")
+del begun  # nobody wants its answer
+assert not os.listdir(tempfile.tempdir)
 os.kill(asked(has_a_child, int), signal.SIGKILL)  # it still lives
 assert in_a_copy(lambda: [Path("a")], list[Path], "a test") == [Path("a")]
 
@@ -116,5 +127,6 @@ def test_a_model_is_captured_and_built_in_copies(tmp_path: Path) -> None:
         "building one ended by SIGSEGV without an answer: code that it calls crashed",
         "building one failed: ZeroDivisionError: division by zero",
         "no licence",
+        "building one ended by SIGKILL without an answer: it may be that no memory was left",
         "True",
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -100,8 +101,9 @@ class Copy(Generic[T]):
         # A file: the end of a pipe does not come before that of the last process that the copy has started.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._line = os.pipe()  # it closes with this process, however that ends
-        self._pid = forked_copy(partial(_answer, question, self._file, *self._line))
-        self._end = weakref.finalize(self, _end, self._pid, self._file, self._line)
+        self._temporary = tempfile.mkdtemp(prefix="isthmus-copy-")  # what it leaves there is removed, however it ends
+        self._pid = forked_copy(partial(_answer, question, self._file, self._temporary, *self._line))
+        self._end = weakref.finalize(self, _end, os.getpid(), self._pid, self._file, self._temporary, self._line)
 
     def answer(self) -> T:
         """Wait for it. Its warnings are given here, its UserError or SystemExit raised; InternalError says why it has
@@ -113,25 +115,29 @@ class Copy(Generic[T]):
             raise
         self._end.detach()
         with self._file:
-            _close(self._line)
+            _close(self._temporary, self._line)
             self._file.seek(0)
             return _read(self._file.read(), code, self._kind, self._doing)
 
 
-def _end(pid: int, file: IO[bytes], line: Iterable[int]) -> None:
+def _end(ours: int, pid: int, file: IO[bytes], temporary: str, line: Iterable[int]) -> None:
+    if os.getpid() != ours:  # another copy, which has this object too
+        return
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     file.close()
-    _close(line)
+    _close(temporary, line)
 
 
-def _close(line: Iterable[int]) -> None:
+def _close(temporary: str, line: Iterable[int]) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
     for end in line:
         os.close(end)
 
 
-def _answer(question: Callable[[], object], back: IO[bytes], line: int, ours: int) -> None:
+def _answer(question: Callable[[], object], back: IO[bytes], temporary: str, line: int, ours: int) -> None:
     os.close(ours)
+    tempfile.tempdir = temporary
     handle_signals(signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=end_with_parent, args=(line,), name="parent_pipe", daemon=True).start()
     with warnings.catch_warnings(record=True) as warned:
