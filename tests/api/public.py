@@ -30,4 +30,6 @@ PUBLIC_PACKAGES = (
     "isthmus_testing.decoupled_replay",
     "isthmus_testing.emulated_accelerator",
     "isthmus_testing.lab",
+    "isthmus_testing.sync_modes",
+    "isthmus_testing.virtual_runs",
 )
