@@ -19,6 +19,8 @@ from isthmus.planners.sync import by_size, fused, sent
 from isthmus.plans.exchanges import DELAY, FragmentSchedule, SendOrder
 from isthmus.plans.sync import SyncPlan
 
+__all__ = ["SyncChoices", "SyncedLayer", "SyncedModel", "simulate_sync"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncedLayer:

@@ -12,6 +12,8 @@ from isthmus.simulator.options import Fault
 from isthmus.simulator.rounds import FederatedCosts, SimulatedRound, simulate_federation
 from isthmus.trace import Trace
 
+__all__ = ["period_s", "simulate_federated"]
+
 
 def period_s(trace: Trace, device: str) -> float:
     """Median time between the ends of consecutive backward passes of one step on a device.
