@@ -96,6 +96,15 @@ def test_over_http_too(folder: Path) -> None:
         assert sorted(end - start for _, start, end in web.ranges) == [60 * 40 * 4, 60 * 40 * 8]
 
 
+def test_a_server_that_gives_no_parts_of_a_file_is_one_line(folder: Path) -> None:
+    with web_server(folder) as web:
+        web.whole = True
+        files = asked(folder, web.url, ["layer.1"])
+        found, lacking = own_weights(files)
+    assert not found
+    assert "the server gives no parts of a file" in lacking["base.layer.1"]
+
+
 def test_the_coordinator_sends_what_a_device_does_not_get(folder: Path) -> None:
     ours = values(folder, f"file://{folder}")
     placed, files = Placed(), asked(folder, f"file://{folder}")

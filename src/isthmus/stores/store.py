@@ -123,7 +123,8 @@ class Store:
             )
             for (start, end), part in zip(spans, found, strict=True):
                 if len(part) != end - start:
-                    raise RemoteStoreError(f"got {len(part)} bytes, expected {end - start} from byte {start}")
+                    why = ": the server gives no parts of a file" if len(part) > end - start else ""
+                    raise RemoteStoreError(f"got {len(part)} bytes, expected {end - start} from byte {start}{why}")
         return found
 
     def write(self, name: str, data: bytes) -> None:
