@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.errors import UserError
+from isthmus.training.gradients import STRETCH, added
 from isthmus.training.learning_rate import LearningRate
 from isthmus.training.optim import NO_GRADIENT, OptimizerConfig, Optimizers, choose, clip, gradient_norms
 
@@ -143,3 +145,58 @@ def test_steps_have_the_bits_of_torch(
     kept = {key.rpartition(".")[2]: value for key, value in optimizers.state().items()}
     for key, value in optimizer.state[expected].items():
         assert (value is None and key not in kept) or torch.equal(kept[key], value), key
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator has computed."""
+
+    elements = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,  # pyright: ignore
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not func.is_view:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("rows", [2 * STRETCH, 3 * STRETCH + 13])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_parameter_is_updated_a_stretch_at_a_time(rows: int, threads: int):
+    """With the bits of the whole, and as many steps counted."""
+    generator = torch.Generator().manual_seed(0)
+    start, small = torch.randn(rows, generator=generator), torch.randn(3, generator=generator)
+    mine, beside, expected = nn.Parameter(start.clone()), nn.Parameter(small.clone()), nn.Parameter(start.clone())
+    optimizers = Optimizers([OptimizerConfig(lr=0.1, weight_decay=0.01)], {"w": mine, "b": beside})
+    optimizer = torch.optim.AdamW([expected, nn.Parameter(small.clone())], 0.1, weight_decay=0.01)
+    torch.set_num_threads(threads)
+    try:
+        for number in range(3):
+            expected.grad = torch.randn(rows, generator=generator)
+            mine.grad, beside.grad = expected.grad.clone(), torch.ones(3)
+            optimizer.step()
+            with Largest() as seen:
+                optimizers.step()
+            assert seen.elements == STRETCH or number == 0, "the first step makes its state"
+            assert torch.equal(mine, expected)
+    finally:
+        torch.set_num_threads(1)
+    state, expected_state = optimizers.state(), optimizer.state[expected]
+    assert all(torch.equal(state[f"optimizer.w.{key}"], value) for key, value in expected_state.items())
+    assert state["optimizer.b.step"] == 3
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_of_another_type_is_added_a_stretch_at_a_time(transposed: bool):
+    gradient = torch.randn(STRETCH + 7, 2, generator=torch.Generator().manual_seed(1)).bfloat16()
+    gradient = gradient.t().contiguous().t() if transposed else gradient
+    total = torch.full((STRETCH + 7, 2), 0.1)
+    expected = total + gradient
+    with Largest() as seen:
+        assert added(total, gradient) is total
+    assert torch.equal(total, expected) and (transposed or seen.elements == STRETCH)

@@ -18,7 +18,7 @@ from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import StageGraph
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.faults import raise_if_jobs
-from isthmus.training.gradients import gradient_dtype, keep_layout, no_gradient
+from isthmus.training.gradients import added, gradient_dtype, keep_layout, no_gradient
 from isthmus.training.kernels import Kernels
 from isthmus.training.learning_rate import LearningRate
 from isthmus.training.loss_accumulator import LossAccumulator
@@ -391,7 +391,7 @@ class TorchEngine:
             return
         dtype = gradient_dtype(found.dtype)
         if name in at.gradients:
-            at.gradients[name] = at.gradients[name].add_(found.to(dtype) if found.is_sparse else found)
+            at.gradients[name] = added(at.gradients[name], found)
         elif found.is_sparse:
             at.gradients[name] = found.to(dtype).clone()
         else:

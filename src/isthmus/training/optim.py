@@ -12,7 +12,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from isthmus.accelerators.copies import to_device
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import check_options
 from isthmus.plans import OuterOptimizer
+from isthmus.training.gradients import STRETCH, in_stretches
 from isthmus.training.learning_rate import CONSTANT, LearningRate, TorchSchedule
 from isthmus.wire_types import NotNegative, Table, Text
 
@@ -169,7 +170,28 @@ class _SGD(_NotCompiled, torch.optim.SGD):
 
 
 class _AdamW(_NotCompiled, torch.optim.AdamW):
+    """torch's, a stretch of a large parameter at a time: its loop makes two tensors of each parameter's size. Each
+    element's new value is the same."""
+
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # pyright: ignore
+        """Fill the lists with the group's tensors: parameters, gradients, means, squares, AMSGrad's (none), counts."""
+        complex_numbers: bool = super()._init_group(group, *lists)  # pyright: ignore
+        in_a_loop = not (group["fused"] or group["foreach"]) and all(t.device.type == "cpu" for t in lists[0])
+        if not in_a_loop or all(t.numel() <= STRETCH for t in lists[0]):
+            return complex_numbers
+        *elementwise, _, counts = lists
+        whole = [*zip(*elementwise, counts, strict=True)]
+        for each in lists:
+            each.clear()
+        for *tensors, count in whole:
+            flat = all(map(Tensor.is_contiguous, tensors))
+            parts = [in_stretches(t) if flat else (t,) for t in tensors]
+            for into, stretches in zip(elementwise, parts, strict=True):
+                into.extend(stretches)
+            counts += [count.clone() for _ in parts[0][1:]] + [count]  # each counts up its own
+        return complex_numbers
 
 
 class _Muon(_NotCompiled, torch.optim.Muon):

@@ -248,6 +248,7 @@ class StageLinks:
             while (received := channel.receive(self._guard, idle_s, partial(self._land, stage))) is not None:
                 idle_s = self._assignment.timeout_s
                 self._accept(stage, channel, *received)
+                del received  # while it waits, the link must not keep tensors alive
             raise PeerError(f"{channel.other}: closed the link")
         except Exception as e:
             self._failed(e)

@@ -199,6 +199,7 @@ class _Serving:
                 idle_s = self.order.timeout_s
                 if isinstance(received[0], GenerateStep):
                     self._inbox.put(partial(self.take, channel.other, *received))
+                del received  # while it waits, the link must not keep tensors alive
             raise PeerError(f"{channel.other}: closed the link")
         except Exception as e:
             self._broken(e)

@@ -189,6 +189,7 @@ class Acceptor:
         try:
             while (received := channel.receive(check, idle_s=self._timeout_s, landing=landing)) is not None:
                 self._tell(channel, (device, *received))
+                del received  # while it waits, the link must not keep tensors alive
             self._tell(channel, (device, None, []))
         except Exception as e:  # the receiver of the callback decides
             self._tell(channel, (device, e, []))
