@@ -137,7 +137,7 @@ def test_the_descent_by_the_steady_step_is_one_by_simulated_time(
 ) -> None:
     """Beside the same search without it."""
     gains = list[float]()
-    monkeypatch.setattr("isthmus.planners.search.auto.MOST_STEADY", 3000)
+    monkeypatch.setattr("isthmus.planners.search.improvement.MOST_STEADY", 3000)
     for seed in seeds:
         source = random.Random(seed)
         fleet = fleet_of([source.uniform(1, 4) for _ in range(source.randint(2, 5))], seed)

@@ -30,7 +30,7 @@ from isthmus.plans import Constraints, Plan
 from isthmus.units import format_duration
 
 if TYPE_CHECKING:
-    from isthmus.planners.search.auto import Score
+    from isthmus.planners.search.improvement import Score
 
 Planner = Callable[[Problem], Plan]
 
@@ -146,8 +146,8 @@ def describe(name: str) -> str:
 
 
 def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
-    """The plan that the planner makes. `score` tells `auto` the seconds per step of its last few candidates, better
-    than the closed form does; no other planner asks.
+    """The plan that the planner makes. `score` tells `auto` and `chain` the seconds per step of their last few
+    candidates, better than the closed form does; no other planner asks.
 
     Where the search is ended early (`watching`), the best plan so far, without a certificate. Raises UserError for an
     unknown planner or terms that it does not respect, FleetTooSmall where nothing fits, SearchStopped where there is
@@ -155,11 +155,11 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
     nothing is proven.
     """
     if problem.constraints.lacking:
-        return with_operators(problem, lambda free: plan(name, free, score), improves=name in ("auto", "chain"))
+        return with_operators(problem, lambda free: plan(name, free, score), improves=name in MOVED)
     if problem.schedule in ("zero-bubble", "auto"):
         return _priced_apart(problem, plan(name, replace(problem, schedule="1f1b"), score))
     planner = _planner(name)
-    if name == "auto":
+    if name in MOVED:
         planner = partial(cast("Callable[..., Plan]", planner), score=score)
     check_constraints(name, problem.constraints)
     with keeping(problem, name) as kept:

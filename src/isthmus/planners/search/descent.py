@@ -31,7 +31,7 @@ import numpy as np
 
 from isthmus.cost import PlanLayout, Problem, kernel
 from isthmus.cost.averaging import Averaging
-from isthmus.cost.blocks import Blocks
+from isthmus.cost.blocks import Blocks, coarse
 from isthmus.cost.cut_table import cut_table
 from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.network import FleetNetwork
@@ -224,6 +224,12 @@ class Descent:
             and fixed.may_end(last)
             and stages.ends[len(order) - 1] <= self.blocks.last_start
         )
+
+
+def places(problem: Problem, layouts: Iterable[PlanLayout], count: int) -> Blocks:
+    """Where cuts may be moved to: so many places, and their own."""
+    used = {position for layout in layouts for position in layout.boundaries}
+    return Blocks(problem, sorted({*coarse(Blocks(problem), count).places[1:-1], *used}))
 
 
 def neighbours(stages: Stages, unused: Sequence[int], cuts: Iterable[tuple[int, ...]] = ()) -> Iterator[list[Stages]]:

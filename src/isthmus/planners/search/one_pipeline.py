@@ -1,12 +1,12 @@
 """Planner `chain`: one pipeline, the fastest, or the one whose step costs least money; also with several holders.
 
-The fastest minimises the closed form over the order and choice of devices and over the cuts:
+The search for the fastest begins with the closed form over the order and choice of devices and over the cuts:
 
     step = fill + (n - 1) * period + shared
 
 Promising orders of the devices (`orders`) are cut (`cuts`), and moves improve the best few (`descent`); of a small
-problem every pipeline is tried (`exhaustive`). FusionLLM's OP-Fence and Sky Computing's allocation solve the same
-problem by heuristics.
+problem every pipeline is tried (`exhaustive`). With a scorer the search ends as that of `auto` does (`improvement`).
+FusionLLM's OP-Fence and Sky Computing's allocation solve the same problem by heuristics.
 
 On a given set of devices the price of an hour is fixed, so the fastest pipeline of a set is also its cheapest, but for
 egress. What remains is to choose the set. Small fleets: all sets. Larger ones: the devices with the cheapest FLOPs, as
@@ -30,7 +30,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from isthmus.cost import PlanLayout, Problem, build_plan, is_priced, layouts_of, preference
+from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, is_priced, layouts_of, preference
 from isthmus.cost.blocks import Blocks, coarse, legal_places
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.limits import broken_constraint
@@ -42,12 +42,14 @@ from isthmus.fleet.links import Links, Route
 from isthmus.planners.baselines.even import even
 from isthmus.planners.observer import keep, looked_at
 from isthmus.planners.search.cuts import cut_orders
-from isthmus.planners.search.descent import Descent, Stages, neighbours
+from isthmus.planners.search.descent import Descent, Stages, neighbours, places
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.greedy_fill import greedy_fill
+from isthmus.planners.search.improvement import LEAST_SCORED, Score, by_steady_step, descended, judged
 from isthmus.planners.search.local_search import TOLERANCE, first_improvement
 from isthmus.planners.search.orders import promising_orders
 from isthmus.planners.search.prune_fleet import pruned_fleet
+from isthmus.planners.search.steady_descent import is_steady
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.plans import Plan
 
@@ -55,32 +57,43 @@ ROUGH_BLOCKS, FINE_BLOCKS = 64, 300  # places at which orders are cut, and to wh
 MOST_MOVED, MOST_LOOKED_AT = 6, 8_000  # pipelines that moves improve, and neighbours of each that are looked at
 
 
-def chain(problem: Problem) -> Plan:
+def chain(problem: Problem, score: Score | None = None) -> Plan:
     """The best choice, order and cuts of the devices: of all that there are on small fleets, by moves beyond.
 
-    Raises FleetTooSmall with the device that is short, and by how much.
+    With a scorer the fastest is that by the steady step. Raises FleetTooSmall with the device that is short, and by how
+    much.
     """
     if problem.constraints.copied:
         return fed(problem)
     money = problem.constraints.objective == "cost" or problem.constraints.limited
-    return cheapest(problem) if money else fastest(problem)
+    if money or score is None or not is_steady(problem):
+        return cheapest(problem) if money else fastest(problem)
+    near = pruned_fleet(problem, network_of(problem), Blocks(problem))
+    network, plans = network_of(near), pipelines(near)
+    plans = by_steady_step(near, network, [*plans, *descended(near, network, plans, "chain")], "chain")
+    return _noted(problem, judged(near, plans[:LEAST_SCORED], score)[0])
 
 
 def fastest(problem: Problem, *, thorough: bool = True) -> Plan:
-    """The fastest pipeline, whatever the problem's objective.
+    """The fastest pipeline by the formula, whatever the problem's objective. Raises FleetTooSmall as `pipelines`."""
+    problem = problem.timed()
+    return _noted(problem, pipelines(problem, thorough=thorough)[0])
+
+
+def pipelines(problem: Problem, *, thorough: bool = True) -> list[Plan]:
+    """Fast pipelines, the best by the formula first.
 
     Otherwise than `thorough` moves improve one pipeline alone, and not every one of a small problem is tried. Raises
     FleetTooSmall with the device that is short, and by how much.
     """
     looked_at(0)
-    problem = problem.timed()
     network, blocks = network_of(problem), Blocks(problem)
     if not packs_alike(problem):
         plans = [over_surrogates(problem, partial(fastest, thorough=False)), *_baseline(problem)]
     else:
         near = pruned_fleet(problem, network, blocks)
         if near is not problem:
-            return _noted(problem, fastest(near, thorough=thorough))
+            return pipelines(near, thorough=thorough)
         plans = [*_cut(problem, network, blocks, MOST_MOVED if thorough else 1), *_baseline(problem)]
     if thorough:
         known = min((preference(problem, plan)[0] for plan in plans), default=float("inf"))
@@ -90,8 +103,8 @@ def fastest(problem: Problem, *, thorough: bool = True) -> Plan:
         fallback = greedy_fill(problem, network, blocks)
         plans += _built(problem, fallback.devices, blocks.boundaries(fallback.cut))
         if plans and packs_alike(problem):
-            plans += _moved(problem, network, blocks, layouts_of(plans[0]), plans[0].predicted.step_s)
-    return _noted(problem, min(plans, key=lambda plan: preference(problem, plan)))
+            plans += _moved(problem, network, layouts_of(plans[0]), plans[0].predicted.step_s)
+    return sorted(plans, key=lambda plan: preference(problem, plan))
 
 
 def _cut(problem: Problem, network: FleetNetwork, blocks: Blocks, moved: int) -> Iterator[Plan]:
@@ -104,16 +117,13 @@ def _cut(problem: Problem, network: FleetNetwork, blocks: Blocks, moved: int) ->
             yield from _built(problem, made.stages.order, boundaries)
         order = tuple(network.names[d] for d in made.stages.order)
         start = PlanLayout(order, tuple(boundaries), problem.micro_batches)
-        yield from _moved(problem, network, blocks, [start], made.step_s)
+        yield from _moved(problem, network, [start], made.step_s)
 
 
-def _moved(
-    problem: Problem, network: FleetNetwork, blocks: Blocks, start: Sequence[PlanLayout], known: float
-) -> Iterator[Plan]:
+def _moved(problem: Problem, network: FleetNetwork, start: Sequence[PlanLayout], known: float) -> Iterator[Plan]:
     """Yield the pipeline after moves, if these find a better one than `known`, in seconds or money."""
-    used = {position for layout in start for position in layout.boundaries}
-    places = Blocks(problem, sorted({*coarse(blocks, FINE_BLOCKS).places[1:-1], *used}))
-    better = Descent(problem, network, places, MOST_LOOKED_AT).run(start, known)
+    fine = places(problem, start, FINE_BLOCKS)
+    better = Descent(problem, network, fine, MOST_LOOKED_AT).run(start, known)
     for layout in better[1] if better is not None else ():
         yield from _built(problem, [network.names.index(name) for name in layout.order], layout.boundaries)
 
@@ -150,7 +160,7 @@ def cheapest(problem: Problem) -> Plan:
         plans += _with_fewer(problem, min(plans, key=lambda plan: preference(problem, plan)))
     if near is problem and packs_alike(problem) and not problem.constraints.limited:
         for plan in sorted(plans, key=lambda plan: preference(problem, plan))[:MOST_MOVED]:
-            plans += _moved(problem, network, blocks, layouts_of(plan), preference(problem, plan)[0])
+            plans += _moved(problem, network, layouts_of(plan), preference(problem, plan)[0])
     known = min(preference(problem, plan)[0] for plan in plans)
     better = exhaustive_pipeline(problem, network, blocks, known * (1 + 1e-9))
     plans += [] if better is None else [better]
@@ -248,7 +258,7 @@ def _noted(problem: Problem, plan: Plan) -> Plan:
     better = "cheaper" if problem.constraints.objective == "cost" else "faster"
     idle = [name for name in problem.fleet.names if name not in plan.devices]
     notes = dict.fromkeys(idle, f"no plan that was found is {better} with it")
-    return build_plan(problem, [stage.device for stage in plan.stages], plan.boundaries(), planner="chain", notes=notes)
+    return build_replicas(problem, layouts_of(plan), planner="chain", notes=notes)
 
 
 MOST_BEHIND = 6  # devices behind the holders up to which every chain is tried
