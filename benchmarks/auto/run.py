@@ -34,7 +34,7 @@ from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 CASES, QUICK_CASES = 200, 12
-SLOW = {"sky-optimal": 4, "dtfm-genetic": 10, "dtfm-kl": 10, "islands": 16}
+SLOW = {"sky-optimal": 4, "dtfm-genetic": 10, "dtfm-kl": 10}
 """Devices up to which a slow planner is asked: beyond, it takes most of a minute."""
 ROUNDING = 1e-9
 NEAR_BRUTE = 1.02

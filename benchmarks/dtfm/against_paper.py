@@ -41,13 +41,13 @@ def _cell(row: Row, name: str) -> str:
 def gains(rows: Sequence[Row]) -> Table:
     """How many times as long the others take, over the workloads of GPT3-1.3B, beside the paper's own gain."""
     drawn = Table("fleet", "over", title="Times as fast as the others: GPT3-1.3B, all depths and batches")
-    for heading in ("the paper", "dtfm-genetic", "islands", "auto"):
+    for heading in ("the paper", "dtfm-genetic", "auto"):
         drawn.add_column(heading, justify="right")
     for fleet in dict.fromkeys(row.fleet for row in rows):
         drawn.add_section()
         mine = [row for row in rows if row.fleet == fleet and row.model == "GPT3-1.3B"]
         for other in ("random", *PEERS):
-            ranges = (_range(row.over(name, other) for row in mine) for name in ("dtfm-genetic", "islands", "auto"))
+            ranges = (_range(row.over(name, other) for row in mine) for name in ("dtfm-genetic", "auto"))
             drawn.add_row(fleet, other, PUBLISHED.get((other, fleet), "-"), *ranges)
     drawn.caption = "*: the best of ZeRO-3 and ZeRO-1 with a pipeline"
     return drawn

@@ -34,7 +34,7 @@ UTILISATION = 0.5
 """Of the devices' peak while they compute: what the paper's introduction assumes. It gives no measurement."""
 SEEDS = (2022, 2023, 2024)
 """Of the paper's random layouts, whose mean it reports."""
-STRATEGIES = ("random", "dtfm-genetic", "islands", "auto")
+STRATEGIES = ("random", "dtfm-genetic", "auto")
 STAGES = 8
 BATCHES, LAYERS = (1024, 2048, 4096), (24, 32, 40)
 
@@ -132,7 +132,6 @@ def ours(fleet: Fleet, workload: Workload, wanted: tuple[str, ...]) -> dict[str,
     strategies: Mapping[str, tuple[Callable[[], Plan], ...]] = {
         "random": tuple(lambda seed=seed: placed(problem, one_layout, seed) for seed in SEEDS),
         "dtfm-genetic": (lambda: placed(problem, PLACEMENTS["dtfm-genetic"], 0),),
-        "islands": (lambda: placed(problem, PLACEMENTS["islands"], 0),),
         "auto": (lambda: auto(problem, lambda plan: simulated_s(plan, fleet)),),
     }
     return {name: figure(fleet, planners) for name, planners in strategies.items() if name in wanted}
@@ -161,7 +160,7 @@ def placed(problem: Problem, search: Search, seed: int) -> Plan:
 def one_layout(problem: PlacementProblem, seed: int) -> StageGrouping:
     """Devices in random order: nothing is searched, not even who hands over to whom."""
     devices = shuffled(problem, np.random.default_rng(seed))
-    return StageGrouping(devices=devices, data_parallel_s=0.0, pipeline_s=0.0, compute_s=0.0)
+    return StageGrouping(devices=devices, data_parallel_s=0.0, pipeline_s=0.0)
 
 
 def figure(fleet: Fleet, planners: tuple[Callable[[], Plan], ...]) -> Figure:

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
-PLANNERS = ("random", "dtfm-kl", "dtfm-genetic", "islands", "op-fence", "chain", "auto")
+PLANNERS = ("random", "dtfm-kl", "dtfm-genetic", "op-fence", "chain", "auto")
 TIME_LIMIT, EQUAL = 0.10, 1e-6
 STEPS, QUICK_STEPS = 6, 3
 

@@ -115,7 +115,7 @@ def test_an_observer_changes_no_plan(name: str) -> None:
     assert made(observed=True) == made(observed=False)
 
 
-@pytest.mark.parametrize("name", ["auto", "chain", "even", "islands"])
+@pytest.mark.parametrize("name", ["auto", "chain", "even", "random"])
 def test_before_the_first_plan_there_is_none(name: str) -> None:
     with pytest.raises(SearchStopped, match="before it had found a plan"):
         planned(name, larger(), Patient(0, plans=0))

@@ -77,7 +77,6 @@ _OURS: Mapping[str, PlannerEntry] = {
     "even": PlannerEntry(
         "isthmus.planners.baselines.even:even", Capabilities(holders=True, labels_stay=True, compression=True)
     ),
-    "islands": PlannerEntry(f"{_PLACED}:islands", _EQUAL_REPLICAS),
     "op-fence": PlannerEntry("isthmus.planners.baselines.op_fence:op_fence"),
     "random": PlannerEntry(f"{_PLACED}:random", _EQUAL_REPLICAS),
     "sky-heuristic": PlannerEntry(f"{_LAYERS}:sky_heuristic"),

@@ -13,7 +13,7 @@ Groups = list[tuple[int, ...]]
 
 
 def random_problem(
-    seed: int, stages: int, replicas: int, *, sites: int = 0, compute: bool = False
+    seed: int, stages: int, replicas: int, *, sites: int = 0
 ) -> tuple[PlacementProblem, np.ndarray, np.ndarray]:
     """A problem and its [devices, devices] latency and bandwidth, asymmetric. Without sites every link differs."""
     rng = np.random.default_rng(seed)
@@ -28,12 +28,11 @@ def random_problem(
         activation_bytes=float(rng.integers(0, 9)),
         parameter_bytes=float(rng.integers(0, 9)),
     )
-    compute_s = rng.integers(0, 9, size=devices).astype(float) if compute else None
-    return from_matrices(task, latency, bandwidth, compute_s), latency, bandwidth
+    return from_matrices(task, latency, bandwidth), latency, bandwidth
 
 
 def literal_cost_s(problem: PlacementProblem, latency: np.ndarray, bandwidth: np.ndarray, groups: Groups) -> float:
-    """Eq. 1: Eq. 2 over groups, Eq. 4 over all orders with Eq. 3 over all matchings; and the slowest computations."""
+    """Eq. 1: Eq. 2 over groups, Eq. 4 over all orders with Eq. 3 over all matchings."""
     task = problem.task
 
     def link_s(a: int, b: int, size_bytes: float) -> float:
@@ -55,7 +54,7 @@ def literal_cost_s(problem: PlacementProblem, latency: np.ndarray, bandwidth: np
 
     hops = {(a, b): hop_s(a, b) for a in groups for b in groups if a != b}
     pipeline = min(sum(hops[pair] for pair in itertools.pairwise(order)) for order in itertools.permutations(groups))
-    return data_parallel + pipeline + sum(max(problem.compute_s[d] for d in group) for group in groups)
+    return data_parallel + pipeline
 
 
 def all_groupings(devices: tuple[int, ...], replicas: int) -> Iterator[Groups]:

@@ -20,7 +20,6 @@ from isthmus.planners.placement import (
     dtfm_kl,
     evaluate,
     from_matrices,
-    islands,
     random_groups,
 )
 from isthmus.planners.placement.dtfm import (
@@ -33,8 +32,6 @@ from isthmus.planners.placement.dtfm import (
     worse_parent,
     worst_of_all,
 )
-from isthmus.planners.placement.islands import Annealer, ClassLinks, structured_groups
-from isthmus_testing.placement import lower_bound_s
 
 Table = list[list[float]]
 NO = -math.inf
@@ -187,7 +184,6 @@ def test_the_codes_rules_leave_a_plateau_that_the_texts_do_not() -> None:
     text = min(dtfm_genetic(problem, seed=seed, population=20, trials=300).total_s for seed in range(2))
     code = max(dtfm_genetic_code(problem, seed=seed, population=20, trials=300).total_s for seed in range(2))
     assert code < 0.9 * text
-    assert code == pytest.approx(islands(problem).total_s)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4))
@@ -197,70 +193,20 @@ def test_labels_and_groups_are_the_same_thing(seed: int, groups: int, size: int)
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.sampled_from([0, 2]), st.booleans())
-def test_no_search_beats_brute_force_and_ours_reaches_it(
-    seed: int, shape: tuple[int, int], sites: int, compute: bool
-) -> None:
-    problem, latency, bandwidth = random_problem(seed, *shape, sites=sites, compute=compute)
+@given(st.integers(0, 10**6), st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.sampled_from([0, 2]))
+def test_no_search_beats_brute_force(seed: int, shape: tuple[int, int], sites: int) -> None:
+    problem, latency, bandwidth = random_problem(seed, *shape, sites=sites)
     devices = tuple(range(shape[0] * shape[1]))
     best = min(literal_cost_s(problem, latency, bandwidth, g) for g in all_groupings(devices, shape[1]))
-    ours = islands(problem, seed=seed, moves=60)
-    assert ours.total_s == pytest.approx(best)
     for other in (dtfm_genetic, dtfm_genetic_code, dtfm_kl):
         assert other(problem, seed=seed, population=4, trials=10).total_s >= best - 1e-9
     assert random_groups(problem, seed=seed, draws=5).total_s >= best - 1e-9
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_structured_starts_are_groupings(seed: int) -> None:
-    problem, _, _ = random_problem(seed, 5, 4, sites=seed * 3, compute=True)
-    compute = np.zeros(len(problem.kind_sizes))
-    compute[problem.kind] = problem.compute_s
-    found = list(structured_groups(problem.hop_s, compute, problem.kind, 5))
-    assert len({np.sort(groups, axis=1).tobytes() for groups in found}) == len(found) > 1
-    for groups in found:
-        assert groups.shape == (5, 4)
-        assert sorted(groups.ravel().tolist()) == list(range(20))
-
-
-@pytest.mark.parametrize(("stages", "replicas", "sites"), [(5, 3, 4), (3, 9, 0), (6, 1, 0), (2, 4, 0)])
-def test_annealing_keeps_its_books(stages: int, replicas: int, sites: int) -> None:
-    """What is carried from move to move is what the same placements cost if they are looked at anew."""
-    problem, _, _ = random_problem(5, stages, replicas, sites=sites)
-    kinds = len(problem.kind_sizes)
-    links = ClassLinks.of(problem.sync_s, problem.hop_s, np.arange(kinds, dtype=float), problem.kind)
-    rng = np.random.default_rng(1)
-    starts = np.array([rng.permutation(problem.kind).reshape(stages, replicas) for _ in range(4)])
-    annealer = Annealer(links, starts)
-    first_s = annealer.best_s
-    annealer.run(moves=300, seed=1)
-    again = Annealer(links, annealer.placements)
-    assert annealer.now_s == pytest.approx(again.now_s)
-    assert annealer.best_s == pytest.approx(Annealer(links, annealer.best[None]).best_s)
-    assert annealer.best_s <= min(first_s, again.best_s)
-    for groups in (annealer.best, *annealer.placements):
-        assert sorted(groups.ravel().tolist()) == sorted(problem.kind.tolist())
-
-
-def test_many_speeds_are_bundled_and_still_counted_exactly() -> None:
-    problem, _, _ = random_problem(7, 20, 5, sites=2)
-    compute = np.random.default_rng(7).uniform(1, 2, 100)
-    problem = type(problem)(
-        task=problem.task,
-        kind=problem.kind,
-        latency_s=problem.latency_s,
-        bandwidth_bytes_per_s=problem.bandwidth_bytes_per_s,
-        compute_s=compute,
-    )
-    found = islands(problem, moves=50, placements=2)
-    assert found.compute_s == pytest.approx(compute[found.devices].max(axis=1).sum())
-    assert found.compute_s < random_groups(problem).compute_s
-
-
 @pytest.mark.parametrize("name", represented_by(sorted(PLACEMENTS), "dtfm-kl", "random"))
-def test_a_seed_finds_the_same_again_within_its_bound(name: str) -> None:
+def test_a_seed_finds_the_same_again(name: str) -> None:
     problem, _, _ = random_problem(11, 3, 3, sites=3)
     found, again = PLACEMENTS[name](problem, 4), PLACEMENTS[name](problem, 4)
     assert found.devices.tolist() == again.devices.tolist()
-    assert 0 < lower_bound_s(problem, found.total_s) <= found.total_s == again.total_s
+    assert found.total_s == again.total_s
     assert evaluate(problem, found.devices).total_s == pytest.approx(found.total_s)

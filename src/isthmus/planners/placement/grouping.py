@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,7 +21,6 @@ Group = tuple[int, ...]
 different groups exist; where every device is a kind of its own it is a set of devices."""
 
 _MOST_KEPT = 400_000
-_TABLED = 8  # up to so many rows, many matchings at once are a dynamic programme over sets of columns
 _SMALL = 32  # up to so many rows, building scipy's sparse matrix costs more than the matching
 _BITS = 1 << np.arange(_SMALL, dtype=np.int64)
 EXACT_UP_TO = 10  # groups. Twelve would take ten times as long, and searches ask for thousands of paths.
@@ -62,22 +60,17 @@ class Landscape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageGrouping:
-    """Which device runs which stage of which replica, and the seconds that this takes.
-
-    `data_parallel_s` is Eq. 2's maximum over groups, `pipeline_s` Eq. 4's path. `compute_s` is ours: every group waits
-    for its slowest device, so it is the sum over groups of the longest computation; the period needs no term, for
-    stages are equal and every device takes part, so it is the same for all placements.
-    """
+    """Which device runs which stage of which replica, and the seconds that this takes: `data_parallel_s` is Eq. 2's
+    maximum over groups, `pipeline_s` Eq. 4's path."""
 
     devices: Ints  # [stages, replicas]: row s is the data-parallel group of stage s, column r the pipeline of replica r
     data_parallel_s: float
     pipeline_s: float
-    compute_s: float
 
     @property
     def total_s(self) -> float:
-        """DT-FM Eq. 1, and the computation."""
-        return self.data_parallel_s + self.pipeline_s + self.compute_s
+        """DT-FM Eq. 1."""
+        return self.data_parallel_s + self.pipeline_s
 
 
 def evaluate(problem: PlacementProblem, groups: Ints, landscape: Landscape | None = None) -> StageGrouping:
@@ -99,7 +92,6 @@ def evaluate(problem: PlacementProblem, groups: Ints, landscape: Landscape | Non
         devices=_joined(problem, groups[order]),
         data_parallel_s=max(landscape.group_s(group) for group in kinds),
         pipeline_s=path_length_s(between, order),
-        compute_s=float(problem.compute_s[groups].max(axis=1).sum()),
     )
 
 
@@ -130,34 +122,6 @@ def random_groups(problem: PlacementProblem, *, seed: int = 0, draws: int = 1) -
 def shuffled(problem: PlacementProblem, rng: np.random.Generator) -> Ints:
     """[stages, replicas] device numbers in random order."""
     return rng.permutation(len(problem.kind)).reshape(problem.task.stages, problem.task.replicas)
-
-
-def bottlenecks_s(costs: Floats) -> Floats:
-    """[matrices] the least t of `costs` [n, n, matrices].
-
-    The first k rows meet the columns of a set of k in least(set) = min over its columns c of
-    max(least(set without c), cost[k, c]).
-    """
-    rows = len(costs)
-    if rows > _TABLED:
-        return np.array([bottleneck_matching(costs[:, :, k])[0] for k in range(costs.shape[2])])
-    least = np.zeros((1, costs.shape[2]), dtype=costs.dtype)
-    for cost, (column, without) in zip(costs, _column_sets(rows), strict=True):
-        least = np.maximum(least[without], cost[column]).min(axis=1)
-    return least[0]
-
-
-@cache
-def _column_sets(columns: int) -> list[tuple[Ints, Ints]]:
-    """For each size k: the columns of every set of k, and which set of k - 1 is left without each, [sets, k]."""
-    sizes: list[tuple[Ints, Ints]] = []
-    number: dict[tuple[int, ...], int] = {(): 0}
-    for size in range(1, columns + 1):
-        sets = list(itertools.combinations(range(columns), size))
-        without = [[number[chosen[:c] + chosen[c + 1 :]] for c in range(size)] for chosen in sets]
-        sizes.append((np.array(sets), np.array(without)))
-        number = {chosen: k for k, chosen in enumerate(sets)}
-    return sizes
 
 
 def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:

@@ -44,11 +44,6 @@ def random(problem: Problem) -> Plan:
     return _planned(problem, "random")
 
 
-def islands(problem: Problem) -> Plan:
-    """DT-FM's problem by region counts and annealing: equal stages and replicas, fast islands spread over groups."""
-    return _planned(problem, "islands")
-
-
 def _planned(problem: Problem, name: str) -> Plan:
     best: Plan | None = None
     refused: FleetTooSmall | None = None

@@ -52,7 +52,6 @@ class PlacementProblem:
     latency_s: Floats
     """[kinds, kinds]: from a device of one kind to a device of another; the diagonal joins two devices of one kind."""
     bandwidth_bytes_per_s: Floats  # [kinds, kinds], above 0
-    compute_s: Floats  # [devices]: how long each takes for one micro-batch of a stage, forward and backward
 
     def __post_init__(self) -> None:
         devices, kinds = len(self.kind), int(self.kind.max(initial=-1)) + 1
@@ -61,8 +60,6 @@ class PlacementProblem:
             raise UserError(f"placement: devices: got {devices}, expected {expected}")
         _check_matrix("latency_s", self.latency_s, kinds, above_zero=False)
         _check_matrix("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, kinds, above_zero=True)
-        if self.compute_s.shape != (devices,) or not (np.isfinite(self.compute_s) & (self.compute_s >= 0)).all():
-            raise UserError(f"placement: compute_s: expected {devices} finite numbers of at least 0")
 
     @cached_property
     def kind_sizes(self) -> Ints:
@@ -94,13 +91,11 @@ class PlacementProblem:
         return 2 * (latency + size_bytes / bandwidth)
 
 
-def from_matrices(
-    task: PlacementTask, latency_s: ArrayLike, bandwidth_bytes_per_s: ArrayLike, compute_s: ArrayLike | None = None
-) -> PlacementProblem:
+def from_matrices(task: PlacementTask, latency_s: ArrayLike, bandwidth_bytes_per_s: ArrayLike) -> PlacementProblem:
     """The problem on a network given as [devices, devices] matrices, whose diagonals are ignored.
 
-    `compute_s` [devices]: seconds for one micro-batch of a stage; none leaves them out. Devices that can be exchanged
-    without changing a symmetrised link become one kind. Raises UserError for a bad shape or number.
+    Devices that can be exchanged without changing a symmetrised link become one kind. Raises UserError for a bad shape
+    or number.
     """
     latency, bandwidth = np.array(latency_s, dtype=np.float64), np.array(bandwidth_bytes_per_s, dtype=np.float64)
     devices = len(latency)
@@ -117,7 +112,6 @@ def from_matrices(
         kind=kind,
         latency_s=_between_kinds(means[0], first, second),
         bandwidth_bytes_per_s=_between_kinds(means[1], first, second),
-        compute_s=np.zeros(devices) if compute_s is None else np.array(compute_s, dtype=np.float64),
     )
 
 
@@ -130,13 +124,7 @@ def from_fleet(fleet: Fleet, task: PlacementTask) -> PlacementProblem:
     kind, latency, bandwidth = link_kinds(fleet)
     alone = bandwidth == 0
     latency[alone], bandwidth[alone] = 0.0, 1.0
-    return PlacementProblem(
-        task=task,
-        kind=kind,
-        latency_s=latency,
-        bandwidth_bytes_per_s=bandwidth,
-        compute_s=np.zeros(len(kind)),
-    )
+    return PlacementProblem(task=task, kind=kind, latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
 
 def _twins(latency: Floats, bandwidth: Floats) -> tuple[Ints, Ints, Ints]:
