@@ -49,7 +49,7 @@ from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "steady.json"
 PLANS, QUICK_PLANS = 400, 24
-PLANNERS = ("chain", "even", "op-fence", "equal-compute", "sky-heuristic", "certified", "random")
+PLANNERS = ("chain", "even", "op-fence", "equal-compute", "sky-heuristic", "random")
 STEPS = 8  # simulated
 MEDIAN_LIMIT = 0.001
 

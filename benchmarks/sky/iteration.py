@@ -36,12 +36,12 @@ from isthmus.planners.baselines.allocation import (
     Allocation,
     LayerProblem,
     allocation,
-    certified_layers,
     even_layers,
     sky_heuristic_layers,
 )
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
+from isthmus_testing.allocation import certified_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

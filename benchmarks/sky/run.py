@@ -27,12 +27,12 @@ from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation import (
     Allocation,
     LayerProblem,
-    certified_layers,
     equal_compute_layers,
     even_layers,
     sky_heuristic_layers,
     sky_optimal_layers,
 )
+from isthmus_testing.allocation import certified_layers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import in_time, machine, options_of, write_figures

@@ -27,6 +27,7 @@ PUBLIC_PACKAGES = (
     "isthmus.trace",
     "isthmus.training.compression",
     "isthmus.units",
+    "isthmus_testing.allocation",
     "isthmus_testing.decoupled_replay",
     "isthmus_testing.emulated_accelerator",
     "isthmus_testing.lab",

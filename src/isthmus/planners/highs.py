@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Generator, Mapping
-from typing import Any
+from collections.abc import Generator
 
-import numpy as np
-from scipy.optimize import OptimizeResult, linprog, milp
+from scipy.optimize import OptimizeResult, milp
 from scipy.sparse import csr_matrix
 
 from isthmus.cost.network import Floats, Ints
 
-MOST_ITERATIONS = 500  # iterations of the interior-point method for a linear programme, which takes some tens
 MOST_WORK = 20_000_000  # nodes of an integer programme, times the entries of its matrix
 
 
@@ -28,15 +25,6 @@ def integer_programme(
     nodes = max(1, MOST_WORK // max(1, int(constraints[0].nnz)))
     with stdout_to_stderr():
         return milp(cost, constraints=constraints, integrality=integrality, options={"node_limit": nodes})
-
-
-def linear_programme(cost: Floats, *, above: csr_matrix, bounds: Floats) -> OptimizeResult:
-    """The least cost where `above @ x <= 0`, by the interior-point method."""
-    options: Mapping[str, Any] = {"maxiter": MOST_ITERATIONS}
-    with stdout_to_stderr():
-        return linprog(
-            cost, A_ub=above, b_ub=np.zeros(above.get_shape()[0]), bounds=bounds, method="highs-ipm", options=options
-        )
 
 
 @contextlib.contextmanager

@@ -68,7 +68,6 @@ _LAYERS, _PLACED = "isthmus.planners.baselines.allocation.on_fleet", "isthmus.pl
 
 _OURS: Mapping[str, PlannerEntry] = {
     "auto": PlannerEntry("isthmus.planners.search.auto:auto", msgspec.structs.replace(_ONE_WITH_TERMS, replicas=True)),
-    "certified": PlannerEntry(f"{_LAYERS}:certified"),
     "chain": PlannerEntry("isthmus.planners.search.one_pipeline:chain", _ONE_WITH_TERMS),
     "dtfm-genetic": PlannerEntry(f"{_PLACED}:dtfm_genetic", _EQUAL_REPLICAS),
     "dtfm-genetic-code": PlannerEntry(f"{_PLACED}:dtfm_genetic_code", _EQUAL_REPLICAS),

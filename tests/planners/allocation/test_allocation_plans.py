@@ -13,12 +13,10 @@ from plan_cases import all_orders_of, every_cut, fleet_of, gpt_graph, problem_of
 
 from isthmus.cost import Problem, place
 from isthmus.errors import FleetTooSmall
-from isthmus.fleet import Fleet, Link, Links
-from isthmus.planners.baselines.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
+from isthmus.planners.baselines.allocation.on_fleet import equal_compute, sky_heuristic, sky_optimal
 from isthmus.plans import Plan
 
 PLANNERS = {
-    "certified": certified,
     "equal-compute": equal_compute,
     "sky-heuristic": sky_heuristic,
     "sky-optimal": sky_optimal,
@@ -43,11 +41,11 @@ def attempt(planner: Callable[[Problem], Plan], problem: Problem) -> Plan | None
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.booleans())
-def test_certified_stages_are_bounded_from_below_for_every_plan(
+def test_optimal_stages_are_bounded_from_below_for_every_plan(
     seed: int, operators: int, devices: int, memory: bool
 ) -> None:
     problem = random_problem(seed, operators, devices, memory=memory)
-    made = attempt(certified, problem)
+    made = attempt(sky_optimal, problem)
     if made is None or made.certificate is None:
         return
     held = int(made.certificate.question.split("memory for ")[1].split()[0])
@@ -62,13 +60,13 @@ def test_certified_stages_are_bounded_from_below_for_every_plan(
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4))
 def test_the_largest_compute_is_the_least_where_links_are_free(seed: int, operators: int, devices: int) -> None:
     problem = random_problem(seed, operators, devices, memory=False)
-    made = certified(problem)
+    made = sky_optimal(problem)
     computes = [max(p.times.compute_s) for order in all_orders_of(problem.fleet) for p in every_cut(problem, order)]
     order = [s.device for s in made.stages]
     largest = max(place(problem, order, made.boundaries()).times.compute_s)
     assert made.certificate is not None
-    assert made.certificate.gap < 1e-8
-    assert min(computes) * (1 - 1e-9) <= largest <= max(min(computes), made.certificate.lower_bound) * (1 + 1e-8)
+    assert made.certificate.gap < 2e-4  # HiGHS ends at 1e-4
+    assert min(computes) * (1 - 1e-9) <= largest <= max(min(computes), made.certificate.lower_bound) * (1 + 2e-4)
 
 
 @named
@@ -82,24 +80,12 @@ def test_a_plan_names_its_planner_and_its_idle_devices(name: str, planner: Calla
     assert {n.split()[0] for n in made.notes if "gave it no layers" in n} == idle
     for stage in made.stages:
         assert stage.memory.total <= fleet.device(stage.device).memory_bytes
-    if name in ("certified", "sky-optimal"):
+    if name == "sky-optimal":
         assert made.certificate is not None
         assert "any order and subset" in made.certificate.question
         assert 0 < made.certificate.lower_bound <= made.predicted.period_s
     else:
         assert made.certificate is None
-
-
-def test_certified_has_the_smallest_period_where_links_are_fast() -> None:
-    problem = problem_of(gpt_graph(2), fleet_of([1e6, 3e6, 2e6, 5e6], 1))
-    fast = problem_of(problem.flow.graph, _with_fast_links(problem))
-    periods = {name: planner(fast).predicted.period_s for name, planner in PLANNERS.items()}
-    assert periods["certified"] <= min(periods.values()) * (1 + 1e-9)
-    assert periods["certified"] < periods["sky-heuristic"]
-
-
-def _with_fast_links(problem: Problem) -> Fleet:
-    return Fleet(name="fast", devices=problem.fleet.devices, links=Links(default=Link(0.001, 1e15)))
 
 
 @named
@@ -115,17 +101,17 @@ def test_a_refusal_says_when_another_planner_would_fit_the_fleet() -> None:
     roomy = problem_of(gpt_graph(2), fleet_of([1.0, 1.0], memory=[1 << 40, 1]))
     with pytest.raises(FleetTooSmall, match=r"sky-heuristic found no allocation .* although there is one"):
         sky_heuristic(roomy)
-    assert [s.device for s in certified(roomy).stages] == ["d0"]
+    assert [s.device for s in sky_optimal(roomy).stages] == ["d0"]
 
 
 def test_memory_is_kept_for_the_micro_batches_in_flight_where_it_can_be() -> None:
     graph = gpt_graph(2)
     for schedule, held in (("1f1b", 2), ("gpipe", 4)):
         problem = problem_of(graph, fleet_of([1.0, 1.0]), schedule=schedule)
-        scope = certified(problem).certificate
+        scope = sky_optimal(problem).certificate
         assert scope is not None
         assert f"memory for {held} micro-batches in flight" in scope.question
-    needs = [s.memory.total for s in itertools.chain(certified(problem_of(graph, fleet_of([1.0, 1.0]))).stages)]
+    needs = [s.memory.total for s in itertools.chain(sky_optimal(problem_of(graph, fleet_of([1.0, 1.0]))).stages)]
     tight = problem_of(graph, fleet_of([1.0, 1.0], memory=[int(max(needs) * 0.9)] * 2))
-    made = certified(tight)
+    made = sky_optimal(tight)
     assert all(s.memory.total <= max(needs) * 0.9 for s in made.stages)

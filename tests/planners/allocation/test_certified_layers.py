@@ -19,18 +19,18 @@ from layer_cases import (
 )
 from tests.tiers import represented_by
 
-import isthmus.planners.baselines.allocation.certified as certified_module
+import isthmus_testing.allocation.certified as certified_module
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation import (
     Transfers,
-    certified_layers,
     equal_compute_layers,
     even_layers,
     sky_heuristic_layers,
     sky_optimal_layers,
 )
-from isthmus.planners.baselines.allocation.certified import CoverResult, anneal, cover, identical, pack
-from isthmus.planners.baselines.allocation.windows import best_cut, out_of_reach, priced_bound_s
+from isthmus_testing.allocation import certified_layers
+from isthmus_testing.allocation.certified import CoverResult, anneal, cover, identical, pack
+from isthmus_testing.allocation.windows import best_cut, out_of_reach, priced_bound_s
 
 SEEDS = st.integers(0, 10**6)
 

@@ -19,7 +19,7 @@ from isthmus.cost.blocks import Blocks
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.planners.baselines.allocation.on_fleet import certified, equal_compute, sky_heuristic
+from isthmus.planners.baselines.allocation.on_fleet import equal_compute, sky_heuristic
 from isthmus.planners.baselines.even import even
 from isthmus.planners.baselines.op_fence import op_fence
 from isthmus.planners.observer import keep, part
@@ -37,7 +37,7 @@ MOST_SCORED, MOST_TASKS_SCORED = 32, 20_000
 """Plans that the scorer judges, and forwards in all of them, which bounds its time to about a second. The closed form
 may be far off where stages share parameters: of 21 fleets with a tied model the best was the 11th, 20th and 22nd."""
 MOST_WHOLE = 256  # devices up to which `op_fence` is asked for a plan of all of them
-OTHERS = (even, equal_compute, sky_heuristic, certified, op_fence, random)
+OTHERS = (even, equal_compute, sky_heuristic, op_fence, random)
 
 
 def auto(problem: Problem, score: Score | None = None) -> Plan:

@@ -3,7 +3,6 @@
 The planners made of them are in `on_fleet`; they have the names of modules here, so they are not imported here.
 """
 
-from isthmus.planners.baselines.allocation.certified import certified_layers
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, Transfers, allocation
 from isthmus.planners.baselines.allocation.sky import (
     equal_compute_layers,
@@ -17,7 +16,6 @@ __all__ = [
     "LayerProblem",
     "Transfers",
     "allocation",
-    "certified_layers",
     "equal_compute_layers",
     "even_layers",
     "sky_heuristic_layers",

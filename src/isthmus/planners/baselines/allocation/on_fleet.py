@@ -19,7 +19,6 @@ from isthmus.cost.cut_table import RunTable, run_table, stage_bytes
 from isthmus.cost.kernel import Ints
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.baselines.allocation.certified import certified_layers
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, RunTooLarge, Transfers
 from isthmus.planners.baselines.allocation.sky import equal_compute_layers, sky_heuristic_layers, sky_optimal_layers
 from isthmus.planners.search.greedy_fill import greedy_fill
@@ -53,14 +52,6 @@ def sky_optimal(problem: Problem) -> Plan:
     Raises FleetTooSmall where no order of the devices fits, or none was found within it.
     """
     return _planned(problem, "sky-optimal", sky_optimal_layers)
-
-
-def certified(problem: Problem) -> Plan:
-    """The smallest largest stage over any order of the devices, with a proven lower bound.
-
-    Raises FleetTooSmall where no order of the devices fits.
-    """
-    return _planned(problem, "certified", certified_layers)
 
 
 def layers_of(network: FleetNetwork, blocks: Blocks, in_flight: int) -> LayerProblem:

@@ -17,12 +17,12 @@ from scipy.sparse import csr_matrix, vstack
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation, too_small
-from isthmus.planners.baselines.allocation.windows import pooled_bound_s, reach
 from isthmus.planners.highs import integer_programme
 from isthmus.planners.observer import looked_at
 
 MOST_SWEEPS = 1_000  # the default of the public code
 MOST_CELLS = 20_000  # devices x layers up to which the programme is written down at all
+ROUNDING = 1e-9  # a bound must hold by this share, so that rounding cannot make one
 SAFETY = 1e-6  # HiGHS keeps rows to an absolute 1e-6 of a scaled programme: its bound is trusted to this share
 
 
@@ -175,6 +175,25 @@ def sky_optimal_layers(problem: LayerProblem) -> Allocation:
         raise FleetTooSmall("sky-optimal: found nothing that fits within its work limit")
     best = min(offers, key=lambda a: a.workload_s)
     return allocation(problem, best.order, best.counts, bound_s)
+
+
+def reach(problem: LayerProblem, limit_s: float) -> Ints:
+    """[devices, layers]: the furthest end within memory and `limit_s`; the start itself where none is."""
+    devices, starts = np.arange(problem.devices), np.arange(problem.layers)[None, :]
+    received, memory_ends = problem.received_table_s, problem.memory_end_table
+    seconds = limit_s - received if problem.transfers is None else np.where(received <= limit_s, limit_s, -1.0)
+    done = problem.flops_before[:-1] + seconds / problem.device_s_per_flop[devices, None]
+    # One layer too far for the sake of rounding, and back where the workload is really above.
+    ends = np.searchsorted(problem.flops_before, done * (1 + 1e-12), side="right") - 1
+    ends = np.maximum(np.minimum(ends, memory_ends), starts)
+    while (over := problem.workload_s(devices[:, None], starts, ends) > limit_s).any():
+        ends -= over
+    return ends
+
+
+def pooled_bound_s(problem: LayerProblem) -> float:
+    """All FLOPs on all devices at once, no layer whole and nothing received."""
+    return float(problem.flops_before[-1] / (1.0 / problem.device_s_per_flop).sum()) * (1 - ROUNDING)
 
 
 def _programme(

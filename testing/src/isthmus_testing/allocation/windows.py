@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation
-from isthmus.planners.highs import linear_programme
+from isthmus.planners.baselines.allocation.sky import reach
+from isthmus.planners.highs import stdout_to_stderr
 from isthmus.planners.observer import looked_at
 
 MARGIN = 1e-9  # a proof must hold by this share of the sum, so that rounding cannot make one
+MOST_ITERATIONS = 500  # of the interior-point method
 GAIN = 1e-7  # prices that raise the bound by less than this end the search
 
 
@@ -32,23 +35,6 @@ class Windows(NamedTuple):
     device: Ints
     start: Ints
     end: Ints
-
-
-def reach(problem: LayerProblem, limit_s: float, order: Ints | None = None) -> Ints:
-    """[devices of `order`, layers]: the furthest end within memory and `limit_s`; the start itself where none is."""
-    devices = np.arange(problem.devices) if order is None else order
-    starts = np.arange(problem.layers)[None, :]
-    received, memory_ends = problem.received_table_s, problem.memory_end_table
-    if order is not None:
-        received, memory_ends = received[order], memory_ends[order]
-    seconds = limit_s - received if problem.transfers is None else np.where(received <= limit_s, limit_s, -1.0)
-    done = problem.flops_before[:-1] + seconds / problem.device_s_per_flop[devices, None]
-    # One layer too far for the sake of rounding, and back where the workload is really above.
-    ends = np.searchsorted(problem.flops_before, done * (1 + 1e-12), side="right") - 1
-    ends = np.maximum(np.minimum(ends, memory_ends), starts)
-    while (over := problem.workload_s(devices[:, None], starts, ends) > limit_s).any():
-        ends -= over
-    return ends
 
 
 def windows(ends: Ints, allowed: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None = None) -> Windows:
@@ -101,7 +87,7 @@ def cut_within(problem: LayerProblem, order: Ints, limit_s: float) -> list[int] 
 
     A greedy cut would do if a later start never cost more; what a device receives at a boundary can break that.
     """
-    ends = reach(problem, limit_s, order)
+    ends = reach(problem, limit_s)[order]
     reached = np.zeros((len(order) + 1, problem.layers + 1), dtype=bool)
     reached[0, 0] = True
     for number, row in enumerate(ends):
@@ -126,11 +112,6 @@ def _narrowest(problem: LayerProblem, starts: Ints) -> int:
     if problem.transfers is None:
         return int(starts[0])
     return int(starts[np.argmin(problem.transfers.boundary_bytes[starts])])
-
-
-def pooled_bound_s(problem: LayerProblem) -> float:
-    """All FLOPs on all devices at once, no layer whole and nothing received."""
-    return float(problem.flops_before[-1] / (1.0 / problem.device_s_per_flop).sum()) * (1 - MARGIN)
 
 
 def work_prices(problem: LayerProblem) -> Floats:
@@ -197,9 +178,16 @@ def refuting_prices(problem: LayerProblem, chosen: Windows) -> Floats | None:
     cost = np.concatenate((np.zeros(layers), [-1.0], np.ones(problem.devices)))
     upper = np.full(shape[1], np.inf)
     upper[[0, layers]] = 0.0, 1.0
-    found = linear_programme(
-        cost, above=csr_matrix((value, (row, column)), shape=shape), bounds=np.column_stack((np.zeros(shape[1]), upper))
-    )
+    above = csr_matrix((value, (row, column)), shape=shape)
+    with stdout_to_stderr():
+        found = linprog(
+            cost,
+            A_ub=above,
+            b_ub=np.zeros(shape[0]),
+            bounds=np.column_stack((np.zeros(shape[1]), upper)),
+            method="highs-ipm",
+            options={"maxiter": MOST_ITERATIONS},
+        )
     if found.x is None or found.fun > -MARGIN:
         return None
     return np.maximum(np.diff(found.x[: layers + 1]), 0.0)

@@ -1,4 +1,4 @@
-"""Ours: the smallest largest workload over every order of the devices, with a proven lower bound.
+"""The smallest largest workload over every order of the devices, with a proven lower bound.
 
 Identical layers are counted, exactly. Otherwise prices on layers prove a bound (`best_prices`), and limits between it
 and the best allocation known are tried: a beam search looks for an order (`pack`), then swaps of devices do (`anneal`),
@@ -33,22 +33,20 @@ from scipy.sparse import csr_matrix
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation, too_small
-from isthmus.planners.baselines.allocation.sky import best_in_order
-from isthmus.planners.baselines.allocation.windows import (
+from isthmus.planners.baselines.allocation.sky import best_in_order, pooled_bound_s, reach
+from isthmus.planners.highs import integer_programme
+from isthmus.planners.observer import SearchStopped, looked_at
+from isthmus.units import format_size
+from isthmus_testing.allocation.windows import (
     Windows,
     best_cut,
     best_prices,
     earned,
     ordered,
-    pooled_bound_s,
     priced_bound_s,
-    reach,
     windows,
     work_prices,
 )
-from isthmus.planners.highs import integer_programme
-from isthmus.planners.observer import SearchStopped, looked_at
-from isthmus.units import format_size
 
 MOST_STATES = 300
 MOST_EXPANDED = 4_000_000  # states x devices x devices of one search: it is narrower where there are more devices
