@@ -30,7 +30,7 @@ from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.links import Expected, StageLinks
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver, SnapshotSender
-from isthmus.runtime.device.state_transfer import CatchUpState, StateDonor, StateFeed, StateJoiner
+from isthmus.runtime.device.state_transfer import CatchUpState, StateDonor, StateJoiner, check_followed
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import (
     Assignment,
@@ -42,7 +42,6 @@ from isthmus.runtime.messages.assignment import (
     StatePart,
 )
 from isthmus.runtime.messages.run import Credit, Hello, ToPeer
-from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import Credits
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import header_of
@@ -73,10 +72,6 @@ AGREED = ReceiveStateMessage(
 Frame = tuple[AnyMessage, list[Tensor]]
 
 
-def _nowhere() -> SocketChannel:
-    raise PeerError("device 'oslo': nobody answers")
-
-
 def _given(draw: torch.Generator) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
 
@@ -100,7 +95,6 @@ def _lent(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Frame], dict[str, Tenso
 def test_a_state_on_its_way_to_a_joining_device(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, expected = _lent(monkeypatch)
     hello = FollowHello(run=RUN, epoch=EPOCH, number=NUMBER, device="rome")
-    feed = StateFeed(hello, "oslo", _nowhere, lambda message, tensors: None, lambda e: None, 1.0)
     joiner, lies = StateJoiner(AGREED), Lies(1, len(sent))
     for right, tensors in sent:
 
@@ -108,7 +102,7 @@ def test_a_state_on_its_way_to_a_joining_device(monkeypatch: pytest.MonkeyPatch)
             nonlocal joiner
             told = cast(StateMessage | StatePart, message)
             try:
-                landed(told, tensors, feed._guard)
+                landed(told, tensors, lambda message: check_followed(message, hello, "oslo"))
             except PeerError as e:
                 raise PeerError(f"device 'oslo': {e}") from None  # as the channel does
             before = copy.deepcopy(joiner)

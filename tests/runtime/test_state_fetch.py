@@ -7,7 +7,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,8 +19,14 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.protocol.run_messages import GiveState, SendState
-from isthmus.runtime.device.state_fetch import StateFetch, StateGiver
-from isthmus.runtime.device.state_transfer import STRETCH_BYTES, StateFeed, StateOutlets
+from isthmus.runtime.device.state_transfer import (
+    STRETCH_BYTES,
+    DonorConnection,
+    StateGiver,
+    StateOutlets,
+    fetch_state,
+    follow_state,
+)
 from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.assignment import FollowHello, GivenPart, Peer, StateHello, StateMessage, StatePart
 from isthmus.runtime.messages.run import Heartbeat
@@ -50,6 +57,18 @@ def _pair(party: Party | None = None) -> tuple[SocketChannel, SocketChannel]:
     return SocketChannel(near, "device 'oslo'", 5.0), SocketChannel(far, "device 'rome'", 5.0, party=party)
 
 
+def _fetching(
+    parts: frozenset[str],
+    reach: Callable[[], SocketChannel],
+    arrived: Callable[[Mapping[str, Part]], None],
+    ended: Callable[[str], None],
+) -> DonorConnection:
+    hello = StateHello(run=RUN, device="rome", epoch=EPOCH, parts=parts)
+    shapes = {part: SHAPES[part] for part in parts}
+    receive = partial(fetch_state, hello=hello, step=STEP, shapes=shapes, arrived=arrived, timeout_s=5.0)
+    return DonorConnection("oslo", reach, receive, ended)
+
+
 class Fetched:
     """The parts that a device gets from a donor, and the reason where no more come."""
 
@@ -57,9 +76,7 @@ class Fetched:
         self.found: dict[str, Part] = {}
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._wanted = frozenset(parts)
-        hello = StateHello(run=RUN, device="rome", epoch=EPOCH, parts=self._wanted)
-        shapes = {part: SHAPES[part] for part in parts}
-        self.fetch = StateFetch(hello, STEP, shapes, lambda: channel, self._arrived, self.ended.put, 5.0)
+        self.fetch = _fetching(self._wanted, lambda: channel, self._arrived, self.ended.put)
 
     def _arrived(self, found: Mapping[str, Part]) -> None:
         self.found |= found
@@ -176,8 +193,7 @@ def test_a_donor_that_dies_in_the_middle_and_one_that_nobody_reaches() -> None:
         raise PeerError("device 'oslo' at 127.0.0.1:1: refused")
 
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-    hello = StateHello(run=RUN, device="rome", epoch=EPOCH, parts=frozenset("a"))
-    StateFetch(hello, STEP, {"a": SHAPES["a"]}, reach, lambda found: None, ended.put, 5.0)
+    _fetching(frozenset("a"), reach, lambda found: None, ended.put)
     assert ended.get(timeout=5) == "device 'oslo' at 127.0.0.1:1: refused"
 
 
@@ -202,12 +218,13 @@ class Followed:
 
     def __init__(self, channel: SocketChannel) -> None:
         self.found: queue.SimpleQueue[tuple[StateMessage | StatePart, list[Tensor]]] = queue.SimpleQueue()
-        self.ended: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         arrived = lambda message, tensors: self.found.put((message, tensors))  # noqa: E731
-        self.feed = StateFeed(FOLLOW, "oslo", lambda: channel, arrived, self.ended.put, 5.0)
+        receive = partial(follow_state, hello=FOLLOW, of="oslo", arrived=arrived, timeout_s=5.0)
+        self.feed = DonorConnection("oslo", lambda: channel, receive, self.ended.put)
 
     def end(self) -> str:
-        return str(self.ended.get(timeout=10))
+        return self.ended.get(timeout=10)
 
 
 def _following(outlets: StateOutlets, party: Party | None = None) -> Followed:

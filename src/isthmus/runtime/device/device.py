@@ -53,8 +53,15 @@ from isthmus.runtime.device.stage_data import Batches, stage_data
 from isthmus.runtime.device.stage_preparation import check_operators, check_room, check_samples_apart, compile_stage
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.stage_server import StageServer
-from isthmus.runtime.device.state_fetch import StateFetch, StateGiver
-from isthmus.runtime.device.state_transfer import StateDonor, StateFeed, StateJoiner, StateOutlets
+from isthmus.runtime.device.state_transfer import (
+    DonorConnection,
+    StateDonor,
+    StateGiver,
+    StateJoiner,
+    StateOutlets,
+    fetch_state,
+    follow_state,
+)
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import (
     Assignment,
@@ -73,7 +80,7 @@ from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reconnection import CoordinatorGone
 from isthmus.runtime.transport.rendezvous import PeerDialer
-from isthmus.session.session import in_one_line
+from isthmus.session.session import in_one_line, reason_and_fault
 from isthmus.training.delayed import DelayedEngine
 from isthmus.training.draws import repeated
 from isthmus.training.engine import Engine, TorchEngine
@@ -113,10 +120,10 @@ class DeviceWorker:
         self._values: Mapping[str, Sent] = {}  # the weights at hand
         self._followed: CoordinatorMessage | None = None  # the order that is being followed, or was last
         self._donors: dict[str, Peer] = {}  # other devices that give state
-        self._fetches: list[StateFetch] = []
+        self._fetches: list[DonorConnection] = []
         self._giver = StateGiver(run, self._session.memory.values, timeout_s)
         self._outlets = StateOutlets(run, timeout_s)  # to joining devices that get its state while it trains
-        self._feeds: list[StateFeed] = []  # from the devices whose state this one gets while they train
+        self._feeds: list[DonorConnection] = []  # from the devices whose state this one gets while they train
         self._server: StageServer | None = None  # the server of a device that generates text, in place of training
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
@@ -295,17 +302,17 @@ class DeviceWorker:
                 raise PeerError(
                     f"coordinator: names {donor!r} as donor of {min(parts)!r}, expected a part of the stage"
                 )
-            self._fetches.append(
-                StateFetch(
-                    StateHello(run=self._run, device=self._site.device, epoch=epoch, parts=parts),
-                    step,
-                    {part: shapes[part] for part in parts},
-                    partial(self._reach, self._donors[donor]),
-                    partial(self._put, self._session.fetched, epoch, donor),
-                    partial(self._put, self._session.unfetched, epoch, donor),
-                    self._timeout_s,
-                )
+            receive = partial(
+                fetch_state,
+                hello=StateHello(run=self._run, device=self._site.device, epoch=epoch, parts=parts),
+                step=step,
+                shapes={part: shapes[part] for part in parts},
+                arrived=partial(self._put, self._session.fetched, epoch, donor),
+                timeout_s=self._timeout_s,
             )
+            reach = partial(self._reach, self._donors[donor])
+            failed = partial(self._put, self._session.unfetched, epoch, donor)
+            self._fetches.append(DonorConnection(donor, reach, receive, failed))
 
     def _answer(self, hello: StateHello | FollowHello, channel: SocketChannel) -> None:
         """Another device asks for state; in the thread of its connection."""
@@ -348,20 +355,20 @@ class DeviceWorker:
         self._joiner = StateJoiner(agreed)
         hello = FollowHello(run=self._run, epoch=agreed.epoch, number=agreed.number, device=self._site.device)
         for peer in agreed.peers:
+            of, timeout_s = peer.device, self._timeout_s
+            receive = partial(follow_state, hello=hello, of=of, arrived=self._put_state, timeout_s=timeout_s)
             failed = partial(self._put, self._lose_feed, agreed.epoch, agreed.number)
-            reach = partial(self._reach, peer)
-            feed = StateFeed(hello, peer.device, reach, self._put_state, failed, self._timeout_s)
-            self._feeds.append(feed)
+            self._feeds.append(DonorConnection(of, partial(self._reach, peer), receive, failed))
 
     def _put_state(self, message: StateMessage | StatePart, tensors: list[Tensor]) -> None:
         """In the thread of a connection."""
         self._inbox.put(partial(self._receive_state, message, tensors))
 
-    def _lose_feed(self, epoch: int, number: int, error: Exception) -> None:
+    def _lose_feed(self, epoch: int, number: int, reason: str) -> None:
         """The device can still join, and gets its state while all wait."""
         joiner = self._joiner
         if joiner is not None and (epoch, number) == (joiner.epoch, joiner.number):
-            print(f"device {self._site.device}: stops its live state transfer: {error}", file=sys.stderr)
+            print(f"device {self._site.device}: stops its live state transfer: {reason}", file=sys.stderr)
             self._close_feeds()
             self._joiner = None
             self._send(TransferEnded(number=number, epoch=epoch))
@@ -378,7 +385,7 @@ class DeviceWorker:
         try:
             step = joiner.accept(message, tensors)
         except Exception as e:  # of any kind
-            self._lose_feed(joiner.epoch, number, e)
+            self._lose_feed(joiner.epoch, number, reason_and_fault(e)[0])
             return
         if step is not None:
             self._send(StateReceived(number=number, of=message.of, step=step, epoch=joiner.epoch))

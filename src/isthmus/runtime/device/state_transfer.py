@@ -1,7 +1,17 @@
-"""How a joining device gets the state of the run while the others train: the joining device dials each donor, and the
-donor sends.
+"""State from device to device. The device that lacks it dials each donor that the coordinator named.
 
-    joining device ── FollowHello: device, number ──► donor    both are named by the coordinator's orders
+Before a stage begins:
+
+    receiver ── StateHello: device, epoch, parts ──► donor    both are named by the coordinator's orders
+    receiver ◄── GivenPart, GivenPart, ... ───────── donor    from the memory of its session, whatever its stage does
+    receiver ── closes the connection when it has all that it asked for
+
+A part is refused before it is received unless it is of this run, epoch and step, was asked for and is not here yet, and
+has the shapes of the receiver's stage. What is here stays when the connection breaks.
+
+While the others train, a joining device follows them:
+
+    joining device ── FollowHello: device, number ──► donor
     joining device ◄── StateMessage, StatePart ...  ─ donor    the state, then each step's gradients
 
 What the donor sends to other stages goes first.
@@ -13,22 +23,32 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from isthmus.errors import PeerError
-from isthmus.protocol.run_messages import SendState
+from isthmus.fleet import Link
+from isthmus.protocol.run_messages import GiveState, SendState
 from isthmus.runtime.device.peer_connections import is_peer
-from isthmus.runtime.device.state_fetch import DonorConnection, StateSender
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.assignment import FollowHello, Peer, ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.messages.assignment import (
+    FollowHello,
+    GivenPart,
+    Peer,
+    ReceiveStateMessage,
+    StateHello,
+    StateMessage,
+    StatePart,
+)
 from isthmus.runtime.messages.run import Heartbeat
-from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.message_sender import PER_TIMEOUT
+from isthmus.runtime.transport.channel import SocketChannel, frame
+from isthmus.runtime.transport.lanes import ShapedLink
+from isthmus.runtime.transport.message_sender import PER_TIMEOUT, headers_of
+from isthmus.session.session import reason_and_fault
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import EngineConfig
-from isthmus.training.layout import TensorHeader, check_header
+from isthmus.training.layout import TensorHeader, check_header, pack
 from isthmus.training.optim import Optimizers
 from isthmus.training.snapshot import (
     IncomingSnapshot,
@@ -41,6 +61,110 @@ from isthmus.training.snapshot import (
     stretch_bytes,
     stretches,
 )
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class StateSender:
+    """The way of states to another device, shaped where links are emulated."""
+
+    def __init__(self, channel: SocketChannel, shape: Link | None) -> None:
+        self._channel = channel
+        self._failures: list[Exception] = []
+        self._link = ShapedLink(channel, shape, self._failures.append) if shape is not None else None
+
+    def send(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        """Return when it has left. PeerError where it cannot."""
+        payload = [pack(t) for t in tensors]
+        if self._link is None:
+            self._channel.send(message, payload)
+        else:
+            self._link.send(frame(message, payload), time.monotonic())
+        if self._failures:
+            raise PeerError(f"{self._channel.other}: {self._failures[0]}")
+
+    def close(self) -> None:
+        """Wait until all has arrived."""
+        if self._link is not None:
+            self._link.close()
+
+
+class _Order(NamedTuple):
+    step: int
+    parts: frozenset[str]
+    peer: Peer
+
+
+class StateGiver:
+    """The donor's side: gives what the coordinator ordered to whom it named. Any thread."""
+
+    def __init__(self, run: str, values: Callable[[int, Set[str]], Mapping[str, Part]], timeout_s: float) -> None:
+        """`values` returns parts of the state after a step, as far as they are in memory. Who asks before the
+        coordinator's order is here waits for `timeout_s`."""
+        self._run = run
+        self._values = values
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._epoch = -1  # of the orders
+        self._orders: dict[str, _Order] = {}  # by receiver
+
+    def ordered(self, order: GiveState, peers: Sequence[Peer]) -> None:
+        """`peers`: the receivers. Those of earlier epochs get no more."""
+        named = {peer.device: peer for peer in peers}
+        with self._changed:
+            if order.epoch > self._epoch:
+                self._epoch, self._orders = order.epoch, {}
+            if order.epoch < self._epoch:
+                return
+            for device, parts in order.receivers.items():
+                if device not in named:
+                    continue  # it is gone
+                before = self._orders.get(device)
+                parts = parts | before.parts if before is not None else parts
+                self._orders[device] = _Order(order.step, parts, named[device])
+            self._changed.notify_all()
+
+    def give(self, hello: StateHello, channel: SocketChannel) -> None:
+        """Answer a device that asks. Returns when the connection is closed; who may not ask gets nothing."""
+        try:
+            if (
+                hello.run == self._run
+                and (order := self._wait(hello)) is not None
+                and is_peer(channel.party, order.peer)
+            ):
+                self._send(hello, order, channel)
+        except PeerError:  # the receiver says what it lacks
+            pass
+        finally:
+            channel.close()
+
+    def _wait(self, hello: StateHello) -> _Order | None:
+        """Return the order that covers the request; None if none comes."""
+
+        def covers() -> bool:
+            found = self._orders.get(hello.device)
+            return self._epoch == hello.epoch and found is not None and hello.parts <= found.parts
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._epoch > hello.epoch or covers(), self._timeout_s)
+            return self._orders[hello.device] if covers() else None
+
+    def _send(self, hello: StateHello, order: _Order, channel: SocketChannel) -> None:
+        values, sender = self._values(order.step, hello.parts), StateSender(channel, order.peer.shape)
+        for part in sorted(hello.parts & values.keys()):
+            tensors = values[part]
+            given = GivenPart(run=self._run, epoch=hello.epoch, step=order.step, part=part, tensors=headers_of(tensors))
+            sender.send(given, list(tensors.values()))
+            if self._epoch != hello.epoch:
+                return
+        sender.close()
+        if hello.parts <= values.keys():
+            channel.receive(_nothing, idle_s=self._timeout_s)  # until the receiver has all and closes
+
+
+def _nothing(message: AnyMessage) -> None:
+    raise PeerError(f"sent {type(message).__name__} after it asked for state")
+
 
 STRETCH_BYTES = 1 << 18  # sent at once: what else there is to say waits for no more
 MOST_YIELD_S, LOOK_S = 0.05, 0.002  # how long a whole stretch lets other stages go first, and how often it looks
@@ -205,59 +329,115 @@ class StateOutlets:
                     self._waiting_bytes[device] -= size_bytes
 
 
-class StateFeed(DonorConnection):
-    """A joining device's connection to one donor."""
+class DonorConnection:
+    """A connection to a donor, dialled and received by a thread."""
 
     def __init__(
         self,
-        hello: FollowHello,
         of: str,
         reach: Callable[[], SocketChannel],
-        arrived: Callable[[StateMessage | StatePart, list[Tensor]], None],
-        failed: Callable[[Exception], None],
-        timeout_s: float,
+        receive: Callable[[SocketChannel, threading.Event], None],
+        failed: Callable[[str], None],
     ) -> None:
-        """`of` is the donor, which `reach` dials. The thread calls `arrived`, and `failed` where the connection ends
-        otherwise than between two messages: a donor that ends it has an order to, or is lost. Neither after `close`.
-        """
-        self._hello = hello
-        self._of = of
-        self._arrived = arrived
-        self._failed = failed
-        self._timeout_s = timeout_s
-        super().__init__(f"follow {of}", reach)
+        """`reach` dials the donor. `receive` gets the connection and what `close` sets, and returns at the end. The
+        thread calls `failed` with the reason where it ends otherwise than was agreed; not after `close`."""
+        self._reach, self._receive, self._failed = reach, receive, failed
+        self._closed = threading.Event()
+        self._channel: SocketChannel | None = None
+        threading.Thread(target=self._run, name=f"get state of {of}", daemon=True).start()
 
-    def _exchange(self, channel: SocketChannel) -> None:
-        channel.send(self._hello)
-        begun = False
-        while not self._closed.is_set():
-            if (received := channel.receive(self._guard, self._timeout_s)) is None:
-                if begun:
-                    return
-                raise PeerError(f"{channel.other}: closed the connection")
-            begun = True
-            if isinstance(received[0], StateMessage | StatePart) and not self._closed.is_set():
-                self._arrived(received[0], received[1])
+    def close(self) -> None:
+        self._closed.set()
+        if (channel := self._channel) is not None:
+            channel.close()
 
-    def _broken(self, error: Exception) -> None:
-        self._failed(error)
+    def _run(self) -> None:
+        try:
+            self._channel = channel = self._reach()
+            try:
+                self._receive(channel, self._closed)
+            finally:
+                channel.close()
+        except Exception as e:  # of any kind: the coordinator has another way to get the state there
+            if not self._closed.is_set():
+                self._failed(reason_and_fault(e)[0])
 
-    def _guard(self, message: AnyMessage) -> None:
-        """PeerError unless it is a stretch of bytes, or says what bytes will be, of this transfer. Errors do not name
-        the donor."""
-        hello = self._hello
-        if isinstance(message, StatePart):
-            size = stretch_bytes(message.tensors)
-            fits = size is not None and size <= STRETCH_BYTES
-        else:
-            fits = isinstance(message, StateMessage | Heartbeat) and not message.tensors
-        if not fits:
-            raise PeerError(f"sent {type(message).__name__} of {[h.nbytes for h in message.tensors]} bytes as state")
-        if isinstance(message, StateMessage | StatePart):
-            got = (message.run, message.epoch, message.number, message.of)
-            due = (hello.run, hello.epoch, hello.number, self._of)
-            if got != due:
-                raise PeerError(f"sent state of run, epoch, transfer and device {got!r}, expected {due!r}")
+
+def fetch_state(
+    channel: SocketChannel,
+    closed: threading.Event,
+    *,
+    hello: StateHello,
+    step: int,
+    shapes: Shapes,
+    arrived: Callable[[Mapping[str, Part]], None],
+    timeout_s: float,
+) -> None:
+    """Get the parts of one donor, of these `shapes`. `arrived` gets each of them. PeerError where no more come."""
+    channel.send(hello)
+    due = dict(shapes)
+    while due and not closed.is_set():
+        received = channel.receive(lambda message: check_part(message, hello, step, due), timeout_s)
+        if received is None:
+            raise PeerError(f"{channel.other}: closed the connection before it gave {min(due)!r}")
+        given, tensors = received
+        assert isinstance(given, GivenPart), "no other message is let in"
+        del due[given.part]
+        if not closed.is_set():
+            arrived({given.part: {h.name: t for h, t in zip(given.tensors, tensors, strict=True)}})
+
+
+def check_part(message: AnyMessage, hello: StateHello, step: int, due: Shapes) -> None:
+    """PeerError, which does not name the donor, unless it is a part that is due."""
+    if not isinstance(message, GivenPart):
+        raise PeerError(f"sent {type(message).__name__} where a part of a state was due")
+    got, expected = (message.run, message.epoch, message.step), (hello.run, hello.epoch, step)
+    if got != expected:
+        what = next(w for w, a, b in zip(("run", "epoch", "step"), got, expected, strict=True) if a != b)
+        raise PeerError(f"sent a part of a state of another {what}: {got!r}, expected {expected!r}")
+    if message.part not in due:
+        raise PeerError(f"sent {message.part!r}, which is not a part that was asked for and is still to come")
+    check_state({message.part: due[message.part]}, message.tensors)
+
+
+def follow_state(
+    channel: SocketChannel,
+    closed: threading.Event,
+    *,
+    hello: FollowHello,
+    of: str,
+    arrived: Callable[[StateMessage | StatePart, list[Tensor]], None],
+    timeout_s: float,
+) -> None:
+    """Get the state of the donor `of`, and what it says later. A donor that hangs up between two messages has an order
+    to, or is lost; PeerError if it has said nothing."""
+    channel.send(hello)
+    begun = False
+    while not closed.is_set():
+        if (received := channel.receive(lambda message: check_followed(message, hello, of), timeout_s)) is None:
+            if begun:
+                return
+            raise PeerError(f"{channel.other}: closed the connection")
+        begun = True
+        if isinstance(received[0], StateMessage | StatePart) and not closed.is_set():
+            arrived(received[0], received[1])
+
+
+def check_followed(message: AnyMessage, hello: FollowHello, of: str) -> None:
+    """PeerError, which does not name the donor, unless it is a stretch of bytes, or says what bytes will be, of this
+    transfer."""
+    if isinstance(message, StatePart):
+        size = stretch_bytes(message.tensors)
+        fits = size is not None and size <= STRETCH_BYTES
+    else:
+        fits = isinstance(message, StateMessage | Heartbeat) and not message.tensors
+    if not fits:
+        raise PeerError(f"sent {type(message).__name__} of {[h.nbytes for h in message.tensors]} bytes as state")
+    if isinstance(message, StateMessage | StatePart):
+        got = (message.run, message.epoch, message.number, message.of)
+        due = (hello.run, hello.epoch, hello.number, of)
+        if got != due:
+            raise PeerError(f"sent state of run, epoch, transfer and device {got!r}, expected {due!r}")
 
 
 class StateJoiner:
