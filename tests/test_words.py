@@ -114,6 +114,7 @@ def pages() -> list[Path]:
 
 
 PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in pages()}
+LOWER = {path: text.lower() for path, text in PAGES.items()}
 
 
 @functools.cache
@@ -145,6 +146,8 @@ def test_a_private_word_stands_nowhere(word: Word) -> None:
     allowed = dict.fromkeys(word.allowed, 0)
     found: list[str] = []
     for path, text in PAGES.items():
+        if not re.search(word.pattern, LOWER[path]):  # ten times as fast as `finder`, which looks behind everywhere
+            continue
         for number, line in enumerate(text.splitlines(), 1):
             if not finder.search(line):
                 continue
