@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from isthmus.data import ColumnSpec
 from isthmus.graph import Flow, Ref, StageGraph, assign, cuts, partition
 from isthmus.graph.capture import Captured, Column, capture
+from isthmus.graph.captured import read_captured, write_captured
 from isthmus.graph.metrics import MetricSums
 from isthmus.graph.partition import align
-from isthmus.models import as_eager
+from isthmus.models import as_eager, build_model
 from isthmus.plans import Packing
 from isthmus.training.compression import SampleFeedback, codec_of
 from isthmus.training.engine import EngineConfig, TorchEngine
@@ -165,7 +171,54 @@ def capture_of(
     dtype: torch.dtype = torch.float32,
     metrics: MetricSums | None = None,
 ) -> Captured:
-    """As a job captures its model: Hugging Face's masks as in an eager forward."""
+    """As a job captures its model: Hugging Face's masks as in an eager forward.
+
+    A class, or `build_model` of a spec, is captured once: a capture follows from these, and takes half a second.
+    """
+    plain = {n: Column(c.dtype, c.shape) for n, c in columns.items()}
+    key = None if metrics is not None else _key(build, plain, dtype)
+    if key is None:
+        return _captured(build, columns, plain, dtype, metrics)
+    if key not in _MADE:
+        _MADE[key] = _of_the_session(key, lambda: _captured(build, columns, plain, dtype, None))
+    return _MADE[key]
+
+
+_MADE: dict[tuple[object, str], Captured] = {}
+
+
+def _key(
+    build: Callable[[], nn.Module], columns: Mapping[str, Column], dtype: torch.dtype
+) -> tuple[object, str] | None:
+    more = f"{msgspec.json.encode(dict(columns)).decode()} {dtype}"
+    if isinstance(build, functools.partial) and build.func is build_model:
+        (spec,) = build.args
+        return msgspec.json.encode(spec).decode(), more
+    return (build, more) if isinstance(build, type) else None
+
+
+def _of_the_session(key: tuple[object, str], make: Callable[[], Captured]) -> Captured:
+    """Of a model that a spec names, what another worker of the suite has captured."""
+    spec, more = key
+    if not isinstance(spec, str):
+        return make()
+    name = hashlib.sha256(f"{spec} {more}".encode()).hexdigest()
+    path = Path(os.environ["XDG_CACHE_HOME"]) / "tests" / f"{name}.safetensors"
+    if (found := read_captured(path)) is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_captured(path, make(), spec)
+        found = read_captured(path)
+    assert found is not None
+    return found[0]
+
+
+def _captured(
+    build: Callable[[], nn.Module],
+    columns: Mapping[str, ColumnSpec],
+    plain: Mapping[str, Column],
+    dtype: torch.dtype,
+    metrics: MetricSums | None,
+) -> Captured:
     with contextlib.ExitStack() as stack:
 
         def build_and_patch() -> nn.Module:
@@ -173,7 +226,6 @@ def capture_of(
             stack.enter_context(as_eager(columns))
             return module
 
-        plain = {n: Column(c.dtype, c.shape) for n, c in columns.items()}
         return capture(build_and_patch, plain, batch=2, dtype=dtype, metrics=metrics)
 
 

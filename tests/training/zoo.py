@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -379,4 +380,4 @@ def model(name: str) -> tuple[Callable[[], nn.Module], dict[str, ColumnSpec]]:
     if name in CASES:
         return CASES[name], X
     spec, columns = MODELS[name]
-    return lambda: build_model(spec), columns
+    return functools.partial(build_model, spec), columns
