@@ -87,7 +87,7 @@ def test_a_plan_that_stays_possible_is_never_undercut(job: Path) -> None:
     slow = ["device=rack", "speed=rack*2", "without=rack", "planner=auto"]
     now, more, faster, less, auto = isthmus.what_if(job, slow, overrides={"planner": "even"}).rows
     assert more.step_s is not None and now.step_s is not None and more.step_s <= now.step_s
-    assert faster.step_s is not None and faster.step_s < now.step_s
+    assert faster.step_s is not None and faster.step_s <= now.step_s  # what the link takes hides it
     assert less.devices == 1 and auto.step_s is not None and auto.step_s <= now.step_s
 
 

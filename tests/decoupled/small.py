@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from isthmus.api.decoupled import replica_plans
-from isthmus.api.make_plan import plan_for
+from isthmus.api.make_plan import plan_for, steady_on
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import OptimizerConfig
@@ -95,6 +95,7 @@ def replicas_of(job: Job, fleet: Fleet, backend: LocalBackend | None = None) -> 
         backend=backend,
         holders=holders,
         replan=partial(plan_for, proving=None),
+        steady_s=steady_on,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST
-from isthmus.api.make_plan import plan_for
+from isthmus.api.make_plan import plan_for, steady_on
 from isthmus.errors import PeerError
 from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
@@ -111,6 +111,7 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
         plan=plan_for(prepared, fleet, proving=None),
         fleet=fleet,
         replan=partial(plan_for, prepared, proving=None),
+        steady_s=partial(steady_on, prepared),
         folder=tmp_path,
         trace=MergeTrace(),
         backend=LocalBackend(),

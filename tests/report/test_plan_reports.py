@@ -15,7 +15,7 @@ from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
-from isthmus.plans import Constraints, question_in_words
+from isthmus.plans import Constraints, Plan, question_in_words
 from isthmus.report import (
     ComparedPlan,
     Comparison,
@@ -103,6 +103,21 @@ def test_each_change_is_the_step_of_a_fleet_that_was_changed() -> None:
     wider = msgspec.structs.replace(asked.fleet.links, default=Link(0.1, 40.0))
     across = msgspec.structs.replace(asked.fleet, links=wider)
     assert found["twice the bandwidth between d1 and d2"].step_s == pytest.approx(step_s(across))
+
+
+def test_what_helps_is_judged_by_the_simulated_step_where_there_is_one() -> None:
+    asked = problem(fleet([100.0, 300.0, 200.0, 150.0], bandwidth=20.0))
+    plan = build_plan(asked, ["d0", "d1", "d2"], [4, 8], planner="hand")
+
+    def steady_s(tried: Plan, on: Fleet) -> float:
+        """Another order than the formula's."""
+        return 100.0 / on.device("d1").sustained_flops_per_s + 10.0 * ("d3" in tried.devices)
+
+    found = improvements(asked, plan, steady_s)
+    assert (found[0].what, found[0].saved) == ("d1 twice as fast", 0.5)
+    assert improvements(asked, plan)[0].what != found[0].what
+    change = with_device(asked, plan, "d3", steady_s)
+    assert change is not None and change.step_s == 10 + 1 / 3
 
 
 def test_devices_that_are_equally_slow_are_sped_up_together() -> None:

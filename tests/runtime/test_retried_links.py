@@ -39,6 +39,16 @@ def _spans(step: int, seconds: float) -> Iterator[Span]:
         )
 
 
+def test_plans_are_compared_by_the_simulated_step_where_one_is_given() -> None:
+    prepared, fleet = prepare(job_of("mlp", {"layers": 4}, DIGITS, steps=1000)), fleet_of(2, 1e7)
+    plan = make_plan("chain", prepared.problem(fleet))
+    for steady_s in (None, lambda plan, on: on.link(*LINK).bandwidth_bytes_per_s + len(plan.stages)):
+        plans = Plans(prepared, plan, fleet, lambda left: plan, emulate=False, steady_s=steady_s)
+        _, figures = plans.make(PlanRequest(("d0", "d1"), must=False, believed=fleet))
+        expected_s = plan.predicted.step_s if steady_s is None else steady_s(plan, fleet)
+        assert figures.step_s == figures.other_step_s == pytest.approx(expected_s)
+
+
 def test_a_link_that_recovered_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptation, "RETRY_S", 0.0)
     made = job_of("mlp", {"layers": 4}, DIGITS, steps=1000)

@@ -112,7 +112,7 @@ def _row(
     return BoundaryRow(
         name=name,
         settings=settings,
-        step_s=plan.predicted.step_s,
+        step_s=plan.predicted.expected_s,
         bottleneck=plan.predicted.bottleneck,
         replicas=tuple(map(replica_line, plan.replicas)),
         increase=increase + increase_of(plan.replicas),

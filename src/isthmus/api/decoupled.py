@@ -29,7 +29,7 @@ import torch
 from isthmus import api
 from isthmus.api.folder import RunFolder
 from isthmus.api.forecast import Forecast, Simulating
-from isthmus.api.make_plan import plan_for, predict
+from isthmus.api.make_plan import plan_for, predict, steady_on
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Pipeline, places_of, plan_again, start_of
 from isthmus.api.run import draw_metrics
@@ -81,7 +81,7 @@ def replica_models(prepared: Prepared, fleet: Fleet, plans: Mapping[str, Plan]) 
     job = prepared.job
     groups = replica_groups(job, fleet)
     planned = {name: _planned_steps(prepared, fleet, plans[name], name) for name in groups if len(groups[name]) > 1}
-    step_s = {name: plan.predicted.step_s for name, plan in plans.items()}
+    step_s = {name: plan.predicted.expected_s for name, plan in plans.items()}
     for name, make in planned.items():
         if (step := make(frozenset(groups[name]))) is not None:
             step_s[name] = step.step_s
@@ -266,6 +266,7 @@ class Decoupled(Pipeline):
             backend=backend,
             holders=holders,
             replan=lambda own, left: plan_again(own, backend, holders, left),
+            steady_s=steady_on,
         )
         return _watched(replicas, DecoupledRun(replicas, watch.folder.path, start.checkpoint), watch, stop)
 
@@ -320,8 +321,8 @@ def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
 
 
 def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
-    """Return the seconds of each replica's step by the cost model. UserError as of `replica_plans`."""
-    return {name: plan.predicted.step_s for name, plan in replica_plans(prepared, fleet).items()}
+    """Return the seconds of each replica's step. UserError as of `replica_plans`."""
+    return {name: plan.predicted.expected_s for name, plan in replica_plans(prepared, fleet).items()}
 
 
 def step_text(name: str, plan: Plan, step_s: float) -> str:

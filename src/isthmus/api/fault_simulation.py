@@ -10,7 +10,7 @@ import msgspec
 from rich.console import RenderableType
 
 from isthmus.api.forecast import StruckRun
-from isthmus.api.make_plan import eval_edges, fleet_for, plan_for, simulation_options
+from isthmus.api.make_plan import eval_edges, fleet_for, plan_for, simulation_options, steady_on
 from isthmus.api.observer import Observer, searched
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
@@ -131,7 +131,7 @@ def simulate_faults(
     prepared = prepared.cut_into(plan.micro_batches)
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
     replan = partial(plan_for, again, proving=None)  # nobody reads what is proven of these
-    planner = _Planner(prepared, plan, fleet, replan, emulate=False)
+    planner = _Planner(prepared, plan, fleet, replan, emulate=False, steady_s=partial(steady_on, again))
     ways = {name: 1.0 / fleet.line_bytes_per_s(name) for name in fleet.names}
     times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S, control_s_per_byte=ways)
     unused = tuple(Fault(kind="join", device=name, time_s=0) for name in present if name not in plan.devices)

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from isthmus.api.forecast import StruckRun
-from isthmus.api.make_plan import plan_for
+from isthmus.api.make_plan import plan_for, steady_on
 from isthmus.combinations import refused
 from isthmus.data.clients import ClientData
 from isthmus.data.description import DataDescription
@@ -34,7 +34,7 @@ from isthmus.federated.evaluation import RoundLine
 from isthmus.federated.executor_fleet import ExecutorFleet, transfer_s
 from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
 from isthmus.federated.local import StepsByRound
-from isthmus.federated.pipeline import check_descends
+from isthmus.federated.pipeline import Segment, check_descends
 from isthmus.federated.promise import promised
 from isthmus.programs.rounds import Rounds
 from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
@@ -213,8 +213,14 @@ def _pipeline(job: FederatedJob, deployment: Deployment, site: str, data: Client
     samples = DataDescription(columns=dict(data.columns), train=int(data.sizes[deployment.sites.index(site)]))
     steps = StepsByRound(job.local.tabled(job.federated.rounds), job.federated.rounds)
     plans = PipelinePlans(deployment.fleets[site], job.model, job.data, samples, job.local, steps, plan_for)
-    step_s = plans.first.predicted.step_s
-    return SimulatedPipeline(site=site, devices=plans.first.used, step_s=step_s, round_s=plans.round_s)
+
+    def steps_s(segment: Segment) -> float:
+        return segment.steps * steady_on(plans.prepared(segment), plans.plan(segment), plans.fleet)
+
+    step_s = plans.first.predicted.expected_s
+    return SimulatedPipeline(
+        site=site, devices=plans.first.used, step_s=step_s, round_s=sum(map(steps_s, plans.segments))
+    )
 
 
 def _line(measured: LinearFit, name: str, pipelines: Sequence[SimulatedPipeline]) -> LinearFit:

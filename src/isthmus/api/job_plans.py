@@ -26,6 +26,7 @@ from isthmus.api.make_plan import (
     read_plan,
     simulated_step_s,
     simulation_options,
+    steady_on,
     with_steady,
 )
 from isthmus.api.observer import Observer, searched
@@ -90,7 +91,7 @@ def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, p
     if prove is not None and plan.certificate is None:
         observer.note("--prove: nothing is proven of this plan")
     check_feedback(prepared, plan, fleet)
-    explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
+    explanation = explain(problem.cut_into(plan.micro_batches), plan, partial(steady_on, prepared)) if words else None
     return Explained(plan, fleet, prepared.captured.train, explanation, list(protection_text(prepared, plan, fleet)))
 
 

@@ -170,6 +170,12 @@ def simulated_step_s(job: Job, fleet: Fleet, counts: bool, steps: int, plan: Pla
     return steady_step_s(simulate(plan, fleet, spec, options), undisturbed=True)
 
 
+def steady_on(prepared: Prepared, plan: Plan, fleet: Fleet) -> float:
+    """Seconds of a steady step of the job's plan on a fleet."""
+    counts = prepared.captured.train.count is not None
+    return simulated_step_s(prepared.job, fleet, counts, SIMULATED_STEPS, plan)
+
+
 def with_steady(plan: Plan, steady_s: float) -> Plan:
     """The plan with these seconds of a simulated step."""
     return msgspec.structs.replace(plan, predicted=msgspec.structs.replace(plan.predicted, steady_s=steady_s))
@@ -218,8 +224,7 @@ def plan_for(
     else:
         note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"
         again = msgspec.structs.replace(again, notes=(*again.notes, note))
-    counts = prepared.captured.train.count is not None
-    return with_steady(again, simulated_step_s(prepared.job, fleet, counts, SIMULATED_STEPS, again))
+    return with_steady(again, steady_on(prepared, again, fleet))
 
 
 def _but_memory(replicas: Sequence[Replica]) -> list[object]:

@@ -17,7 +17,7 @@ from isthmus.api.audit import Audited, BackgroundAudits, IdleDevices, audit_run
 from isthmus.api.folder import RunFolder
 from isthmus.api.forecast import Forecast, Simulating
 from isthmus.api.job_overrides import Changes
-from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan
+from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan, steady_on
 from isthmus.api.observer import Observer, searched
 from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
 from isthmus.api.run_session import Choices, run_started
@@ -364,6 +364,7 @@ def _options(planned: _Planned, start: Start) -> RunOptions:
         record=start.record,
         begun=planned.weights,
         replan=partial(plan_again, again, backend, holders),
+        steady_s=partial(steady_on, again),
         believed=planned.believed,
         holders=holders,
     )

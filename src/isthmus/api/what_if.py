@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.api.job_overrides import job_of
-from isthmus.api.make_plan import fleet_for, make
+from isthmus.api.make_plan import fleet_for, make, steady_on, with_steady
 from isthmus.api.observer import Observer, Silent, searched
 from isthmus.cost import build_again, layouts_of, preference, step_price
 from isthmus.cost.price import is_priced
@@ -316,18 +316,19 @@ def _better(prepared: Prepared, asked: _Asked, plan: Plan, today: Plan) -> Plan:
     found = [(problem.cut_into(plan.micro_batches), plan)]
     with contextlib.suppress(UserError):  # a device is gone, or has too little memory
         cut = problem.cut_into(today.micro_batches)
-        found.append((cut, scheduled(cut, build_again(cut, layouts_of(today), today))))
-    return min(found, key=lambda pair: preference(*pair))[1]
+        again = scheduled(cut, build_again(cut, layouts_of(today), today))
+        found.append((cut, with_steady(again, steady_on(prepared, again, asked.fleet))))
+    return min(found, key=lambda pair: preference(*pair, pair[1].predicted.expected_s))[1]
 
 
 def _row(change: Change, plan: Plan, fleet: Fleet) -> WhatIfRow:
-    batch, step_s = plan.micro_batches * plan.micro_batch_size, plan.predicted.step_s
+    batch, step_s = plan.micro_batches * plan.micro_batch_size, plan.predicted.expected_s
     return WhatIfRow(
         change=change.text,
         what=change.what,
         step_s=step_s,
         samples_per_s=batch / step_s,
-        price_per_1000_samples=1000 / batch * step_price(plan, fleet).total if is_priced(fleet) else None,
+        price_per_1000_samples=1000 / batch * step_price(plan, fleet, step_s).total if is_priced(fleet) else None,
         devices=len(plan.used),
     )
 

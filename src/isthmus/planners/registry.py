@@ -155,7 +155,7 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
     if problem.constraints.lacking:
         return with_operators(problem, lambda free: plan(name, free, score), improves=name in MOVED)
     if problem.schedule in ("zero-bubble", "auto"):
-        return _priced_apart(problem, plan(name, replace(problem, schedule="1f1b"), score))
+        return _priced_apart(problem, plan(name, replace(problem, schedule="1f1b"), score), score or _by_formula)
     planner = _planner(name)
     if name in MOVED:
         planner = partial(cast("Callable[..., Plan]", planner), score=score)
@@ -218,12 +218,18 @@ def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:
     raise FleetTooSmall(f"plan.max_price: got {constraints.max_price:g}, {where}: {least}")
 
 
-def _priced_apart(problem: Problem, made: Plan) -> Plan:
+def _by_formula(plan: Plan) -> float:
+    return plan.predicted.step_s
+
+
+def _priced_apart(problem: Problem, made: Plan, score: Score) -> Plan:
     """The stages of a `1f1b` plan with weight gradients apart, where the problem asks for it or, under `auto`, where a
-    step gets shorter. On a small fleet cuts and devices of one pipeline then move as long as that helps."""
+    step gets shorter by the scorer. On a small fleet cuts and devices of one pipeline then move as long as that helps,
+    by the formula."""
     apart, choice = replace(problem, schedule="zero-bubble"), problem.schedule == "auto"
     layouts = [layout._replace(recompute=None) for layout in layouts_of(made)]
-    whole = f"1f1b takes {format_duration(made.predicted.step_s)}"
+    made_s = score(made) if choice else 0.0
+    whole = f"1f1b takes {format_duration(made_s)}"
     try:
         split = build_replicas(apart, layouts, planner=made.planner)
         if made.planner in MOVED and len(layouts) == 1 and len(problem.fleet.names) <= MOST_MOVED:
@@ -233,8 +239,9 @@ def _priced_apart(problem: Problem, made: Plan) -> Plan:
         if not choice:
             raise
         return _noted(made, (f"schedule auto: {whole}, and weight gradients apart do not fit",))
-    words = f"schedule auto: {whole}, zero-bubble {format_duration(split.predicted.step_s)}"
-    if choice and split.predicted.step_s >= made.predicted.step_s:
+    split_s = score(split) if choice else 0.0
+    words = f"schedule auto: {whole}, zero-bubble {format_duration(split_s)}"
+    if choice and split_s >= made_s:
         return _noted(made, (words,))
     devices = len(problem.fleet.names)
     split = msgspec.structs.replace(split, notes=(*split.notes[:devices], *made.notes[devices:]))

@@ -30,7 +30,8 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A plan that was made, and the one in force, priced on the figures that are believed now."""
 
     plan: Plan
-    step_s: float = 0.0  # seconds per step of the plan in force
+    step_s: float = 0.0  # seconds of a steady step of the plan in force
+    other_step_s: float = 0.0  # and of the one that was made
     moving_s: float = 0.0  # to move weights and optimizer state from one to the other
 
 
@@ -78,7 +79,7 @@ class Adaptation:
             return True
         gain = ReplanGain(
             step_s=figures.step_s,
-            other_step_s=figures.plan.predicted.step_s,
+            other_step_s=figures.other_step_s,
             steps=self._steps - self._reached,
             cost_s=figures.moving_s + CHANGE_S,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -14,6 +15,7 @@ from isthmus.cost import (
     Placement,
     PlanLayout,
     Problem,
+    build_again,
     build_replicas,
     in_flight_limits,
     is_priced,
@@ -26,12 +28,15 @@ from isthmus.cost.stage_costs import compute_s
 from isthmus.cost.steptime import pipeline
 from isthmus.cost.sync import sync_s
 from isthmus.errors import UserError
+from isthmus.fleet import Fleet
 from isthmus.fleet.edits import with_links, with_memory_scaled, with_speed, with_uplink
 from isthmus.graph import cuts
 from isthmus.plans import Plan, Replica, ReplicaSync, SyncGroup
 from isthmus.report.tables import certificate_text
 from isthmus.units import format_bandwidth, format_duration, format_size
 
+SteadySeconds = Callable[[Plan, Fleet], float]  # of a simulated step of the plan on a fleet
+MOST_TIMED = 12  # changes, the best by the formula, that are simulated
 MOST_SWAPS = 8  # stages, the busiest first, in whose place a device that is left out is tried
 
 ABREAST = 0.9  # share of the period from which on a device counts as being as slow as the slowest
@@ -54,28 +59,40 @@ def placements(problem: Problem, plan: Plan) -> list[Placement]:
     ]
 
 
-def improvements(problem: Problem, plan: Plan) -> list[Improvement]:
-    """Each device, link and uplink that the plan uses made twice as good, one at a time; the best first."""
+def improvements(problem: Problem, plan: Plan, steady_s: SteadySeconds | None = None) -> list[Improvement]:
+    """Each device, link and uplink that the plan uses made twice as good, one at a time; the best first. With
+    `steady_s` the best few by the formula, by their simulated steps."""
     problem = problem.under(plan.replicas[0].schedule)
     placed = placements(problem, plan)
     now_s = _changed_step_s(problem, plan, placed)
     better = [*_better(problem, plan), *_abreast(problem, plan, placed)]
-    found = [_change(what, now_s, _changed_step_s(changed, plan, placed)) for what, changed in better]
+    changes = [(_change(what, now_s, _changed_step_s(changed, plan, placed)), changed) for what, changed in better]
+    changes.sort(key=lambda pair: pair[0].step_s)
+    found = [change for change, _ in changes]
+    if steady_s is not None:
+        now_s, layouts = steady_s(plan, problem.fleet), layouts_of(plan)
+        again = [(c.what, build_again(changed, layouts, plan), changed) for c, changed in changes[:MOST_TIMED]]
+        found = [_change(what, now_s, steady_s(other, changed.fleet)) for what, other, changed in again]
     return sorted(found, key=lambda change: change.step_s)
 
 
-def with_device(problem: Problem, plan: Plan, name: str) -> Improvement | None:
-    """The best of the plans tried that use a device which this one leaves out: in place of another, or sharing the
-    slowest stage with its device. None where it fits nowhere."""
+def with_device(problem: Problem, plan: Plan, name: str, steady_s: SteadySeconds | None = None) -> Improvement | None:
+    """The best by the formula of the plans tried that use a device which this one leaves out: in place of another, or
+    sharing the slowest stage with its device. None where it fits nowhere. With `steady_s` by its simulated step."""
     problem = problem.under(plan.replicas[0].schedule)
-    found: list[Improvement] = []
+    found: list[tuple[str, Plan]] = []
     for what, layouts in _alternatives(problem, plan, name):
-        try:
-            tried = build_replicas(problem, layouts, planner="tried").predicted.step_s
-        except UserError:  # it does not fit, or breaks the plan's terms
-            continue
-        found.append(_change(what, plan.predicted.step_s, tried))
-    return min(found, key=lambda change: change.step_s, default=None)
+        with contextlib.suppress(UserError):  # it does not fit, or breaks the plan's terms
+            found.append((what, build_replicas(problem, layouts, planner="tried")))
+    if not found:
+        return None
+    what, tried = min(found, key=lambda pair: pair[1].predicted.step_s)
+    now_s, then_s = ((steady_s or _by_formula)(each, problem.fleet) for each in (plan, tried))
+    return _change(what, now_s, then_s)
+
+
+def _by_formula(plan: Plan, fleet: Fleet) -> float:
+    return plan.predicted.step_s
 
 
 def _change(what: str, now_s: float, then_s: float) -> Improvement:
@@ -183,9 +200,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     helps: tuple[Improvement, ...]
 
 
-def explain(problem: Problem, plan: Plan) -> Explanation:
-    """Explains a plan: the work of each stage and the bottleneck. Raises UserError if the plan does not fit the
-    problem."""
+def explain(problem: Problem, plan: Plan, steady_s: SteadySeconds | None = None) -> Explanation:
+    """Explains a plan: the work of each stage and the bottleneck; what would help by `steady_s`, or by the formula.
+    Raises UserError if the plan does not fit the problem."""
     placed = placements(problem, plan)
     steps_s = [_step_s(p, r) for p, r in zip(placed, plan.replicas, strict=True)]
     slowest = max(range(len(placed)), key=steps_s.__getitem__)
@@ -194,8 +211,8 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
         bottleneck=tuple(_bottleneck(placed[slowest], plan.replicas[slowest])),
         stages=tuple(_stages(problem, plan, placed)),
         links=tuple(_links(problem, plan, placed)),
-        left_out=tuple(_left_out(problem, plan)),
-        helps=tuple(c for c in improvements(problem, plan)[:MOST_CHANGES] if c.saved >= LEAST_SAVED),
+        left_out=tuple(_left_out(problem, plan, steady_s)),
+        helps=tuple(c for c in improvements(problem, plan, steady_s)[:MOST_CHANGES] if c.saved >= LEAST_SAVED),
     )
 
 
@@ -249,7 +266,7 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
         )
     work = problem.cumulative_flops[-1]
     speed = sum(problem.fleet.device(name).sustained_flops_per_s for name in plan.used)
-    busy = plan.micro_batches * work / speed / said.step_s if said.step_s else 0.0
+    busy = plan.micro_batches * work / speed / said.expected_s if said.expected_s else 0.0
     used = f"{len(plan.used)} of {len(problem.fleet.names)}"
     yield f"Devices in use: {used}; weighted by their speeds they compute {busy:.1%} of the time."
     yield from _constraints(problem, plan)
@@ -261,7 +278,7 @@ def _constraints(problem: Problem, plan: Plan) -> Iterator[str]:
     """Yield the constraints besides time, and the plan's price where anything has a price."""
     constraints = problem.constraints
     if is_priced(problem.fleet):
-        price = step_price(plan, problem.fleet)
+        price = step_price(plan, problem.fleet, plan.predicted.expected_s)
         yield (
             f"1,000 steps cost {1000 * price.total:.4g} in the fleet's unit: {1000 * price.devices:.4g} for devices, "
             f"{1000 * price.egress:.4g} for bytes that leave priced sites"
@@ -391,10 +408,10 @@ def _crossings(problem: Problem, placed: Placement, replica: Replica) -> Iterato
         yield f"{names[p.owner]} sends its parameter {p.name} ({format_size(p.size_bytes)}) to {users}, once per step"
 
 
-def _left_out(problem: Problem, plan: Plan) -> Iterator[str]:
+def _left_out(problem: Problem, plan: Plan, steady_s: SteadySeconds | None) -> Iterator[str]:
     idle = [name for name in problem.fleet.names if name not in set(plan.devices)]
     for name in itertools.islice(idle, MOST_LEFT_OUT):
-        best = with_device(problem, plan, name)
+        best = with_device(problem, plan, name, steady_s)
         if best is None:
             yield f"{name}: no stage fits it, in place of another device or beside it"
         elif best.saved > LEAST_SAVED:

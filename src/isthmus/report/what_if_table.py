@@ -18,7 +18,7 @@ class WhatIfRow(msgspec.Struct, frozen=True, kw_only=True):
     change: str  # as `--what-if` takes it; empty for the job as it is
     what: str  # in words
     refused: str | None = None  # why there is no plan
-    step_s: float | None = None  # as predicted by the closed form
+    step_s: float | None = None  # as simulated
     samples_per_s: float | None = None
     price_per_1000_samples: float | None = None
     """Devices and egress, in the unit of the fleet's prices; None where nothing has a price."""
@@ -47,7 +47,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 def what_if_table(found: WhatIf) -> RenderableType:
     """A row for each change that has a plan, the fastest first; the others below, each with its reason."""
     now = found.rows[0]
-    numbers = ["step by\nformula", "samples/s", "against\ntoday", "devices"]
+    numbers = ["step", "samples/s", "against\ntoday", "devices"]
     priced = any(row.price_per_1000_samples is not None for row in found.rows)
     bought = any(row.gained_per_price is not None for row in found.rows)
     numbers += ["price of 1,000\nsamples"] * priced + ["samples/s per\nprice per hour"] * bought

@@ -16,6 +16,12 @@ from isthmus.protocol.drift import differs
 from isthmus.protocol.run_ports import PlanRequest
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 
+SteadySeconds = Callable[[Plan, Fleet], float]  # of a step of the plan on a fleet
+
+
+def _by_formula(plan: Plan, fleet: Fleet) -> float:
+    return plan.predicted.step_s
+
 
 class Plans:
     """`make` may be called by any thread, all else by one."""
@@ -30,14 +36,15 @@ class Plans:
         believed: Fleet | None = None,
         emulate: bool,
         repeats: bool = True,
+        steady_s: SteadySeconds | None = None,
     ) -> None:
         """`replan` None: the first plan is the only one. `believed`: the fleet as an earlier session measured it.
-        `repeats`: gradients alone change the weights."""
+        `repeats`: gradients alone change the weights. `steady_s` None: plans are compared by the formula."""
         self._prepared = prepared
         self._replan = replan
         self._stated = fleet
         self._emulated = fleet if emulate else None
-        self._repeats = repeats
+        self._repeats, self._steady_s = repeats, steady_s or _by_formula
         self._believed = believed or fleet
         self._making = threading.Lock()
         self._made = {0: self._deployment(first, self._believed, 0)}
@@ -60,7 +67,7 @@ class Plans:
         )
 
     def _is_made_for(self, fleet: Fleet) -> bool:
-        return math.isclose(self.now.repriced(fleet), self.now.plan.predicted.step_s)
+        return math.isclose(self.now.repriced(fleet).predicted.step_s, self.now.plan.predicted.step_s)
 
     def make(self, request: PlanRequest) -> tuple[StateLayout, PlanFigures]:
         """A plan for these devices, with its figures. UserError when there is none."""
@@ -74,8 +81,9 @@ class Plans:
             self._made[number] = found
         if request.must:
             return found.layout, PlanFigures(plan=found.plan)
-        step_s, moving_s = self.now.repriced(believed), found.moving_s(self.now)
-        return found.layout, PlanFigures(plan=found.plan, step_s=step_s, moving_s=moving_s)
+        now_s, then_s = (self._steady_s(plan, believed) for plan in (self.now.repriced(believed), found.plan))
+        moving_s = found.moving_s(self.now)
+        return found.layout, PlanFigures(plan=found.plan, step_s=now_s, other_step_s=then_s, moving_s=moving_s)
 
     def begin(self, layout: StateLayout) -> None:
         """One of those that were made is in force."""

@@ -33,7 +33,7 @@ from isthmus.runtime.coordinator.data_holders import DataHolders, Digests, uncha
 from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, chosen_fingerprints
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.parameter_store import ParameterStore
-from isthmus.runtime.coordinator.plans import Plans
+from isthmus.runtime.coordinator.plans import Plans, SteadySeconds
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome, WeightAmounts, WeightExchanges
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
@@ -102,6 +102,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     exchanges: WeightExchanges | None = None  # who else changes the run's weights
     replan: Callable[[Fleet], Plan] | None = None
     """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
+    steady_s: SteadySeconds | None = None  # compares another plan with the one in force; None: the formula does
 
 
 def run_spec(prepared: Prepared, start_step: int = 0, *, eval_due: bool = False) -> RunSpec:
@@ -156,6 +157,7 @@ class RunController:
             believed=options.believed,
             emulate=options.emulate,
             repeats=options.exchanges is None,
+            steady_s=options.steady_s,
         )
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self.peaks: dict[str, MemoryPeak] = {}  # peaks by device of the plan in force

@@ -107,11 +107,11 @@ class StageAssignments:
         """The names among `written` that optimizers update."""
         return frozenset(name for pair in self.stages for name in pair.owned)
 
-    def repriced(self, fleet: Fleet) -> float:
-        """Seconds per step of this very plan on a fleet with other figures, in closed form."""
+    def repriced(self, fleet: Fleet) -> Plan:
+        """This very plan on a fleet with other figures."""
         problem = self._prepared.problem(fleet).cut_into(self.plan.micro_batches)
         alike = build_again(problem, layouts_of(self.plan), self.plan)
-        return with_sync(problem, alike, self.plan.sync).predicted.step_s
+        return with_sync(problem, alike, self.plan.sync)
 
     def of_whole_replicas(self, fleet: Fleet) -> Plan | None:
         """Return the plan of the replicas that lost no device: they go on at once, and a better plan is made meanwhile.
@@ -153,7 +153,7 @@ class StageAssignments:
 
     def _affordable(self) -> int:
         """A snapshot is sent before the next one is made, in what the plan leaves of its link."""
-        step_s = self.plan.predicted.step_s
+        step_s = self.plan.predicted.expected_s
         steps = [LEAST_INTERVAL_S / step_s] if step_s > 0 else [1.0]
         for device, snapshot_copy in self._snapshot_copies.items():
             bandwidth = self._bandwidth(device, snapshot_copy)
@@ -188,7 +188,7 @@ class StageAssignments:
             per_byte = {donor: self._seconds_per_byte(donor, worker_id) for donor in given}
             gradients_s = max(self._elements(parts) * FLOAT32_BYTES * per_byte[d] for d, parts in given.items())
             follows = (
-                now.layout.repeats and worker_id not in now.layout.parts and gradients_s < now.plan.predicted.step_s
+                now.layout.repeats and worker_id not in now.layout.parts and gradients_s < now.plan.predicted.expected_s
             )
             found.append(
                 gradients_s if follows else max(self._bytes_of(parts) * per_byte[d] for d, parts in given.items())

@@ -30,6 +30,7 @@ from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent
 from isthmus.protocol.run_messages import Halt, Item, WeightExchange
 from isthmus.runtime.coordinator.backend import Backend
 from isthmus.runtime.coordinator.data_holders import DataHolders
+from isthmus.runtime.coordinator.plans import SteadySeconds
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
 from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaHost, ReplicaPlace
@@ -50,6 +51,7 @@ class ReplicaPipeline:
     plan: Plan
     fleet: Fleet  # the replica's devices
     replan: Callable[[Fleet], Plan]  # for those of them that are there
+    steady_s: SteadySeconds
     folder: Path
     trace: MergeTrace  # the whole run's
     backend: Backend
@@ -123,6 +125,7 @@ class PipelineReplica(ReplicaHost):
             until=self._most_steps,
             exchanges=self,
             replan=known.replan,
+            steady_s=known.steady_s,
         )
         watcher = Watcher(
             planned=self._planned,

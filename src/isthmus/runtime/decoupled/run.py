@@ -164,6 +164,7 @@ class Replicas:
     backend: Backend
     holders: DataHolders  # devices that have the data
     replan: Callable[[Prepared, Fleet], Plan]  # plans a pipeline anew where some of its devices are lost, or came
+    steady_s: Callable[[Prepared, Plan, Fleet], float]  # of a step of its plan
 
 
 class DecoupledRun(MergedRun):
@@ -292,6 +293,7 @@ class DecoupledRun(MergedRun):
                 plan=plan,
                 fleet=known.fleet.subset(devices),
                 replan=replan,
+                steady_s=partial(known.steady_s, prepared),
                 folder=folder,
                 trace=self.machine.trace,
                 backend=backend,

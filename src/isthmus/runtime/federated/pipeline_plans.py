@@ -141,11 +141,6 @@ class PipelinePlans:
         """For devices that are left. FleetTooSmall where none fits."""
         return self._make_plan(prepared, fleet, None)
 
-    @property
-    def round_s(self) -> float:
-        """Seconds of all steps of a round, as the plans predict them."""
-        return sum(segment.steps * self.plan(segment).predicted.step_s for segment in self.segments)
-
 
 MOMENTUM = "momentum_buffer"
 RESPAWN_S = 0.5  # until the process of a lost device is started again: the end of one is noticed sooner
