@@ -33,7 +33,7 @@ from isthmus.graph import Flow, cuts
 from isthmus.job import Job, prepare
 from isthmus.protocol.run_messages import OpenItem
 from isthmus.runtime.coordinator.host import CoordinatorHost
-from isthmus.runtime.coordinator.weight_files import WeightFiles
+from isthmus.runtime.coordinator.parameter_store import WeightFiles
 
 HERE = Path(__file__).parent
 KEYS = ("VmRSS", "RssAnon", "VmHWM")

@@ -29,7 +29,7 @@ from isthmus.graph import Flow, assign, cuts, partition
 from isthmus.job import Job, prepare
 from isthmus.job.first_weights import first_weights
 from isthmus.protocol.run_messages import WeightFile
-from isthmus.runtime.coordinator.weight_files import WeightFiles
+from isthmus.runtime.coordinator.parameter_store import WeightFiles
 from isthmus.runtime.device.own_files import own_weights
 from isthmus.stores import Store
 

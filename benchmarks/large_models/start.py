@@ -37,7 +37,7 @@ from isthmus.graph import Flow, cuts
 from isthmus.job import Job, prepare
 from isthmus.protocol.run_messages import OpenItem, PlaceWeights
 from isthmus.runtime.coordinator.host import CoordinatorHost
-from isthmus.runtime.coordinator.weight_files import WeightFiles
+from isthmus.runtime.coordinator.parameter_store import WeightFiles
 from isthmus.runtime.transport.channel import SocketChannel
 
 SIZES: dict[str, dict[str, int]] = {

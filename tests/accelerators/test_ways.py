@@ -12,7 +12,7 @@ from isthmus.accelerators.accelerator import DeviceClock
 from isthmus.accelerators.copies import AHEAD, CopyBatch, CopyLabel, CopyStream, HostBuffers, to_device, to_host
 from isthmus.graph.operators import ALLOWED
 from isthmus.plans import Packing
-from isthmus.runtime.device.tasklets import NoTurns, Tasklets
+from isthmus.runtime.device.tasklets import ComputeTurns, Tasklets
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
 from isthmus.training.finite import finite_flag, is_finite
@@ -137,7 +137,7 @@ def test_the_host_is_one_tasklet_ahead_of_the_accelerator(
 
     monkeypatch.setattr(Checked, "record", record)
     spans: list[Span] = []
-    tasklets = Tasklets("d", accelerator, None, spans.append, NoTurns())
+    tasklets = Tasklets("d", accelerator, None, spans.append, ComputeTurns().of(0))
     waited: list[list[int]] = []
     for number in range(3):
         with tasklets.tasklet("F", 0, number):

@@ -22,6 +22,7 @@ from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,
     Delivery,
+    FragmentGrowth,
     FragmentSent,
     LastStepMade,
     MergeChanges,
@@ -29,7 +30,6 @@ from isthmus.protocol.decoupled_events import (
     StepsMade,
     VersionTaken,
 )
-from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.decoupled_replica import DecoupledReplica, ReplicaPort
 from isthmus.protocol.run_messages import Halt
 from isthmus.session.session import EXIT_S, GRACE_S, Observation

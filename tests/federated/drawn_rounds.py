@@ -30,7 +30,7 @@ from isthmus.models import ModelSpec
 from isthmus.programs.masked import MaskedRoundPort, MaskedRounds
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
-from isthmus.protocol.failures import StepFailure
+from isthmus.protocol.failures import MemoryShortage, StepFailure
 from isthmus.protocol.federated_messages import (
     ExecutorJoined,
     PhaseDropped,
@@ -41,7 +41,6 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
-from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SharesDisputed, SharesRevealed, UnmaskAsked
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost

@@ -16,8 +16,8 @@ from tests.programs.ports import Recorder
 from isthmus.errors import UserError
 from isthmus.plans import Collective
 from isthmus.plans.collective import CollectiveMessage, Round, rounds
-from isthmus.protocol.exchange import Exchange, GroupView, PartsPort
 from isthmus.protocol.run_messages import PartsArrived
+from isthmus.protocol.worker import Exchange, GroupView, PartsPort
 
 
 @st.composite

@@ -8,8 +8,7 @@ from tests.programs.ports import Asked
 from tests.protocol.recorded import ended, planning
 from tests.protocol.test_attempts import ALL, fail, held, layout, ready, running, step
 
-from isthmus.protocol.failures import StepFailure
-from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
+from isthmus.protocol.failures import MemoryShortage, StepFailure, believed_bytes
 from isthmus.protocol.run_messages import Pause
 
 MIB = 1 << 20

@@ -11,9 +11,8 @@ from tests.programs.ports import Asked, Recorder
 from isthmus.errors import InternalError
 from isthmus.plans.collective import CollectiveMessage, Parts, Round
 from isthmus.protocol import Item, StageView, Worker
-from isthmus.protocol.exchange import GroupView
 from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived, Work
-from isthmus.protocol.worker import StagePort
+from isthmus.protocol.worker import GroupView, StagePort
 from isthmus.session.program import OutOfPhase
 
 Event = Callable[[Worker], None]

@@ -27,7 +27,7 @@ from isthmus.experiments import RunOptions, Watcher, run_plan, run_spec
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Compression, Edge, Packing, Plan
-from isthmus.runtime.coordinator.private_feedback import check_feedback
+from isthmus.runtime.coordinator.stage_assignments import check_feedback
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from tests.tiers import represented_by

@@ -20,7 +20,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.protocol.failures import MemoryPeak
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, DeviceReport, Halt, ItemReported, OpenItem
 from isthmus.protocol.run_ports import EpochStart, PlanRequest
 from isthmus.runtime.coordinator.host import CoordinatorHost

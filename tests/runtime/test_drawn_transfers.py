@@ -19,9 +19,9 @@ from isthmus.cost import PlanLayout, build_replicas
 from isthmus.errors import PeerError
 from isthmus.job import prepare
 from isthmus.protocol.arrivals import StageArrivals
-from isthmus.protocol.exchange import Exchange, PartsPort
 from isthmus.protocol.run_messages import Item, PartsArrived, SendState, StateReceived, TransferEnded
 from isthmus.protocol.run_ports import EpochStart
+from isthmus.protocol.worker import Exchange, PartsPort
 from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device import state_transfer

@@ -16,8 +16,8 @@ from isthmus.errors import PeerError
 from isthmus.job import prepare
 from isthmus.job.first_weights import first_weights
 from isthmus.protocol.run_messages import PlaceWeights, WeightFile
+from isthmus.runtime.coordinator.parameter_store import Placed, WeightFiles
 from isthmus.runtime.coordinator.run import Watcher
-from isthmus.runtime.coordinator.weight_files import Placed, WeightFiles
 from isthmus.runtime.device.own_files import own_weights
 from isthmus.training.draws import LEAST_BYTES, repeated
 from isthmus.training.stored import Sent, in_memory, stored_tensors

@@ -16,7 +16,7 @@ from isthmus.api.export import ExportOptions, export_model
 from isthmus.errors import UserError
 from isthmus.models import build_model
 from isthmus.protocol.run_messages import PlaceWeights, WeightFile
-from isthmus.runtime.coordinator.weight_files import Placed, WeightFiles
+from isthmus.runtime.coordinator.parameter_store import Placed, WeightFiles
 from isthmus.runtime.device import own_files
 from isthmus.runtime.device.own_files import is_below, own_weights
 from isthmus.stores import Store, StoreFile, store, store_file

@@ -50,8 +50,8 @@ from isthmus.report import (
 )
 from isthmus.report.graph_table import GraphWeights, graph_weights
 from isthmus.runtime.coordinator.activation_privacy import protection_text
-from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run import run_spec
+from isthmus.runtime.coordinator.stage_assignments import check_feedback
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import SimulationOptions
 from isthmus.simulator import simulate as simulate_plan

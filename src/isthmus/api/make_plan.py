@@ -28,8 +28,8 @@ from isthmus.planners import check_constraints, check_planner, cut_short, over_c
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Certificate, Plan, PlanPeriod, Replica, load_plan, schedule_of
 from isthmus.protocol import RunSpec
-from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run import run_spec
+from isthmus.runtime.coordinator.stage_assignments import check_feedback
 from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.simulator.run import MOST_S

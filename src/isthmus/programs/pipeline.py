@@ -33,10 +33,9 @@ from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.failures import Attempts, Suspects
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.interruptions import Interruptions, Recovery
-from isthmus.protocol.leases import ItemReports, Leases, evaluation_sums, mean_loss, non_finite
+from isthmus.protocol.leases import ItemReports, Leases, ReportChecks, evaluation_sums, mean_loss, non_finite
 from isthmus.protocol.members import MOST_RECALLS, Members, Restarts
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, StateSources, recovery_point
-from isthmus.protocol.report_checks import ReportChecks
 from isthmus.protocol.run_messages import (
     DeviceFailed,
     DeviceReady,

@@ -12,10 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from isthmus.protocol.draws import Draws
-from isthmus.protocol.failures import StepFailure
+from isthmus.protocol.failures import MemoryPeak, MemoryShortage, StepFailure
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.finite import NonFinite
-from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
 from isthmus.protocol.recovery import StateHolding
 from isthmus.session.program import Event
 from isthmus.trace import Span

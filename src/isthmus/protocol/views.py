@@ -10,9 +10,7 @@ from isthmus.errors import UserError
 from isthmus.plans.collective import CollectiveMessage, Round, rounds
 from isthmus.plans.plan import Plan, Replica
 from isthmus.plans.schedule import whole
-from isthmus.protocol.exchange import GroupView
-from isthmus.protocol.feeding import Feeding
-from isthmus.protocol.worker import StageView
+from isthmus.protocol.worker import Feeding, GroupView, StageView
 
 Pair = tuple[int, int]
 Neighbours = dict[int, tuple[int, ...]]

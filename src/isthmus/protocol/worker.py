@@ -16,7 +16,7 @@ Its phases:
     checkpoint  idle ─► settling ─► saving ─► idle
     snapshot    idle ─► settling ─► keeping ─► idle
 
-A sum with other replicas, which is an average of parameters: filling ─► averaging (see `exchange`) ─► taking. With a
+A sum with other replicas, which is an average of parameters: filling ─► averaging (see `Exchange`) ─► taking. With a
 delay the exchange goes on while the next items compute:
 
     step t:          update ─► take the sums begun in step t - delay ─► fill ─► report
@@ -31,19 +31,122 @@ nothing of step t is ready, tasklets of step t + 1 are done: the update of step 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
 
 from isthmus.errors import InternalError
 from isthmus.plans import Averages
-from isthmus.protocol.exchange import Exchange, GroupView, PartsPort
-from isthmus.protocol.feeding import Feeding
+from isthmus.plans.collective import Round
+from isthmus.plans.schedule import feeder_slot
 from isthmus.protocol.run_messages import Arrived, Item, Parcel, PartsArrived, Work
 from isthmus.session.program import OVER, OutOfPhase, Policy
 from isthmus.wire_types import Count, Many, Place
+
+
+class GroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """One group from one member's side. In its rounds the others are workers' numbers."""
+
+    group: Place
+    rounds: Many[Round]
+    iterations: Many[Count] = (0,)  # in which steps of a period it is summed
+
+
+class PartsPort(Protocol):
+    """An exchange asks this of its host."""
+
+    def send_parts(self, group: int, turn: int, target: int, item: int) -> None:
+        """Send worker `target` its parts of a group's buffer in this round."""
+
+    def merge(self, group: int, turn: int, item: int) -> None:
+        """All parts of the round are here: add them to the group's buffer, or put them in their places."""
+
+
+class Exchange:
+    """The sums that one worker makes with workers of other replicas: which parts leave, and when a sum is complete.
+
+        start ─► round 0: send, wait, merge ─► round 1: send, wait, merge ─► ... ─► summed
+
+    Each of the worker's groups goes through its own rounds; what arrives early waits. Items do not mix, whatever the
+    order of arrivals, and sums of several may be on the way at once; of one group only one.
+    """
+
+    def __init__(self, groups: Sequence[GroupView], port: PartsPort) -> None:
+        self._port = port
+        self._rounds = {g.group: g.rounds for g in groups}
+        self._at: dict[int, int] = {}  # groups at work: in which round each is
+        self._items: dict[int, int] = {}  # for which item
+        self._arrived: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
+        """The members that have sent, by (item, group, round)."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._at)
+
+    def summed(self, groups: Collection[int]) -> bool:
+        """Return whether all that was started of these groups is complete."""
+        return self._at.keys().isdisjoint(groups)
+
+    def start(self, item: int, groups: Collection[int]) -> None:
+        """This worker's buffers of these groups are filled."""
+        assert self.summed(groups), "a group's next sum starts when its last was taken"
+        for group in groups:
+            self._at[group], self._items[group] = -1, item
+            self._next(group)
+            self._advance(group)
+
+    def arrived(self, body: PartsArrived) -> None:
+        """Parts are here, perhaps for a round or an item that this worker has not come to."""
+        self._arrived[body.item, body.group, body.round].add(body.source)
+        if body.group in self._at and body.item == self._items[body.group]:
+            self._advance(body.group)
+
+    def _advance(self, group: int) -> None:
+        while group in self._at:
+            number, item = self._at[group], self._items[group]
+            due = self._rounds[group][number].receives
+            if not self._arrived[item, group, number].issuperset(m.other for m in due):
+                return
+            del self._arrived[item, group, number]
+            if due:
+                self._port.merge(group, number, item)
+            self._next(group)
+
+    def _next(self, group: int) -> None:
+        number = self._at[group] + 1
+        if number == len(self._rounds[group]):
+            del self._at[group]
+            return
+        self._at[group] = number
+        for message in self._rounds[group][number].sends:
+            self._port.send_parts(group, number, message.other, self._items[group])
+
+
+class Feeding(msgspec.Struct, frozen=True, kw_only=True):
+    """Pure: all devices tell the same from the same counts."""
+
+    train: Many[Count]  # samples of each holder
+    heldout: Many[Count]  # whole micro-batches of each holder's held-out samples
+    micro_batch_size: Count
+    copies: Many[Many[Place]]
+    """Workers that run copies of one stage, in the order of the holders; for each stage that has copies."""
+
+    def does(self, worker: int, item: Item, micro_batch: int) -> bool:
+        """Return whether a worker has to do with a micro-batch of an item: who runs no copy has to do with all."""
+        own = next((copies for copies in self.copies if worker in copies), None)
+        return own is None or own[self.holder(item, micro_batch)] == worker
+
+    def holder(self, item: Item, micro_batch: int) -> int:
+        """Return whose micro-batch of an item it is: the number of the holder."""
+        number = item.first_sample // self.micro_batch_size + micro_batch
+        return feeder_slot(self.train if item.kind == "train" else self.heldout, number).holder
+
+    def present(self, workers: tuple[int, ...], item: Item, micro_batch: int) -> tuple[int, ...]:
+        """Those of some workers that have to do with a micro-batch."""
+        return tuple(worker for worker in workers if self.does(worker, item, micro_batch))
+
 
 _COMPUTING = ("tasklets", "gathering", "averaging", "clipping", "settling")
 """Phases in which a tasklet may end: one of the next step in every phase that waits (`delayed`)."""

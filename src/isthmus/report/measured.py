@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from isthmus.plans import Plan, PlanPeriod, Stage
-from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.protocol.failures import MemoryPeak
 from isthmus.report.summary import (
     ComparisonSummary,
     DeviceMemoryUse,

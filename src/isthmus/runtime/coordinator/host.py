@@ -33,8 +33,8 @@ from isthmus.protocol.run_messages import (
 )
 from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.runtime.coordinator.backend import DevicesAtWork, paths_of
+from isthmus.runtime.coordinator.parameter_store import Placed
 from isthmus.runtime.coordinator.run_callbacks import Outcome
-from isthmus.runtime.coordinator.weight_files import Placed
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage, content
 from isthmus.runtime.messages.assignment import Assignment, Peer, ReceiveStateMessage
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice

@@ -23,7 +23,7 @@ from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair
 from isthmus.protocol.draws import Draws
-from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.protocol.failures import MemoryPeak
 from isthmus.protocol.run_messages import WeightFile
 from isthmus.protocol.run_ports import EpochStart
 from isthmus.run_files import CHECKPOINTS
@@ -32,12 +32,11 @@ from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunReques
 from isthmus.runtime.coordinator.data_holders import DataHolders, Digests, unchanged
 from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, chosen_fingerprints
 from isthmus.runtime.coordinator.host import CoordinatorHost
-from isthmus.runtime.coordinator.parameter_store import ParameterStore
+from isthmus.runtime.coordinator.parameter_store import ParameterStore, WeightFiles
 from isthmus.runtime.coordinator.plans import Plans, SteadySeconds
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome, WeightAmounts, WeightExchanges
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
-from isthmus.runtime.coordinator.weight_files import WeightFiles
 from isthmus.runtime.messages.assignment import Assignment, Fingerprinting, Peer
 from isthmus.runtime.processes.signals import Stop
 from isthmus.session.session import START_S

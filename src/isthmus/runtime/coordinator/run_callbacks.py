@@ -11,8 +11,8 @@ from torch import Tensor
 from isthmus.disclosure import PrivacySpent
 from isthmus.errors import IsthmusError
 from isthmus.plans import PlanPeriod
+from isthmus.protocol.failures import MemoryPeak
 from isthmus.protocol.interruptions import Recovery
-from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_messages import Item, WeightExchange
 from isthmus.protocol.run_ports import Ending
 from isthmus.trace import Span

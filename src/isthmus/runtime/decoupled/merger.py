@@ -21,12 +21,12 @@ from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,
     Delivery,
+    FragmentGrowth,
     FragmentSent,
     MergeChanges,
     MergedFragment,
     StepsMade,
 )
-from isthmus.protocol.decoupled_growth import FragmentGrowth
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.coordinator.backend import DevicesAtWork
 from isthmus.runtime.messages.all_messages import AnyMessage

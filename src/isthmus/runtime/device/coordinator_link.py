@@ -18,8 +18,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, StepError
-from isthmus.protocol.failures import StepFailure
-from isthmus.protocol.memory_shortage import MemoryShortage
+from isthmus.protocol.failures import MemoryShortage, StepFailure
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import DeviceFailed, GiveState, Halt, OpenItem
 from isthmus.runtime.device.weight_exchange import OpenedExchange

@@ -21,8 +21,7 @@ from isthmus.errors import IsthmusError, PeerError, RankLost, StepError
 from isthmus.graph.boundaries import WATCHED
 from isthmus.plans.plan import is_first
 from isthmus.protocol.device_session import DeviceSession
-from isthmus.protocol.failures import StepFailure
-from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.protocol.failures import MemoryPeak, StepFailure
 from isthmus.protocol.run_messages import (
     DeviceReady,
     DeviceReport,

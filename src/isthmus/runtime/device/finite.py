@@ -27,6 +27,7 @@ from isthmus.training.engine import Engine
 from isthmus.training.finite import finite_flag, is_finite
 from isthmus.training.scaling import LOSS_SCALE
 
+Seen = Where | Literal["clipped"]  # the last: a value before it was clipped and noised
 DECIDES: frozenset[str] = frozenset({"loss", "parameter gradient", "parameter", "buffer"})
 
 
@@ -67,30 +68,34 @@ class FiniteWatch:
         values were before they were clipped and noised, which hides from others what is not finite."""
         if not self._looks:
             return
+        self._begin(micro_batch, inputs)
         for ref, value in clipped.items():
-            if not is_finite(value):
-                self._hidden(micro_batch, self._called(ref))
-        self._look_through("output", micro_batch, sent, inputs)
-        if self._train.loss is not None and not is_finite(self._engine.last_loss):
-            self._note("loss", micro_batch, "", inputs)
+            self._look("clipped", micro_batch, self._called(ref), value)
+        for ref, value in sent.items():
+            self._look("output", micro_batch, self._called(ref), value, inputs)
+        if self._train.loss is not None:
+            self._look("loss", micro_batch, "", self._engine.last_loss, inputs)
+
+    def backward(self, micro_batch: int, gradients: Mapping[Ref, Tensor]) -> None:
+        """Gradients of received values. Those that are too large for float16 are the loss scale's concern."""
+        if self._looks and not self._overflows:
+            for ref, value in gradients.items():
+                self._look("gradient", micro_batch, self._called(ref), value)
+
+    def _begin(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> None:
+        """A forward is looked at. `_cause` looks at its inputs where that is needed."""
+
+    def _look(self, where: Seen, micro_batch: int, name: str, value: Tensor, inputs: Mapping[Ref, Tensor] = {}) -> None:
+        if (where, name) in self._usual or is_finite(value):
+            return
+        if where == "clipped":
+            self._hidden(micro_batch, name)
+        else:
+            self._note(where, micro_batch, name, inputs)
 
     def _hidden(self, micro_batch: int, name: str) -> None:
         self._decides = True
         self._note("output", micro_batch, name)
-
-    def backward(self, micro_batch: int, gradients: Mapping[Ref, Tensor]) -> None:
-        """Gradients of received values. Those that are too large for float16 are the loss scale's concern."""
-        if not self._looks or self._overflows:
-            return
-        self._look_through("gradient", micro_batch, gradients)
-
-    def _look_through(
-        self, where: Where, micro_batch: int, values: Mapping[Ref, Tensor], inputs: Mapping[Ref, Tensor] = {}
-    ) -> None:
-        for ref, value in values.items():
-            name = self._called(ref)
-            if (where, name) not in self._usual and not is_finite(value):
-                self._note(where, micro_batch, name, inputs)
 
     def collected(self, norms: Tensor) -> bool:
         """Return whether the loss and the norms of all parameters' gradients are finite here."""
@@ -155,7 +160,7 @@ class FiniteWatch:
 class _Flag(NamedTuple):
     """One bool on the accelerator for each name."""
 
-    where: Where | Literal["column", "before", "clipped"]
+    where: Seen | Literal["column", "before"]
     micro_batch: int
     names: Sequence[str]
     finite: Tensor
@@ -188,33 +193,13 @@ class FlagWatch(FiniteWatch):
         cause = next(iter([*columns, *before]), "") if found.where in ("output", "loss") else next(iter(before), "")
         return msgspec.structs.replace(found, cause=cause)
 
-    def forward(
-        self,
-        micro_batch: int,
-        inputs: Mapping[Ref, Tensor],
-        sent: Mapping[Ref, Tensor],
-        *,
-        clipped: Mapping[Ref, Tensor] = {},
-    ) -> None:
-        if not self._looks:
-            return
+    def _begin(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> None:
         if not self._flags:
             self._look_before()
-        for ref, value in clipped.items():
-            self._look("clipped", micro_batch, self._called(ref), value)
         received = {crossing.value for crossing in self._train.receives}
         for ref, value in inputs.items():
             if ref not in received and value.is_floating_point():
-                self._look("column", micro_batch, f"column {self._columns.get(ref.op, ref.op)!r}", value)
-        for ref, value in sent.items():
-            self._look("output", micro_batch, self._called(ref), value)
-        if self._train.loss is not None:
-            self._look("loss", micro_batch, "", self._engine.last_loss)
-
-    def backward(self, micro_batch: int, gradients: Mapping[Ref, Tensor]) -> None:
-        if self._looks and not self._overflows:
-            for ref, value in gradients.items():
-                self._look("gradient", micro_batch, self._called(ref), value)
+                self._flag("column", micro_batch, f"column {self._columns.get(ref.op, ref.op)!r}", value)
 
     def collected(self, norms: Tensor) -> bool:
         """Only where a step may be left out the host must know before the update, and waits."""
@@ -237,14 +222,17 @@ class FlagWatch(FiniteWatch):
     def saved(self, state: Mapping[str, Tensor]) -> None:
         for name, value in state.items():
             if name in self._parameters:
-                self._look("parameter", -1, repr(name), value)
+                self._flag("parameter", -1, repr(name), value)
             elif _is_variable(name):
                 self._flags.append(_Flag("buffer", -1, [repr(name)], ~value.isnan().any()))
 
     def _cause(self, inputs: Mapping[Ref, Tensor]) -> str:
         return ""  # `take` knows
 
-    def _look(self, where: Where | Literal["column", "clipped"], micro_batch: int, name: str, value: Tensor) -> None:
+    def _look(self, where: Seen, micro_batch: int, name: str, value: Tensor, inputs: Mapping[Ref, Tensor] = {}) -> None:
+        self._flag(where, micro_batch, name, value)
+
+    def _flag(self, where: Seen | Literal["column"], micro_batch: int, name: str, value: Tensor) -> None:
         self._flags.append(_Flag(where, micro_batch, [name], finite_flag(value)))
 
     def _look_before(self) -> None:

@@ -29,7 +29,7 @@ from isthmus.runtime.device.snapshots import Snapshots, SnapshotSender
 from isthmus.runtime.device.stage_data import Batches
 from isthmus.runtime.device.stage_preparation import group_buffer
 from isthmus.runtime.device.state_transfer import StateDonor
-from isthmus.runtime.device.tasklets import ComputeTurns, NoTurns, Tasklets
+from isthmus.runtime.device.tasklets import ComputeTurns, Tasklets
 from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.processes.memory import tune_process
@@ -72,7 +72,7 @@ class StageRunner:
         clock = DeviceClock(accelerator) if accelerator.asynchronous and assignment.trace else None
         ways = CopyStreams(accelerator, clock, assignment.device, self.record) if accelerator.asynchronous else None
         self.copy_streams = ways  # between the accelerator and the host; None on the CPU
-        self._turns = sharing.of(assignment.view.stage) if sharing is not None else NoTurns()
+        self._turns = (sharing or ComputeTurns()).of(assignment.view.stage)
         self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record, self._turns)
         self._batches = Batches(assignment, data, self.copy_streams)
         self._snapshots = Snapshots(self.copy_streams, self._kept)

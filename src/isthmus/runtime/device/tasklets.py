@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import msgspec
@@ -67,16 +66,6 @@ class StageTurns:
                 self._lane.release()
 
 
-class NoTurns:
-    """A device that has one stage needs no turns."""
-
-    def turn(self, work: Work) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def give(self) -> None:
-        pass
-
-
 class _Queued(NamedTuple):
     span: Span
     began: DeviceEvent
@@ -98,7 +87,7 @@ class Tasklets:
         accelerator: Accelerator,
         clock: DeviceClock | None,
         record: Callable[[Span], None],
-        turns: StageTurns | NoTurns,
+        turns: StageTurns,
     ) -> None:
         """`clock` is that of an accelerator whose tasklets are timed; without one a span of an accelerator is when the
         host was at it. Inside of one of the `turns` no other stage of the device computes."""

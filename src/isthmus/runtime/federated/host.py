@@ -31,8 +31,7 @@ from isthmus.runtime.session_host import SessionHost
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
-from isthmus.runtime.transport.message_sender import MessageSender, headers_of, switch_interval_s
-from isthmus.runtime.transport.outbox import Outbox
+from isthmus.runtime.transport.message_sender import MessageSender, Outbox, headers_of, switch_interval_s
 from isthmus.training.layout import TensorHeader
 
 FLUSH_S = 5.0

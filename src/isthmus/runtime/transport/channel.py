@@ -354,13 +354,26 @@ def check_message(message: AnyMessage, payload_bytes: int, guard: Guard | None) 
         guard(message)
 
 
-def connected(host: str, port: int, other: str, timeout_s: float) -> socket.socket:
-    """A socket to the address. Unreached if nothing answers within `timeout_s`."""
+def connected(
+    host: str, port: int, other: str, timeout_s: float, opened: Callable[[int, int], socket.socket] = socket.socket
+) -> socket.socket:
+    """A socket to the address, as `opened` makes it of a family and a kind. Unreached if nothing answers within
+    `timeout_s`."""
+    failure: object = "no address"
     try:
-        return socket.create_connection((host, port), timeout=timeout_s)
+        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            connection = opened(family, kind)
+            try:
+                connection.settimeout(timeout_s)
+                connection.connect(address)
+            except OSError as e:
+                failure = e.strerror or e
+                connection.close()
+            else:
+                return connection
     except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise Unreached(f"{other}: cannot connect to {shown_address(host, port)}: {reason}") from None
+        failure = e.strerror if isinstance(e, OSError) and e.strerror else e
+    raise Unreached(f"{other}: cannot connect to {shown_address(host, port)}: {failure}")
 
 
 def dial(

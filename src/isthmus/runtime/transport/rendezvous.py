@@ -41,7 +41,7 @@ from isthmus.runtime.messages.run import Heartbeat, RelayConnect, RelayReady, Re
 from isthmus.runtime.transport.channel import SocketChannel, connected, dial
 from isthmus.runtime.transport.multi_stream import assembled
 from isthmus.runtime.transport.secure import secure_dialled
-from isthmus.runtime.transport.tcp import HungUp, Unreached, until_reached
+from isthmus.runtime.transport.tcp import HungUp, until_reached
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
 Address = tuple[str, int]
@@ -52,26 +52,6 @@ MOST_AFTER_S = 2.0  # the longest that the coordinator may let a device wait bef
 _ANY = ("2001:db8::", 9)  # an address beyond every router, to ask the kernel for its route; nothing is sent
 
 
-def connected_from(host: str, port: int, other: str, timeout_s: float) -> socket.socket:
-    """Return the same as `channel.connected`, from a port that further sockets can share."""
-    failure: object = "no address"
-    try:
-        for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            connection = _shared_port(family, kind)
-            try:
-                connection.settimeout(timeout_s)
-                connection.bind(("", 0))
-                connection.connect(address)
-            except OSError as e:
-                failure = e.strerror or e
-                connection.close()
-            else:
-                return connection
-    except (OSError, UnicodeError, OverflowError) as e:
-        failure = e.strerror if isinstance(e, OSError) and e.strerror else e
-    raise Unreached(f"{other}: cannot connect to {shown_address(host, port)}: {failure}")
-
-
 def _shared_port(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
     found = socket.socket(family, kind)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -79,6 +59,13 @@ def _shared_port(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a NAT forgets a connection that is silent for minutes
     if hasattr(socket, "TCP_KEEPIDLE"):
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ALIVE_S)
+    return found
+
+
+def _bound(family: int, kind: int) -> socket.socket:
+    """A socket of a port that further sockets can share."""
+    found = _shared_port(family, kind)
+    found.bind(("", 0))
     return found
 
 
@@ -309,7 +296,7 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
     def coordinator_channel(self) -> tuple[SocketChannel, Address]:
         """A connection to the coordinator, and its address here, whose port others can share. PeerError."""
         host, port = self.coordinator
-        near = connected_from(host, port, "coordinator", self.timeout_s)
+        near = connected(host, port, "coordinator", self.timeout_s, _bound)
         here = near.getsockname()[:2]
         expected = Party("coordinator", "")
         assert self.identity is not None, "who has no identity dials no coordinator for others"
