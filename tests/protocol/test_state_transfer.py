@@ -10,6 +10,7 @@ from tests.programs.ports import Asked
 from tests.protocol.recorded import Recorded, planning
 
 from isthmus.protocol import RunSpec, StateHolding, StateLayout
+from isthmus.protocol.members import CLOSE_STEPS, StateTransfer
 from isthmus.protocol.run_messages import (
     DeviceReady,
     GiveState,
@@ -22,7 +23,6 @@ from isthmus.protocol.run_messages import (
     StateReceived,
     TransferEnded,
 )
-from isthmus.protocol.state_transfer import CLOSE_STEPS, StateTransfer
 
 P = ParamSpec("P")
 ROME = frozenset({"rome"})

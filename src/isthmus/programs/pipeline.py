@@ -32,9 +32,8 @@ from isthmus.plans.plan import device_of
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.failures import Attempts, Suspects
 from isthmus.protocol.finite import Divergence
-from isthmus.protocol.interruptions import Interruptions, Recovery
 from isthmus.protocol.leases import ItemReports, Leases, ReportChecks, evaluation_sums, mean_loss, non_finite
-from isthmus.protocol.members import MOST_RECALLS, Members, Restarts
+from isthmus.protocol.members import MOST_RECALLS, Interruptions, Members, Recovery, Restarts, StateTransfer
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, StateSources, recovery_point
 from isthmus.protocol.run_messages import (
     DeviceFailed,
@@ -57,7 +56,6 @@ from isthmus.protocol.run_messages import (
     TransferEnded,
 )
 from isthmus.protocol.run_ports import Ending, EpochStart, FinishRun, PipelinePort, PlanRequest
-from isthmus.protocol.state_transfer import StateTransfer
 from isthmus.session.program import JOINING, OVER, OutOfPhase, Policy, report
 from isthmus.session.session import Loss, Observation, Session
 from isthmus.trace import Span

@@ -1,8 +1,8 @@
 """The pure policies: what happens is a call of a method, what is to be done a call of a port, no I/O.
 
-`session.program` is their kernel. `worker` is a stage, with `compute_lane`, `feeding` and `exchange`; `device_session`
-is a device in a run. `programs.pipeline` uses a run's items (`leases`), its devices (`members`, `state_transfer`),
-recovery (`recovery`, `failures`, `finite`, `interruptions`) and new plans (`adaptation`, `drift`).
+`session.program` is their kernel. `worker` is a stage, `compute_lane` what it shares with others of its device;
+`device_session` is a device in a run. `programs.pipeline` uses a run's items (`leases`), its devices (`members`),
+recovery (`recovery`, `failures`, `finite`) and new plans (`adaptation`, `drift`).
 `run_ports` is its port, `run_messages` are its items and the bodies of its frames. `federated_executor` trains the
 clients of rounds. `fleet_membership` is a fleet, and each device of it.
 """

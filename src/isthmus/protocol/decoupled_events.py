@@ -50,8 +50,6 @@ NOTHING_MERGED = MergesDone()
 
 
 class StepsMade(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """A step is done."""
-
     steps: Count  # steps that this replica has made, this one included
     samples: Count  # samples of this step
     loss: Finite | None = None  # None for one that is not a number
@@ -115,8 +113,6 @@ ReplicaOrder = CollectChanges | FragmentSent | Halt
 
 
 class Contribution(msgspec.Struct, frozen=True, kw_only=True):
-    """To one fragment."""
-
     replica: str
     number: int
     """The number of the merge that asked for it: either it is in that merge, or it came too late for that one."""

@@ -143,8 +143,6 @@ class _RunningSum:
 
 
 class Drift:
-    """The gauges of a run."""
-
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._estimators: dict[Key, RateEstimator] = {}

@@ -78,7 +78,6 @@ class FederatedExecutor(Policy[ExecutorPort]):
         self._refused: list[RefusedUpdate] = []
 
     def works_for(self, phase: PhaseId) -> bool:
-        """Return whether results for this phase still count."""
         return phase == self._phase_id
 
     @property

@@ -93,8 +93,6 @@ class PhaseOpened(RoundBody, frozen=True, kw_only=True):
 
 
 class TasksGranted(RoundBody, frozen=True, kw_only=True):
-    """More tasks."""
-
     phase: PhaseId
     tasks: Many[ClientTask]
     holds: bool = False
@@ -137,8 +135,6 @@ ExecutorOrder = PhaseOpened | PhaseOrder  # to one executor
 
 
 class ExecutorJoined(RoundBody, frozen=True, kw_only=True):
-    """The executor takes part."""
-
     samples: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
     """Samples of a site's one client; None where the coordinator has the data too."""
 

@@ -21,16 +21,12 @@ class ExecutorChurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SecureRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How the sums of a run are masked."""
-
     share: float = 0.5  # more than this share of a secret's shares give it back
     wait_s: float = 10.0  # for sites that do not answer, in each step
     fewest: int = 2  # updates in a sum
 
 
 class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run's rounds go."""
-
     rounds: int
     first_round: int = 0
     passes: int = 1

@@ -34,14 +34,12 @@ class ThroughputModel:
         self._lines: TimeModel | None = None
 
     def add(self) -> None:
-        """There is one executor more."""
         self.executors += 1
         self._records.append(deque())
         self._lines = None
 
     @property
     def known(self) -> bool:
-        """Return whether any executor's line is believed."""
         return any(self._believed(e) for e in range(self.executors))
 
     def _believed(self, executor: int) -> bool:
@@ -151,7 +149,6 @@ class ClientScheduler:
         return self._number[executor]
 
     def add(self, executor: str) -> None:
-        """Another one may be assigned clients."""
         self._number[executor] = len(self._number)
         self.throughput.add()
 
@@ -159,7 +156,6 @@ class ClientScheduler:
         return self.throughput.line(self._number[executor])
 
     def seconds(self, task: ClientTask, executor: str) -> float:
-        """Return the task's on the executor."""
         return self.line(executor).seconds(task.samples)
 
     def samples(self, cohort: Integers) -> int:

@@ -52,8 +52,6 @@ class StepFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Node(NamedTuple):
-    """The parts of a node's name."""
-
     direction: str  # `sent`, `received`, or empty for what is no message
     kind: str
     other: int = -1  # the stage at the other end
@@ -104,8 +102,6 @@ def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple
 
 
 class _Compared:
-    """One worker's nodes."""
-
     def __init__(self, workers: Sequence[str], stage: int, reported: Reports, expected: Reports) -> None:
         self.worker = workers[stage]
         self._workers, self._stage, self._reported, self._expected = workers, stage, reported, expected

@@ -449,7 +449,6 @@ class FleetMembership:
         self._look_at_waits()
 
     def stop_wait(self, wait: int) -> None:
-        """Nobody waits any more."""
         self._waits.pop(wait, None)
 
     def ask(self, question: str, device: str, within_s: float) -> None:

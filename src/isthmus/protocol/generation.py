@@ -24,8 +24,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A request."""
-
     number: int  # a number that no other request has
     tokens: tuple[int, ...]
     sampling: Sampling

@@ -75,7 +75,6 @@ class Leases:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether there is nothing left to lease."""
         return self._peek() is None
 
     @property

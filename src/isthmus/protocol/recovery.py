@@ -120,8 +120,6 @@ def state_donors(
 
 
 class RecoveryPoint(msgspec.Struct, frozen=True):
-    """From where a run goes on."""
-
     step: int
     in_memory: bool  # whether devices hold the state; else it is the last checkpoint's
     own: Mapping[str, frozenset[str]]  # parts that each device holds

@@ -205,8 +205,6 @@ class FileTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file of a pretrained model."""
-
     model: Text  # a folder, an id of the hub or a URL, as the job has it
     commit: Name = ""  # of the hub; empty of others
     file: Text  # its path in the folder or repository

@@ -230,7 +230,6 @@ class SecureSite(Policy[SecureSitePort]):
             raise OutOfPhase(f"{what} came in phase {self.phase!r}")
 
     def _end(self, phase: str = "idle", opened: PhaseId | None = None) -> None:
-        """The phase is over."""
         self.phase, self._phase_id = phase, opened
         self._sums, self._of = None, ()
 

@@ -88,7 +88,6 @@ def _shifted(view: StageView, first: int) -> StageView:
 
 
 def _groups(plan: Plan) -> dict[int, tuple[GroupView, ...]]:
-    """Each worker's groups."""
     found: dict[int, tuple[GroupView, ...]] = {}
     for number, group in enumerate(plan.sync.groups):
         try:

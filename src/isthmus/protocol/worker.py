@@ -196,7 +196,6 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The other stages of its replica."""
         return tuple(s for s in range(self.first, self.first + self.stages) if s != self.stage)
 
     @property

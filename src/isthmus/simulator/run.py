@@ -21,7 +21,7 @@ from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.plan import device_of
 from isthmus.programs.pipeline import Pipeline, PipelineStatistics
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.interruptions import Recovery
+from isthmus.protocol.members import Recovery
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout
 from isthmus.protocol.run_messages import (
     DeviceOrder,

@@ -73,8 +73,6 @@ NONE = Protection(frozenset(), {}, None, 0.0, 0, 0)  # the protection of a job t
 
 
 class _Graph(NamedTuple):
-    """One of the model's graphs, with its stages."""
-
     graph: OpGraph
     stages: Sequence[StageGraph]
     inputs: frozenset[str]  # operators and columns that depend on more than labels
@@ -196,7 +194,6 @@ def _multiplier(prepared: Prepared, noise: ActivationNoise, train: int, heldout:
 
 
 def _labels(prepared: Prepared) -> frozenset[str]:
-    """Columns."""
     flow = Flow(prepared.captured.train)
     return frozenset(flow.by_name[name].target for name in label_columns(flow))
 

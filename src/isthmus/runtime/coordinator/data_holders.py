@@ -25,8 +25,6 @@ class UnequalData(UserError):
 
 
 class DataQueries(Protocol):
-    """Asks devices about data."""
-
     def here(self, devices: Sequence[str], *, every: bool) -> list[str]:
         """Those of them that can be asked: at least one, or every one. Waits until there are."""
         ...

@@ -31,8 +31,6 @@ class FingerprintLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class Fingerprinted(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan and the reports of a step."""
-
     plan: Plan
     key: bytes
     accelerators: dict[str, str]  # accelerators by device; devices that are not here compute on CPUs
@@ -98,7 +96,6 @@ class FingerprintLog:
 
 
 def chosen_fingerprints(job: Job) -> Fingerprinting | None:
-    """Return the settings of the job."""
     wanted = job.runtime.fingerprints or job.runtime.audit > 0
     return Fingerprinting(key=secrets.token_bytes(KEY_BYTES)) if wanted else None
 

@@ -71,7 +71,6 @@ class ParameterStore:
         return self._complete()[1]
 
     def begin(self) -> None:
-        """From the very beginning."""
         self._others = {}
         self._found, self._rest = self._built()
 

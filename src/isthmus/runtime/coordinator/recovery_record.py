@@ -33,5 +33,4 @@ def read_record(folder: Path) -> RecoveryRecord | None:
 
 
 def remove_record(folder: Path) -> None:
-    """The run is over."""
     (folder / RECORD).unlink(missing_ok=True)

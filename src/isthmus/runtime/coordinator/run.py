@@ -271,7 +271,6 @@ class RunController:
         }
 
     def peers(self, device: str, others: Collection[str], addresses: Mapping[str, Address]) -> tuple[Peer, ...]:
-        """The other devices, as this one reaches them."""
         return tuple(self.now.peer(device, other, addresses[other], self._reached) for other in sorted(others))
 
     @property

@@ -12,7 +12,7 @@ from isthmus.disclosure import PrivacySpent
 from isthmus.errors import IsthmusError
 from isthmus.plans import PlanPeriod
 from isthmus.protocol.failures import MemoryPeak
-from isthmus.protocol.interruptions import Recovery
+from isthmus.protocol.members import Recovery
 from isthmus.protocol.run_messages import Item, WeightExchange
 from isthmus.protocol.run_ports import Ending
 from isthmus.trace import Span

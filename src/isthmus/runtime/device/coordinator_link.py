@@ -102,7 +102,6 @@ class CoordinatorLink:
             )
 
     def _listen(self) -> None:
-        """Until the end of the run."""
         try:
             self._connection.serve(lambda connection: connection.receive(self._on_message))
         except CoordinatorGone as e:

@@ -56,8 +56,6 @@ class CopyStreams:
 
 
 class LinkCopyStreams:
-    """Those of one link."""
-
     def __init__(self, ways: CopyStreams, other: str) -> None:
         self._accelerator = ways.accelerator
         self.down = ways.way("down", other)

@@ -57,8 +57,6 @@ class _Arrived(NamedTuple):
 
 
 class StageServer:
-    """Serves one stage after another, as chains change."""
-
     def __init__(
         self,
         run: str,
@@ -142,8 +140,6 @@ def _named(party: str, error: PeerError) -> PeerError:
 
 @dataclass
 class _Running:
-    """A prompt on this stage."""
-
     cache: PromptCache
     new: NewPrompt
     chooser: TokenChooser | None  # the chooser of the last stage
@@ -151,8 +147,6 @@ class _Running:
 
 
 class _Serving:
-    """One stage in one epoch."""
-
     def __init__(
         self,
         order: ServeStage,

@@ -30,7 +30,6 @@ class ComputeTurns:
 
     @property
     def waiting(self) -> int:
-        """Return how many stages wait for a turn."""
         return self._lane.waiting
 
     def of(self, stage: int) -> StageTurns:

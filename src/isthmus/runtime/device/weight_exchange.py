@@ -17,8 +17,6 @@ from isthmus.training.engine import Engine
 
 
 class OpenedExchange(NamedTuple):
-    """A training step that comes with an exchange."""
-
     order: OpenItem
     exchange: WeightExchange
     amounts: Mapping[str, Tensor]

@@ -299,7 +299,6 @@ class SocketChannel:
 
     @property
     def connection(self) -> Connection:
-        """The connection that the channel runs over."""
         return self._socket
 
     @property

@@ -101,7 +101,6 @@ class ShapedLink:
 
 
 def sleep_until(time_s: float) -> None:
-    """Sleep until the monotonic clock shows `time_s`."""
     if (left_s := time_s - time.monotonic()) > 0:
         time.sleep(left_s)
 

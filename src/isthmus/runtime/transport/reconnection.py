@@ -36,8 +36,6 @@ class CoordinatorGone(PeerError):
 
 
 class Retry(NamedTuple):
-    """How a connection is made again."""
-
     waits_s: Sequence[float] = WAITS_S
     """Between attempts; the last one again and again. A connection that outlasts the wait begins with the first."""
     away_s: float = math.inf  # attempts end when nothing was received for longer

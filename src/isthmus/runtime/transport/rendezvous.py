@@ -207,8 +207,6 @@ class PeerRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
-    """How one device gets to others."""
-
     coordinator: tuple[str, int]
     identity: Identity | None
     timeout_s: float

@@ -82,7 +82,6 @@ def use_bbr(connection: socket.socket) -> None:
 
 
 def uses_bbr(connection: HasSocketOptions) -> bool:
-    """Return whether it sends by BBR."""
     with contextlib.suppress(OSError, AttributeError):
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0] == _BBR
     return False
