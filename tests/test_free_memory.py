@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus import free_memory
-from isthmus.free_memory import available_bytes
+from isthmus.free_memory import available_bytes, code_bytes
 
 GIB = 1 << 30
 
@@ -26,6 +26,25 @@ def group(system: Path, folder: str, files: dict[str, object]) -> None:
     (system / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (system / "cgroup" / folder / f"memory.{name}").write_text(f"{text}\n")
+
+
+def test_code_is_what_files_with_code_have_in_memory(system: Path) -> None:
+    """Not what a process has written into their pages, nor files that it only reads."""
+    mappings = (
+        ("r--p", "/usr/lib/libtorch.so", 100, 0),
+        ("r-xp", "/usr/lib/libtorch.so", 40, 0),
+        ("rw-p", "/usr/lib/libtorch.so", 30, 30),
+        ("r--s", "/home/a model: 1/weights.safetensors", 5000, 0),
+        ("r-xp", "[vdso]", 4, 0),
+        ("rwxp", "", 64, 64),
+    )
+    text = "".join(
+        f"7f00-7f01 {permissions} 00000000 fe:00 26723    {path}\nSize: 9 kB\nRss: {rss} kB\nAnonymous: {own} kB\n"
+        for permissions, path, rss, own in mappings
+    )
+    assert code_bytes() == 0
+    (system / "proc" / "self" / "smaps").write_text(text)
+    assert code_bytes() == 140 << 10
 
 
 def test_a_machine_without_limits_has_what_is_available(system: Path) -> None:

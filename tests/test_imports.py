@@ -65,6 +65,7 @@ COMPONENTS = {
     "joiner": ("isthmus.programs.pipeline", "isthmus.runtime"),  # a device that is held back, frame by frame
     "large_models": (
         "isthmus.api",
+        "isthmus.free_memory",
         "isthmus.job.first_weights",
         "isthmus.protocol",
         "isthmus.run_files",

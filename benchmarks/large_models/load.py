@@ -1,11 +1,12 @@
 """What does loading take? The devices of a run beside accelerate and transformers, from the same files.
 
-`python benchmarks/large_models/load.py [--size 0.12 --size 0.6] [--away]`
+`python benchmarks/large_models/load.py [--size 0.12 --size 0.6] [--away] [--full]`
 
 A Qwen3 of random bfloat16 values is saved. transformers' `from_pretrained` and accelerate's
 `load_checkpoint_and_dispatch` load it, each in a process of its own, and run it forward. Three devices of this machine
-load a stage each, and train with LoRA for three steps. Of each process: megabytes in use (VmRSS, of them anonymous) and
-at most so far (VmHWM). With `--away` devices have no files, and the coordinator sends all weights. Linux.
+load a stage each, and train with LoRA for three steps. Of each process: megabytes in use (VmRSS, of them anonymous),
+at most so far (VmHWM), and pages of code; of a device what the plan says too. With `--full` all weights train, with
+`--away` devices have no files, and the coordinator sends all weights. Linux.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from isthmus.cost import build_plan
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.free_memory import code_bytes
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, prepare
 from isthmus.protocol.run_messages import OpenItem
@@ -42,7 +44,7 @@ TOKENS = 32
 
 def memory_mb(pid: int | str = "self") -> dict[str, float]:
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return {key: int(lines[key].split()[0]) / 1e3 for key in KEYS}
+    return {key: int(lines[key].split()[0]) / 1e3 for key in KEYS} | {"code": code_bytes(pid) / 1e6}
 
 
 def peer(name: str, folder: str) -> None:
@@ -82,12 +84,13 @@ def processes() -> dict[str, int]:
     return found
 
 
-def devices(folder: str, run: str, *, away: bool) -> None:
+def devices(folder: str, run: str, *, away: bool, full: bool) -> None:
     """In a process of its own, which is the coordinator."""
     text = {"files": "stdlib", "sequence_length": TOKENS, "shift_labels": False, "max_bytes": 60_000}
     tables: dict[str, object] = {
         "name": "load",
-        "model": {"name": "hf", "options": {"path": folder, "task": "causal-lm"}, "lora": {"r": 8}},
+        "model": {"name": "hf", "options": {"path": folder, "task": "causal-lm"}}
+        | ({} if full else {"lora": {"r": 8}}),
         "data": {"kind": "text", "options": text},
         "runtime": {"emulate": False, "timeout": "120 s"},
         "training": {"steps": 3, "batch_size": 2, "micro_batches": 2, "precision": "bf16"},
@@ -128,7 +131,7 @@ def devices(folder: str, run: str, *, away: bool) -> None:
     threading.Thread(target=look, daemon=True).start()
     print(run_plan(prepared, plan, fleet, Path(run), RunOptions(emulate=False), watcher).outcome, flush=True)
     for stage in plan.replicas[0].stages:
-        planned = {"weights_mb": stage.memory.weights / 1e6, "planned_mb": stage.memory.total / 1e6}
+        planned = {k: v / 1e6 for k, v in msgspec.structs.asdict(stage.memory).items()}
         print(json.dumps({"stage": stage.device, **planned, **moments[stage.device]}))
 
 
@@ -138,15 +141,16 @@ def in_own_process(*words: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size", action="append", choices=("0.12", "0.6"))
+    parser.add_argument("--size", action="append", choices=("0.04", "0.12", "0.6"))
     parser.add_argument("--away", action="store_true")
+    parser.add_argument("--full", action="store_true")
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--devices", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.peer:
         peer(*chosen.peer)
     elif chosen.devices:
-        devices(*chosen.devices, away=chosen.away)
+        devices(*chosen.devices, away=chosen.away, full=chosen.full)
     else:
         for size in chosen.size or ("0.12", "0.6"):
             with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +158,7 @@ def main() -> None:
                 in_own_process(str(HERE / "start.py"), "--save", size, model)
                 for name in ("transformers", "accelerate"):
                     print(size, name, in_own_process(__file__, "--peer", name, model), flush=True)
-                away = ["--away"] if chosen.away else []
+                away = [*(["--away"] if chosen.away else []), *(["--full"] if chosen.full else [])]
                 print(size, "devices", in_own_process(__file__, *away, "--devices", model, f"{folder}/run"), flush=True)
 
 

@@ -39,6 +39,24 @@ def kilobytes(path: Path, key: str) -> int | None:
     return None if found is None else found << 10
 
 
+def code_bytes(process: int | str = "self") -> int:
+    """Return the bytes in memory of files whose code a process runs, as they are in the files: the system shares them,
+    and may drop them. 0 where it does not say."""
+    kilobytes_of: dict[str, int] = {}
+    code: set[str] = set()
+    path = ""
+    with contextlib.suppress(OSError):
+        for line in (_PROC / str(process) / "smaps").read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if " " in key:  # the first line of a mapping: addresses, permissions, offset, device, inode, file
+                _, permissions, *_, path = line.split(maxsplit=5) if "/" in line else ("", "", "")
+                code |= {path} if "x" in permissions else set()
+            elif key in ("Rss", "Anonymous"):
+                size = int(value.split()[0])
+                kilobytes_of[path] = kilobytes_of.get(path, 0) + (size if key == "Rss" else -size)
+    return sum(kilobytes_of[path] for path in code) << 10
+
+
 def _number(path: Path, pattern: str) -> int | None:
     with contextlib.suppress(OSError):
         if found := re.search(pattern, path.read_text(errors="replace"), re.MULTILINE):

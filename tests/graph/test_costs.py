@@ -58,6 +58,34 @@ def test_linear_layers():
     assert graph.parameter_bytes == 4 * (8 * 16 + 16 + 16 * 4)
 
 
+def test_what_operators_need_while_they_run():
+    """Gradients of what an operator took and gave, and what its backward makes between them."""
+
+    class Tied(nn.Module):
+        def __init__(self, *, frozen: bool) -> None:
+            super().__init__()
+            self.words = nn.Embedding(64, 8).requires_grad_(not frozen)
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(self.first(self.words(x)), self.words.weight), y)
+
+    columns = {"x": Column("int64", ()), "y": Column("int64", ())}
+    weight, hidden, logits = 4 * 64 * 8, 4 * 8 * BATCH, 4 * 64 * BATCH
+    for frozen in (False, True):
+        graph = capture(lambda frozen=frozen: Tied(frozen=frozen), columns).train
+        head = of(graph, "", "linear").working_bytes.at(BATCH)
+        assert head == logits + hidden + (0 if frozen else weight), "gradients of logits, of hidden, of weights"
+        entropy = of(graph, "", "cross_entropy_loss").working_bytes.at(BATCH)
+        assert 2 * logits <= entropy < 2.1 * logits, "gradients of the logarithms, and of the logits"
+    learning = capture(lambda: Tied(frozen=False), columns).train
+    assert of(learning, "words", "embedding").working_bytes.at(BATCH) >= weight + hidden
+    assert (
+        of(capture(lambda: Tied(frozen=True), columns).train, "words", "embedding").working_bytes.at(BATCH)
+        <= 2 * hidden
+    )
+
+
 def test_frozen_layers_need_fewer_products():
     class Frozen(nn.Module):
         def __init__(self) -> None:

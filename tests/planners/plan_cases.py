@@ -95,7 +95,14 @@ def random_graph(seed: int, operators: int) -> OpGraph:
         if double:
             made.insert(-1, Ref(f"op{k}", 1))
     ops.append(operator("loss", made[-1], "labels", flops=1, outputs=(tensor(batched=False),)))
+    working = random.Random(f"working {seed}")  # draws of its own
+    ops = [op if op.kind != "operator" else at_work(op, working.choice([0, working.randint(1, 60)])) for op in ops]
     return OpGraph(name=f"random-{seed}", mode="train", ops=tuple(ops), loss=Ref("loss"))
+
+
+def at_work(op: Op, size_bytes: int) -> Op:
+    """The operator with so many bytes per sample that it needs while it runs."""
+    return msgspec.structs.replace(op, working_bytes=Affine(size_bytes))
 
 
 def saving(graph: OpGraph, times: int) -> OpGraph:

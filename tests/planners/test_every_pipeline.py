@@ -29,8 +29,9 @@ def tight_problem(seed: int, operators: int, devices: int, *, saved: int = 1, sc
     graph = saving(random_graph(seed, operators), saved)
     held = 4 if schedule == "gpipe" else rng.choice([1, 2])
     whole = problem_of(graph, fleet_of([1.0], 0, memory=[1 << 40]))
-    need = place(whole, ["d0"], []).sizes[0].memory(held).total
-    memory = [int(need * rng.uniform(0.5, 1.5) / devices) + 1 for _ in range(devices)]
+    need = place(whole, ["d0"], []).sizes[0].memory(held)
+    kept = need.total - need.working  # what a device needs for its operators at work does not shrink with its share
+    memory = [int(kept * rng.uniform(0.5, 1.5) / devices) + need.working + 1 for _ in range(devices)]
     fleet = fleet_of([rng.choice([1, 2, 5]) for _ in range(devices)], seed, memory=memory)
     return problem_of(graph, fleet, schedule=schedule, micro_batches=rng.choice([4, 12]), recompute=seed % 4 > 0)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import InternalError
-from isthmus.free_memory import available_bytes, kilobytes
+from isthmus.free_memory import available_bytes, code_bytes, kilobytes
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,8 +219,9 @@ class Host:
     def memory(self) -> MemoryUse:
         page = os.sysconf("SC_PAGE_SIZE")
         total = page * os.sysconf("SC_PHYS_PAGES")
-        used = _resident_bytes(page)
-        peak = max(used, _peak_bytes())  # the kernel counts the peak a little later
+        code = code_bytes()
+        used = max(0, _resident_bytes(page) - code)
+        peak = max(used, _peak_bytes() - code)  # the kernel counts the peak a little later
         return MemoryUse(
             total=total,
             free=_free_bytes(total),

@@ -72,6 +72,11 @@ class Blocks:
         self.saved: Floats = np.array(problem.cumulative_saved_bytes, dtype=np.float64)[take]
         """Bytes of the first k blocks, kept per micro-batch in flight, besides what is received."""
         self.once: Floats = np.zeros_like(self.saved)  # kept for the one micro-batch whose backward runs
+        working = np.array([problem.working_bytes(op) for op in problem.flow.operators], dtype=np.float64)
+        self._working: list[Floats] = [np.maximum.reduceat(working, take[:-1])]  # of 1, 2, 4, ... blocks from each on
+        while (reach := 1 << len(self._working)) <= self.count:
+            half = self._working[-1]
+            self._working.append(np.maximum(half[: self.count - reach + 1], half[reach // 2 :]))
         self._position = {op.name: i for i, op in enumerate(problem.flow.operators)}
         self.recompute = recompute
         if recompute:
@@ -80,6 +85,15 @@ class Blocks:
 
     def recomputing(self) -> Blocks:
         return Blocks(self.problem, self.places[1:-1], recompute=True)
+
+    def working(self, starts: Ints, ends: Ints) -> Floats:
+        """Bytes that the operators of blocks [start, end) need at most while one runs; none of an empty run."""
+        count = ends - starts
+        found = np.zeros(count.shape)
+        for level, most in enumerate(self._working):
+            here = (count >> level) == 1
+            found[here] = np.maximum(most[starts[here]], most[ends[here] - (1 << level)])
+        return found
 
     @cached_property
     def last_start(self) -> int:

@@ -23,7 +23,7 @@ class CutTable:
     ends: Ints  # [cuts, stages + 1]: block boundaries, 0 and the number of blocks among them
     forward_work: Floats  # [cuts, stages]: FLOPs
     backward_work: Floats
-    fixed_bytes: Floats
+    fixed_bytes: Floats  # of the state, and for the operator at work; and gradients that other stages return
     saved_bytes: Floats  # [cuts, stages]: kept from forward to backward, unless the stage recomputes
     column_bytes: Floats  # [cuts, stages]: of the batch, kept if it recomputes
     received_bytes: Floats  # [cuts, stages]: kept either way
@@ -65,7 +65,11 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
         ends=ends,
         forward_work=forward_work,
         backward_work=_between(blocks.work, ends) - forward_work,
-        fixed_bytes=_between(blocks.owned, ends) + _between(blocks.once, ends) + copied.sum(axis=1),
+        fixed_bytes=_between(blocks.owned, ends)
+        + _between(blocks.once, ends)
+        + blocks.working(ends[:, :-1], ends[:, 1:])
+        + copied.sum(axis=1)
+        + gradient.sum(axis=2),
         saved_bytes=_between(blocks.saved, ends),
         column_bytes=_between(blocks.columns, ends),
         received_bytes=held.sum(axis=1),
@@ -93,7 +97,8 @@ class RunTable:
     """Every run of blocks [a, b) as a stage, whatever the others are: [a, b] of each, where a < b."""
 
     work: Floats  # FLOPs; infinite where the run is empty
-    fixed_bytes: Floats
+    fixed_bytes: Floats  # without the gradients that other stages return
+    working_bytes: Floats  # of these, for the operator at work
     each_bytes: Floats  # per micro-batch in flight
     early: Received  # from the first stage for sure: made in block 0
     later: Received  # from any stage before
@@ -114,9 +119,12 @@ def run_table(blocks: Blocks) -> RunTable:
     def between(cumulative: Floats) -> Floats:
         return np.asarray(cumulative - cumulative[:, None])
 
+    starts, ends = np.indices((blocks.count + 1, blocks.count + 1))
+    working = blocks.working(starts, np.maximum(starts, ends))
     return RunTable(
         work=np.where(np.tri(blocks.count + 1, dtype=bool), np.inf, between(blocks.work)),
-        fixed_bytes=between(blocks.owned) + between(blocks.once) + spans(copied),
+        fixed_bytes=between(blocks.owned) + between(blocks.once) + spans(copied) + working,
+        working_bytes=working,
         each_bytes=between(blocks.saved) + spans(held),
         early=Received(*(spans(amount * early) for amount in amounts)),
         later=Received(*(spans(amount * ~early) for amount in amounts)),
@@ -124,12 +132,14 @@ def run_table(blocks: Blocks) -> RunTable:
 
 
 def stage_bytes(blocks: Blocks, start: int, ends: Sequence[int], in_flight: int) -> Floats:
-    """[ends]: memory of the stages [start, end), which never shrinks as the end grows."""
+    """[ends]: memory of the stages [start, end), which never shrinks as the end grows: gradients that other stages
+    return are left out."""
     cuts = np.array([(0, start, end, blocks.count) for end in ends], dtype=np.int64).reshape(-1, 4)
     if not len(cuts):
         return np.zeros(0)
     table = cut_table(blocks, cuts)
-    found: Floats = table.fixed_bytes + in_flight * (table.saved_bytes + table.received_bytes)
+    fixed = table.fixed_bytes - table.shared_gradient.sum(axis=2)
+    found: Floats = fixed + in_flight * (table.saved_bytes + table.received_bytes)
     return found[:, 1]
 
 

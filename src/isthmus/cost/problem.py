@@ -220,6 +220,12 @@ class Problem:
             return 0
         return op.saved_bytes.at(self.micro_batch_size)
 
+    def working_bytes(self, op: Op) -> int:
+        """Bytes that it needs while it runs, forward or backward, besides what is kept; none for free operators."""
+        if op.kind != "operator" or op.name in self.flow.free:
+            return 0
+        return op.working_bytes.at(self.micro_batch_size)
+
     @cached_property
     def not_summed(self) -> str | None:
         """The first trained parameter that replicas cannot sum, which they do in float32, in words; None where there is

@@ -112,16 +112,19 @@ def variable_bytes(problem: Problem, op: Op, *, shared_copy: bool) -> StageMemor
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """The parts of a stage's memory, whatever it holds in flight. The last three are per micro-batch."""
+    """The parts of a stage's memory, whatever it holds in flight."""
 
     weights: int
     gradients: int
     optimizer: int
-    saved: int  # bytes that autograd saves for the backward
+    saved: int  # per micro-batch: bytes that autograd saves for the backward
     received: int
     columns: int
     """Columns of the batch, which the stage reads from its own data. Where autograd needs them they are in `saved`."""
     deferred: int = 0  # between a backward and weight gradients that are computed apart
+    working: int = 0
+    """Not per micro-batch: of the operator that needs most while it runs, and gradients that users of this stage's
+    parameters return."""
 
     def kept(self, recompute: bool) -> int:
         """Per micro-batch in flight: what was received, and what is saved or, to run the forward again, read."""
@@ -134,6 +137,7 @@ class StageBytes:
             optimizer=self.optimizer,
             activations=in_flight * self.kept(recompute),
             recomputed=self.saved if recompute else 0,
+            working=self.working,
         )
 
     def most_in_flight(self, capacity_bytes: int, wanted: int) -> int:
@@ -155,7 +159,13 @@ def bytes_of(problem: Problem, stage: StageGraph) -> StageBytes:
         received=sum(c.spec.nbytes(problem.micro_batch_size) for c in stage.receives),
         columns=sum(problem.column_bytes[name] for name in stage.columns),
         deferred=deferred_bytes(problem, stage) if problem.splits else 0,
+        working=working_bytes(problem, stage),
     )
+
+
+def working_bytes(problem: Problem, stage: StageGraph) -> int:
+    returned = (len(users) * gradient_bytes(problem.flow.by_name[name]) for name, users in stage.shared_with.items())
+    return max((problem.working_bytes(op) for op in stage.ops), default=0) + sum(returned)
 
 
 def value_name(flow: Flow, ref: Ref) -> str:

@@ -8,7 +8,7 @@ element backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from isthmus.errors import InternalError
 from isthmus.graph.flop_counter import flop_counter
@@ -37,6 +40,7 @@ class _Cost(NamedTuple):
     requires_grad: tuple[bool, ...]
     view: bool
     outputs: tuple[TensorSpec, ...]  # at the ledger's batch size
+    working_bytes: int
 
 
 def measure(graph: OpGraph) -> OpGraph:
@@ -53,13 +57,14 @@ def _annotate(op: Op, ledgers: list[_Ledger], batches: tuple[int, ...]) -> Op:
             ledger.hold(op)
         return op
     rows = [ledger.charge(op) for ledger in ledgers]
-    forward, backward, saved = (_fit([row[i] for row in rows], batches) for i in range(3))
+    forward, backward, saved, working = (_fit([row[i] for row in rows], batches) for i in range(4))
     made = [[ledger.specs[Ref(op.name, i)] for ledger in ledgers] for i in range(len(op.outputs))]
     return msgspec.structs.replace(
         op,
         flops_forward=forward,
         flops_backward=backward,
         saved_bytes=saved,
+        working_bytes=working,
         requires_grad=ledgers[0].flags[op.name],
         outputs=tuple(_with_layout(op, s, m, batches) for s, m in zip(op.outputs, made, strict=True)),
     )
@@ -91,6 +96,33 @@ def _fit(values: list[int], batches: tuple[int, ...]) -> Affine:
 _known: dict[object, _Cost] = {}
 
 
+class LiveBytes(TorchDispatchMode):
+    """`most` bytes of the tensors that were made since it began were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        self._made: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,  # pyright: ignore
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        found = func(*args, **(kwargs or {}))
+        given = {storage_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        new = {storage_of(t): t.untyped_storage() for t in tree_leaves(found) if isinstance(t, Tensor)}
+        self._made = [one for one in self._made if not one[0].expired()]
+        self._made += [(StorageWeakRef(s), s.nbytes()) for key, s in new.items() if key not in given]
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._made))
+        return found
+
+
 class _Ledger:
     """Costs at one batch size."""
 
@@ -110,8 +142,8 @@ class _Ledger:
         if op.kind != "placeholder":
             self.variables.add(op.name)
 
-    def charge(self, op: Op) -> tuple[int, int, int]:
-        """(forward FLOPs, backward FLOPs, saved bytes) of an operator."""
+    def charge(self, op: Op) -> tuple[int, int, int, int]:
+        """(forward FLOPs, backward FLOPs, saved bytes, working bytes) of an operator."""
         refs = list(dict.fromkeys(op.refs()))
         quiet = no_gradient(op, [self.flags[ref.op][ref.index] for ref in refs], self.graph.mode)
         signature = self._signature(op, refs, quiet=quiet)
@@ -133,7 +165,7 @@ class _Ledger:
         if cost.view:
             for index in range(len(op.outputs)):
                 self.roots[Ref(op.name, index)] = refs[0]
-        return cost.forward, cost.backward, saved
+        return cost.forward, cost.backward, saved, cost.working_bytes
 
     def _root(self, ref: Ref) -> Ref:
         while ref in self.roots:
@@ -159,15 +191,18 @@ class _Ledger:
 
         call = cast("Callable[..., Any]", overload_of(op.target))
         args, kwargs = bind(op, inputs.__getitem__, self.batch, torch.device("cpu"))
-        with flop_counter() as counter, torch.set_grad_enabled(not quiet):
+        with flop_counter() as counter, LiveBytes() as memory, torch.set_grad_enabled(not quiet):
             with saved_tensors_hooks(keep, lambda t: t):
                 result = call(*args, **kwargs)
+            at_work = memory.most
             outputs = [t for t in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(t, Tensor)]
             forward = counter.get_total_flops()
             leaves = [t for t in inputs.values() if t.requires_grad]
             roots = [t for t in outputs if t.grad_fn is not None]
+            memory.begin()
             if roots and leaves:
-                torch.autograd.grad(roots, leaves, [torch.empty_like(t) for t in roots], allow_unused=True)
+                given = torch.autograd.grad(roots, leaves, [torch.empty_like(t) for t in roots], allow_unused=True)
+                del given
             backward = counter.get_total_flops() - forward
         taken_in = {storage_of(t) for t in inputs.values()}
         view = any(storage_of(t) in taken_in for t in outputs)
@@ -176,11 +211,14 @@ class _Ledger:
             backward = sum(t.numel() for t in leaves) if roots else 0
         forward, backward = _corrected(op, list(inputs.values()), forward, backward if roots else 0)
         fresh, taken = _split_saved(saved, list(inputs.values()))
+        dropped = (r for i, r in enumerate(refs) if i not in taken and r.op not in self.variables)
+        forward_bytes = at_work - fresh + sum(self.specs[r].nbytes(self.batch) for r in dropped)
         kept = {storage_of(t) for t in saved} - taken_in
         given = tuple(i for i, t in enumerate(outputs) if storage_of(t) in kept)
         flags = tuple(t.requires_grad for t in outputs)
         specs = tuple(TensorSpec(_name(t.dtype), tuple(t.shape), tuple(t.stride())) for t in outputs)
-        return _Cost(int(forward), int(backward), fresh, taken, given, flags, view, specs)
+        working = max(0 if view else forward_bytes, memory.most)
+        return _Cost(int(forward), int(backward), fresh, taken, given, flags, view, specs, working)
 
     def _leaf(self, ref: Ref) -> Tensor:
         spec = self.specs[ref]

@@ -119,6 +119,9 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     flops_forward: Affine = Affine(0)
     flops_backward: Affine = Affine(0)
     saved_bytes: Affine = Affine(0)  # bytes that autograd keeps from this op's forward until its backward
+    working_bytes: Affine = Affine(0)
+    """Most bytes that its forward or its backward needs besides: what it takes and gives that nothing keeps, the
+    gradients of both, a parameter's among them, and what is made in between."""
     random: bool = False
     mutates: Many[Text] = ()  # names of the buffer ops that this op writes in place
     written: bool = False

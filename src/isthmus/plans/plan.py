@@ -53,7 +53,7 @@ def worker_ids_of(devices: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-PLAN_VERSION = 10
+PLAN_VERSION = 11
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -67,10 +67,14 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     activations: NotNegative  # kept between forward and backward, for all micro-batches in flight at once
     recomputed: NotNegative = 0
     """Bytes that recomputation saves for one micro-batch, from the second forward to the end of the backward."""
+    working: NotNegative = 0
+    """Bytes of the operator that needs most while it runs, such as gradients of logits or of an embedding, and of the
+    gradients that come from stages which share this stage's parameters."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.recomputed
+        kept = self.weights + self.gradients + self.optimizer + self.activations
+        return kept + self.recomputed + self.working
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

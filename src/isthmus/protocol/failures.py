@@ -118,7 +118,7 @@ class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a stage took while it ran, in bytes."""
 
     size_bytes: Amount
-    """On an accelerator, bytes in tensors; on the CPU, bytes by which the process's resident set grew."""
+    """On an accelerator, bytes in tensors; on the CPU, bytes by which the process's resident set grew, without code."""
     reserved_bytes: Amount
     """On an accelerator, bytes that torch's allocator took from it, in use by tensors or free for others; on the CPU,
     the same again."""

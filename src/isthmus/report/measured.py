@@ -105,17 +105,17 @@ def memory_table(uses: Sequence[DeviceMemoryUse]) -> RenderableType:
     numbers = ("predicted", "peak", "more or less", "reserved")
     table = new_table(("device", "stages", *numbers), numbers)
     for use in uses:
-        measured = (f"{use.excess:+.1%}", format_size(use.reserved_bytes))
         table.add_row(
             Text(use.device),
             Text(", ".join(use.stages)),
             Text(format_size(use.predicted_bytes)),
             Text(format_size(use.peak_bytes) + "*" * use.resident),
-            *([""] * 2 if use.resident else measured),
+            f"{use.excess:+.1%}",
+            "" if use.resident else format_size(use.reserved_bytes),
         )
     captions = ["peak: in tensors; reserved: taken of the accelerator by torch's allocator"]
     if any(use.resident for use in uses):
         captions = captions * any(not use.resident for use in uses) + [
-            "* on the CPU, by how much the process's resident set grew: libraries, buffers and fragments with it"
+            "* on the CPU, by how much the process's resident set grew, without code: buffers and fragments with it"
         ]
     return titled("Memory of the devices", table, "\n".join(captions))

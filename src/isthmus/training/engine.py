@@ -29,7 +29,7 @@ from isthmus.training.stored import Sent, in_memory, viewed
 from isthmus.wire_types import Count, Many, NotNegative, Seed
 
 ALIGNED_BYTES = 64  # where memory of torch's own begins
-LARGE_BYTES = 1 << 26  # of parameters that a stage trains, from which gradients are taken one by one
+LARGE_BYTES = 1 << 24  # of parameters that a stage trains, from which gradients are taken one by one
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

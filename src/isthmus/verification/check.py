@@ -239,6 +239,7 @@ def _stage(ledger: DifferenceList, where: str, stage: Stage, part: Part, in_flig
     kept = in_flight * part.kept_bytes(stage.recompute)
     ledger.same(f"{where}.memory.activations", stage.memory.activations, kept)
     ledger.same(f"{where}.memory.recomputed", stage.memory.recomputed, part.saved_bytes if stage.recompute else 0)
+    ledger.same(f"{where}.memory.working", stage.memory.working, part.working_bytes)
 
 
 def _ends(ledger: DifferenceList, where: str, stage: Stage, reading: GraphReading) -> None:

@@ -86,6 +86,8 @@ class Part(NamedTuple):
     apart_flops: int = 0
     """Operations of weight gradients, among those of the backward, that wait until the other gradients are sent."""
     waiting_bytes: int = 0  # bytes that the operations of these weight gradients keep
+    working_bytes: int = 0
+    """Of the operator that needs most while it runs, and of the gradients of own parameters that other stages send."""
 
     def kept_bytes(self, recompute: bool) -> int:
         """From forward to backward: what was received, and what was saved or, to compute it again, read."""
@@ -94,7 +96,7 @@ class Part(NamedTuple):
         return max(self.received_bytes + self.saved_bytes, self.waiting_bytes)
 
     def memory_bytes(self, in_flight: int, recompute: bool) -> int:
-        again = self.saved_bytes if recompute else 0
+        again = self.working_bytes + (self.saved_bytes if recompute else 0)
         return self.weights + self.gradients + self.optimizer + again + in_flight * self.kept_bytes(recompute)
 
     def backward_work(self, recompute: bool) -> int:
@@ -152,6 +154,8 @@ def cut(reading: GraphReading, starts: Sequence[int]) -> CutGraph:
             saved_bytes=reading.kept[end] - reading.kept[start],
             received_bytes=received[k],
             column_bytes=columns[k],
+            working_bytes=max(reading.at_work[start:end], default=0)
+            + sum(len(shared.users) * shared.gradient_bytes for shared in shared_uses if shared.owner == k),
             **(weight_gradients(reading, start, end) if reading.question.schedule == "zero-bubble" else {}),
         )
         for k, (start, end) in enumerate(zip(starts, ends, strict=True))

@@ -91,6 +91,11 @@ class GraphReading:
         return tuple(itertools.accumulate((op.saved_bytes.at(size) for op in self.operators), initial=0))
 
     @cached_property
+    def at_work(self) -> tuple[int, ...]:
+        """Bytes that the operator at each position needs while it runs, besides what is kept."""
+        return tuple(op.working_bytes.at(self.question.micro_batch_size) for op in self.operators)
+
+    @cached_property
     def loss(self) -> int:
         """Position of the operator that makes the loss."""
         return self.position[self.question.graph.loss.op]

@@ -59,7 +59,7 @@ def layers_of(network: FleetNetwork, blocks: Blocks, in_flight: int) -> LayerPro
     table, one = run_table(blocks), np.arange(blocks.count)
     return LayerProblem(
         layer_flops=np.diff(blocks.work),
-        layer_memory_bytes=(table.fixed_bytes + in_flight * table.each_bytes)[one, one + 1],
+        layer_memory_bytes=(table.fixed_bytes - table.working_bytes + in_flight * table.each_bytes)[one, one + 1],
         device_s_per_flop=1.0 / network.speed,
         device_memory_bytes=network.memory,
         device_latency_s=np.zeros_like(network.speed),
