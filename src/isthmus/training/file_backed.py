@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.errors import UserError
 from isthmus.training.draws import DrawRecorder
-from isthmus.training.layout import bytes_of, header_of, in_a_row
+from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row
 from isthmus.training.stored import PIECE_BYTES, StoredTensor
 
 LARGE_BYTES = 1 << 20
@@ -26,7 +26,9 @@ class TensorSpace:
     """A temporary file in a folder, or in the nearest one above that exists. It is gone with this object, and with the
     process: on Linux it has no name."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, what: str = "first weights") -> None:
+        """`what` it is for, in words."""
+        self._what = what
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         nameless = sys.platform == "linux"
         self._file = tempfile.TemporaryFile(dir=there) if nameless else tempfile.NamedTemporaryFile(dir=there)  # noqa: SIM115
@@ -38,9 +40,7 @@ class TensorSpace:
 
     def allocated(self, like: UntypedStorage) -> UntypedStorage:
         """Return as many bytes of the file, mapped."""
-        size = int(like.nbytes())
-        at = self._reserve(size)
-        mapped = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=at), dtype=torch.uint8)
+        mapped, at = self.row(int(like.nbytes()))
         found = mapped.untyped_storage()
         self._places[found.data_ptr()] = at, found
         return found
@@ -52,15 +52,28 @@ class TensorSpace:
         offset = place + int(row.storage_offset()) * row.itemsize
         return StoredTensor(header_of(name, tensor), self.path, offset, name)
 
+    def row(self, nbytes: int) -> tuple[Tensor, int]:
+        """Return so many bytes of the file, mapped, and where they begin in it. In memory are those that are read."""
+        at = self._reserve(nbytes)
+        return torch.frombuffer(mmap.mmap(self._file.fileno(), nbytes, offset=at), dtype=torch.uint8), at
+
+    def write(self, row: Tensor, at: int) -> None:
+        """Write a flat tensor at a place of the file."""
+        whole = bytes_of(row)
+        for start in range(0, whole.nbytes, PIECE_BYTES):
+            os.pwrite(self._file.fileno(), whole[start : start + PIECE_BYTES], at + start)
+
+    def stored_at(self, header: TensorHeader, at: int) -> StoredTensor:
+        """The tensor whose elements are at a place of the file, which stays as long as this."""
+        return _InSpace(header, self.path, at, header.name, space=self)
+
     def holds(self, storage: UntypedStorage) -> bool:
         return storage.data_ptr() in self._places
 
     def _place(self, storage: UntypedStorage) -> int:
         if not self.holds(storage):
             at = self._reserve(int(storage.nbytes()))
-            whole = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))  # pyright: ignore[reportArgumentType]
-            for start in range(0, whole.nbytes, PIECE_BYTES):
-                os.pwrite(self._file.fileno(), whole[start : start + PIECE_BYTES], at + start)
+            self.write(torch.empty(0, dtype=torch.uint8).set_(storage), at)  # pyright: ignore[reportArgumentType]
             self._places[storage.data_ptr()] = at, storage
         return self._places[storage.data_ptr()][0]
 
@@ -73,9 +86,19 @@ class TensorSpace:
             else:
                 os.ftruncate(self._file.fileno(), self._size)
         except OSError as e:
-            what = f"cannot write {self._size:,} bytes of first weights"
+            what = f"cannot write {self._size:,} bytes of {self._what}"
             raise UserError(f"{self._where}: {what}: {e.strerror or e}") from None
         return at
+
+
+class _InSpace(StoredTensor, frozen=True, kw_only=True):
+    space: TensorSpace
+
+
+def disk_folder() -> Path:
+    """Return where large temporary files go: where TMPDIR says, else on a disk, which `/tmp` often is not."""
+    chosen, usual = os.environ.get("TMPDIR"), Path("/var/tmp")
+    return usual if not chosen and os.access(usual, os.W_OK) else Path(tempfile.gettempdir())
 
 
 class FileBacked(TorchDispatchMode):

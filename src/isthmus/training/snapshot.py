@@ -5,6 +5,7 @@ A part is a parameter or buffer by its own name, with the optimizer's state of i
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -12,13 +13,17 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.accelerators import DeviceEvent
+from isthmus.accelerators import HOST, DeviceEvent
 from isthmus.accelerators.copies import CopyLabel, CopyStream
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
 from isthmus.training.checkpoint import OPTIMIZER
+from isthmus.training.file_backed import TensorSpace, disk_folder
 from isthmus.training.layout import TensorHeader, check_header, header_of, in_a_row, unpack
+from isthmus.training.stored import Sent
 
 SNAPSHOT = CopyLabel("snapshot")  # how its copy is called in a trace
+LARGE_BYTES = 1 << 26  # of a state, from which its copy may be worth a file
+MOST_HELD = 4  # copies that a device has at once: two of its own state, two of a neighbour's
 ALIGNED_BYTES = 64  # where tensors begin in the buffer: any type can be viewed there
 
 MOST_KEPT = 6  # tensors that optimizers may keep of a parameter, the outer one among them
@@ -29,6 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     headers: tuple[TensorHeader, ...]
     flat: Tensor  # uint8; each tensor's elements as they would travel, from an aligned place on
     copied: DeviceEvent | None = None  # the event after which `flat` may be read; None where all of it is here
+    space: TensorSpace | None = None  # the temporary file that `flat` is a mapping of, from its beginning on
 
     @property
     def whole(self) -> bool:
@@ -47,9 +53,16 @@ class Snapshot(msgspec.Struct, frozen=True):
             found[header.name] = unpack(elements, header)
         return found
 
+    def sent(self) -> dict[str, Sent]:
+        """The tensors to send or to write: those of a file are in memory a piece at a time."""
+        if self.space is None:
+            return {**self.tensors()}
+        places = zip(self.headers, _places(self.headers), strict=True)
+        return {header.name: self.space.stored_at(header, at) for header, at in places}
 
-def snapshot(state: Mapping[str, Tensor], way: CopyStream | None = None) -> Snapshot:
-    """A copy of the state, in host memory.
+
+def snapshot(state: Mapping[str, Tensor], way: CopyStream | None = None, *, on_disk: bool = False) -> Snapshot:
+    """A copy of the state, in host memory or, if it is large and can be, in a temporary file.
 
     From an accelerator it goes `way`, behind what the current stream has been given so far: neither the host nor the
     stream waits. What overwrites the state must, by `CopyStream.hold`: a step rarely comes to its update before the
@@ -57,10 +70,10 @@ def snapshot(state: Mapping[str, Tensor], way: CopyStream | None = None) -> Snap
     """
     headers = tuple(header_of(name, t) for name, t in state.items())
     if way is None:
-        flat = torch.empty(size_bytes(headers), dtype=torch.uint8)
-        for header, target, tensor in _targets(headers, flat, state):
-            target.copy_(_source(tensor, header))
-        return Snapshot(headers, flat)
+        flat, space = _room(size_bytes(headers), on_disk=on_disk)
+        for header, at, tensor in zip(headers, _places(headers), state.values(), strict=True):
+            _put(_source(tensor, header), flat, space, at)
+        return Snapshot(headers, flat, space=space)
     flat = way.accelerator.host_buffer(size_bytes(headers))
     with way.down(SNAPSHOT, way.accelerator.record()) as trip:
         trip.size_bytes = flat.numel()
@@ -71,6 +84,28 @@ def snapshot(state: Mapping[str, Tensor], way: CopyStream | None = None) -> Snap
                 way.accelerator.used_here(tensor)
             target.copy_(_source(tensor, header), non_blocking=True)
     return Snapshot(headers, flat, trip.done)
+
+
+def _room(nbytes: int, *, on_disk: bool) -> tuple[Tensor, TensorSpace | None]:
+    """Return a buffer of so many bytes; in a file where that is asked for, worth it, and possible."""
+    if on_disk and nbytes >= LARGE_BYTES:
+        with contextlib.suppress(UserError, OSError):
+            space = TensorSpace(disk_folder(), "a copy of the state")
+            return space.row(nbytes)[0], space
+    return torch.empty(nbytes, dtype=torch.uint8), None
+
+
+def _put(row: Tensor, flat: Tensor, space: TensorSpace | None, at: int) -> None:
+    """Copy a flat tensor to a place of such a buffer; into a file so that its pages are not in memory."""
+    if space is not None:
+        space.write(row, at)
+    else:
+        flat[at : at + row.nbytes].view(row.dtype).copy_(row)
+
+
+def scarce(nbytes: int) -> bool:
+    """Return whether memory has no room for all copies of a state of so many bytes that a device may hold."""
+    return nbytes >= LARGE_BYTES and HOST.memory().free < MOST_HELD * nbytes
 
 
 def _targets(
@@ -162,7 +197,9 @@ class IncomingSnapshot:
 
     def __init__(self, headers: tuple[TensorHeader, ...]) -> None:
         """Allocates its buffer: check the headers first."""
-        self.snapshot = Snapshot(headers, torch.empty(size_bytes(headers), dtype=torch.uint8))
+        nbytes = size_bytes(headers)
+        flat, space = _room(nbytes, on_disk=scarce(nbytes))
+        self.snapshot = Snapshot(headers, flat, space=space)
         self._received_bytes = 0
 
     @property
@@ -177,6 +214,5 @@ class IncomingSnapshot:
 
     def add(self, stretch: Tensor) -> None:
         """The next stretch: uint8 of shape (bytes,), as `expects` said."""
-        end = self._received_bytes + stretch.numel()
-        self.snapshot.flat[self._received_bytes : end] = stretch
-        self._received_bytes = end
+        _put(stretch, self.snapshot.flat, self.snapshot.space, self._received_bytes)
+        self._received_bytes += stretch.numel()

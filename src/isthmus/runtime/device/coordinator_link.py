@@ -26,14 +26,14 @@ from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.assignment import Peer, ReceiveStateMessage, ServeStage, ServingOrder
 from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
-from isthmus.runtime.transport.lanes import FLUSH_S, PackedMessage, Packer, SendLane
+from isthmus.runtime.transport.lanes import FLUSH_S, PackedMessage, Packer, SendLane, payload_of
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, CoordinatorGone, Outage, Retry, dial_lane
 from isthmus.runtime.transport.tcp import Unreached, until_reached
 from isthmus.session.program import OutOfPhase
 from isthmus.session.session import reason_and_fault
 from isthmus.training.faults import is_drivers, is_short_of_memory
-from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot
+from isthmus.training.stored import Sent
 
 AWAY_TIMEOUTS = 10  # for so many times its timeout a device waits for a coordinator that went away
 ORDERS = ToDevice | AssignMessage | ReceiveStateMessage | ServingOrder
@@ -71,7 +71,7 @@ class CoordinatorLink:
         until_reached(self._connection.connect, timeout_s, Unreached)
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
 
-    def send(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
+    def send(self, message: AnyMessage, tensors: Sequence[Sent] = (), of: Snapshot | None = None) -> None:
         """Put a message into the lane; the caller does not wait. A message is lost while the coordinator is away: it
         will ask anew. Tensors `of` a snapshot are sent when that is copied."""
         if (lane := self._lane) is not None:
@@ -124,13 +124,13 @@ class CoordinatorLink:
             self._inbox.put(CoordinatorGone(f"coordinator: sent {type(message).__name__}, not for a device"))
 
 
-def _when_whole(message: AnyMessage, tensors: Sequence[Tensor], of: Snapshot | None) -> Packer | None:
+def _when_whole(message: AnyMessage, tensors: Sequence[Sent], of: Snapshot | None) -> Packer | None:
     if of is None or of.whole:
         return None
 
     def packed() -> PackedMessage:
         of.wait()
-        return PackedMessage(message, [pack(tensor) for tensor in tensors])
+        return PackedMessage(message, [payload_of(tensor) for tensor in tensors])
 
     return packed
 

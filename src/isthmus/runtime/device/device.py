@@ -85,12 +85,11 @@ from isthmus.training.draws import repeated
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_short_of_memory, shortage
 from isthmus.training.island import island_engine
-from isthmus.training.layout import header_of
 from isthmus.training.local_privacy import Privatizer
 from isthmus.training.ranks import Ranks, StageSetUp
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 from isthmus.training.split_backward import SplitEngine
-from isthmus.training.stored import Sent
+from isthmus.training.stored import Sent, sent_header
 from isthmus.training.watched import WatchedEngine
 from isthmus.units import format_size
 
@@ -585,15 +584,15 @@ class DeviceWorker:
             return
         if isinstance(done, ItemReported):
             done = msgspec.structs.replace(done, peak=self._peak())
-        self._send(done, saved.tensors(), saved)
+        self._send(done, saved.sent(), saved)
 
     def _send(
         self,
         body: DeviceReport | WeightsRead | WeightsLacked,
-        tensors: Mapping[str, Tensor] = {},
+        tensors: Mapping[str, Sent] = {},
         of: Snapshot | None = None,
     ) -> None:
-        headers = tuple(header_of(name, t) for name, t in tensors.items())
+        headers = tuple(sent_header(name, t) for name, t in tensors.items())
         self._control.send(ToCoordinator(run=self._run, body=body, tensors=headers), list(tensors.values()), of)
 
     def _send_failed(self, error: Exception) -> None:

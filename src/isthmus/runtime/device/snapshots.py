@@ -15,7 +15,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.runtime.device.copy_streams import CopyStreams
 from isthmus.runtime.messages.assignment import SnapshotMessage, SnapshotPart, SnapshotReplication
-from isthmus.training.snapshot import IncomingSnapshot, Snapshot, check_state, snapshot, stretches
+from isthmus.training.snapshot import IncomingSnapshot, Snapshot, check_state, scarce, snapshot, stretches
 
 
 class Snapshots:
@@ -27,12 +27,12 @@ class Snapshots:
         self._kept = kept
         self._under_way: deque[tuple[int, Snapshot]] = deque()
 
-    def of(self, state: Mapping[str, Tensor]) -> Snapshot:
-        """It may still be being copied."""
-        return snapshot(state, self._way)
+    def of(self, state: Mapping[str, Tensor], *, on_disk: bool = False) -> Snapshot:
+        """It may still be being copied. That of a large state on the CPU can go into a temporary file."""
+        return snapshot(state, self._way, on_disk=on_disk)
 
     def keep(self, step: int, state: Mapping[str, Tensor]) -> None:
-        self._under_way.append((step, self.of(state)))
+        self._under_way.append((step, self.of(state, on_disk=scarce(sum(t.nbytes for t in state.values())))))
 
     def hand_on(self, *, wait: bool = False) -> None:
         """Hand on the snapshots that are to be kept and are whole; with `wait`, all of them."""

@@ -431,7 +431,8 @@ class StageRunner:
     def save(self, item: int) -> None:
         with self._call(item):
             state, wanted = self._whole_state(), self.assignment.saves
-            self._state = self.copied({k: v for k, v in state.items() if wanted is None or k in wanted})
+            saved = {k: v for k, v in state.items() if wanted is None or k in wanted}
+            self._state = self._snapshots.of(saved, on_disk=not self.fingerprints.on)
             self.fingerprints.state(item, self._state)
             self._finite.saved(state)
             self._done.append(partial(self._worker.saved, item))

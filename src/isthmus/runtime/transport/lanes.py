@@ -329,7 +329,7 @@ class SendLane:
 
     def _send(self, entry: _Entry) -> None:
         if entry.packed is None:
-            message, payload, sent = PackedMessage(entry.message, [_payload(t) for t in entry.tensors])
+            message, payload, sent = PackedMessage(entry.message, [payload_of(t) for t in entry.tensors])
         else:
             (message, payload, sent), packed_s = entry.packed.result()
             entry.ready_s = max(entry.ready_s, packed_s)
@@ -362,7 +362,7 @@ class SendLane:
         return not ended
 
 
-def _payload(tensor: Sent) -> memoryview | StoredTensor:
+def payload_of(tensor: Sent) -> memoryview | StoredTensor:
     return tensor if isinstance(tensor, StoredTensor) else pack(tensor)
 
 
