@@ -87,7 +87,7 @@ class Part(NamedTuple):
     """Operations of weight gradients, among those of the backward, that wait until the other gradients are sent."""
     waiting_bytes: int = 0  # bytes that the operations of these weight gradients keep
     working_bytes: int = 0
-    """What the operator takes that needs most while it runs, and gradients of own parameters from other stages."""
+    """The most that one operator takes while it runs, and gradients of own parameters from other stages."""
 
     def kept_bytes(self, recompute: bool) -> int:
         """From forward to backward: what was received, and what was saved or, to compute it again, read."""
