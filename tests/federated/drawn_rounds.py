@@ -52,7 +52,7 @@ from isthmus.runtime.identity.keys import DeviceSigner
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
-from isthmus.runtime.transport.channel import ChannelStatistics, in_host_memory
+from isthmus.runtime.transport.channel import in_host_memory
 from isthmus.runtime.transport.message_sender import MessageSender
 from isthmus.runtime.transport.reconnection import OpenConnection
 from tests.drawn_integers import Lies, landed, received
@@ -88,6 +88,7 @@ class Line:
     """A connection: what was sent and has not arrived."""
 
     frames: deque[Frame] = field(default_factory=deque)
+    sent_bytes = received_bytes = 0
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         left = io.BytesIO(b"".join(payload))
@@ -96,9 +97,6 @@ class Line:
 
     def close(self) -> None:
         """Nobody does in a test that passes."""
-
-    def statistics(self) -> ChannelStatistics:
-        return ChannelStatistics(0, 0)
 
 
 class Doors:

@@ -77,8 +77,8 @@ def test_a_frame_arrives_as_it_was_sent(kind: Implementation, case: str, pool: T
         assert_same(arrived, tensors)
         assert before_s <= bob.began_s <= time.monotonic()
         assert size == len(wire(message, tensors))
-        assert alice.statistics().sent_bytes == bob.statistics().received_bytes == size
-        assert alice.statistics().received_bytes == bob.statistics().sent_bytes == 0
+        assert alice.sent_bytes == bob.received_bytes == size
+        assert alice.received_bytes == bob.sent_bytes == 0
 
 
 @every
@@ -118,8 +118,8 @@ def test_order_is_kept_both_ways_at_once(kind: Implementation, pool: ThreadPoolE
         for send in sends:
             send.result(10)
         assert [r.result(10) for r in receives] == [list(range(100))] * 2
-        assert alice.statistics().sent_bytes == bob.statistics().received_bytes
-        assert bob.statistics().sent_bytes == alice.statistics().received_bytes
+        assert alice.sent_bytes == bob.received_bytes
+        assert bob.sent_bytes == alice.received_bytes
 
 
 # The end of a connection
@@ -184,7 +184,7 @@ def test_the_other_side_closing_within_a_frame_is_its_fault(kind: Implementation
         mallory.close()
         with pytest.raises(PeerError, match=f"^mallory: closed in the middle of a frame, {short} bytes short$"):
             channel.receive()
-        assert channel.statistics().received_bytes == at
+        assert channel.received_bytes == at
 
 
 @every

@@ -91,8 +91,7 @@ class _Coordinator:
         monkeypatch.setattr(CoordinatorHost, "open_item", open_item)
 
     def _moved(self) -> int:
-        found = [channel.statistics() for channel in self._channels]
-        return sum(s.sent_bytes + s.received_bytes for s in found)
+        return sum(channel.sent_bytes + channel.received_bytes for channel in self._channels)
 
 
 def _kill() -> None:

@@ -127,15 +127,14 @@ class _Line:
         check(self.said[0])
         return self.said.pop(0), []
 
+    received_bytes = 1
+
     def send(self, message: AnyMessage) -> None:
         self.sent.append(received(cast(Any, message)))
 
     def close(self) -> None: ...
 
     def bare(self) -> None: ...
-
-    def statistics(self) -> Any:
-        return SimpleNamespace(received_bytes=1)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["asks", "waits"])

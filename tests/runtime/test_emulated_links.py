@@ -28,7 +28,7 @@ def one_way_s(connect: Callable[[], Pair], shape: Link, size_bytes: int) -> tupl
     lane.put(parcel(0, tensor), [tensor])
     arrived_s, _ = take(bob)
     lane.close()
-    wire_bytes = bob.statistics().received_bytes
+    wire_bytes = bob.received_bytes
     assert size_bytes < wire_bytes < size_bytes + 300
     return arrived_s - handed_s, shape.transfer_s(wire_bytes)
 
@@ -164,4 +164,4 @@ def test_a_departure_without_a_shape_is_what_the_socket_took(connect: Callable[[
     assert before_s <= departure.start_s <= departure.end_s
     assert departure.start_s <= arrived_s
     assert (departure.size_bytes, departure.wire_bytes) == (1000, wire_bytes)
-    assert alice.statistics().sent_bytes == wire_bytes
+    assert alice.sent_bytes == wire_bytes

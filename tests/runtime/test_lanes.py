@@ -83,7 +83,7 @@ def test_closing_sends_what_was_handed_over(connect: Callable[[], Pair], shape: 
     lane = SendLane(alice, shape=shape)
     wire_bytes = sum(put(lane, number, 1000) for number in range(100))
     lane.close()
-    assert alice.statistics().sent_bytes == wire_bytes
+    assert alice.sent_bytes == wire_bytes
     alice.close()
     assert [item(take(bob)[1]) for _ in range(100)] == list(range(100))
     assert bob.receive() is None
@@ -113,7 +113,7 @@ def test_what_closing_gave_up_is_no_error(connect: Callable[[], Pair]) -> None:
     alice.close()
     time.sleep(0.3)
     assert errors == []
-    assert alice.statistics().sent_bytes == 0
+    assert alice.sent_bytes == 0
 
 
 @pytest.mark.parametrize("shape", [None, Link(0.01, 1000 * MBIT)], ids=["plain", "shaped"])
@@ -146,7 +146,7 @@ def test_packing_is_done_beside_the_caller_and_beside_what_is_on_the_way(connect
     put(lane, 0, 1_000_000)  # leaves for a second
     lane.put(parcel(1, torch.ones(3)), [torch.ones(3)], pack_one)
     assert packed.wait(60)
-    assert not bob.statistics().received_bytes
+    assert not bob.received_bytes
     assert item(take(bob)[1]) == 0
     received = bob.receive(idle_s=5)
     assert received is not None and item(received[0]) == 1 and torch.equal(received[1][0], torch.ones(3))

@@ -15,8 +15,7 @@ _UNSEEN: dict[Kind, str] = {
     "link": "nothing was to pass meanwhile",
     "join": "the run did not take it",
 }
-WithoutEffect = tuple[tuple[Fault, str], ...]
-"""Faults, each with the reason."""
+WithoutEffect = tuple[tuple[Fault, str], ...]  # faults, each with the reason
 
 
 class Effects:

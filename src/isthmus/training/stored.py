@@ -175,8 +175,7 @@ class _ChangedTensor(StoredTensor, frozen=True):
         )
 
 
-Sent = Tensor | StoredTensor
-"""A tensor to send, or to write: in memory, or in a file."""
+Sent = Tensor | StoredTensor  # a tensor to send, or to write: in memory, or in a file
 
 
 def sent_header(name: str, tensor: Sent) -> TensorHeader:

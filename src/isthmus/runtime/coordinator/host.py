@@ -76,8 +76,7 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._assigned: Mapping[str, Assignment] = {}
         self._placed = Placed()
         self._landed: dict[tuple[str, int], LandedPart] = {}  # what came with reports of saves, by device and item
-        self._at_hand: ItemReported | None = None
-        """The report that the machine is asked about."""
+        self._at_hand: ItemReported | None = None  # the report that the machine is asked about
 
     def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> Outcome:
         """Run to the end, with the devices that are at work.

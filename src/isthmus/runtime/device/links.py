@@ -108,23 +108,9 @@ class StageLinks:
 
     def _lane(self, neighbour: Neighbour) -> SendLane:
         def departed(departure: QueuedSend) -> None:
-            message = departure.message
-            if isinstance(message, ToPeer):
-                name, micro_batch = _called(message.body)
-                self._spans(
-                    Span(
-                        device=self._assignment.device,
-                        track="send",
-                        name=name,
-                        start_s=departure.start_s,
-                        end_s=departure.end_s,
-                        step=message.body.item,
-                        micro_batch=micro_batch,
-                        size_bytes=departure.size_bytes,
-                        wire_bytes=departure.wire_bytes,
-                        other=neighbour.device,
-                    )
-                )
+            if isinstance(message := departure.message, ToPeer):
+                times = departure.start_s, departure.end_s, departure.size_bytes
+                self._record("send", message.body, neighbour, *times, wire_bytes=departure.wire_bytes)
 
         return SendLane(
             self._channels[neighbour.stage],
@@ -133,6 +119,33 @@ class StageLinks:
             timeout_s=self._assignment.timeout_s,
             on_departure=departed,
             on_error=self._failed,
+        )
+
+    def _record(
+        self,
+        track: Literal["send", "receive"],
+        body: Arrived | PartsArrived,
+        other: Neighbour,
+        start_s: float,
+        end_s: float,
+        size_bytes: int,
+        *,
+        wire_bytes: int = 0,
+    ) -> None:
+        name, micro_batch = _called(body)
+        self._spans(
+            Span(
+                device=self._assignment.device,
+                track=track,
+                name=name,
+                start_s=start_s,
+                end_s=end_s,
+                step=body.item,
+                micro_batch=micro_batch,
+                size_bytes=size_bytes,
+                wire_bytes=wire_bytes,
+                other=other.device,
+            )
         )
 
     def _failed(self, error: Exception) -> None:
@@ -282,20 +295,8 @@ class StageLinks:
         if isinstance(body, Arrived) and self._fingerprints.on:
             with self._ways[stage].landing() if stage in self._ways else contextlib.nullcontext():
                 self._fingerprints.received(body, {h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
-        name, micro_batch = _called(body)
-        self._spans(
-            Span(
-                device=self._assignment.device,
-                track="receive",
-                name=name,
-                start_s=channel.began_s,
-                end_s=time.monotonic(),
-                step=body.item,
-                micro_batch=micro_batch,
-                size_bytes=sum(h.nbytes for h in message.tensors),
-                other=self._names[stage].device,
-            )
-        )
+        size_bytes = sum(h.nbytes for h in message.tensors)
+        self._record("receive", body, self._names[stage], channel.began_s, time.monotonic(), size_bytes)
         self._inbox.put(body)
 
     def _keep(self, body: Arrived | PartsArrived, tensors: Sequence[Tensor]) -> None:

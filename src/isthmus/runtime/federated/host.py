@@ -157,8 +157,7 @@ class FederatedHost(SessionHost[Rounds]):
 
     def bytes(self) -> tuple[int, int]:
         """Sent and received so far, whole frames, of all executors."""
-        counts = [channel.statistics() for channel in self._channels]
-        return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
+        return sum(c.sent_bytes for c in self._channels), sum(c.received_bytes for c in self._channels)
 
     def receivers(self) -> list[SendLane | MessageSender]:
         return [out for name, out in list(self._senders.items()) if self.session.is_here(name)]

@@ -24,8 +24,7 @@ AnyMessage = (
     | GenerationMessage
 )
 
-FROM_DEVICES = ToCoordinator | Heartbeat
-"""Messages that devices send the coordinator of a run."""
+FROM_DEVICES = ToCoordinator | Heartbeat  # messages that devices send the coordinator of a run
 
 
 _Frame = ToDevice | ToCoordinator | ToPeer | ToExecutor | FromExecutor | ToReplica | FromReplica

@@ -70,13 +70,6 @@ Landing = Callable[[AnyMessage, Fill], list[Tensor]]
 elsewhere."""
 
 
-class ChannelStatistics(msgspec.Struct, frozen=True):
-    """Whole frames and parts of frames, prefix and header included."""
-
-    sent_bytes: int
-    received_bytes: int
-
-
 def in_host_memory(message: AnyMessage, fill: Fill) -> list[Tensor]:
     """A `Landing` in fresh tensors on the host."""
     found: list[Tensor] = []
@@ -99,6 +92,8 @@ class MessageChannel(Protocol):
     """A way to one party and back, whatever carries the frames. One thread sends, one receives; any may close."""
 
     other: str  # the party, as errors call it
+    sent_bytes: int  # of whole frames and parts of frames, prefix and header included
+    received_bytes: int
 
     def send(self, message: AnyMessage, payload: Payload = ()) -> int:
         """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""
@@ -113,8 +108,6 @@ class MessageChannel(Protocol):
 
     def close(self) -> None:
         """End the connection at once. Also ends a receive that waits in another thread."""
-
-    def statistics(self) -> ChannelStatistics: ...
 
 
 class Channel(MessageChannel, Protocol):
@@ -171,7 +164,7 @@ class SocketChannel:
         # A timeout belongs to a socket object: were there one only, the endless wait for the next frame in the
         # receiving thread would lift the deadline of a send. Both have one always, as blocking mode is shared.
         self._incoming = connection.dup()
-        self._sent = self._received = 0
+        self.sent_bytes = self.received_bytes = 0
         self._missing = 0  # bytes of the frame in work that are still to come, as far as is known
         self._closed = threading.Event()
         if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -216,7 +209,7 @@ class SocketChannel:
             raise PeerError(f"{self.other}: accepted no data for {self._timeout_s:g} s") from None
         except OSError as e:
             raise PeerError(f"{self.other}: {BROKEN} while sending: {e.strerror or e}") from None
-        self._sent += sent
+        self.sent_bytes += sent
         return sent
 
     def receive(
@@ -267,7 +260,7 @@ class SocketChannel:
         if got == 0:
             return False
         self.began_s = time.monotonic()
-        self._received += got
+        self.received_bytes += got
         self._missing = PREFIX.size - got
         self._fill(prefix[got:])
         return True
@@ -287,7 +280,7 @@ class SocketChannel:
             if got == 0:
                 raise PeerError(f"closed in the middle of a frame, {self._missing} bytes short")
             at += got
-            self._received += got
+            self.received_bytes += got
             self._missing -= got
 
     def close(self) -> None:
@@ -318,9 +311,6 @@ class SocketChannel:
         assert isinstance(self._socket, TlsConnection), "only TLS can be ended"
         self._closed.set()
         return self._socket.bare()
-
-    def statistics(self) -> ChannelStatistics:
-        return ChannelStatistics(self._sent, self._received)
 
 
 def decode_message(header: memoryview, most_bytes: int = MAX_HEADER_BYTES) -> AnyMessage:

@@ -275,7 +275,7 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
                 answer = _answered(channel, max(self.timeout_s, ANSWER_S))
             except PeerError as e:
                 # In TLS 1.3 this end of the handshake is done first: a coordinator may still cut it for want of room.
-                raise (PeerError if channel.statistics().received_bytes else HungUp)(str(e)) from None
+                raise (PeerError if channel.received_bytes else HungUp)(str(e)) from None
             if isinstance(answer, Rendezvous):
                 with _connecting(here, answer, lambda near: ways.attempt(lambda: near)):
                     found = ways.first(DIRECT_S, more=True)
