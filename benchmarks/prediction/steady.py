@@ -113,8 +113,15 @@ class Towers(nn.Module):
 class Llama(nn.Module):
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-        config = transformers.LlamaConfig(vocab_size=128, tie_word_embeddings=tied, use_cache=False, **sizes)
+        config = transformers.LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            tie_word_embeddings=tied,
+            use_cache=False,
+        )
         self.model = transformers.LlamaForCausalLM(config)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -125,10 +132,11 @@ class Llama(nn.Module):
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [2, 2, 2], "layer_type": "basic"}
-        self.model = transformers.ResNetForImageClassification(
-            transformers.ResNetConfig(num_channels=1, num_labels=10, **sizes)
+        config = transformers.ResNetConfig(
+            num_channels=1, embedding_size=16, hidden_sizes=[16, 32, 64], depths=[2, 2, 2], layer_type="basic"
         )
+        config.num_labels = 10
+        self.model = transformers.ResNetForImageClassification(config)
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.model(pixel_values=pixel_values).logits, labels)
