@@ -5,6 +5,7 @@ run can have, or the device's own end of it, by an error that names the coordina
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -154,7 +155,9 @@ def given(devices: int) -> Given:
     begun = EpochStart(step=3, first_item=5, epoch=EPOCH, from_checkpoint=False)
     weights = {name: p.detach() for name, p in prepared.build().named_parameters()}
     data = {"train": load_dataset(DIGITS, "train"), "heldout": load_dataset(DIGITS, "heldout")}
-    return Given(dict(found.assignments(RUN, begun, addresses, 2)), weights, data)
+    assigned = dict(found.assignments(RUN, begun, addresses, 2))
+    gc.freeze()  # each of hundreds of workers collects garbage before its stage: not through what a capture imports
+    return Given(assigned, weights, data)
 
 
 @pytest.fixture(autouse=True)
