@@ -146,7 +146,7 @@ def test_placements_are_compared(tmp_path: Path) -> None:
 def test_layouts_of_whole_iterations_are_simulated(command: str, tmp_path: Path) -> None:
     """Each takes minutes."""
     run(command, *SMALL[command], "--json", str(tmp_path / "found.json"))
-    assert json.loads((tmp_path / "found-end-to-end.json").read_text())["rows"]
+    assert json.loads((tmp_path / "found.json").read_text())["rows"]
 
 
 @pytest.mark.long
