@@ -278,8 +278,10 @@ def local_places(
 
 
 def _places(chosen: str | dict[str, str], devices: Sequence[str]) -> dict[str, ProcessPlace]:
+    if chosen == AUTO:
+        return dict(zip(devices, _dealt(len(devices)), strict=True))
     if isinstance(chosen, str):
-        return dict(zip(devices, _dealt(len(devices)), strict=True)) if chosen == AUTO else _all(chosen, devices)
+        return dict.fromkeys(devices, _place(chosen, FIELD))
     for device in chosen:
         if device not in devices:
             raise UserError(f"{FIELD}: {unknown_name('device', device, devices)}")
@@ -290,10 +292,6 @@ def _dealt(count: int) -> list[ProcessPlace]:
     """This machine's accelerators in turn: more devices than there are share them."""
     here = accelerator_names() or ("cpu",)
     return [ProcessPlace(accelerator=here[number % len(here)]) for number in range(count)]
-
-
-def _all(name: str, devices: Sequence[str]) -> dict[str, ProcessPlace]:
-    return dict.fromkeys(devices, _place(name, FIELD))
 
 
 def _place(name: str, field: str) -> ProcessPlace:

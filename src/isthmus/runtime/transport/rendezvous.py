@@ -239,7 +239,8 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
         ways = _Ways(lambda near: self._secured(near, route))
         try:
             if route.port and not relay_only:
-                ways.attempt(lambda: self._listening(route))
+                within_s = min(DIRECT_S, self.timeout_s)
+                ways.attempt(lambda: connected(route.host, route.port, route.other, within_s))
                 if (found := ways.first(HEAD_START_S if self.direct else DIRECT_S)) is not None:
                     return found, False
             try:
@@ -251,9 +252,6 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
                 raise type(e)(f"{why}; relayed by the coordinator: {e}") from None
         finally:
             ways.close()
-
-    def _listening(self, route: PeerRoute) -> socket.socket:
-        return connected(route.host, route.port, route.other, min(DIRECT_S, self.timeout_s))
 
     def _secured(self, near: socket.socket, route: PeerRoute) -> SocketChannel:
         assert self.identity is not None, "plain connections are not secured"
