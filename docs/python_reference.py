@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterator
 
 import isthmus
-from isthmus.api.federated import GivenClients
 from isthmus.api.given import Given
+from isthmus.api.training import GivenClients
 from isthmus.option_docs import field_docs
 
 ARGUMENTS = {"train": Given, "federate": GivenClients}

@@ -14,7 +14,7 @@ import msgspec
 
 from isthmus.graph.captured import Captured, Column
 from isthmus.job import Job
-from isthmus.job.capture_cache import only_batch
+from isthmus.job.prepared import only_batch
 
 Captures = Callable[[Job, Mapping[str, Column], Callable[[], Captured]], Captured]
 

@@ -30,7 +30,7 @@ import isthmus
 import isthmus_testing
 from isthmus import copies
 from isthmus.api import make_plan
-from isthmus.job import capture_cache, prepared
+from isthmus.job import prepared
 from isthmus.runtime.launchers import local
 from isthmus.runtime.processes import device_processes
 from tests.captures import kept
@@ -138,7 +138,7 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
     with pytest.MonkeyPatch.context() as patch, copied():
         patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
-        patch.setattr(capture_cache, "MOST_KEPT", 1000)  # the suite has more models than a user
+        patch.setattr(prepared, "MOST_KEPT", 1000)  # the suite has more models than a user
         for module in (device_processes, local):  # for commands that are called in this process
             patch.setattr(module, "fork_early", lambda *_, **__: None)
         patch.setattr(make_plan, "PLANNING_WORK", PLANNING_WORK)

@@ -37,12 +37,12 @@ TITLE = "isthmus interpreters"
 IMPORTED = (
     "cryptography.hazmat.backends.openssl",
     "isthmus.cli.app",
-    "isthmus.api.federated",
+    "isthmus.api.training",
     "isthmus.api.join",
     "isthmus.api.serve",
-    "isthmus.api.sweep_run",
+    "isthmus.api.sweep",
     "isthmus.graph.capture",
-    "isthmus.report.run_pictures",
+    "isthmus.report.timeline",
     "isthmus.runtime.device_fork_server",
     "isthmus.runtime.launchers.agent_fork_server",
     "pydantic.type_adapter",  # of typer, at the first option

@@ -14,9 +14,9 @@ import torch
 
 from isthmus.graph.capture import capture
 from isthmus.graph.captured import Captured, Column
-from isthmus.job import Job, capture_cache
-from isthmus.job.capture_cache import cached_capture, digest_of_module
-from isthmus.job.loading import load_job
+from isthmus.job import Job, prepared
+from isthmus.job.prepared import cached_capture, digest_of_module
+from isthmus.job.settings import load_job
 from isthmus.models import build_model
 
 COLUMNS = {"pixel_values": Column("float32", (1, 8, 8)), "labels": Column("int64", ())}
@@ -97,7 +97,7 @@ def test_another_model_precision_or_version_is_captured_anew(
     for number, other in enumerate((job, wider, narrow), start=1):
         counted(other)
         assert counted.times == number
-    monkeypatch.setattr(capture_cache, "made_by", lambda: ("another version",))
+    monkeypatch.setattr(prepared, "made_by", lambda: ("another version",))
     counted(job)
     assert counted.times == 4 and len(list(cache.iterdir())) == 4
 
@@ -267,7 +267,7 @@ def test_a_damaged_file_is_written_again_and_a_folder_that_cannot_be_written_is_
 
 
 def test_the_oldest_goes_first(cache: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_cache, "MOST_KEPT", 2)
+    monkeypatch.setattr(prepared, "MOST_KEPT", 2)
     counted, replace = Counted(), msgspec.structs.replace
     jobs = [replace(job, model=replace(job.model, options={"width": width})) for width in (8, 16, 24)]
     for number, each in enumerate(jobs):
@@ -284,6 +284,6 @@ def test_the_oldest_goes_first(cache: Path, job: Job, monkeypatch: pytest.Monkey
 def test_what_another_process_removes_before_it_is_read_is_captured_again(
     cache: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_cache, "_drop_surplus", lambda folder: [f.unlink() for f in folder.iterdir()])
+    monkeypatch.setattr(prepared, "_drop_surplus", lambda folder: [f.unlink() for f in folder.iterdir()])
     counted = Counted()
     assert counted(job).train.ops and counted.times == 2 and not list(cache.iterdir())

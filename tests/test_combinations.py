@@ -22,8 +22,7 @@ from isthmus.models.boundary import BoundaryOptions
 from isthmus.models.lora import LoraOptions
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.device.peer_connections import Endpoint
-from isthmus.runtime.federated.executor import check_device
-from isthmus.runtime.federated.fleet_executors import check_on_devices
+from isthmus.runtime.federated.executor import check_device, check_on_devices
 from tests.docs.test_named_tests import known
 
 SRC = Path(__file__).parents[1] / "src" / "isthmus"

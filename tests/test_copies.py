@@ -46,7 +46,7 @@ from isthmus.copies import asked, begun_in_a_copy, can_copy, in_a_copy
 from isthmus.errors import FleetTooSmall, InternalError, IsthmusWarning, warn
 from isthmus.job import prepare
 from isthmus.job.first_weights import first_weights
-from isthmus.job.loading import load_job
+from isthmus.job.settings import load_job
 from isthmus.training.stored import StoredTensor, in_memory
 from isthmus.training.weights import initial_weights
 

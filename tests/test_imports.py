@@ -60,7 +60,12 @@ COMPONENTS = {
         "isthmus.simulator",
     ),
     "fusion": ("isthmus.planners",),
-    "generate": ("isthmus.api", "isthmus.job.served", "isthmus.protocol", "isthmus.training"),  # stages in one process
+    "generate": (
+        "isthmus.api",
+        "isthmus.job.first_weights",
+        "isthmus.protocol",
+        "isthmus.training",
+    ),  # stages in one process
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.programs.pipeline", "isthmus.runtime"),  # a device that is held back, frame by frame
     "large_models": (
@@ -81,7 +86,7 @@ COMPONENTS = {
     ),  # what `plan` shows
     "nat": ("isthmus.protocol", "isthmus.runtime", "isthmus.training.layout"),  # a connection without a run
     "parrot_figures": (
-        "isthmus.api.federated_simulation",
+        "isthmus.api.rounds",
         "isthmus.data",
         "isthmus.federated",
         "isthmus.programs",

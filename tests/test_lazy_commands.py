@@ -46,7 +46,7 @@ IMPORTED = """
 import json, sys
 import isthmus.api.job_overrides, isthmus.api.serve, isthmus.federated.job
 print(json.dumps(sorted(sys.modules)))
-import isthmus.api.fault_simulation, isthmus.api.job_plans, isthmus.api.pipeline
+import isthmus.api.pipeline, isthmus.api.make_plan, isthmus.api.pipeline
 print(json.dumps(sorted(sys.modules)))
 """
 """What `serve` imports before it listens; and what plans and trains, before it draws."""

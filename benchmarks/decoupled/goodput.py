@@ -8,9 +8,9 @@ import msgspec
 from jobs import large_job_of
 
 import isthmus
-from isthmus.api.decoupled_simulation import simulate_decoupled
-from isthmus.api.fault_simulation import simulate_faults
+from isthmus.api.decoupled import simulate_decoupled
 from isthmus.api.observer import Silent
+from isthmus.api.pipeline import simulate_faults
 from isthmus.simulator import Fault
 
 LOST_PER_HOUR = 0.2

@@ -17,12 +17,11 @@ import msgspec
 from picture import draw
 
 import isthmus
-from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.decoupled import simulate_decoupled
 from isthmus.api.observer import Observer
 from isthmus.api.run_entries import run_entries
 from isthmus.job import fleet_of
-from isthmus.runtime.decoupled.groups import replica_groups
-from isthmus.runtime.decoupled.merged_run import merges_file
+from isthmus.runtime.decoupled.merged_run import merges_file, replica_groups
 from isthmus.runtime.decoupled.run import RETURN_S
 from isthmus.trace import Span
 

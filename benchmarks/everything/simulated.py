@@ -6,7 +6,7 @@ import msgspec
 from churn import drawn
 
 import isthmus
-from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.decoupled import simulate_decoupled
 from isthmus.job import fleet_of
 
 

@@ -27,7 +27,7 @@ import isthmus
 from isthmus.api.folder import RunFolder
 from isthmus.api.generation import Piece, ServingChoices, generate, served_run
 from isthmus.graph import Flow, Ref, partition
-from isthmus.job.served import prepare_served, token_input
+from isthmus.job.first_weights import prepare_served, token_input
 from isthmus.protocol.generation import Sampling
 from isthmus.training.generation import ServedStage, TokenChooser
 

@@ -27,7 +27,7 @@ from isthmus.api.observer import Silent
 from isthmus.expected_loss import increase_of
 from isthmus.job import load_job, prepare
 from isthmus.plans import Plan, load_plan, save_plan
-from isthmus.report.boundary_table import replica_line
+from isthmus.report.comparison import replica_line
 from isthmus.trace import steady_step_s
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus import FederatedJob
-from isthmus.api.federated_simulation import simulate_rounds
+from isthmus.api.rounds import simulate_rounds
 from isthmus.data import DataSpec
 from isthmus.data.partition import PartitionSpec
 from isthmus.experiments import FederatedRun, RoundLine

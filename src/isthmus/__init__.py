@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from isthmus import errors, sync
-    from isthmus.api.federated import federate
     from isthmus.api.join import join
     from isthmus.api.observer import Observer
     from isthmus.api.plan import compare, plan, simulate, verify
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from isthmus.api.run import Run
     from isthmus.api.serve import serve
     from isthmus.api.sweep import Sweep, sweep
-    from isthmus.api.training import train
+    from isthmus.api.training import federate, train
     from isthmus.api.up import up
     from isthmus.api.what_if import what_if
     from isthmus.callbacks import Callback, EarlyStopping, Evaluated, RunEnded, RunFault, RunStarted, StepDone
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {  # names by module; one that is named like its module is the module
-    "isthmus.api.federated": "federate",
     "isthmus.api.join": "join",
     "isthmus.api.observer": "Observer",
     "isthmus.api.plan": "compare plan simulate verify",
@@ -45,7 +43,7 @@ _NAMES = {  # names by module; one that is named like its module is the module
     "isthmus.api.run": "Run",
     "isthmus.api.serve": "serve",
     "isthmus.api.sweep": "Sweep sweep",
-    "isthmus.api.training": "train",
+    "isthmus.api.training": "federate train",
     "isthmus.api.up": "up",
     "isthmus.api.what_if": "what_if",
     "isthmus.callbacks": "Callback EarlyStopping Evaluated RunEnded RunFault RunStarted StepDone",

@@ -62,7 +62,7 @@ def test_a_budget_buys_boundaries_and_codecs(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(expected_loss.BOUNDARIES, "subspace", {16.0: 0.02, 32.0: 0.2})
     monkeypatch.setitem(expected_loss.BOUNDARIES, "residual", {16.0: 0.07})
     job = job_of(tmp_path)
-    found = api.boundaries.plan_boundaries(job, 0.05, Silent(), isthmus.Stop())
+    found = api.what_if.plan_boundaries(job, 0.05, Silent(), isthmus.Stop())
     rows = {row.name: row for row in found.rows}
     assert rows.keys() == {"none", "subspace, rate 16", "subspace, rate 32", "residual, on slow links"}
     assert "more than the budget" in (rows["subspace, rate 32"].refused or "")
@@ -95,16 +95,16 @@ def test_a_boundary_that_was_not_measured_has_no_expected_loss() -> None:
 
 def test_a_model_without_a_residual_stream_has_codecs_alone(tmp_path: Path) -> None:
     job = job_of(tmp_path, "mlp", "{features = 64, width = 64, classes = 10}", "digits", "{flat = true}")
-    none, refused = api.boundaries.plan_boundaries(job, 0.05, Silent(), isthmus.Stop()).rows
+    none, refused = api.what_if.plan_boundaries(job, 0.05, Silent(), isthmus.Stop()).rows
     assert none.step_s is not None and "no residual stream" in (refused.refused or "")
     with pytest.raises(UserError, match="--loss-budget: got -1, expected a share"):
-        api.boundaries.plan_boundaries(job, -1.0, Silent(), isthmus.Stop())
+        api.what_if.plan_boundaries(job, -1.0, Silent(), isthmus.Stop())
 
 
 def test_weights_that_are_there_have_codecs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(tmp_path, "mlp", "{features = 64, width = 64, classes = 10}", "digits", "{flat = true}")
     prepared = prepare(job)
-    monkeypatch.setattr(api.boundaries, "prepare", lambda _: prepared)
+    monkeypatch.setattr(api.what_if, "prepare", lambda _: prepared)
     there = msgspec.structs.replace(job, model=ModelSpec(name="hf", options={"path": "here"}))
-    none, refused = api.boundaries.plan_boundaries(there, 0.05, Silent(), isthmus.Stop()).rows
+    none, refused = api.what_if.plan_boundaries(there, 0.05, Silent(), isthmus.Stop()).rows
     assert none.step_s is not None and "weights that are read" in (refused.refused or "")

@@ -17,7 +17,7 @@ import isthmus
 from isthmus.api.sweep import MARGIN, SweepRecord, may_start
 from isthmus.errors import UserError
 from isthmus.job.sweep import SweepFile, SweepRun, runs_of
-from isthmus.report.sweep_table import RunResult, sweep_rows
+from isthmus.report.comparison import RunResult, sweep_rows
 from isthmus.runtime.processes.memory import family_bytes
 from tests.runtime.commands import isthmus as command
 from tests.runtime.commands import refused, start, wait_until

@@ -6,8 +6,7 @@ import pytest
 from msgspec.json import encode
 from msgspec.structs import replace
 
-from isthmus.api.job_plans import verify_plan
-from isthmus.api.make_plan import read_plan
+from isthmus.api.make_plan import read_plan, verify_plan
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.job import Job, TrainingConfig, checked, fleet_of, prepare

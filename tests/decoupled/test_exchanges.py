@@ -21,14 +21,13 @@ from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.programs.merge_trace import MergeTrace
+from isthmus.programs.merger import MergeTrace
 from isthmus.protocol.decoupled_events import NEVER, CollectChanges, Contributed, FragmentSent, StepsMade
 from isthmus.protocol.run_messages import Halt, Item, OpenItem, WeightExchange
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run import RunOptions, Watcher
-from isthmus.runtime.decoupled import pipeline
-from isthmus.runtime.decoupled.groups import pipeline_prepared, replica_groups
-from isthmus.runtime.decoupled.merged_run import merged_fragments, seeded_model
+from isthmus.runtime.decoupled import run as decoupled_run
+from isthmus.runtime.decoupled.merged_run import merged_fragments, pipeline_prepared, replica_groups, seeded_model
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
 from isthmus.training.decoupled import delta_codec
@@ -101,11 +100,11 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
         exchanges.collected(third, {name: weights[name] for name in wanted})
         pytest.fail("the replica has given for the last time, and goes on")
 
-    monkeypatch.setattr(pipeline, "MergerLink", lambda place: link)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr(pipeline, "run_plan", run_plan)
+    monkeypatch.setattr(decoupled_run, "MergerLink", lambda place: link)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(decoupled_run, "run_plan", run_plan)
     prepared = pipeline_prepared(prepare(job), replica_groups(job, FLEET), "x")
     fleet = FLEET.subset(["a", "b", "c"])
-    known = pipeline.ReplicaPipeline(
+    known = decoupled_run.ReplicaPipeline(
         prepared=prepared,
         module=seeded_model(job),
         plan=plan_for(prepared, fleet, proving=None),
@@ -117,7 +116,7 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
         backend=LocalBackend(),
     )
     place = ReplicaPlace(name="x", run="r", address="127.0.0.1:1", timeout_s=60.0)
-    pipeline.PipelineReplica(job, known, place).run()
+    decoupled_run.PipelineReplica(job, known, place).run()
     assert [body.steps for body, _ in link.contributions] == [1, 2]
 
 

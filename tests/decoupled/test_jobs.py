@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import isthmus
-from isthmus.api.decoupled import _Watch, overruns, replica_plans, step_times
-from isthmus.api.decoupled_simulation import plan_replicas, simulate_decoupled
+from isthmus.api.decoupled import _Watch, overruns, plan_replicas, replica_plans, simulate_decoupled, step_times
 from isthmus.api.folder import RunFolder
 from isthmus.api.observer import Silent
 from isthmus.api.stored_run import Uploads

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.decoupled import simulate_decoupled
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Links
@@ -21,13 +21,12 @@ from isthmus.job import Job, load_job, prepare
 from isthmus.plans import CompressionConfig
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.protocol.decoupled_replica import RETURN_S
-from isthmus.runtime.decoupled.groups import pipeline_prepared, replica_groups
+from isthmus.runtime.decoupled.merged_run import pipeline_prepared, replica_groups
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
-from isthmus.simulator.merging import MergingSimulation, SimulatedReplicas
-from isthmus.simulator.replica_devices import PlannedStep
+from isthmus.simulator.merging import MergingSimulation, PlannedStep, SimulatedReplicas
 from isthmus.trace import Span
 from isthmus_testing.decoupled_replay import replay
 

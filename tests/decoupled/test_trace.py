@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 import isthmus
-from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.decoupled import simulate_decoupled
 from isthmus.cost import SyncPolicy
-from isthmus.programs.merge_trace import MERGER
-from isthmus.report.replicas_table import replicas_traced
+from isthmus.programs.merger import MERGER
+from isthmus.report.rounds_table import replicas_traced
 from isthmus.runtime.decoupled.merged_run import merged_fragments
 from isthmus.trace import Trace
 from tests.runtime.commands import isthmus as isthmus_command

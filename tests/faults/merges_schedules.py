@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from isthmus.fleet import Link
 from isthmus.protocol.decoupled_events import MergeRules
-from isthmus.simulator.merging import FragmentBytes, MergingSimulation, ReplicaModel, SimulatedReplicas
+from isthmus.simulator.merging import FragmentBytes, MergingSimulation, PlannedStep, ReplicaModel, SimulatedReplicas
 from isthmus.simulator.options import Fault
-from isthmus.simulator.replica_devices import PlannedStep
 
 SAMPLES = 4
 """Of a replica's step."""

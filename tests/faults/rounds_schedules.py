@@ -74,7 +74,7 @@ def drawn(seed: int) -> SimulatedFederation:
         sites=tuple(sizes.tolist()) if sites else (),
     )
     found = simulate_federation(make, costs, seed, faults)
-    said = f"seed {seed}: {found.finish} {found.events}"
+    said = f"seed {seed}: {found.finish} {found.notes}"
     assert (found.finish.outcome == "done") != bool(found.finish.reason), said
     assert [one.record.round for one in found.rounds] == list(range(len(found.rounds))), said
     assert found.finish.outcome != "done" or len(found.rounds) == rounds, said
@@ -89,7 +89,7 @@ def drawn(seed: int) -> SimulatedFederation:
 def check_harm(runs: Sequence[SimulatedFederation]) -> None:
     outcomes = Counter(found.finish.outcome for found in runs)
     assert outcomes["done"] > len(runs) / 3 and outcomes["lost"], outcomes
-    said = [event.text for found in runs for event in found.events]
+    said = [text for found in runs for _, text in found.notes]
     assert sum("was lost" in text for text in said) > len(runs) / 4
     assert sum("the coordinator was started again" in text for text in said) > len(runs) / 4
     assert any("left out of round" in text and "secure aggregation" in text for text in said)
@@ -97,4 +97,4 @@ def check_harm(runs: Sequence[SimulatedFederation]) -> None:
 
 def line(found: SimulatedFederation) -> str:
     trained = [sorted((name, len(timed)) for name, timed in one.record.trained.items()) for one in found.rounds]
-    return f"{found.finish} {found.seconds:.6f} {trained} {len(found.events)}"
+    return f"{found.finish} {found.seconds:.6f} {trained} {len(found.notes)}"

@@ -44,8 +44,8 @@ from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SharesDisputed, SharesRevealed, UnmaskAsked
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
-from isthmus.runtime.federated.site_executor import SecureSiteExecutor, SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_run import SecureUpdateReceiver
+from isthmus.runtime.federated.site_runner import SecureSiteExecutor, SiteExecutor, SiteLink
 from isthmus.runtime.federated.update_receiver import SiteUpdateReceiver
 from isthmus.runtime.identity import Authority
 from isthmus.runtime.identity.keys import DeviceSigner

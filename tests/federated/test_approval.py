@@ -18,12 +18,19 @@ from isthmus.federated.admission import Privacy
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.robust import Aggregation
-from isthmus.federated.site_log import SiteLog, SiteLogLine
-from isthmus.federated.task_spec import Approval, SiteConfig, TaskSpec, described, digest_of, refusal
+from isthmus.federated.task_spec import (
+    Approval,
+    SiteConfig,
+    SiteLog,
+    SiteLogLine,
+    TaskSpec,
+    described,
+    digest_of,
+    refusal,
+)
 from isthmus.models import ModelSpec
 from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
-from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
-from isthmus.runtime.federated.site_runner import SiteRunner
+from isthmus.runtime.federated.site_runner import SiteExecutor, SiteLink, SiteRunner
 from isthmus.runtime.messages.federated import ToExecutor
 from isthmus.runtime.transport.message_sender import MessageSender
 from isthmus.runtime.transport.reconnection import OpenConnection

@@ -16,10 +16,9 @@ from isthmus.errors import UserError
 from isthmus.federated import AlgorithmSpec, ClientTrainer, LocalConfig, Server, TrainingTask, load_algorithm
 from isthmus.federated.admission import AdmissionRules, Privacy, private
 from isthmus.federated.algorithms import Algorithm, Values
-from isthmus.federated.buffers import buffers_of
 from isthmus.federated.local import PlainLocal, StepsByRound, Workspace
 from isthmus.federated.partial import PartialSum
-from isthmus.federated.resident import Resident
+from isthmus.federated.resident import Resident, buffers_of
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.site import Site, UpdateRules
 from isthmus.federated.stacked import best_clients_per_vmap

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from isthmus.errors import PeerError
-from isthmus.federated.fixed_point import DeviceSum, FixedSum, scale_exponent
+from isthmus.federated.partial import DeviceSum, FixedSum, scale_exponent
 
 NUMBERS = st.floats(-1e4, 1e4, width=32)
 TERMS = st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=5)

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.federated.admission import Privacy
-from isthmus.federated.secure import discrete_gaussian as sampler
-from isthmus.federated.secure.discrete_gaussian import RandomWords, coins, discrete_gaussian
+from isthmus.federated.secure import site_noise as sampler
 from isthmus.federated.secure.site_noise import (
+    RandomWords,
     SiteNoise,
     check_site_noise,
+    coins,
     concentrated,
+    discrete_gaussian,
     distributed_guarantee,
     site_deviation,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isthmus.federated.selection import chooser
+from isthmus.federated.cohorts import chooser
 from isthmus.protocol.federated_participation import Participation, cohort
 from tests.federated.test_run_folders import JOB, server_model
 from tests.runtime.commands import isthmus

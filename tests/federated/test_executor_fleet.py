@@ -9,12 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from isthmus.api.federated_simulation import simulate_rounds
+from isthmus.api.rounds import simulate_rounds
 from isthmus.errors import UserError
 from isthmus.federated.client_costs import client_costs
-from isthmus.federated.emulated_speed import DevicePacer, SpeedEmulation
+from isthmus.federated.emulated_speed import DevicePacer, SpeedEmulation, executor_fleet
 from isthmus.federated.evaluation import RoundLine
-from isthmus.federated.executor_fleet import executor_fleet
 from isthmus.federated.job import FederatedJob, client_data, load_federated_job
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.runtime.federated.run import FederatedRun

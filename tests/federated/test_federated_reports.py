@@ -17,7 +17,7 @@ from isthmus.report.progress import Progress
 from isthmus.report.rounds_table import last_figures, rounds_table, summarized
 from tests.lazy import Lazy
 
-pictures = Lazy("isthmus.report.federated_pictures")
+pictures = Lazy("isthmus.report.timeline")
 
 EACH = {str(client): 0.5 for client in range(5)}
 CLIENTS = {"accuracy": ClientFigures(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2, each=EACH)}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from isthmus.api.federated import federated_job_of
+from isthmus.api.training import federated_job_of
 from isthmus.federated.evaluation import RoundHistory
 from isthmus.federated.job import ALL
 from isthmus.federated.server import STATES
-from isthmus.federated.state_files import PAGE_BYTES
+from isthmus.federated.states import PAGE_BYTES
 from isthmus.overrides import read_overrides
 from tests.runtime.commands import Done, edited, isthmus, refused, start, wait_until
 from tests.tiers import represented_by

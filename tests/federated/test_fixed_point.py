@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import DivergedUpdate, PeerError, UserError
-from isthmus.federated import ClientUpdate, fixed_point
-from isthmus.federated.fixed_point import DeviceSum, FixedSum, parallel_chunks, scale_exponent
-from isthmus.federated.partial import AggregationWeights, PartialSum
+from isthmus.federated import ClientUpdate
+from isthmus.federated import partial as exact_sums
+from isthmus.federated.partial import (
+    AggregationWeights,
+    DeviceSum,
+    FixedSum,
+    PartialSum,
+    parallel_chunks,
+    scale_exponent,
+)
 
 NUMBERS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=3, max_size=3)
 
@@ -110,7 +117,7 @@ def test_a_bound_that_is_none_is_refused() -> None:
 @given(size=st.integers(0, 100), align=st.integers(1, 9), least=st.integers(1, 20))
 def test_work_is_spread_over_all_numbers(size: int, align: int, least: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixed_point, "LEAST", least)
+        patch.setattr(exact_sums, "LEAST", least)
         patch.setattr("os.sched_getaffinity", lambda _: range(3))
         seen: list[tuple[int, int]] = []
         parallel_chunks(lambda start, stop: seen.append((start, stop)), size, align)

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.federated.site_log import SiteLog
-from isthmus.federated.task_spec import Approval
+from isthmus.federated.task_spec import Approval, SiteLog
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId, SumsSent
 from isthmus.runtime.identity import Authority, Identity
 from tests.fleet_service.parties import certified, soon

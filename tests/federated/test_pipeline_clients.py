@@ -29,8 +29,8 @@ from isthmus.federated.site import OwnData
 from isthmus.federated.task_spec import load_site
 from isthmus.models import ModelSpec, build_model
 from isthmus.protocol import Item
-from isthmus.runtime.federated.pipeline_plans import PipelinePlans, SitePipeline
 from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.federated.site_runner import PipelinePlans, SitePipeline
 from isthmus.runtime.processes.forked import Forked
 from isthmus.trace import Span
 from tests.federated.sites import attend, free_port, write_job, write_tickets

@@ -20,7 +20,7 @@ from isthmus.federated.resident import Resident
 from isthmus.models import ModelSpec, build_model
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_messages import ClientTime
-from isthmus.report.federated_trace import trace_of
+from isthmus.report.rounds_table import trace_of
 from tests.runtime.commands import isthmus, refused
 
 JOB = """

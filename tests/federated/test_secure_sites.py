@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from isthmus.errors import PeerError
 from isthmus.federated.job import load_federated_job
-from isthmus.federated.site_log import SiteLog
+from isthmus.federated.task_spec import SiteLog
 from isthmus.protocol.federated_messages import SumsSent
 from isthmus.protocol.secure_messages import KeysSent, SharesRevealed, SharesSent
-from isthmus.runtime.federated.site_executor import SecureSiteExecutor
 from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.federated.site_runner import SecureSiteExecutor
 from isthmus.runtime.processes.forked import Forked
 from tests.federated import sites
 from tests.federated.sites import attend, free_port, model, write_job, write_tickets

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isthmus.api.federated_simulation import simulate_rounds
+from isthmus.api.rounds import simulate_rounds
 from isthmus.errors import UserError
+from isthmus.federated.cohorts import chooser
 from isthmus.federated.evaluation import RoundHistory
 from isthmus.federated.job import load_federated_job
-from isthmus.federated.selection import chooser
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.protocol.federated_participation import Buffer, Integers, Participation, cohort
 from tests.federated.test_federated_runs import model, write

@@ -30,8 +30,7 @@ from isthmus.federated import (
     Values,
 )
 from isthmus.federated import states as states_module
-from isthmus.federated.state_files import FILE_BYTES, PAGE_BYTES
-from isthmus.federated.states import LARGE_BYTES
+from isthmus.federated.states import FILE_BYTES, LARGE_BYTES, PAGE_BYTES
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,

@@ -16,7 +16,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from isthmus.api import job_queue
+from isthmus.api import serve as serving
 from isthmus.errors import PeerError, UserError
 from isthmus.locking import hold
 from isthmus.protocol import fleet_membership
@@ -148,9 +148,9 @@ def test_a_full_disk_does_not_end_the_coordinator(tmp_path: Path, monkeypatch: p
     with pytest.raises(StoreError, match="full: make room on that disk"):
         queue.submit("large", "pipeline", b"x" * 100_000, tmp_path)
     assert not full.in_transaction
-    monkeypatch.setattr(job_queue, "LOOK_S", 0.01)
+    monkeypatch.setattr(serving, "LOOK_S", 0.01)
     Timer(0.2, lambda: full.execute(f"PRAGMA max_page_count={10 * pages}")).start()
-    waited = job_queue._stored(  # pyright: ignore[reportPrivateUsage]
+    waited = serving._stored(  # pyright: ignore[reportPrivateUsage]
         lambda: queue.submit("large", "pipeline", b"x" * 100_000, tmp_path), said.append
     )
     assert waited > number and len(said) == 1 and "trying again" in said[0]

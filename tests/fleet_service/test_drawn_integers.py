@@ -46,7 +46,7 @@ from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service import agent as agents
-from isthmus.runtime.service import data_queries, device_probe
+from isthmus.runtime.service import data_queries, fleet_probe
 from isthmus.runtime.service.agent import Agent, Membership
 from isthmus.runtime.service.data_queries import FleetDataQueries
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator, _only_fleet
@@ -267,8 +267,8 @@ def test_an_agent_does_what_a_coordinator_can_ask(
     monkeypatch.setattr(agents, "DeviceProcesses", Processes)
     monkeypatch.setattr(agents, "local_address", lambda *_: "127.0.0.1")
     monkeypatch.setattr(Agent, "_beside", lambda self, act: act())
-    monkeypatch.setattr(device_probe.subprocess, "run", child)
-    monkeypatch.setattr(device_probe, "time_loads", lambda route, dialer: (times, False))
+    monkeypatch.setattr(fleet_probe.subprocess, "run", child)
+    monkeypatch.setattr(fleet_probe, "time_loads", lambda route, dialer: (times, False))
     monkeypatch.setattr(data_queries, "described_at", lambda *_, **__: DESCRIPTION)
     agent = Agent(
         tmp_path, Membership("oslo", (HERE,)), ProcessPlace(ranks=2, local_ranks=2), timeout_s=5.0, log=lambda _: None

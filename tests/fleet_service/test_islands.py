@@ -15,7 +15,7 @@ from isthmus.job import prepare
 from isthmus.runtime.device.island_ranks import Island, island_here
 from isthmus.runtime.messages.probe import MeasureSpeed
 from isthmus.runtime.processes.place import ProcessOptions, ProcessPlace
-from isthmus.runtime.service import device_probe
+from isthmus.runtime.service import fleet_probe
 from isthmus.runtime.service.speed import TimedWork
 from tests.runtime.jobs import DIGITS, final_weights, job_of, plain_run
 from tests.sync.torchrun import start_torchrun
@@ -51,17 +51,17 @@ def test_a_place_whose_ranks_share_out_the_weights_has_the_memory_of_all(monkeyp
         measured.append(accelerator)
         return one
 
-    monkeypatch.setattr(device_probe, "_speed", measure)
+    monkeypatch.setattr(fleet_probe, "_speed", measure)
     whole = ProcessPlace(ranks=8, local_ranks=4)
-    assert device_probe.compute_speed(MeasureSpeed(run="p"), whole).memory_bytes == 2 << 30
-    parts = device_probe.compute_speed(MeasureSpeed(run="p"), msgspec.structs.replace(whole, sharded=True))
+    assert fleet_probe.compute_speed(MeasureSpeed(run="p"), whole).memory_bytes == 2 << 30
+    parts = fleet_probe.compute_speed(MeasureSpeed(run="p"), msgspec.structs.replace(whole, sharded=True))
     assert parts.memory_bytes == 16 << 30
     place = msgspec.structs.replace(whole, sharded=True, island=Path("ranks"), data_kinds=("text",))
     given = ProcessOptions(coordinator="127.0.0.1:1", device="d", timeout_s=1.0, place=place)
     assert ProcessOptions.decoded(given.encoded()) == given
     measured.clear()
     gpus = msgspec.structs.replace(whole, accelerator="cuda:0")
-    assert device_probe.compute_speed(MeasureSpeed(run="p"), gpus).memory_bytes == 8 << 30, "each rank has a GPU's own"
+    assert fleet_probe.compute_speed(MeasureSpeed(run="p"), gpus).memory_bytes == 8 << 30, "each rank has a GPU's own"
     assert sorted(measured) == [f"cuda:{rank}" for rank in range(4)]
 
 

@@ -10,9 +10,8 @@ import pytest
 import isthmus
 from isthmus.api.job_overrides import federated_job_of
 from isthmus.api.observer import Observer
-from isthmus.api.programs import program_of
 from isthmus.api.run import Run
-from isthmus.api.run_job import run_job
+from isthmus.api.run_job import program_of, run_job
 from isthmus.api.run_session import Choices
 from isthmus.errors import UserError
 from isthmus.federated.evaluation import RoundHistory, RoundLine

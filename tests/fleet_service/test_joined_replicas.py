@@ -13,19 +13,18 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.api.job_queue import run_queue, submit_job
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
+from isthmus.api.serve import run_queue, submit_job
 from isthmus.api.terminal import logged
 from isthmus.data import load_dataset
 from isthmus.fleet import Device, Links, dump_fleet
 from isthmus.fleet import Fleet as Machines
 from isthmus.job import Job
 from isthmus.protocol.decoupled_events import MergeChanges
-from isthmus.runtime.decoupled.groups import replica_groups
-from isthmus.runtime.decoupled.merged_run import merges_file, seeded_model
+from isthmus.runtime.decoupled.merged_run import merges_file, replica_groups, seeded_model
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.job_queue import JobQueue
 from isthmus.training.checkpoint import latest_checkpoint

@@ -18,7 +18,7 @@ from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.probe import ExpectDial, MeasuredSpeed, MeasureLink, MeasureSpeed, SpeedSample
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service import agent as agents
-from isthmus.runtime.service import device_probe, fleet_probe
+from isthmus.runtime.service import fleet_probe
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.fleet_probe import probe_fleet, probe_link
 from isthmus.runtime.service.speed import CHANNELS, KERNEL, LAYERS, TimedWork, conv_flops
@@ -48,7 +48,7 @@ def _computes(asked: MeasureSpeed, *_: object) -> MeasuredSpeed:
 def test_a_probed_fleet(two: Fleet) -> None:
     with (
         mock.patch.object(agents, "compute_speed", _computes),
-        mock.patch.object(device_probe, "SIZES_BYTES", (1 << 8, 1 << 17, 1 << 20)),
+        mock.patch.object(fleet_probe, "SIZES_BYTES", (1 << 8, 1 << 17, 1 << 20)),
     ):
         found = probe_fleet(two.service, ["desk", "laptop"], lambda _: None)
     devices = parse_fleet(dump_fleet(found), "probed").devices
@@ -69,7 +69,7 @@ def test_more_streams_are_tried_where_they_might_be_faster_and_kept_where_they_a
     """As if one flow carried 10 MB/s over 200 ms, two 18, and four no more than that."""
     speeds = {1: 1e7, 2: 1.8e7, 4: 1.8e7}
     used: list[int] = []
-    timed = device_probe.time_loads
+    timed = fleet_probe.time_loads
 
     def slow(route: PeerRoute, dialer: PeerDialer) -> tuple[list[tuple[int, float]], bool]:
         used.append(route.streams)
@@ -77,8 +77,8 @@ def test_more_streams_are_tried_where_they_might_be_faster_and_kept_where_they_a
         return [(size, 0.4 + size / speeds[route.streams]) for size, _ in times], relayed
 
     with (
-        mock.patch.object(device_probe, "time_loads", slow),
-        mock.patch.object(device_probe, "SIZES_BYTES", (1 << 8, 1 << 20)),
+        mock.patch.object(fleet_probe, "time_loads", slow),
+        mock.patch.object(fleet_probe, "SIZES_BYTES", (1 << 8, 1 << 20)),
     ):
         link = probe_link(two.service, "desk", "laptop", lambda _: None)
     assert used == [1, 2, 4]
@@ -87,7 +87,7 @@ def test_more_streams_are_tried_where_they_might_be_faster_and_kept_where_they_a
 
 def test_a_link_of_long_latency_is_measured(two: Fleet) -> None:
     """Trips of next to nothing take longer than all trips of a quick link."""
-    with mock.patch.object(device_probe, "_round_trip", lambda _, __, size_bytes, ___: 1.2 + size_bytes / 1e6):
+    with mock.patch.object(fleet_probe, "_round_trip", lambda _, __, size_bytes, ___: 1.2 + size_bytes / 1e6):
         link = probe_link(two.service, "desk", "laptop", lambda _: None)
     assert link.latency_s == pytest.approx(0.6) and link.bandwidth_bytes_per_s == pytest.approx(1e6)
 
@@ -111,11 +111,11 @@ def _dialer(fleet: Fleet, identity: Identity) -> PeerDialer:
 
 def test_only_the_expected_device_is_measured(two: Fleet, tmp_path: Path) -> None:
     desk, laptop = Identity(tmp_path / "desk"), Identity(tmp_path / "laptop")
-    where, close = device_probe.expect_probe(
+    where, close = fleet_probe.expect_probe(
         ExpectDial(run="p", id="0" * 32), _dialer(two, laptop), ProcessPlace(host="127.0.0.1")
     )
     asked = MeasureLink(run="p", host=where.host, port=where.port, id=laptop.id)
-    assert "the other device" in device_probe.measure_link(asked, _dialer(two, desk)).failure
+    assert "the other device" in fleet_probe.measure_link(asked, _dialer(two, desk)).failure
     close()
 
 
@@ -130,8 +130,8 @@ def test_the_benchmarks_flops_are_those_that_torch_counts() -> None:
 def test_a_device_offers_what_its_owner_gives(given: int | None, told: int) -> None:
     figure = SpeedSample(what="convolutions", precision="fp32", flops=1.0, seconds=1.0)
     one = TimedWork(figures=(figure,), peak_flops_per_s=2.0, memory_bytes=100)
-    with mock.patch.object(device_probe, "_speed", lambda *_: one):
-        found = device_probe.compute_speed(
+    with mock.patch.object(fleet_probe, "_speed", lambda *_: one):
+        found = fleet_probe.compute_speed(
             MeasureSpeed(run="p"), ProcessPlace(memory_bytes=given, ranks=2, local_ranks=2)
         )
     assert (found.memory_bytes, found.figures[0].flops_per_s, found.failure) == (told, 2.0, "")

@@ -29,8 +29,13 @@ from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import speed
 from isthmus.runtime.service.agent import Agent, Membership
-from isthmus.runtime.service.device_probe import compute_speed
-from isthmus.runtime.service.fleet_probe import combined_speed, measured_device, planned_speed, speed_question
+from isthmus.runtime.service.fleet_probe import (
+    combined_speed,
+    compute_speed,
+    measured_device,
+    planned_speed,
+    speed_question,
+)
 from isthmus.runtime.service.speed import measure_layers, share_of
 from isthmus.training.engine import TorchEngine
 from isthmus_testing.emulated_accelerator import open_checked
@@ -301,6 +306,6 @@ def test_a_job_in_half_precision_plans_with_the_speed_in_it() -> None:
     assert [d.sustained_flops_per_s for d in in_half(fleet).devices] == [12e9, 4e9]
     assert in_half(in_half(fleet)) == in_half(fleet)
     half = job_of("mlp", {}, DIGITS, precision="bf16")
-    with mock.patch("isthmus.job.loading.resolve_fleet", lambda _: fleet):
+    with mock.patch("isthmus.job.settings.resolve_fleet", lambda _: fleet):
         assert fleet_of(half) == in_half(fleet)
         assert fleet_of(job_of("mlp", {}, DIGITS)) == fleet

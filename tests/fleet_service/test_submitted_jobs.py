@@ -19,10 +19,10 @@ import msgspec
 import pytest
 
 import isthmus as isthmus_package
-from isthmus.api import job_queue
-from isthmus.api.job_queue import run_queue
+from isthmus.api import serve as serving
 from isthmus.api.observer import Observer
 from isthmus.api.run_session import Choices
+from isthmus.api.serve import run_queue
 from isthmus.api.terminal import logged
 from isthmus.callbacks import RunStarted
 from isthmus.errors import UserError
@@ -81,7 +81,7 @@ def _served(fleet: Fleet, queue: JobQueue, carry: Carry) -> None:
     def run(job: Job, choices: Choices, observer: Observer, stop: Stop) -> SimpleNamespace:
         return SimpleNamespace(outcome="interrupted" if carry(job, choices, observer, stop) == INTERRUPTED else "done")
 
-    with mock.patch.object(job_queue, "run_job", run), contextlib.suppress(KeyboardInterrupt):
+    with mock.patch.object(serving, "run_job", run), contextlib.suppress(KeyboardInterrupt):
         run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, logged)
 
 
@@ -301,7 +301,7 @@ def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
         time.sleep(10)
 
     queue = JobQueue(fleet.state.folder)
-    with mock.patch.object(job_queue, "run_job", run_job):
+    with mock.patch.object(serving, "run_job", run_job):
         run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, logged)
     assert deployed == [(load_federated_job(job), False, fleet.service)]
     assert _states(queue) == ["queued"]

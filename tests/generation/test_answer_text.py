@@ -12,7 +12,7 @@ import pytest
 from isthmus.api.generation import ModelService
 from isthmus.data.tokenizer import ByteTokenizer, Tokenizer
 from isthmus.graph import Op, OpGraph, Ref, TensorSpec
-from isthmus.job.served import Served
+from isthmus.job.first_weights import Served
 from isthmus.protocol.generation import Prompt, Sampling
 from isthmus.runtime.coordinator.generation_host import Answer, GenerationHost
 

@@ -32,7 +32,7 @@ from isthmus.graph import Flow, assign, cuts, partition
 from isthmus.graph.captured import Captured
 from isthmus.graph.serving import POSITIONS
 from isthmus.graph.serving_capture import capture_serving
-from isthmus.job.served import Served, token_input
+from isthmus.job.first_weights import Served, token_input
 from isthmus.models import ModelSpec, build_model
 from isthmus.protocol.generation import Sampling, StageLoaded, StageReport, StageUnable, TokenGenerated
 from isthmus.runtime.device import stage_server

@@ -11,7 +11,7 @@ from torch import Tensor
 from isthmus.api.folder import RunFolder
 from isthmus.graph import Flow, Ref, assign, cuts, partition
 from isthmus.graph.serving import POSITIONS
-from isthmus.job.served import Served, prepare_served, token_input
+from isthmus.job.first_weights import Served, prepare_served, token_input
 from isthmus.protocol.generation import Sampling
 from isthmus.training.generation import ServedStage, TokenChooser
 

@@ -27,7 +27,7 @@ from isthmus.graph import Affine, Op, OpGraph, Ref, TensorSpec
 from isthmus.graph.captured import Captured
 from isthmus.graph.serving import ATTENTION, POSITIONS, check_attention
 from isthmus.graph.serving_capture import capture_serving
-from isthmus.job.served import Served, check_decoding
+from isthmus.job.first_weights import Served, check_decoding
 from isthmus.planners.generation import Chain
 from isthmus.protocol.generation import Sampling
 from isthmus.runtime.coordinator.generation_host import ServingStatistics

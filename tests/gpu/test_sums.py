@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_host
-from isthmus.federated.fixed_point import FRACTION_BITS, DeviceSum, FixedSum, scale_exponent, sums_on
+from isthmus.federated.partial import FRACTION_BITS, DeviceSum, FixedSum, scale_exponent, sums_on
 
 
 @pytest.fixture

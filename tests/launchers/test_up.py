@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import isthmus
-from isthmus.api.up_choices import UpChoices, agent_names, agent_specs, check_not_public, numbered_names
-from isthmus.cli.cluster_commands import UpOptions
+from isthmus.api.serving_fleet import UpChoices, agent_names, agent_specs, check_not_public, numbered_names
+from isthmus.cli.fleet_commands import UpOptions
 from isthmus.errors import UserError
 from isthmus.fleet import load_fleet
 from isthmus.runtime.launchers import launcher, ray_connection

@@ -15,8 +15,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
 from isthmus.report import draw_loss, draw_timeline
-from isthmus.report.run_pictures import smoothed
-from isthmus.report.timeline import BACKWARD, EVALUATION, FORWARD, UPDATE
+from isthmus.report.timeline import BACKWARD, EVALUATION, FORWARD, UPDATE, smoothed
 from isthmus.trace import Trace
 
 

@@ -43,7 +43,7 @@ from isthmus.runtime.messages.run import JoinRun, ToCoordinator, ToDevice, ToPee
 from isthmus.session.program import OVER
 from isthmus.session.session import Observation
 from isthmus.simulator import run as simulation
-from isthmus.simulator.device import SimulatedWorker
+from isthmus.simulator.world import SimulatedWorker
 from isthmus.training.layout import header_of
 from tests.faults import simulated
 from tests.faults.schedule import Fault, Schedule

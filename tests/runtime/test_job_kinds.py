@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.cli.app import commands
 from isthmus.engines import CLUSTER_ENGINES, ENGINES
-from isthmus.federated import runtime
+from isthmus.federated import job as federated_job
 from isthmus.runtime.launchers import launcher
 from tests.federated.sites import write_job
 from tests.runtime.commands import isthmus, refused
@@ -112,7 +112,7 @@ def test_nothing_of_a_help_text_is_taken_for_markup(command: str) -> None:
     ("command", "option", "names"),
     [
         ("up", "--on", tuple(launcher._OURS)),
-        ("train", "--scheme", tuple(runtime._SCHEMES)),
+        ("train", "--scheme", tuple(federated_job._SCHEMES)),
         ("join", "--engine", ENGINES),
         ("probe", "--engine", ENGINES),
     ],

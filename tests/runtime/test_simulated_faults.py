@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.api.fault_simulation import FaultedRun, read_faults, simulate_faults
 from isthmus.api.make_plan import fleet_for, plan_for, simulation_options
 from isthmus.api.observer import Observer
+from isthmus.api.pipeline import FaultedRun, read_faults, simulate_faults
 from isthmus.cost import SyncPolicy
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, Link, Links, dump_fleet

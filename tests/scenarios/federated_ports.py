@@ -25,7 +25,7 @@ from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.runtime.federated.executor import Executor, take_part
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, over_networks
-from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.federated.site_runner import SiteExecutor, SiteLink
 from isthmus.runtime.federated.update_receiver import SiteUpdateReceiver, SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage
 from isthmus.runtime.messages.run import Heartbeat, JoinRun

@@ -19,10 +19,9 @@ from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.simulator import Fault, SimulationOptions, simulate_run
-from isthmus.simulator.effects import NOT_AT_WORK, TOO_LATE, WithoutEffect, without_effect_lines
-from isthmus.simulator.merging import MergingSimulation
+from isthmus.simulator.merging import MergingSimulation, PlannedStep
+from isthmus.simulator.options import NOT_AT_WORK, TOO_LATE, WithoutEffect, without_effect_lines
 from isthmus.simulator.queue import RunOfJob, simulate_queue
-from isthmus.simulator.replica_devices import PlannedStep
 from isthmus.simulator.rounds import FederatedCosts, simulate_federation
 from isthmus.simulator.serving import ServedRequest
 
@@ -61,7 +60,7 @@ def rounds(seed: int, *faults: Fault) -> Outcome:
     costs = FederatedCosts(lines=(LinearFit(1e-3, 0.01),) * 2, sites=(300, 200))
     found = simulate_federation(make, costs, seed, faults)
     times = [(one.seconds, tuple(one.busy_s), one.record.closed_by) for one in found.rounds]
-    return (times, found.events, found.finish, found.seconds), found.without_effect
+    return (times, found.notes, found.finish, found.seconds), found.without_effect
 
 
 def tokens(seed: int, *faults: Fault) -> Outcome:

@@ -17,7 +17,7 @@ import torch
 
 from isthmus.callbacks import Evaluated, RunEnded, RunFault, RunStarted, StepDone
 from isthmus.errors import UserError
-from isthmus.report.run_pictures import draw_loss
+from isthmus.report.timeline import draw_loss
 from isthmus.trackers import Track, TrackerCallback
 from isthmus.trackers.callback import BackgroundTracker
 from isthmus.trackers.mlflow import MlflowOptions, MlflowTracker

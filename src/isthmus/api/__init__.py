@@ -11,26 +11,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import audit as audit
-    from isthmus.api import boundaries as boundaries
     from isthmus.api import consoles as consoles
-    from isthmus.api import decoupled_simulation as decoupled_simulation
     from isthmus.api import descriptions as descriptions
     from isthmus.api import doctor as doctor
     from isthmus.api import export as export
-    from isthmus.api import fault_simulation as fault_simulation
-    from isthmus.api import federated_simulation as federated_simulation
     from isthmus.api import forecast as forecast
     from isthmus.api import generation as generation
     from isthmus.api import job_overrides as job_overrides
-    from isthmus.api import job_plans as job_plans
-    from isthmus.api import job_queue as job_queue
     from isthmus.api import jobs as jobs
     from isthmus.api import join as join
     from isthmus.api import names as names
     from isthmus.api import output as output
     from isthmus.api import pipeline as pipeline
     from isthmus.api import probe as probe
-    from isthmus.api import programs as programs
     from isthmus.api import queue_simulation as queue_simulation
     from isthmus.api import run as run
     from isthmus.api import run_job as run_job
@@ -40,7 +33,6 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import site as site
     from isthmus.api import status as status
     from isthmus.api import terminal as terminal
-    from isthmus.api import traces as traces
     from isthmus.api import up as up
     from isthmus.api import what_if as what_if
 

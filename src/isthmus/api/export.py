@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
-from isthmus.api.programs import program_of
+from isthmus.api.run_job import program_of
 from isthmus.api.stored_run import local_copy
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError

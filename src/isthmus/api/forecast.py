@@ -12,8 +12,7 @@ from rich.console import RenderableType
 from isthmus.errors import PeerError, UserError
 from isthmus.programs.merging import Finish
 from isthmus.protocol.run_ports import FinishRun
-from isthmus.simulator.effects import WithoutEffect, fault_text, without_effect_document, without_effect_lines
-from isthmus.simulator.options import Fault
+from isthmus.simulator.options import Fault, WithoutEffect, fault_text, without_effect_document, without_effect_lines
 from isthmus.simulator.queue import RunOfJob
 from isthmus.trace import Trace
 from isthmus.units import format_duration

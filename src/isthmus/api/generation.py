@@ -27,7 +27,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import Flow, assign
 from isthmus.graph.partition import align
 from isthmus.job import Job
-from isthmus.job.served import Served, prepare_served
+from isthmus.job.first_weights import Served, prepare_served
 from isthmus.planners.generation import Chain, Objective, ServingProblem, chain_of_plan, plan_chain
 from isthmus.protocol.generation import Prompt, Sampling
 from isthmus.runtime.coordinator.backend import Backend, DevicesAtWork, LocalBackend, RunRequest

@@ -27,8 +27,8 @@ from isthmus.locking import hold
 from isthmus.runtime.device.island_ranks import Island, attend, island_here
 from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.identity import Identity, Ticket, decode_ticket, read_ticket, read_ticket_of
-from isthmus.runtime.processes.children import end_with_input
 from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
+from isthmus.runtime.processes.forked import end_with_input
 from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.agent import JOINED, Agent, Membership, join_fleet, membership_in, run_group
 from isthmus.runtime.service.doctor import examine_device, examine_ticket

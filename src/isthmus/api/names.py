@@ -16,7 +16,7 @@ from isthmus.planners import ABILITIES, abilities, planner_names
 from isthmus.planners import describe as describe_planner
 from isthmus.planners.cohort import COHORT_ALGORITHMS
 from isthmus.planners.sync import SYNC_PLANNERS
-from isthmus.report.fleet_tables import fleets_table, names_table, planners_table
+from isthmus.report.tables import fleets_table, names_table, planners_table
 
 __all__ = ["Kind", "fleets", "fleets_table", "kind_table", "names_table", "planners"]
 

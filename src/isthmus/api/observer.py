@@ -108,7 +108,7 @@ class Written(Observer):
         self.note(f"checkpoint of step {step}: {directory}")
 
 
-class Unwatched:
+class Unwatched(Search):
     """A search that nobody watches, and that can be ended all the same."""
 
     def __init__(self) -> None:
@@ -117,14 +117,8 @@ class Unwatched:
     def planning(self, name: str) -> None:
         self._looks = False
 
-    def part(self, words: str) -> None:
-        pass
-
     def looked_at(self, candidates: int) -> None:
         self._looks = True
-
-    def found(self, step_s: float) -> None:
-        pass
 
     def stopped(self) -> bool:
         return self._ending
@@ -132,9 +126,6 @@ class Unwatched:
     def end(self) -> bool:
         self._ending = self._looks
         return self._looks
-
-    def show(self) -> None:
-        pass
 
 
 @contextlib.contextmanager

@@ -18,12 +18,10 @@ from isthmus.report import (
     verdict_table,
     what_if_table,
 )
-from isthmus.report.boundary_table import boundary_table
-from isthmus.report.fleet_tables import device_text, fitted_text, matrix_table
+from isthmus.report.comparison import boundary_table, sweep_table
 from isthmus.report.graph_table import graph_table
-from isthmus.report.replicas_table import replicas_table
-from isthmus.report.rounds_table import rounds_table
-from isthmus.report.sweep_table import sweep_table
+from isthmus.report.rounds_table import replicas_table, rounds_table
+from isthmus.report.tables import device_text, fitted_text, matrix_table
 from isthmus.trace import busy_share, steady_step_s, write_perfetto
 
 __all__ = [

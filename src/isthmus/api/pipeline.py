@@ -1,28 +1,37 @@
-"""A training run: plan, run, watch, compare, and leave a folder that explains it all."""
+"""The program of a pipeline: plan, run, watch, compare, and leave a folder that explains it all; or simulate it with
+faults: detection, recovery, new plans and goodput, by the machines of a real run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from rich.console import RenderableType
 from torch import nn
 
-from isthmus import api
 from isthmus.api.audit import Audited, BackgroundAudits, IdleDevices, audit_run
 from isthmus.api.folder import RunFolder
-from isthmus.api.forecast import Forecast, Simulating
+from isthmus.api.forecast import Forecast, Simulating, StruckRun
 from isthmus.api.job_overrides import Changes
-from isthmus.api.make_plan import fleet_for, plan_for, predict_periods, read_plan, steady_on
+from isthmus.api.make_plan import (
+    eval_edges,
+    fleet_for,
+    plan_for,
+    predict_periods,
+    read_plan,
+    simulate_job,
+    simulation_options,
+    steady_on,
+)
 from isthmus.api.observer import Observer, searched
-from isthmus.api.run import Run, draw_metrics, finite_points, loss_unit
+from isthmus.api.run import Run, Traced, compared, draw_metrics, finite_points, loss_unit, trace_sessions
 from isthmus.api.run_session import Choices, run_started
-from isthmus.api.traces import Traced, compared, trace_sessions
-from isthmus.api.up_choices import is_known
+from isthmus.api.serving_fleet import is_known
 from isthmus.api.watch import PipelineWatch, Ran, Watch
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.data.registry import refuse_paths
@@ -31,20 +40,31 @@ from isthmus.documents import differences
 from isthmus.errors import UserError, unknown_name
 from isthmus.federated.admission import Guarantee
 from isthmus.fleet import Fleet
-from isthmus.graph import encode
+from isthmus.graph import OpGraph, encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, fleet_of, keep_prepared, kept_prepared, prepare
 from isthmus.job.first_weights import FirstWeights, begin_first_weights, in_stores
 from isthmus.models import model_names
 from isthmus.models.registry import own_names
 from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
-from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
-from isthmus.report.fleet_tables import fitted_text
+from isthmus.report import (
+    draw_faults,
+    draw_loss,
+    draw_plan,
+    draw_timeline,
+    during,
+    last_period,
+    memory_use,
+    plan_table,
+    run_summary,
+)
+from isthmus.report.tables import fitted_text
 from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed, unchanged
+from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_record
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, late_warnings, manifest_of, run_plan
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, late_warnings, manifest_of, run_plan, run_spec
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.decoupled.merged_run import seeded_model
@@ -52,6 +72,11 @@ from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.device_processes import fork_before_threads as fork_before_threads
 from isthmus.runtime.processes.signals import Stop
 from isthmus.sanitize import sanitize
+from isthmus.session.session import START_S
+from isthmus.simulator import Fault, RecoveryTimes, SimulatedRun, simulate_run
+from isthmus.simulator.options import fault_text, parse_fault
+from isthmus.simulator.queue import RunOfJob
+from isthmus.simulator.run import RunSimulation, check_faults
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import (
     check_shapes,
@@ -61,6 +86,131 @@ from isthmus.training.checkpoint import (
     read_manifest,
 )
 from isthmus.training.engine_operators import engine_operators
+from isthmus.units import format_duration
+
+
+def read_faults(options: Mapping[str, Sequence[str] | None]) -> tuple[Fault, ...]:
+    """Read `--fault`, `--slow`, `--join` and `--leave`, in order of time. UserError for a value that is none."""
+    found = [parse_fault(text, option) for option, texts in options.items() for text in texts or ()]
+    return tuple(sorted(found, key=lambda fault: fault.time_s))
+
+
+class FaultedRun(StruckRun, frozen=True, kw_only=True):
+    """The simulated run, beside the same run without faults."""
+
+    run: SimulatedRun
+    plan: Plan  # the first one
+    fleet: Fleet
+    graph: OpGraph
+
+    @property
+    def trace(self) -> Trace:
+        return self.run.trace
+
+    @property
+    def as_job(self) -> RunOfJob:
+        return RunOfJob(self.run.seconds, self.run.finish.reason, self.plan.used, self.without_effect)
+
+    @property
+    def steps(self) -> int:
+        """Return the steps that the result has behind it: also those that were done while the coordinator was away."""
+        return self.run.done_s[-1][1] + 1 if self.run.done_s else 0
+
+    @property
+    def redone(self) -> int:
+        return len(self.run.done_s) - len({step for _, step in self.run.done_s})
+
+    @property
+    def goodput(self) -> float:
+        """Steps of the result per second of the run."""
+        return self.steps / self.run.seconds if self.run.seconds else 0.0
+
+    def notes(self) -> Iterable[tuple[float, str]]:
+        yield from self.run.notes
+        for number, period in enumerate(self.run.periods[1:], 1):
+            step_s, devices = period.plan.predicted.expected_s, ", ".join(dict.fromkeys(period.plan.devices))
+            yield period.since_s, f"plan {number}: {devices}; a step should take {format_duration(step_s)}"
+
+    def table(self) -> RenderableType:
+        return plan_table(self.plan, self.fleet, self.graph)
+
+    def lines(self) -> list[str]:
+        rate = f"{self.goodput:.3g} steps/s; {self.redone} done twice"
+        return [
+            *self.struck_lines(),
+            self.concluded(f"{self.steps} steps in {format_duration(self.run.seconds)}: {rate}"),
+        ]
+
+    def summary(self) -> dict[str, object]:
+        run = self.run
+        return self.ended() | {
+            "steps": self.steps,
+            "steps_done_twice": self.redone,
+            "goodput_steps_per_s": self.goodput,
+            "recoveries": [
+                {**msgspec.to_builtins(recovery), "detected_after_s": self._detected_after_s(number)}
+                for number, recovery in enumerate(run.recoveries)
+            ],
+            "plans": [
+                {"since_s": p.since_s, "first_step": p.first_step, "devices": list(p.plan.devices)} for p in run.periods
+            ],
+        }
+
+    def _detected_after_s(self, number: int) -> float | None:
+        """From the newest fault until devices were stopped for it; None for a change of plan that was nobody's
+        fault."""
+        (begin_s, _), recovery = self.run.recovered_s[number], self.run.recoveries[number]
+        before = [f.time_s for f in self.faults if f.kind in ("lost", "silent", "link", "coordinator")]
+        before = [time_s for time_s in before if time_s <= begin_s]
+        return begin_s - max(before) if before and not recovery.reason.startswith("the plan is changed") else None
+
+    def draw(self, path: Path) -> None:
+        marks = [(fault.time_s, fault_text(fault)) for fault in self.faults]
+        draw_faults(self.run.done_s, marks, self.run.recovered_s, path, seconds=self.run.seconds)
+
+
+def simulate_faults(
+    job: Job, faults: tuple[Fault, ...], observer: Observer, stop: Stop, document: Path | None = None
+) -> FaultedRun:
+    """The job's whole run, under the plan document or the plan that is made.
+
+    UserError for a fault of what the fleet does not have, or where no plan can be made."""
+    fleet = fleet_for(job)
+    check_faults(faults, fleet)
+    joining = {fault.device for fault in faults if fault.kind == "join"}
+    present = [name for name in fleet.names if name not in joining]
+    if not present:
+        raise UserError(
+            f"--join: got all devices ({', '.join(fleet.names)}), expected one that is there from the start"
+        )
+    prepared = prepare(job)
+    plan = searched(observer, stop, lambda: plan_for(prepared, fleet.subset(present), document))
+    kept = msgspec.structs.replace(job.plan, micro_batches=())
+    prepared = prepared.cut_into(plan.micro_batches)
+    again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
+    replan = partial(plan_for, again, proving=None)  # nobody reads what is proven of these
+    planner = _Planner(prepared, plan, fleet, replan, emulate=False, steady_s=partial(steady_on, again))
+    ways = {name: 1.0 / fleet.line_bytes_per_s(name) for name in fleet.names}
+    times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S, control_s_per_byte=ways)
+    unused = tuple(Fault(kind="join", device=name, time_s=0) for name in present if name not in plan.devices)
+    options = msgspec.structs.replace(simulation_options(prepared, plan), faults=(*unused, *faults), recovery=times)
+    spec = run_spec(prepared)
+    run = RunSimulation(plan, fleet, spec, options, planner=planner, layout=planner.now.layout).run()
+    return FaultedRun(
+        run=run,
+        plan=plan,
+        fleet=fleet,
+        graph=prepared.captured.train,
+        faults=faults,
+        undisturbed_s=simulate_run(plan, fleet, spec, msgspec.structs.replace(options, faults=())).seconds,
+    )
+
+
+class _Planner(Plans):
+    """The plans of a run that is simulated: those that the real one would make."""
+
+    def eval_edges(self, plan: Plan) -> Mapping[tuple[int, int], int]:
+        return eval_edges(self._prepared, plan)
 
 
 @dataclass(frozen=True)
@@ -87,8 +237,8 @@ class Pipeline:
     def simulated(self, how: Simulating, observer: Observer, stop: Stop) -> Forecast:
         """The run on a virtual clock. UserError as of `check`, and for an option that is not for this program."""
         if how.steps is None:
-            return api.fault_simulation.simulate_faults(self.job, how.faults, observer, stop, how.plan)
-        return api.job_plans.simulate_job(Changes(steps=how.steps).of(self.job), observer, stop, how.plan)
+            return simulate_faults(self.job, how.faults, observer, stop, how.plan)
+        return simulate_job(Changes(steps=how.steps).of(self.job), observer, stop, how.plan)
 
     def rehearsed(self, observer: Observer, stop: Stop) -> Forecast | None:
         """The run that `train` would make here; None where its plan says how it goes."""

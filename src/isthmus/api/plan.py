@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from isthmus.api.given import batch_size, fleet_name, module_of
 from isthmus.api.job_overrides import job_of
-from isthmus.api.job_plans import compare_planners, plan_job, simulate_job, verify_plan
-from isthmus.api.make_plan import HEADER_BYTES, make
+from isthmus.api.make_plan import HEADER_BYTES, compare_planners, make, plan_job, simulate_job, verify_plan
 from isthmus.api.observer import Observer, Silent, searched
 from isthmus.data import ColumnSpec, DataSpec
 from isthmus.data.description import DataDescription

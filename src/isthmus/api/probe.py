@@ -19,8 +19,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, prepare
 from isthmus.runtime.processes.device_processes import ProcessPlace
-from isthmus.runtime.service.device_probe import probe_machine
-from isthmus.runtime.service.fleet_probe import NO_JOB, probe_fleet, speed_question
+from isthmus.runtime.service.fleet_probe import NO_JOB, probe_fleet, probe_machine, speed_question
 from isthmus.runtime.service.hardware import hardware_of
 
 

@@ -8,14 +8,14 @@ import msgspec
 
 from isthmus.api.forecast import Simulating
 from isthmus.api.observer import Observer
-from isthmus.api.programs import program_of
+from isthmus.api.run_job import program_of
 from isthmus.errors import PeerError, UserError, unknown_name
 from isthmus.federated.job import FederatedJob
 from isthmus.fleet import resolve_fleet
 from isthmus.job import Job
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault
-from isthmus.simulator.effects import NOT_AT_WORK, WithoutEffect, without_effect_document, without_effect_lines
+from isthmus.simulator.options import NOT_AT_WORK, WithoutEffect, without_effect_document, without_effect_lines
 from isthmus.simulator.queue import RunOfJob, SimulatedJob, simulate_queue
 from isthmus.units import format_duration
 

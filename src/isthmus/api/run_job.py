@@ -1,10 +1,11 @@
-"""One run, whatever its program: in its folder, watched, explained."""
+"""One run, whatever its program: in its folder, watched, explained. Which program a job has is asked here."""
 
 from __future__ import annotations
 
+from isthmus.api.decoupled import Decoupled
 from isthmus.api.observer import Observer
-from isthmus.api.programs import program_of
-from isthmus.api.rounds import USER
+from isthmus.api.pipeline import Pipeline
+from isthmus.api.rounds import USER, Rounds
 from isthmus.api.run import Run
 from isthmus.api.run_session import Choices, run_session
 from isthmus.api.stored_run import open_store
@@ -14,6 +15,13 @@ from isthmus.job import Job
 from isthmus.run_files import keep_stop, stop_reason
 from isthmus.runtime.launchers.ray_connection import check_cluster
 from isthmus.runtime.processes.signals import Stop
+
+
+def program_of(job: Job | FederatedJob) -> Pipeline | Rounds:
+    """Return the program of a job; each has the methods of `Pipeline`."""
+    if isinstance(job, FederatedJob):
+        return Rounds(job)
+    return Decoupled(job) if job.sync.mode == "decoupled" else Pipeline(job)
 
 
 def check_here(job: Job | FederatedJob) -> None:

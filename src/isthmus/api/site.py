@@ -9,7 +9,7 @@ from rich.table import Table
 
 from isthmus.api.states import state_folder
 from isthmus.errors import UserError
-from isthmus.federated.site_log import SiteLog, SiteLogLine
+from isthmus.federated.task_spec import SiteLog, SiteLogLine
 from isthmus.sanitize import sanitize
 from isthmus.units import format_size
 

@@ -14,7 +14,7 @@ from isthmus.api.folder import AGENTS_LOG, PROBED, RunFolder
 from isthmus.api.run_entries import SPANS
 from isthmus.errors import UserError
 from isthmus.federated.server import Commits
-from isthmus.federated.state_files import needs_states, pack_states, packed_beside
+from isthmus.federated.states import needs_states, pack_states, packed_beside
 from isthmus.overrides import overridden_struct
 from isthmus.run_files import CHECKPOINTS, JOB, MANIFEST, PACKED, ROUNDS, STATES_FOLDER, read_json
 from isthmus.runtime.coordinator.recovery_record import RECORD

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
@@ -25,23 +26,27 @@ from isthmus.accelerators import accelerator_names
 from isthmus.api.folder import RunFolder
 from isthmus.api.job_overrides import any_job_of
 from isthmus.api.notebook import table_of
-from isthmus.api.programs import program_of
 from isthmus.api.run import Run
+from isthmus.api.run_job import program_of
+from isthmus.api.terminal import logged
+from isthmus.api.training import train
+from isthmus.api.up import HowUp, up
+from isthmus.copies import end_with_parent
 from isthmus.documents import folder_of
-from isthmus.errors import UserError
+from isthmus.errors import Interrupted, IsthmusError, UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.free_memory import available_bytes
 from isthmus.job import Job
 from isthmus.job.sweep import SweepEngine, SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
 from isthmus.overrides import counted_from
+from isthmus.report.comparison import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
 from isthmus.report.rounds_table import summarized
-from isthmus.report.sweep_table import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
 from isthmus.run_files import LOSSES, ROUND_LINES, read_json, write_json
 from isthmus.runtime.launchers.launcher import open_launcher
-from isthmus.runtime.processes.children import HALT_S, how_it_ended
+from isthmus.runtime.processes.forked import HALT_S, how_it_ended
 from isthmus.runtime.processes.memory import family_bytes
-from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.processes.signals import Stop, terminable
 from isthmus.units import format_duration
 
 
@@ -54,7 +59,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepProcess:
-    """`python -m isthmus.api.sweep_run`, which ends with this process even if that is killed: then its standard input
+    """`python -m isthmus.api.sweep`, which ends with this one even if that is killed: then its standard input
     closes. It has a session of its own: Ctrl-C reaches it by `interrupt` alone."""
 
     def __init__(self, task: Task, log: Path) -> None:
@@ -64,7 +69,7 @@ class SweepProcess:
         with log.open("ab") as output:
             self._start = output.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "isthmus.api.sweep_run"],
+                [sys.executable, "-m", "isthmus.api.sweep"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -413,3 +418,41 @@ def _read(folder: Path) -> SweepRecord:
 
 def _write(folder: Path, record: SweepRecord) -> None:
     write_json(folder / RECORD, record)
+
+
+def carry_out(task: Task) -> str:
+    """The run's outcome: done, or interrupted with what it has saved."""
+    folder, observer = Path(task.folder), logged(sys.stdout)
+    engine = task.engine
+    if engine is not None:
+        how = HowUp(options=engine.options)
+        if engine.nodes is not None:
+            how["nodes"] = engine.nodes
+        run = up(
+            task.job, engine.on, run=folder, resume=task.resume, overrides=task.overrides, observer=observer, **how
+        )
+    else:
+        run = train(task.job, run=folder, resume=task.resume, overrides=task.overrides, observer=observer)
+    return run.outcome
+
+
+def main() -> int:
+    """One run of a sweep, as a process that ends when its standard input closes: what it is to do comes there as one
+    line of JSON, and its progress goes to standard output. The exit code: 0, 130 for an interrupted run, or that of the
+    error."""
+    with open(0, "rb", buffering=0, closefd=False) as pipe:  # no buffer: the thread reads on from there
+        task = msgspec.json.decode(pipe.readline(), type=Task)
+    threading.Thread(target=end_with_parent, args=(0,), name="parent_pipe", daemon=True).start()
+    try:
+        with terminable():
+            return 130 if carry_out(task) == "interrupted" else 0
+    except (Interrupted, KeyboardInterrupt) as e:
+        print(e or "interrupted")
+        return 130
+    except IsthmusError as e:
+        print(f"error: {e}")
+        return e.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

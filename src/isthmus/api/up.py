@@ -9,18 +9,16 @@ from typing import TypedDict, Unpack, cast
 
 import msgspec
 
-from isthmus.api.engine_fleet import fleet_on, serving_towards
 from isthmus.api.folder import PROBED, RunFolder
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import any_job_of
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
-from isthmus.api.programs import program_of
 from isthmus.api.run import Run
-from isthmus.api.run_job import run_job
+from isthmus.api.run_job import program_of, run_job
 from isthmus.api.run_session import ATTACHED, PYTHON_AGAIN, Attached, Choices, attached_to, folder_of, given_callbacks
+from isthmus.api.serving_fleet import UpChoices, agent_names, agent_specs, check_devices, fleet_on, serving_towards
 from isthmus.api.states import timeout_s
-from isthmus.api.up_choices import UpChoices, agent_names, agent_specs, check_devices
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob

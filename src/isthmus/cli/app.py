@@ -19,20 +19,7 @@ from typer.models import CommandInfo
 
 from isthmus import __version__
 from isthmus.api.stop import terminable
-from isthmus.cli import (
-    cluster_commands,
-    dashboard_commands,
-    device_commands,
-    doctor_commands,
-    first_files,
-    fleet_commands,
-    generation_commands,
-    job_commands,
-    lists,
-    run_commands,
-    serve_commands,
-    site_commands,
-)
+from isthmus.cli import device_commands, first_files, fleet_commands, job_commands, lists, run_commands
 from isthmus.errors import InternalError, IsthmusError, IsthmusWarning, UserError
 from isthmus.sanitize import error_line
 
@@ -86,16 +73,11 @@ GROUPS = {  # each module's heading in the help, in its order
     job_commands: "Plan and train on this machine",
     lists: "What there is",
     run_commands: "Runs",
-    generation_commands: "Runs",
-    dashboard_commands: "Runs",
-    serve_commands: "A fleet, on the coordinator's machine",
-    cluster_commands: "A fleet, on the coordinator's machine",
     fleet_commands: "A fleet, on the coordinator's machine",
     device_commands: "A fleet, on a device's machine",
-    site_commands: "A fleet, on a device's machine",
-    doctor_commands: "A fleet, on a device's machine",
 }
-NEEDING_POSIX = (generation_commands, serve_commands, cluster_commands, fleet_commands, device_commands)
+NEEDING_POSIX = {"train", "generate", "serve-model", "join"}
+"""Commands that only Linux can carry out, besides those of a fleet's coordinator."""
 app = _app_of([command for group in GROUPS for command in group.app.registered_commands])
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 """Click's, or that of the copy of click that later typers bring along: typer exports no common name for it."""
@@ -177,7 +159,7 @@ def usage_text(message: str) -> str:
 
 def refuse_system(arguments: list[str], system: str) -> None:
     """UserError for a command that another system than Linux cannot carry out, by Python's name for it."""
-    needing = {"train", *(_name(command) for module in NEEDING_POSIX for command in module.app.registered_commands)}
+    needing = NEEDING_POSIX.union(map(_name, fleet_commands.app.registered_commands))
     if system != "linux" and needing & set(arguments[:1]):
         wsl = "on Windows use WSL; " if system == "win32" else ""
         raise UserError(f"{_called(arguments)} needs Linux: {wsl}`plan` and `simulate` work here")

@@ -1,19 +1,21 @@
-"""`isthmus join`: a device's side of a fleet."""
+"""A device's side of a fleet: `isthmus join`; what a site's owner sees and says; and what stands in the way of this
+machine, which needs nothing but the plain package."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from isthmus import api
-from isthmus.cli.console import log
-from isthmus.cli.options import DeviceStateOption, TimeoutOption, with_groups
+from isthmus.cli.console import log, out, print_json, show
+from isthmus.cli.options import DeviceStateOption, JsonOption, TimeoutOption, with_groups
 from isthmus.engines import ENGINES
 from isthmus.errors import UserError
+from isthmus.sanitize import sanitize
 
 app = typer.Typer()
 
@@ -131,3 +133,42 @@ def _asked_ticket() -> str:
         return typer.prompt("Ticket", hide_input=True, err=True)
     lines = iter(sys.stdin.buffer.readline, b"")  # bytes: what is no text is no ticket either
     return next((line for line in lines if line.strip()), b"").decode(errors="replace")
+
+
+@app.command()
+def site(
+    what: Annotated[Literal["log", "yes", "no"], typer.Argument(help="Show the log, or answer what was asked last.")],
+    state: DeviceStateOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a site's owner what was asked and what left the site, or say yes or no to a coordinator."""
+    if what == "log":
+        found = api.site.log(state)
+        show(found, lambda: api.site.table(found), json=json)
+        return
+    asked = api.site.answer(state, yes=what == "yes")
+    show([asked], lambda: api.site.table([asked]), json=json)
+    log(f"answered {what}: the run of {sanitize(asked.job)}")
+
+
+@app.command()
+def doctor(
+    state: DeviceStateOption = None,
+    ticket_file: Annotated[
+        Path | None, typer.Option("--ticket-file", help="Look with this ticket, before joining. It is not used up.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what stands in the way of this machine, or of a device that joined, and what to do.
+
+    Before it joined: Python, libraries, accelerators, ports and folders. Afterwards, or with a ticket: each hop
+    of the way to the coordinator.
+    """
+    found = api.doctor.examine(state, ticket_file)
+    if json:
+        print_json(found.findings)
+    else:
+        out().print(found.table())
+        if found.good and not found.joined:
+            out().print("OK: it can plan, train, serve and join; `isthmus join` with a ticket comes next")
+    raise typer.Exit(0 if found.good else 1)

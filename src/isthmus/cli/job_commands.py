@@ -90,7 +90,7 @@ def plan(
             found = api.what_if.plan_changes(job, changes, _terminal(), isthmus.Stop())
             show(found, lambda: api.output.what_if_table(found), json=json)
         case PlanQuestions(loss_budget=float(budget)):
-            choice = api.boundaries.plan_boundaries(job, budget, _terminal(), isthmus.Stop())
+            choice = api.what_if.plan_boundaries(job, budget, _terminal(), isthmus.Stop())
             show(choice, lambda: api.output.boundary_table(choice), json=json)
         case PlanQuestions(verify=Path() as document):
             raise typer.Exit(_verify(job, document, bound_unchecked=question.bound_unchecked, json=json))
@@ -126,7 +126,7 @@ def simulate(
     """
     api.output.check_file("--picture", picture, ".png")
     api.output.check_file("--trace", trace_file)
-    faults = api.fault_simulation.read_faults(struck.given)
+    faults = api.pipeline.read_faults(struck.given)
     if more:
         if given := [n for n, on in (("plan", plan_file), ("trace", trace_file), ("picture", picture)) if on]:
             raise UserError(f"simulate: --{given[0]}: got it with {1 + len(more)} jobs, expected one")
@@ -137,7 +137,7 @@ def simulate(
     job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
     given = tuple(f"--{n}" for n, on in (("plan", plan_file), ("picture", picture)) if on)
     how = api.forecast.Simulating(faults, None if faults else asked.steps or STEPS, plan_file, given)
-    found = api.programs.program_of(job).simulated(how, _terminal(), isthmus.Stop())
+    found = api.run_job.program_of(job).simulated(how, _terminal(), isthmus.Stop())
     api.output.write_file("--trace", trace_file, lambda path: api.output.write_perfetto([found.trace], path))
     api.output.write_file("--picture", picture, found.draw)
     _show(found, json=json)
@@ -150,7 +150,7 @@ def graph(
     json: JsonOption = False,
 ) -> None:
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
-    weights = api.job_plans.weigh_model(api.job_overrides.job_of(job_file, command="isthmus graph"))
+    weights = api.make_plan.weigh_model(api.job_overrides.job_of(job_file, command="isthmus graph"))
     show(weights, lambda: api.output.graph_table(weights, operators=operators), json=json)
 
 
@@ -167,7 +167,7 @@ def describe_data(
     There `[data] description` names the file.
     """
     api.output.check_file("--out", target)
-    text = api.job_plans.describe_data(api.job_overrides.job_of(job_file, command="isthmus describe-data"))
+    text = api.make_plan.describe_data(api.job_overrides.job_of(job_file, command="isthmus describe-data"))
     if target is None:
         typer.echo(text.decode(), nl=False)
         return
@@ -202,7 +202,7 @@ def train(
     job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
     if dry_run:
         api.run_job.check_here(job)
-        if (found := api.programs.program_of(job).rehearsed(_terminal(), stop)) is not None:
+        if (found := api.run_job.program_of(job).rehearsed(_terminal(), stop)) is not None:
             _show(found, json=json)
         assert isinstance(job, isthmus.Job), "rounds are rehearsed"
         return _plan(job, explain=False, picture=None, json=json, prove=None)
@@ -240,7 +240,7 @@ def _terminal() -> api.terminal.Terminal:
 def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, prove: str | None) -> None:
     """With `json` the plan document; with `explain` too, both in one object. UserError where no PNG can be written."""
     if job.sync.mode == "decoupled":
-        replicas = api.decoupled_simulation.plan_replicas(job)
+        replicas = api.decoupled.plan_replicas(job)
         if json:
             print_json(replicas.summary())
             return
@@ -250,7 +250,7 @@ def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, 
         out().print("\n".join(replicas.lines()), highlight=False, soft_wrap=True)
         return
     api.output.check_file("--picture", picture, ".png")
-    found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain, prove=prove)
+    found = api.make_plan.plan_job(job, _terminal(), isthmus.Stop(), words=explain, prove=prove)
     plan, fleet, explanation = found.plan, found.fleet, found.explanation
     api.output.write_file("--picture", picture, lambda path: api.output.draw_plan(plan, fleet, path))
     if json:
@@ -266,7 +266,7 @@ def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, 
 
 def _compare(job: isthmus.Job, planners: str, *, json: bool) -> int:
     """The exit code: 0, or where every planner refused that of the first refusal."""
-    found, refusals = api.job_plans.compare_planners(job, planners, _terminal(), isthmus.Stop())
+    found, refusals = api.make_plan.compare_planners(job, planners, _terminal(), isthmus.Stop())
     show(found, lambda: api.output.compared_table(found), json=json)
     return 0 if len(refusals) < len(found.rows) else refusals[0].exit_code
 
@@ -275,7 +275,7 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     """The exit code: 0 when every figure holds, 1 when one does not, or when the bound could not be checked unless
     `bound_unchecked` allows it."""
     plan = api.output.load_plan(document)
-    verdict = api.job_plans.verify_plan(job, plan, _terminal().note)
+    verdict = api.make_plan.verify_plan(job, plan, _terminal().note)
     holds = verdict.holds(bound_unchecked=bound_unchecked)
     stated = {"holds": holds, **msgspec.to_builtins(verdict)}
     show(stated, lambda: api.output.verdict_table(verdict, plan, str(document)), json=json)

@@ -1,9 +1,12 @@
-"""`isthmus trace`, `calibrate`, `export` and `audit`: commands of a run's folder."""
+"""Commands of runs: of a run's folder, `isthmus trace`, `calibrate`, `export` and `audit`; text by its model,
+`generate` and `serve-model`; and all runs of a folder as a table, and in a browser."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +15,15 @@ import typer
 
 from isthmus import api
 from isthmus.cli.console import log, out, print_json, show
-from isthmus.cli.options import FleetFileOption, JsonOption, RunFolder, local_path
+from isthmus.cli.options import (
+    FaultOptions,
+    FleetFileOption,
+    JsonOption,
+    RunFolder,
+    StateOption,
+    local_path,
+    with_groups,
+)
 from isthmus.errors import UserError
 
 app = typer.Typer()
@@ -21,13 +32,13 @@ app = typer.Typer()
 @app.command()
 def trace(run: RunFolder, json: JsonOption = False) -> None:
     """Write a Perfetto trace of a run's sessions (predicted and measured); print how well the newest was predicted."""
-    perfetto, found, notes, sessions = api.traces.write_trace(run)
+    perfetto, found, notes, sessions = api.run.write_trace(run)
     _warn(notes)
     match found:
         case list():
             document = {"rounds": len(found), "seconds": sum(line.seconds for line in found)}
             table = api.output.rounds_table(found)
-        case api.traces.ReplicasTraced():
+        case api.run.ReplicasTraced():
             document, table = msgspec.to_builtins(found), api.output.replicas_table(found)
         case None:
             document, table = {"comparison": None}, "no step of the newest session can be compared with a prediction"
@@ -119,3 +130,163 @@ def _warn(lines: Iterable[str]) -> None:
     """Print what could not be read."""
     for line in lines:
         print(line, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class ChainOptions:
+    """Where the model runs."""
+
+    objective: Annotated[
+        Literal["latency", "throughput"] | None,
+        typer.Option("--objective", help="Plan anew, for time per token or tokens/s; default: as the run's plan."),
+    ] = None
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Requests in flight; others wait.")] = 16
+    joined: Annotated[
+        str | None,
+        typer.Option("--joined", metavar="HOST[:PORT]", help="Devices that joined compute; `isthmus serve` was there."),
+    ] = None
+    address: Annotated[
+        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which they reach it; may be repeated.")
+    ] = None
+    state: StateOption = None
+
+    @property
+    def choices(self) -> api.generation.ServingChoices:
+        joined = api.generation.joined_at(self.joined, self.address or (), self.state)
+        return api.generation.ServingChoices(objective=self.objective, at_once=self.at_once, joined=joined)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen."""
+
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens at most.")] = 64
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="0 takes the likeliest token; others draw.")
+    ] = 0.0
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Draw from so many likeliest tokens; 0: all.")] = 0
+    top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="Draw from so much probability.")] = 1.0
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed of the random numbers.")] = 0
+
+    @property
+    def sampling(self) -> api.generation.Sampling:
+        return api.generation.sampling_of(**vars(self))
+
+
+@app.command()
+@with_groups
+def generate(
+    run: RunFolder,
+    where: ChainOptions,
+    how: SamplingOptions,
+    faults: FaultOptions,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="What the text begins with; repeatable: answered side by side.")
+    ] = None,
+    tokens: Annotated[
+        list[str] | None, typer.Option("--tokens", metavar="IDS", help="Token ids in place of a text, as 1,2,3.")
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Compute nothing: predict when tokens come, also under faults.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Let a run's model continue a text, on the run's devices: stages with key-value caches on emulated links.
+
+    Of one prompt the answer appears as it comes. A device that is lost is replaced.
+    """
+    prompts, sampling = api.generation.prompts_of(prompt or (), tokens or ()), how.sampling
+    struck = api.pipeline.read_faults(faults.given)
+    if simulate:
+        found = api.generation.simulate_generation(run, where.choices, prompts, sampling.max_tokens, struck, log)
+        _show_simulated(found, json=json)
+        found.check()
+        return
+    if struck:
+        raise UserError(f"{struck[0].option}: got it without --simulate, expected both")
+    streams = len(prompts) == 1 and bool(prompt) and not json
+    with api.generation.served_run(run, where.choices, log, prompts) as service:
+        if streams:
+            typer.echo(prompts[0], nl=False)
+            try:
+                found = api.generation.generate(service, prompts, sampling, lambda p: typer.echo(p.text, nl=False))
+            finally:
+                typer.echo()
+        else:
+            found = api.generation.generate(service, prompts, sampling)
+    if json:
+        print_json(found.document())
+    elif not streams:
+        typer.echo("\n".join(answer.shown() for answer in found.answers))
+    found.check()
+    log(f"{found.tokens_per_s:.3g} tokens/s")
+
+
+def _show_simulated(found: api.generation.SimulatedServing, *, json: bool) -> None:
+    if json:
+        print_json(found.document())
+        return
+    for time_s, text in found.notes:
+        typer.echo(f"{time_s:.1f} s: {text}")
+    for line in found.without_effect_lines():
+        typer.echo(line)
+    for number, answer in enumerate(found.answers, 1):
+        typer.echo(f"answer {number}: {answer.described()}")
+    typer.echo(f"predicted: {found.tokens_per_s:.3g} tokens/s")
+
+
+@app.command()
+@with_groups
+def serve_model(
+    run: RunFolder,
+    where: ChainOptions,
+    host: Annotated[str, typer.Option("--host", help="Listen here; not on loopback: with a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 7435,
+) -> None:
+    """Answer OpenAI's HTTP requests with a run's model, on the run's devices, until Ctrl-C.
+
+    /v1/completions, /v1/chat/completions where the tokenizer has a template, /v1/models; with streaming.
+    """
+    server = importlib.import_module("isthmus.endpoint.server")
+    listener = server.open_port(host, port)  # before devices begin
+    with listener.socket, api.generation.served_run(run, where.choices, log) as service:
+        server.serve(service, listener, typer.echo)
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of runs, or a run's.")] = Path("runs"),
+    remove: Annotated[
+        list[Path] | None, typer.Option("--remove", metavar="RUN", help="Remove this run's folder; repeatable.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the runs of a folder, the newest first: state, steps and loss; or remove some.
+
+    A run is named as in the list, or by its folder. One that works is not removed.
+    """
+    for name in remove or ():
+        path = name if name.is_absolute() or name.exists() else folder / name
+        api.folder.RunFolder(path).remove()
+        log(f"removed {path}")
+    if not remove:
+        listed = importlib.import_module("isthmus.dashboard.run_list")
+        found = listed.runs_in(folder)
+        show(found, lambda: listed.runs_table(folder, found), json=json)
+
+
+@app.command()
+def dashboard(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a folder of runs.")] = Path("runs"),
+    fleet: Annotated[bool, typer.Option("--fleet", help="The fleet that is served here, and its jobs' runs.")] = False,
+    state: StateOption = None,
+    host: Annotated[str, typer.Option("--host", help="Listen here; not on loopback: with a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 7434,
+) -> None:
+    """Show runs in a browser, while they work and afterwards, until Ctrl-C; prints the page's address.
+
+    It reads run folders and writes nothing.
+    """
+    sources, server = (importlib.import_module(f"isthmus.dashboard.{name}") for name in ("run_folder", "server"))
+    source = sources.FleetSource(state) if fleet else sources.FolderSource(run)
+    server.serve(source, host, port, typer.echo)

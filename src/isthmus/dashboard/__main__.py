@@ -8,7 +8,7 @@ from pathlib import Path
 
 from isthmus.dashboard.run_folder import FleetSource, FolderSource
 from isthmus.dashboard.server import serve_page
-from isthmus.runtime.processes.children import end_with_input
+from isthmus.runtime.processes.forked import end_with_input
 
 if __name__ == "__main__":
     end_with_input()  # so the page ends with the run, however that ends

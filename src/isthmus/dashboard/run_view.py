@@ -14,8 +14,7 @@ from isthmus.dashboard.run_folder import PRIVACY, WatchedRun
 from isthmus.figures import FIGURES
 from isthmus.plans import Plan, PlanPeriod
 from isthmus.reading import printable
-from isthmus.report.link_uses import link_uses_of
-from isthmus.report.summary import plan_summary
+from isthmus.report.summary import link_uses_of, plan_summary
 
 Shown = dict[str, object]
 Point = TypeVar("Point")

@@ -26,8 +26,8 @@ from isthmus.errors import DivergedUpdate, IsthmusError, PeerError, UserError, u
 from isthmus.extensions import import_extra
 from isthmus.federated.algorithms import Algorithm, ClientUpdate, Cohort, Combine, Pass, Values
 from isthmus.federated.algorithms.algorithm import Wrapping, changes_of
-from isthmus.federated.buffers import is_buffer, numbers_form
 from isthmus.federated.local import Term
+from isthmus.federated.resident import is_buffer, numbers_form
 from isthmus.protocol.federated_messages import RefusedUpdate
 from isthmus.training.finite import is_finite
 from isthmus.training.local_privacy import SecretNoise

@@ -19,12 +19,10 @@ from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import checked, first_state, named, refusal_of, unwritten
 from isthmus.federated.algorithms import Algorithm, ClientUpdate, Combine, LocalTrainer, Pass, Values
 from isthmus.federated.algorithms.algorithm import Wrapping
-from isthmus.federated.buffers import as_values, buffers_of, is_buffer
 from isthmus.federated.emulated_speed import Pacer
-from isthmus.federated.fixed_point import sums_on
 from isthmus.federated.local import LocalConfig, PlainLocal, StepsByRound, Workspace
-from isthmus.federated.partial import PartialSum
-from isthmus.federated.resident import Resident
+from isthmus.federated.partial import PartialSum, sums_on
+from isthmus.federated.resident import Resident, as_values, buffers_of, is_buffer
 from isthmus.federated.server import staleness_weight, without_stale_models
 from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
 from isthmus.federated.states import StateLost, States

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob, availability, members
-from isthmus.federated.selection import chooser
+from isthmus.federated.job import FederatedJob, availability, chooser, members
 from isthmus.protocol.federated_participation import Buffer, Integers, Participation
 
 

@@ -1,4 +1,5 @@
-"""How good a model is: on held-out samples, and on the clients' own data, one client at a time."""
+"""How good a model is: on held-out samples, and on the clients' own data, one client at a time;
+of the models that clients use themselves, where each keeps part of it, or all of it, as its state."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import cast
 import msgspec
 import numpy as np
 import torch
+from numpy import int32
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
@@ -19,13 +22,67 @@ from isthmus.data.clients import ClientData
 from isthmus.data.dataset import NothingHeldOut, evaluation_rows
 from isthmus.data.femnist import FemnistShaped
 from isthmus.errors import UserError, users_code
+from isthmus.federated.admission import Form, first_state
+from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.job import FEMNIST, FederatedJob, accelerator_of, build, client_data
 from isthmus.federated.resident import Resident
+from isthmus.federated.states import StateLost, States
 from isthmus.graph.metrics import NO_METRICS, Metrics
 from isthmus.graph.outputs import evaluate, loss_and_count
 from isthmus.programs.open_phase import RoundRecord
+from isthmus.protocol.federated_messages import NONE
 from isthmus.run_files import ROUND_LINES, LinesFile
 from isthmus.sanitize import sanitize
+
+
+def is_personal(algorithm: Algorithm, model: Tensor) -> bool:
+    """Return whether clients use models of their own. UserError for one that is no model."""
+    first = first_state(algorithm, model)
+    return first is not None and _own(algorithm, model, first) is not None
+
+
+class OwnModels:
+    """Reads clients' states, beside those who write them. A client whose state is lost has the model with which it will
+    begin anew, where the algorithm allows that."""
+
+    def __init__(self, algorithm: Algorithm, states: States) -> None:
+        self._algorithm = algorithm
+        self._states = states
+        self._lost: set[tuple[int, int]] = set()  # clients and places of which that was said
+
+    def after(self, model: Tensor, places: NDArray[int32], log: Callable[[str], None]) -> Callable[[int], Tensor]:
+        """Each client's, [P], after a round that left the server this model and the clients' states in these places.
+        `log` is called once of a state that is lost; UserError where the algorithm cannot do without it."""
+
+        def of(client: int) -> Tensor:
+            place = int(places[client])
+            kept = None if place == NONE else self._read(client, place, log)
+            state = first_state(self._algorithm, model) if kept is None else kept
+            own = None if state is None else _own(self._algorithm, model, state)
+            return model if own is None else own
+
+        return of
+
+    def _read(self, client: int, place: int, log: Callable[[str], None]) -> Values | None:
+        """None where it is lost."""
+        try:
+            return {name: value[0] for name, value in self._states.read([client], [place]).items()}
+        except StateLost as lost:
+            if not self._algorithm.state_can_be_lost:
+                raise lost.refusal() from None
+            if (client, place) not in self._lost:
+                self._lost.add((client, place))
+                log(f"{lost}; client {client} is evaluated with a new one")
+            return None
+
+
+def _own(algorithm: Algorithm, model: Tensor, state: Values) -> Tensor | None:
+    with users_code("algorithm: own_model"):
+        own = algorithm.own_model(model, state)
+    if own is not None and Form.of(own) != Form.of(model):
+        raise UserError(f"algorithm: own_model gives {Form.of(own)}, expected {Form.of(model)}")
+    return own
+
 
 BATCH = 256
 

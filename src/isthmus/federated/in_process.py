@@ -17,8 +17,8 @@ from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.server import Server
 from isthmus.programs.merging import Finish
 from isthmus.programs.open_phase import RoundRecord
-from isthmus.programs.rounds import Rounds
-from isthmus.protocol.federated_executor import FederatedExecutor
+from isthmus.programs.rounds import RoundPort, Rounds
+from isthmus.protocol.federated_executor import ExecutorPort, FederatedExecutor
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ExecutorJoined,
@@ -35,7 +35,7 @@ from isthmus.session.session import Observation
 TICK_S = 0.25
 
 
-class _ExecutorSlot:
+class _ExecutorSlot(ExecutorPort):
     """An executor: its policy, its client trainer, and what waits for it."""
 
     def __init__(self, name: str, site: ClientTrainer, clients_per_vmap: int, driver: InProcess) -> None:
@@ -84,12 +84,9 @@ class _ExecutorSlot:
         self._drop_work()
         self.site.forget(kept)
 
-    def stop(self) -> None:
-        """Executors are not halted."""
 
-
-class InProcess:
-    """Runs to the end in the calling thread."""
+class InProcess(RoundPort):
+    """Runs to the end in the calling thread. Nobody joins, can be waited for or is lost here."""
 
     def __init__(
         self,
@@ -173,12 +170,6 @@ class InProcess:
         self.value_bytes += sum(value.nbytes for value in sums.values())
         self.server.partial.merge(sums, partial.weights(), partial.bounds())
 
-    def call(self, device: str) -> None:
-        """No device joins here."""
-
-    def ignore(self, executor: str, phase: PhaseId) -> None:
-        """The executor drops them."""
-
     def dismiss(self, executor: str, reason: str) -> None:
         raise InternalError(f"federated: {executor} {reason}")
 
@@ -192,6 +183,3 @@ class InProcess:
 
     def finished(self, finish: Finish) -> None:
         self._finish = finish
-
-    def note(self, text: str) -> None:
-        """Nobody can be waited for or lost."""

@@ -1,13 +1,14 @@
-"""A federated job: which model, whose data, which algorithm, who takes part, on how many executors. One TOML file."""
+"""A federated job: which model, whose data, which algorithm, who takes part, on how many executors, or at which real
+sites. One TOML file."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
 import msgspec
 import numpy as np
@@ -29,31 +30,150 @@ from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafClients, LeafOptions
 from isthmus.data.partition import PartitionSpec
 from isthmus.documents import beside
-from isthmus.errors import UserError, unknown_name
-from isthmus.extensions import read_options
+from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.extensions import import_object, read_options
 from isthmus.federated.accounting import Accounting
-from isthmus.federated.admission import AdmissionRules, Privacy, first_state, private, tried
+from isthmus.federated.admission import AdmissionRules, Guarantee, Privacy, first_state, private, tried
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.algorithms.registry import GIVEN
-from isthmus.federated.deployment import Deployment
-from isthmus.federated.emulated_speed import SpeedEmulation
-from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
+from isthmus.federated.emulated_speed import ExecutorFleet, SpeedEmulation, executor_fleet
 from isthmus.federated.local import FederatedTraining, LocalConfig, OptimizerTables, Rate, StepsByRound, what_is_set
+from isthmus.federated.pipeline import PipelineConfig
+from isthmus.federated.resident import Resident, is_buffer
 from isthmus.federated.robust import Aggregation, Robust
-from isthmus.federated.runtime import FederatedRuntime, RayRuntime, Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
 from isthmus.federated.secure.site_noise import check_site_noise
-from isthmus.federated.selection import chooser
-from isthmus.federated.server import RunIdentity
-from isthmus.job.document import JobDocument, JobReader
+from isthmus.federated.server import RunIdentity, Server
+from isthmus.job.settings import JobDocument, JobReader
 from isthmus.models import build_model
 from isthmus.old_spelling import respelled
 from isthmus.planners.cohort import COHORT_ALGORITHMS
-from isthmus.protocol.federated_participation import Participation, cohort
+from isthmus.protocol.federated_participation import Choose, Integers, Participation, cohort
 from isthmus.protocol.federated_planning import RoundRules
 from isthmus.units import parse_duration
 
+FIELD = "federated.participation.select"
+
+
+def chooser(rules: Participation) -> Choose | None:
+    """Return what chooses clients; None where they are drawn. UserError for a name of no function, and, when
+    it is called, for a function that fails or chooses what it must not."""
+    if rules.select is None:
+        return None
+    if rules.weighted or rules.poisson:
+        other = "weighted" if rules.weighted else "poisson"
+        raise UserError(f"federated.participation: got select and {other}, expected one of them")
+    function = import_object(FIELD, rules.select)
+    if not callable(function):
+        raise UserError(f"{FIELD}: got {rules.select!r}, expected a function")
+    own = cast("Callable[..., Iterable[int]]", function)
+
+    def choose(round_: int, among: Integers, samples: Integers, wanted: int, draws: np.random.Generator) -> Integers:
+        if wanted == 0:
+            return among[:0]
+        try:
+            found = [int(client) for client in own(round_, among.copy(), samples, wanted, draws)]
+        except IsthmusError:
+            raise
+        except Exception as e:  # the user's own code
+            raise UserError(f"{FIELD}: {rules.select} raised {type(e).__name__}: {e}") from e
+        if not 1 <= len(set(found)) == len(found) <= wanted or not set(found) <= set(among.tolist()):
+            what = f"expected 1 to {wanted} of the clients that it was given, each once"
+            raise UserError(f"{FIELD}: {rules.select} chose {found!s:.80} in round {round_}, {what}")
+        return np.array(found, dtype=np.int64)
+
+    return choose
+
+
+class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+    """The differences between schemes; everything else is the same code."""
+
+    description: str
+    processes: bool = True  # whether executors are processes of their own
+    per: str = "given"  # how many executors: as `given`, or one per client of the `cohort` or of the `population`
+    planner: str = "certified"
+    warm_up_rounds: int = 0
+    steals: bool = False
+    single: bool = False
+
+
+_SCHEMES: Mapping[str, Scheme] = {
+    "sp": Scheme(description="everything in one process", processes=False, planner="uniform"),
+    "rw": Scheme(description="one process per client of the population", per="population"),
+    "sd": Scheme(description="one process per client of the cohort", per="cohort", planner="uniform"),
+    "fa": Scheme(description="one client at a time per executor, its result back at once", single=True),
+    "parrot": Scheme(
+        description="clients in turn by fitted times, sums on the executor", planner="parrot", warm_up_rounds=1
+    ),
+    "ours": Scheme(description="certified schedules, and idle executors take clients of others", steals=True),
+}
+
+
+def scheme(name: str) -> Scheme:
+    """Raises UserError for an unknown name."""
+    if name not in _SCHEMES:
+        raise unknown_name("scheme", name, _SCHEMES)
+    return _SCHEMES[name]
+
+
 Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+
+
+class RayRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Ray cluster of `backend = "ray"`, and what each executor reserves there."""
+
+    address: str = ""
+    """HOST:PORT of the cluster's head; by default RAY_ADDRESS, or else the cluster that was started on this machine."""
+    cpus: Annotated[float, Meta(gt=0)] = 1.0  # CPUs that Ray reserves for each executor.
+    gpus: Annotated[float, Meta(ge=0)] = 0.0
+    """GPUs, or the share of one, that Ray reserves for each executor; it sees no others."""
+
+
+class FederatedRuntime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where clients train."""
+
+    scheme: str = "ours"  # How clients come to executors: ours, parrot, fa, sd, rw or sp.
+    backend: Literal["processes", "ray"] = "processes"
+    """Where `isthmus train` starts executors: as processes of this machine, or on a Ray cluster."""
+    ray: RayRuntime = RayRuntime()  # Options of Ray.
+    executors: NotNegative = 2
+    """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run; on a
+    Ray cluster as many as it has room for."""
+    device: str | Annotated[tuple[str, ...], Meta(min_length=1)] = AUTO
+    """Where executors train: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ... Of several,
+    executor number k has number k modulo their count: `["cuda:0", "cuda:1"]`."""
+    planner: str = ""  # In place of the scheme's.
+    steals: bool | None = None  # In place of the scheme's.
+    window_rounds: NotNegative = 5  # Times of so many rounds are fitted (Parrot's time window); 0: of all.
+    slow_down: tuple[Annotated[float, Meta(ge=0)], ...] = ()
+    """Emulation: eta of each executor, which sleeps eta T after training for T."""
+    unstable: bool = False  # Emulation: speeds that change from round to round.
+    noise: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    """Emulation: sigma of a log-normal factor of mean 1 in every client's time."""
+    clients_per_vmap: NotNegative = 1
+    """Clients of equal numbers of samples that are trained as one; 0: as many as a measurement finds best."""
+    threads: Positive = 1  # Torch threads of each executor.
+    timeout: str = "60 s"  # Silence after which an executor counts as lost.
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sites in place of executors: devices of the fleet that have a client's data each."""
+
+    sites: Annotated[tuple[str, ...], Meta(min_length=1)]
+    """Names of the devices that may take part; their order numbers the clients."""
+    start: Annotated[int, Meta(ge=1)] | None = None
+    """The first round waits for so many of them; for all, where it is not given."""
+    wait: str = "5 s"
+    """Later, and after a restart: as soon as `federated.participation.minimum` are here, so long for the others."""
+    fleets: dict[str, PipelineConfig] = {}
+    """For `isthmus simulate`: of sites that are fleets, what their own files say in table [pipeline]."""
+
+    @property
+    def wait_s(self) -> float:
+        return parse_duration(self.wait, "federated.deployment.wait")
+
+
 FEMNIST = "femnist"
 ALL = Participation(fraction=1.0)  # every client takes part in each round
 
@@ -469,3 +589,39 @@ def check_steps(name: str, algorithm: Algorithm, local: LocalConfig, rounds: int
     broadcast, state = algorithm.broadcast(algorithm.init_server(model)), first_state(algorithm, model)
     for one in algorithm.passes:
         tried(one, broadcast, state, lambda: by_round.at(0).learning_rate)
+
+
+def promised(job: FederatedJob, population: int) -> Guarantee | None:
+    """Return the guarantee of all rounds; None without privacy. UserError where epsilon cannot be computed."""
+    if (accounting := job.accounting(population)) is None:
+        return None
+    resident = Resident(build(job))
+    server = Server(job.algorithm(population), resident.vector(), resident.buffers(), population)
+    return accounting.guarantee(job.federated.rounds, server.numbers)
+
+
+def check_updates(job: FederatedJob, server: Server) -> None:
+    """UserError for an algorithm whose updates cannot be late, clipped as one, or combined by the job's rule."""
+    name = job.federated.algorithm
+    if job.federated.participation.staleness and (server.keeps or server.passes > 1):
+        raise refused("late updates", "states or passes", job.federated.participation.staleness)
+    if job.privacy is not None and (single := _single_number(server)):
+        raise refused("a single number", "client privacy", f"{name}, which returns {single!r},")
+    if job.federated.aggregation.rule != "declared" and server.keeps and not _is_free(job):
+        raise refused("robust aggregation", "summed states", repr(job.federated.aggregation.rule))
+
+
+def _is_free(job: FederatedJob) -> bool:
+    """Return whether the server's values do not depend on what clients keep."""
+    spec = AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options)
+    return load_algorithm(spec).state_can_be_lost
+
+
+def _single_number(server: Server) -> str:
+    """The name of one beside a larger value; empty for none."""
+    for forms in server.forms:
+        sizes = {name: math.prod(form.shape) for name, form in forms.items() if not is_buffer(name)}
+        for name, size in sizes.items():
+            if size == 1 < max(sizes.values()):
+                return name
+    return ""

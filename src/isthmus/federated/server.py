@@ -40,9 +40,8 @@ from isthmus.federated.admission import (
 )
 from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, Values
 from isthmus.federated.algorithms.algorithm import Wrapping, changes_of
-from isthmus.federated.buffers import as_values, buffers_of, is_buffer, moved
-from isthmus.federated.fixed_point import UNIT
-from isthmus.federated.partial import PartialSum
+from isthmus.federated.partial import UNIT, PartialSum
+from isthmus.federated.resident import as_values, buffers_of, is_buffer, moved
 from isthmus.protocol.federated_messages import PhaseId, PhaseSetup
 from isthmus.reading import parse_json
 from isthmus.run_files import newest_whole

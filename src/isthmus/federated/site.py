@@ -22,11 +22,11 @@ from isthmus.data.dataset import ColumnSpec, Dataset, SamplesOf, batch_of_round,
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.admission import Form, Private, check_finite
 from isthmus.federated.algorithms import ClientUpdate, LocalTrainer
-from isthmus.federated.buffers import as_values, buffers_of, is_buffer
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.emulated_speed import Pacer
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.pipeline import Descend, PipelineLocal
+from isthmus.federated.resident import as_values, buffers_of, is_buffer
 from isthmus.federated.states import Rows, StateForm, StateLost
 from isthmus.protocol.federated_messages import ClientTask, ClientTime, PhaseSetup, RefusedUpdate
 from isthmus.units import format_metric

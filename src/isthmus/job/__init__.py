@@ -1,7 +1,5 @@
 """A job: which model, which data, how to train it, on which fleet. One TOML file."""
 
-from isthmus.job.document import JobDocument, JobReader
-from isthmus.job.loading import PIPELINE, checked, constraints_of, fleet_of, load_job
 from isthmus.job.prepared import (
     Prepared,
     described_here,
@@ -11,7 +9,20 @@ from isthmus.job.prepared import (
     prepare,
     prepared_again,
 )
-from isthmus.job.settings import Job, PlanConfig, PrivacyConfig, RuntimeConfig, TrainingConfig
+from isthmus.job.settings import (
+    PIPELINE,
+    Job,
+    JobDocument,
+    JobReader,
+    PlanConfig,
+    PrivacyConfig,
+    RuntimeConfig,
+    TrainingConfig,
+    checked,
+    constraints_of,
+    fleet_of,
+    load_job,
+)
 
 __all__ = [
     "PIPELINE",

@@ -1,29 +1,115 @@
-"""The settings of a job file."""
+"""The job file: the tables that every program has, those of a pipeline, how a file is read and checked, and what a job
+asks of a plan on its fleet."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import contextlib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 import torch
 from msgspec import Meta
 
+from isthmus.callbacks import CallbackConfig
+from isthmus.combinations import refused
 from isthmus.cost import SyncPolicy
+from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import DataSpec
 from isthmus.disclosure import ActivationNoise
-from isthmus.errors import UserError
-from isthmus.fleet import FleetChange
+from isthmus.documents import JOB_NAME, beside, check_is_local, convert, folder_of, read_toml
+from isthmus.engines import check_engine
+from isthmus.errors import UserError, unknown_name
+from isthmus.fleet import Fleet, FleetChange, changed, in_half, resolve_fleet
 from isthmus.graph.metrics import Metrics
-from isthmus.job.document import JobDocument
-from isthmus.plans import CompressionConfig, Objective
+from isthmus.models import ModelSpec
+from isthmus.overrides import counted_from, overridden, overridden_struct
+from isthmus.plans import CHOICES, CompressionConfig, Constraints, LackingOperators, Objective, OwnSamples
 from isthmus.protocol.finite import OnNonFinite
+from isthmus.stores import StoreConfig
+from isthmus.trackers import Track, check_trackers
 from isthmus.training.engine import EngineConfig
 from isthmus.training.kernels import Kernels
 from isthmus.training.learning_rate import LearningRate
-from isthmus.training.optim import OptimizerConfig
+from isthmus.training.optim import OptimizerConfig, settings_of
 from isthmus.training.scaling import LossScaling
 from isthmus.units import parse_duration
 from isthmus.wire_types import MOST_COUNT, Seed, Threads
+
+
+class JobDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of a job file that every program has."""
+
+    LENGTH: ClassVar[str]  # the key with the length of the run, in steps or rounds
+    name: Annotated[str, Meta(pattern=JOB_NAME)]  # The run's name: its folder is RUN_DIR/NAME.
+    model: ModelSpec  # Which model to train.
+    metrics: tuple[str, ...] = ()
+    """Figures of evaluations beside the loss: `accuracy`, `perplexity`, or `package.module:function` of your own."""
+    run_dir: str = "runs"  # Where run folders are made.
+    callback: tuple[CallbackConfig, ...] = ()  # One table [[callback]] per callback of your own.
+    track: Track = Track()  # Which trackers get the run's figures.
+    store: StoreConfig | None = None  # Where the run is kept besides its folder; without this table nowhere.
+
+    @property
+    def kind(self) -> Literal["pipeline", "federated"]:
+        """Its program."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int:
+        """Optimizer steps, or rounds, of the whole run."""
+        raise NotImplementedError
+
+    @property
+    def has_sites(self) -> bool:
+        """Whether it trains where data are kept by their owners."""
+        return False
+
+    def unset_by(self, overrides: Mapping[str, object]) -> dict[str, object]:
+        """Overrides of defaults in whose place others stand."""
+        return {}
+
+    def check_metrics(self) -> None:
+        """UserError for names that mean nothing."""
+        _ = Metrics(self.metrics)
+
+    def check_common(self) -> None:
+        """UserError for values of these tables that cannot be."""
+        check_is_local("run_dir", self.run_dir)
+        check_trackers(self.track)
+        self.check_metrics()
+
+
+AnyJob = TypeVar("AnyJob", bound=JobDocument)
+
+
+@dataclass(frozen=True)
+class JobReader(Generic[AnyJob]):
+    """How a program's job is read."""
+
+    struct: type[AnyJob]
+    located: Callable[[AnyJob, str], AnyJob]  # with paths that count from a folder
+    checked: Callable[[AnyJob], AnyJob]  # UserError for settings that do not go together
+
+    def load(self, path: Path, overrides: Mapping[str, object] = {}) -> AnyJob:
+        """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
+        folder = folder_of(path)
+        given = counted_from(overrides, os.getcwd()) if folder else overrides
+        job = convert(overridden(read_toml(path, "job file"), given, str(path)), self.struct, str(path))
+        job = self.located(job, folder)
+        try:
+            return self.checked(job)
+        except UserError as e:
+            raise type(e)(f"{path}: {e}") from None
+
+    def overridden(self, job: AnyJob, overrides: Mapping[str, object], source: str = "job") -> AnyJob:
+        """A job from Python, checked too. UserError."""
+        return self.checked(overridden_struct(job, {**job.unset_by(overrides), **overrides}, source))
+
 
 Positive = Annotated[int, Meta(ge=1, le=MOST_COUNT)]
 NotNegative = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
@@ -273,3 +359,163 @@ class Job(JobDocument, frozen=True, kw_only=True, forbid_unknown_fields=True):
             loss_scaling=t.loss_scaling,
             kernels=Kernels(tf32=r.tf32, deterministic=r.deterministic, compile=r.compile),
         )
+
+
+def _counted_from(job: Job, folder: str) -> Job:
+    """Return the job as a file in this folder says it: with its paths."""
+    job = msgspec.structs.replace(job, fleet=beside(job.fleet, folder), data=job.data.counted_from(folder))
+    pretrained = job.model.options.get("path")
+    if isinstance(pretrained, str):
+        options = {**job.model.options, "path": beside(pretrained, folder)}
+        job = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, options=options))
+    return job
+
+
+def checked(job: Job) -> Job:
+    """The job, cut into the first of its numbers of micro-batches, if it says any. UserError for settings that do not
+    go together."""
+    _check_training(job)
+    _check_holders(job)
+    job.check_common()
+    if job.store is not None and job.privacy is not None:
+        raise refused("store", "activation noise", "one")
+    if job.schedule not in CHOICES:
+        raise UserError(f"schedule: {unknown_name('schedule', job.schedule, CHOICES)}")
+    if job.schedule == "delayed":
+        _check_delayed(job)
+    if job.compression is not None and job.compression.method not in ratio_planner_names():
+        raise UserError(f"compression.method: {unknown_name('method', job.compression.method, ratio_planner_names())}")
+    if job.runtime.compile and job.runtime.deterministic:
+        raise refused("compile", "deterministic", True)
+    if job.runtime.changes and not job.runtime.emulate:
+        raise refused("changes", "real devices", "some")
+    if not 1 <= job.timeout_s < math.inf:
+        raise UserError(f"runtime.timeout: got {job.runtime.timeout!r}, expected at least 1 s")
+    return job.cut_into(job.plan.micro_batches[0]) if job.plan.micro_batches else job
+
+
+PIPELINE = JobReader(Job, _counted_from, checked)
+
+
+def load_job(path: Path, overrides: Mapping[str, object] = {}) -> Job:
+    """Return the same as `JobReader.load`."""
+    return PIPELINE.load(path, overrides)
+
+
+def _check_delayed(job: Job) -> None:
+    """Two steps are under way at once: what changes how a step computes by what the one before gave cannot be."""
+    t = job.training
+    if t.leaves_out:
+        raise refused("skipped steps", "delayed", "steps that may be left out")
+    if job.sync.mode != "every-step":
+        raise refused("averaged replicas", "delayed", repr(job.sync.mode))
+    if job.plan.feeders:
+        raise refused("own data", "delayed", "'own'")
+    if job.privacy is not None:
+        raise refused("activation noise", "delayed", "noise")
+
+
+def _check_training(job: Job) -> None:
+    t = job.training
+    for count in job.counts:
+        if t.batch_size % count:
+            field = "plan.micro_batches" if job.plan.micro_batches else "training.micro_batches"
+            raise UserError(f"training.batch_size: got {t.batch_size}, expected a multiple of {field} ({count})")
+    if job.sync.mode != "decoupled" and t.steps % job.sync.every:
+        raise UserError(
+            f"training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.every}): replicas are "
+            "equal only at the end of a period"
+        )
+    if not job.optimizer:
+        raise UserError("optimizer: got an empty list, expected at least one [[optimizer]]")
+    for optimizer in job.optimizer:
+        if optimizer.nesterov and not optimizer.momentum:
+            raise UserError("optimizer.nesterov: got true without momentum, expected momentum above 0")
+        settings_of(optimizer, job.learning_rate.tabled(t.steps), t.steps)
+
+
+def _check_holders(job: Job) -> None:
+    plan, feeders = job.plan, job.plan.feeders
+    if plan.labels_stay and not plan.holders:
+        raise UserError("plan.labels_stay: got true, expected a plan.data_holder where the labels stay")
+    if job.privacy is not None and not plan.holders:
+        raise UserError("privacy.activations: got noise, expected a plan.data_holder whose data it is to protect")
+    if "" in plan.holders:
+        raise UserError("plan.data_holder: got an empty name, expected a device or a region")
+    if plan.holders_data == "own" and not feeders:
+        raise UserError("plan.holders_data: got 'own' without a plan.data_holder, expected one")
+    if len(set(feeders)) < len(feeders):
+        raise UserError(f"plan.data_holder: got {', '.join(feeders)}, expected each device once")
+    if job.data.description and feeders:
+        raise refused("a description", "own data", repr(job.data.description))
+    for name in job.data.of:
+        if name not in feeders:
+            whose = ", ".join(feeders) or "none without plan.holders_data = 'own'"
+            raise UserError(f"data.of: {name!r} is not among the holders with data of their own: {whose}")
+
+
+def fleet_of(job: Job) -> Fleet:
+    """UserError for a fleet that is not there, or lacks a device that is to change or a data holder."""
+    fleet = resolve_fleet(job.fleet)
+    fleet = fleet.thin(job.devices) if job.devices is not None else fleet
+    fleet = in_half(fleet) if job.training.precision != "fp32" else fleet
+    fleet = _with_engines(fleet, job.runtime.engine)
+    for number, change in enumerate(job.runtime.changes):
+        try:
+            changed(fleet, [change], change.step)
+        except UserError as e:
+            raise UserError(f"runtime.changes[{number}]: {e}") from None
+    for name in job.plan.holders:
+        try:
+            fleet.located(name)
+        except UserError as e:
+            thinned = f", of which {job.devices} devices are left," if job.devices is not None else ""
+            raise UserError(f"plan.data_holder: fleet {fleet.name!r}{thinned}: {e}") from None
+    return fleet
+
+
+def _with_engines(fleet: Fleet, chosen: str | Mapping[str, str]) -> Fleet:
+    """Return the fleet with engines by `[runtime] engine`. UserError for a device or an engine that does not exist."""
+    field = "runtime.engine" if isinstance(chosen, str) else "runtime.engine.{}"
+    by_device = dict.fromkeys(fleet.names, chosen) if isinstance(chosen, str) else chosen
+    for device in by_device:
+        if device not in fleet.names:
+            raise UserError(f"runtime.engine: {unknown_name('device', device, fleet.names)}")
+    engines = {device: check_engine(field.format(device), name) for device, name in by_device.items()}
+    devices = (msgspec.structs.replace(d, engine=engines.get(d.name, d.engine)) for d in fleet.devices)
+    return msgspec.structs.replace(fleet, devices=tuple(devices)) if engines else fleet
+
+
+def constraints_of(
+    job: Job,
+    fleet: Fleet,
+    own_samples: Mapping[str, OwnSamples] = {},
+    lacking: Sequence[LackingOperators] = (),
+) -> Constraints:
+    """The constraints that the job sets on a plan for this fleet, which may have lost devices. `own_samples` are the
+    samples of holders with data of their own, once known. Raises UserError if no data holder is left, or if a holder
+    with data of its own is missing."""
+    found: list[str] = []
+    for name in job.plan.holders:
+        with contextlib.suppress(UserError):
+            found += fleet.located(name)
+    if job.plan.holders and not found:
+        raise UserError(f"plan.data_holder: none of the data holders is there: {', '.join(job.plan.holders)}")
+    feeders = job.plan.feeders
+    for name in feeders:
+        if name not in fleet.names:
+            region = any(device.region == name for device in fleet.devices)
+            what = f"got region {name!r}, expected devices" if region else f"device {name!r} is not there"
+            raise UserError(f"plan.data_holder: {what}: each has data of its own")
+    holders = feeders or tuple(name for name in fleet.names if name in found)
+    return Constraints(
+        objective=job.plan.objective,
+        data_holders=holders,
+        own_samples=tuple(own_samples[name] for name in feeders) if own_samples else (),
+        labels_stay=job.plan.labels_stay,
+        max_step_s=parse_duration(job.plan.max_step, "plan.max_step") if job.plan.max_step else None,
+        max_price=job.plan.max_price,
+        compression=job.compression,
+        memory_headroom=job.plan.memory_headroom,
+        lacking=tuple(lacking),
+    )

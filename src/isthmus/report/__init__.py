@@ -1,9 +1,17 @@
 """Reports: terminal tables, live progress, pictures, and the summaries that machines read."""
 
-from isthmus.report.comparison import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
+from isthmus.report.comparison import (
+    ComparedPlan,
+    Comparison,
+    Headroom,
+    WhatIf,
+    WhatIfRow,
+    compared_table,
+    least_headroom,
+    ranked,
+    what_if_table,
+)
 from isthmus.report.explanation import Explanation, Improvement, explain, explanation_text, improvements, linked_devices
-from isthmus.report.fleet_tables import fleets_table, planners_table
-from isthmus.report.measured import during, last_period, memory_table, memory_use, run_summary
 from isthmus.report.pictures import draw_faults, draw_loss, draw_plan, draw_timeline
 from isthmus.report.progress import PlanningProgress, Progress
 from isthmus.report.summary import (
@@ -19,8 +27,18 @@ from isthmus.report.summary import (
     plan_summary,
     prediction_error,
 )
-from isthmus.report.tables import comparison_table, plan_table, verdict_table
-from isthmus.report.what_if_table import WhatIf, WhatIfRow, what_if_table
+from isthmus.report.tables import (
+    comparison_table,
+    during,
+    fleets_table,
+    last_period,
+    memory_table,
+    memory_use,
+    plan_table,
+    planners_table,
+    run_summary,
+    verdict_table,
+)
 
 __all__ = [
     "ComparedPlan",

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
-from isthmus.report.link_uses import UsedLink, link_uses_of
+from isthmus.report.summary import UsedLink, link_uses_of
 from isthmus.report.timeline import FAINT, INK, Look, save, write
 from isthmus.units import format_bandwidth, format_duration, format_size
 

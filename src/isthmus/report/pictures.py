@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from isthmus.report.fleet_picture import draw_plan as draw_plan
-    from isthmus.report.run_pictures import draw_faults as draw_faults
-    from isthmus.report.run_pictures import draw_loss as draw_loss
+    from isthmus.report.timeline import draw_faults as draw_faults
+    from isthmus.report.timeline import draw_loss as draw_loss
     from isthmus.report.timeline import draw_timeline as draw_timeline
 else:
 
@@ -21,6 +21,6 @@ else:
         return draw
 
     draw_plan = _later("fleet_picture", "draw_plan", "Draw a plan on its fleet: every link's bandwidth.")
-    draw_faults = _later("run_pictures", "draw_faults", "Draw a run's steps over time, and what struck it.")
-    draw_loss = _later("run_pictures", "draw_loss", "Draw training loss and held-out loss over the steps.")
+    draw_faults = _later("timeline", "draw_faults", "Draw a run's steps over time, and what struck it.")
+    draw_loss = _later("timeline", "draw_loss", "Draw training loss and held-out loss over the steps.")
     draw_timeline = _later("timeline", "draw_timeline", "Draw typical steps, below the same as predicted.")

@@ -1,22 +1,26 @@
-"""Tables of rounds, as they were and as they are simulated, and what evaluations of a federated run found."""
+"""Rounds and merges: as tables, as they were and as they are simulated, rounds as spans for a trace viewer, and what
+evaluations of a federated run found."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import msgspec
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.admission import Guarantee
 from isthmus.federated.evaluation import Evaluation, RoundLine
+from isthmus.programs.merger import MERGER
 from isthmus.programs.merging import Why
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.report.tables import new_table, titled
 from isthmus.sanitize import sanitize
 from isthmus.simulator.rounds import SimulatedRound
+from isthmus.trace import Span, Trace, busy_share, link_bytes
 from isthmus.units import format_duration, format_metric, format_metrics, format_size
 
 MOST_SITES = 8  # sites that are named one by one
@@ -128,3 +132,91 @@ def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit, fleet: st
 def _busy(simulated: SimulatedRound) -> float:
     spent_s = simulated.busy_s
     return float(spent_s.sum() / (len(spent_s) * simulated.seconds)) if simulated.seconds else 0.0
+
+
+COORDINATOR = "coordinator"
+
+
+def trace_of(run: str, lines: Sequence[RoundLine]) -> Trace:
+    """Rounds when they were, with the gaps between a run and its resumption; in each every executor's clients, in the
+    order in which they were reported. What an executor waited is not written down, so its clients follow one another
+    without gaps, and of an algorithm of several passes the earlier ones are one span each executor."""
+    return Trace(source="runtime", run=run, spans=tuple(_spans(lines)))
+
+
+def _spans(lines: Sequence[RoundLine]) -> Iterator[Span]:
+    origin_s = next((line.opened_at_s for line in lines if line.opened_at_s is not None), 0.0)
+    end_s = 0.0
+    for line in lines:
+        # A clock that was set back, or a line without its time, must not lay a round over the one before.
+        begin_s = end_s if line.opened_at_s is None else max(end_s, line.opened_at_s - origin_s)
+        record, end_s = line.record, begin_s + line.seconds
+        number = record.round + 1
+        yield Span(
+            device=COORDINATOR,
+            track="control",
+            name=f"round {number}",
+            start_s=begin_s,
+            end_s=end_s,
+            step=number,
+            size_bytes=line.sent_bytes + line.received_bytes,
+        )
+        for name in sorted(line.busy_s(), key=lambda name: (len(name), name)):
+            at_s = begin_s
+            if earlier_s := record.earlier_s.get(name, 0.0):
+                yield _training(name, "earlier passes", at_s, earlier_s, number)
+                at_s += earlier_s
+            for timed in record.trained.get(name, ()):
+                yield _training(name, f"client {timed.client}", at_s, timed.seconds, number)
+                at_s += timed.seconds
+
+
+def _training(executor: str, name: str, at_s: float, seconds: float, number: int) -> Span:
+    return Span(device=executor, track="compute", name=name, start_s=at_s, end_s=at_s + seconds, step=number)
+
+
+class ReplicaUse(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica in the steps that its trace has."""
+
+    replica: str
+    steps: int
+    busy: float  # share of the run during which it made steps, 0 to 1
+    contributions: int
+    sent_bytes: int
+    received_bytes: int
+
+
+class ReplicasTraced(msgspec.Struct, frozen=True, kw_only=True):
+    merges: int
+    replicas: tuple[ReplicaUse, ...]
+
+
+def replicas_traced(trace: Trace) -> ReplicasTraced:
+    """Replicas by name, without the devices of pipelines."""
+    busy, carried = busy_share(trace), link_bytes(trace)
+    counts: dict[tuple[str, str], int] = {}
+    for span in trace.spans:
+        counts[span.device, span.name] = counts.get((span.device, span.name), 0) + 1
+    uses = [
+        ReplicaUse(
+            replica=name,
+            steps=counts.get((name, "step"), 0),
+            busy=share,
+            contributions=counts.get((name, "contribution"), 0),
+            sent_bytes=carried.get((name, MERGER), 0),
+            received_bytes=carried.get((MERGER, name), 0),
+        )
+        for name, share in sorted(busy.items())
+        if name != MERGER and (name, "F") not in counts
+    ]
+    merges = sum(span.device == MERGER and span.track == "control" for span in trace.spans)
+    return ReplicasTraced(merges=merges, replicas=tuple(uses))
+
+
+def replicas_table(found: ReplicasTraced) -> RenderableType:
+    columns = ("replica", "steps", "busy", "contributions", "sent", "received")
+    table = new_table(columns, columns[1:])
+    for use in found.replicas:
+        sizes = format_size(use.sent_bytes), format_size(use.received_bytes)
+        table.add_row(use.replica, str(use.steps), f"{use.busy:.0%}", str(use.contributions), *sizes)
+    return titled(f"{found.merges} merges", table)

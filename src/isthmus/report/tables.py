@@ -1,20 +1,33 @@
-"""A plan, a run and the verdict on a plan as terminal tables, and a certificate in one sentence. Nothing is printed
-here: the caller has the console."""
+"""Tables for a terminal: a plan, a run beside its prediction, the verdict on a plan, fleets, planners, and memory that
+stages took; and a certificate in one sentence. Nothing is printed here: the caller has the console."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.fleet import Fleet
+from isthmus.fleet import Device, Fleet, Link
 from isthmus.graph import OpGraph
-from isthmus.plans import ANY_PLAN, Certificate, Plan, Prediction, is_of_any_plan
-from isthmus.report.summary import ComparisonSummary, PlanSummary, StageSummary, plan_summary
-from isthmus.units import format_bandwidth, format_duration, format_share, format_size
+from isthmus.plans import ANY_PLAN, Certificate, Plan, PlanPeriod, Prediction, Stage, is_of_any_plan
+from isthmus.protocol.failures import MemoryPeak
+from isthmus.report.summary import (
+    ComparisonSummary,
+    DeviceMemoryUse,
+    PlanComparison,
+    PlanSummary,
+    StageSummary,
+    comparison_summary,
+    plan_summary,
+    prediction_error,
+)
+from isthmus.trace import Trace, steady_step_s, step_times
+from isthmus.units import format_bandwidth, format_compute, format_duration, format_share, format_size
 from isthmus.verification import Verdict
 from isthmus.verification.question import Figure
 
@@ -261,3 +274,167 @@ def _lines(plan: PlanSummary) -> list[str]:
         lines.append(f"Not used: {', '.join(left_out)}.")
     bounds_and_left_out = (ANY_PLAN, LEFT_OUT)
     return [*lines, *(note for note in noted(plan) if not any(said in note for said in bounds_and_left_out))]
+
+
+NOT_IN_THE_SEARCH = (
+    "data holders, labels stay: without yes, such a job is refused; price: without yes, time is minimised; "
+    "compression: without yes, messages are packed once the plan is found; ?: not declared"
+)
+
+
+def fleets_table(fleets: Iterable[tuple[str, str]]) -> RenderableType:
+    """From (name, description) pairs."""
+    return names_table("Built-in fleets", "fleet", fleets)
+
+
+def planners_table(
+    title: str, planners: Iterable[tuple[str, str, tuple[str, ...] | None]], abilities: tuple[str, ...] = ()
+) -> RenderableType:
+    """From (name, description, abilities); with a column for each of `abilities`, "?" where they are not declared."""
+    table = new_table(("planner", *(ability.replace(" ", "\n") for ability in abilities), "what it is"))
+    table.columns[0].no_wrap = True
+    for name, description, able in planners:
+        cells = ["?" if able is None else "yes" if ability in able else "-" for ability in abilities]
+        table.add_row(Text(name, "bold"), *map(Text, cells), Text(description))
+    return titled(title, table, NOT_IN_THE_SEARCH if abilities else "")
+
+
+def names_table(title: str, noun: str, pairs: Iterable[tuple[str, str]]) -> RenderableType:
+    """From (name, description) pairs."""
+    table = new_table((noun, "what it is"))
+    table.columns[0].no_wrap = True
+    for name, description in pairs:
+        table.add_row(Text(name, "bold"), Text(description))
+    return titled(title, table)
+
+
+def matrix_table(fleet: Fleet) -> Table:
+    """Latency and bandwidth from each device to each, and its speed."""
+    names = fleet.names
+    drawn = Table("from", *names, "speed", title="Latency, bandwidth")
+    for device in fleet.devices:
+        cells = ["" if n == device.name else _link_text(fleet.link(device.name, n)) for n in names]
+        half = f", half {format_compute(device.half_flops_per_s)}" if device.half_flops_per_s else ""
+        drawn.add_row(device.name, *cells, format_compute(device.sustained_flops_per_s) + half)
+    return drawn
+
+
+def device_text(device: Device) -> str:
+    copies = f", {format_bandwidth(device.host_bytes_per_s)} to and from the host" if device.host_bytes_per_s else ""
+    speeds = "".join(f", {m.what} {format_compute(m.flops_per_s)}" for m in device.measured)
+    engine = "" if device.engine == "torch" else f" by {device.engine}"
+    memory = f"{format_size(device.memory_bytes)} of memory"
+    return f"{device.hardware or 'hardware unknown'}{engine}, {memory}{copies}{speeds}"
+
+
+def _link_text(link: Link) -> str:
+    return f"{format_duration(link.latency_s)}, {format_bandwidth(link.bandwidth_bytes_per_s)}"
+
+
+def fitted_text(fleet: Fleet) -> str:
+    """The speed of each device that differs from the fleet file."""
+    text = ", ".join(
+        f"{d.name} computes at {format_compute(d.sustained_flops_per_s)}, {100 * d.scale:.3g} % of what "
+        "the fleet file says"
+        for d in fleet.devices
+        if d.scale != 1
+    )
+    return text or "all devices compute as stated"
+
+
+def during(trace: Trace, periods: Sequence[PlanPeriod], number: int) -> Trace:
+    """The part of the trace that belongs to a period: its steps, as often as they count. Steps that a later period
+    repeats belong to the later period."""
+    period = periods[number]
+    end = min((later.first_step for later in periods[number + 1 :]), default=None)
+    spans = tuple(
+        span
+        for span in trace.spans
+        if span.step >= period.first_step and (end is None or span.step < end) and span.start_s >= period.since_s
+    )
+    return msgspec.structs.replace(trace, spans=spans, period=period.plan.period)
+
+
+def compared_periods(predicted: Trace, measured: Trace, periods: Sequence[PlanPeriod]) -> tuple[PlanComparison, ...]:
+    """A row for each plan under which a step was done. Periods of one plan in a row are one row, measured in the one
+    with the most steps."""
+    found: list[PlanComparison] = []
+    numbered = itertools.groupby(range(len(periods)), key=lambda number: periods[number].plan)
+    for plan, group in numbered:
+        parts = [(during(measured, periods, n), during(predicted, periods, n)) for n in group]
+        done = [part for part in parts if step_times(part[0]) and step_times(part[1])]
+        if not done:
+            continue
+        real, simulated = max(done, key=lambda part: len(step_times(part[0])))
+        steps = [step for part in done for step in step_times(part[0])]
+        measured_s, predicted_s = steady_step_s(real), steady_step_s(simulated)
+        found.append(
+            PlanComparison(
+                devices=plan.devices,
+                first_step=min(steps) + 1,
+                last_step=max(steps) + 1,
+                measured_step_s=measured_s,
+                predicted_step_s=predicted_s,
+                error=prediction_error(predicted_s, measured_s),
+                closed_form_step_s=plan.predicted.step_s,
+            )
+        )
+    return tuple(found)
+
+
+def last_period(measured: Trace, periods: Sequence[PlanPeriod]) -> int | None:
+    """The number of the last period in which a step was done, if any was."""
+    return next((n for n in reversed(range(len(periods))) if step_times(during(measured, periods, n))), None)
+
+
+def run_summary(predicted: Trace, measured: Trace, periods: Sequence[PlanPeriod]) -> ComparisonSummary | None:
+    """Compares prediction and measurement under the last plan that did a step, with a row per device; None if no step
+    was done."""
+    number = last_period(measured, periods)
+    if number is None:
+        return None
+    parts = during(predicted, periods, number), during(measured, periods, number)
+    summary = comparison_summary(*parts, periods[number].plan)
+    return msgspec.structs.replace(summary, plans=compared_periods(predicted, measured, periods))
+
+
+def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[DeviceMemoryUse, ...]:
+    """Predicted and measured memory of each device of the plan that reported its peak."""
+    found: dict[str, list[tuple[str, Stage]]] = {}
+    for number, replica in enumerate(plan.replicas):
+        for index, stage in enumerate(replica.workers):
+            name = str(index) if len(plan.replicas) == 1 else f"{number}.{index}"
+            found.setdefault(stage.device, []).append((name, stage))
+    return tuple(
+        DeviceMemoryUse(
+            device=device,
+            stages=tuple(name for name, _ in held),
+            predicted_bytes=sum(stage.memory.total for _, stage in held),
+            peak_bytes=peaks[device].size_bytes,
+            reserved_bytes=peaks[device].reserved_bytes,
+            resident=peaks[device].resident,
+        )
+        for device, held in found.items()
+        if device in peaks
+    )
+
+
+def memory_table(uses: Sequence[DeviceMemoryUse]) -> RenderableType:
+    """A row for each device: memory as predicted, and as its allocator counted it."""
+    numbers = ("predicted", "peak", "more or less", "reserved")
+    table = new_table(("device", "stages", *numbers), numbers)
+    for use in uses:
+        table.add_row(
+            Text(use.device),
+            Text(", ".join(use.stages)),
+            Text(format_size(use.predicted_bytes)),
+            Text(format_size(use.peak_bytes) + "*" * use.resident),
+            f"{use.excess:+.1%}",
+            "" if use.resident else format_size(use.reserved_bytes),
+        )
+    captions = ["peak: in tensors; reserved: taken of the accelerator by torch's allocator"]
+    if any(use.resident for use in uses):
+        captions = captions * any(not use.resident for use in uses) + [
+            "* on the CPU, by how much the process's resident set grew, without code: buffers and fragments with it"
+        ]
+    return titled("Memory of the devices", table, "\n".join(captions))

@@ -1,4 +1,5 @@
-"""The picture of a few steps: what every device computed, sent and received, predicted above measured.
+"""Pictures of runs: a few steps, losses, evaluations, rounds, and what faults did. The one of a few steps has what each
+device computed, sent and received, predicted above measured.
 
     predicted   device 0  [F0][F1][F2]   [B0][F3]...     compute, with micro-batch numbers
                              ▄▄  ▄▄  ▄▄  ▄▄              send:    activations in the upper half, gradients in the lower
@@ -6,27 +7,30 @@
                 device 1  ...
     measured    device 0  ...
 
-Both panels share one axis, whose zero is the start of the first step drawn.
+Its panels share one axis, whose zero is the start of the first step drawn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter, StrMethodFormatter
+from numpy.typing import NDArray
 
 from isthmus.errors import UserError
+from isthmus.federated.evaluation import ClientFigures, Evaluation, RoundLine
 from isthmus.report.summary import prediction_error
 from isthmus.trace import Span, Trace, steady_step_s, step_bounds
 
@@ -381,3 +385,237 @@ def _short(device: str) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
+
+
+_TRAIN, _HELD_OUT = COLOURS[:2]
+_LOG_RANGE = 20.0  # from this ratio of largest to smallest loss on, a linear axis would flatten the end of the run
+
+
+def draw_loss(
+    points: Sequence[tuple[int, float]],
+    heldout: Sequence[tuple[int, float]],
+    path: Path,
+    unit: str = "nats per token",
+    references: Mapping[str, float] = {},
+) -> None:
+    """Write a PNG of training loss and held-out loss, both (step, loss), over the steps.
+
+    `references` are drawn as dashed lines with their names, such as a data set's unigram entropy. The axis is
+    logarithmic when the losses span a factor of 20 or more and are all above zero. Losses that are not finite are
+    left out. UserError when there is no other.
+    """
+    train, held = _finite(points), _finite(heldout)
+    losses = np.concatenate([train[:, 1], held[:, 1]])
+    if not losses.size:
+        raise UserError("loss: got no finite loss to draw, expected at least one")
+    figure, axes = figure_of(7.5, 4.5, dpi=200)
+    _draw_train(axes, train)
+    if len(held):
+        dots: Look = {"marker": "o", "markersize": 5, "markeredgecolor": "white"}
+        axes.plot(held[:, 0], held[:, 1], color=_HELD_OUT, linewidth=1.2, label="held out", zorder=4, **dots)
+        look: Look = {"color": _HELD_OUT, "fontweight": "bold", "zorder": 5}
+        write(axes, f"{held[-1, 1]:.3g}", (held[-1, 0], held[-1, 1]), (0, 7), "right bottom", 9, **look)
+    drawn = {name: value for name, value in references.items() if math.isfinite(value)}
+    everything = np.concatenate([losses, np.array(list(drawn.values()), dtype=float)])
+    _draw_references(axes, drawn)
+    _draw_axes(axes, everything, unit)
+    save(figure, path)
+
+
+def smoothed(losses: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Centred mean over `window` values, which lags nowhere, as a trailing mean would."""
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    index = np.arange(len(losses))
+    # At the start, where losses fall fast, as many values on both sides as there are on the left. At the end, where
+    # they hardly fall, all on the left count: the last mean is the one that is read, and must not be one step's noise.
+    reach = np.minimum(window // 2, index)
+    low, high = index - reach, np.minimum(index + reach, len(losses) - 1)
+    return (sums[high + 1] - sums[low]) / (high + 1 - low)
+
+
+def _finite(points: Sequence[tuple[int, float]]) -> NDArray[np.float64]:
+    """Return the finite points in the order of steps, shape (points, 2)."""
+    array = np.array(sorted(points), dtype=float).reshape(-1, 2)
+    return array[np.isfinite(array[:, 1])]
+
+
+def _draw_train(axes: Axes, train: NDArray[np.float64]) -> None:
+    window = max(1, len(train) // 40) | 1
+    if window < 3:
+        axes.plot(train[:, 0], train[:, 1], color=_TRAIN, linewidth=1.6, label="training" if len(train) else None)
+        return
+    axes.plot(train[:, 0], train[:, 1], color=_TRAIN, linewidth=0.5, alpha=0.35, label="training, each step")
+    label = f"training, mean of {window} steps"
+    axes.plot(train[:, 0], smoothed(train[:, 1], window), color=_TRAIN, linewidth=1.8, label=label, zorder=3)
+
+
+def _draw_references(axes: Axes, references: Mapping[str, float]) -> None:
+    for name, value in references.items():
+        axes.axhline(value, color=FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
+        text = f"{name} {value:.3g}"
+        write(axes, text, (1, value), (-4, 2), "right bottom", 8, xycoords=OF_ROWS, parse_math=False)
+
+
+def _draw_axes(axes: Axes, losses: NDArray[np.float64], unit: str) -> None:
+    low, high = float(losses.min()), float(losses.max())
+    if low > 0 and high / low >= _LOG_RANGE:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel(f"loss ({unit})", color=INK, parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    style(axes)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(FAINT)
+    axes.margins(x=0.02)
+    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=9, loc="upper right")
+
+
+_LINE, _FAULT, _STOPPED = *COLOURS[:2], "#F0E442"
+
+
+def draw_faults(
+    done_s: Sequence[tuple[float, int]],
+    faults: Sequence[tuple[float, str]],
+    stopped_s: Sequence[tuple[float, float]],
+    path: Path,
+    *,
+    seconds: float,
+) -> None:
+    """`done_s`: when each step was done; `faults`: time and name; `stopped_s`: from when to when no device trained."""
+    figure, axes = figure_of(8.0, 4.0, dpi=150)
+    times = [0.0, *(time_s for time_s, _ in done_s), seconds]
+    steps = [0, *(step + 1 for _, step in done_s), done_s[-1][1] + 1 if done_s else 0]
+    for number, (start_s, end_s) in enumerate(stopped_s):
+        axes.axvspan(start_s, end_s, color=_STOPPED, alpha=0.5, label="not training" if not number else None)
+    axes.step(times, steps, where="post", color=_LINE, label="steps done")
+    top = max(steps, default=1) or 1
+    for number, (time_s, name) in enumerate(faults):
+        axes.axvline(time_s, color=_FAULT, linestyle="--", label="fault" if not number else None)
+        axes.annotate(
+            name, (time_s, top), xytext=(3, -3), textcoords="offset points", rotation=90, va="top", fontsize=7
+        )
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("steps")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(path)
+
+
+MOST_EXECUTORS = 24
+MOST_SITES = 10  # clients or sites that have a line of their own
+MOST_EDGED = 100  # clients of an executor that are drawn with a gap between them
+
+
+def draw_evaluations(evaluations: Sequence[tuple[int, Evaluation]], path: Path, *, axis: str = "round") -> bool:
+    """The loss and each metric over rounds or steps, on held-out samples and of clients on their own data, whichever
+    was taken, one below the other; False where none was."""
+    found = [(at, {"loss": e.loss, **e.metrics}, e.clients) for at, e in evaluations]
+    shown: list[tuple[str, list[tuple[int, float]], list[tuple[int, ClientFigures]]]] = []
+    for name in dict.fromkeys(["loss", *(n for _, held, clients in found for n in (*held, *clients))]):
+        points = [(at, value) for at, held, _ in found if (value := held.get(name)) is not None]
+        each = [(at, clients[name]) for at, _, clients in found if name in clients]
+        if points or each:
+            shown.append((name, points, each))
+    if not shown:
+        return False
+    figure, first = _figure(height=1.2 + 3.0 * len(shown))
+    first.remove()
+    for place, (name, points, each) in enumerate(shown):
+        axes = figure.add_subplot(len(shown), 1, place + 1)
+        style(axes)
+        _draw_metric(axes, name, points, each)
+        if place == 0:
+            _legend_above(axes)
+    figure.axes[-1].set_xlabel(axis, color=INK)
+    save(figure, path)
+    return True
+
+
+def _draw_metric(
+    axes: Axes, name: str, points: Sequence[tuple[int, float]], each: Sequence[tuple[int, ClientFigures]]
+) -> None:
+    if points:
+        dot = "o" if len(points) == 1 else ""
+        axes.plot(*zip(*points, strict=True), color=COLOURS[0], linewidth=1.8, marker=dot, label="held-out samples")
+    if each:
+        numbers = [number for number, _ in each]
+        mean = np.array([c.mean for _, c in each])
+        spread = np.array([c.deviation for _, c in each])
+        low, high, label = mean - spread, mean + spread, "one standard deviation"
+        axes.fill_between(numbers, low, high, color=COLOURS[2], alpha=0.15, linewidth=0, label=label)
+        axes.plot(numbers, mean, color=COLOURS[2], linewidth=1.4, label="mean of clients, each on its own data")
+        worst = [c.worst_decile for _, c in each]
+        axes.plot(numbers, worst, color=COLOURS[1], linewidth=1.4, label="mean of the worst tenth of clients")
+        names = sorted({who for _, c in each for who in c.each})
+        for number, who in enumerate(names if len(names) <= MOST_SITES else ()):
+            own = [(at, c.each[who]) for at, c in each if who in c.each]
+            said = f"client {who}" if who.isdigit() else who
+            style, colour = (":", "-.")[number // len(COLOURS)], COLOURS[number % len(COLOURS)]
+            axes.plot(*zip(*own, strict=True), color=colour, linewidth=0.8, linestyle=style, label=said)
+    axes.set_ylabel(name, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    if name.endswith("accuracy"):
+        axes.set_ylim(-0.02, 1.02)  # lines at 0 and 1 are seen
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def draw_round_timeline(line: RoundLine, path: Path) -> None:
+    """One round: the clients of each executor one after another, as long as they took; the planned end dashed."""
+    names = sorted(line.record.trained, key=lambda name: (len(name), name))[:MOST_EXECUTORS]
+    figure, axes = _figure(height=1.6 + 0.32 * len(names))
+    for row, name in enumerate(names):
+        seconds = np.array([timed.seconds for timed in line.record.trained[name]])
+        bars = list(zip(np.cumsum(seconds) - seconds, seconds, strict=True))
+        edge = 0.4 if len(bars) <= MOST_EDGED else 0.0  # of many, edges would be all that is seen
+        axes.broken_barh(
+            bars, (row - 0.35, 0.7), facecolors=(COLOURS[0], COLOURS[5]), edgecolor="white", linewidth=edge
+        )
+    if line.record.predicted_s is not None:
+        axes.axvline(line.record.predicted_s, color=INK, linewidth=1, linestyle=(0, (5, 3)), label="planned")
+        _legend_above(axes)
+    axes.set_yticks(range(len(names)), labels=names, fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    of = f", {len(names)} of {len(line.record.trained)} executors" if len(names) < len(line.record.trained) else ""
+    last = ", last pass" if line.record.earlier_s else ""
+    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}{last}{of}", color=INK)
+    save(figure, path)
+
+
+def draw_throughput(lines: Sequence[RoundLine], path: Path) -> bool:
+    """Every client's time over its samples, by executor, and the lines that the last round was planned with."""
+    planned = [line for line in lines if line.record.lines]
+    if not planned:
+        return False
+    last = planned[-1]
+    figure, axes = _figure()
+    names = sorted(last.record.lines, key=lambda name: (len(name), name))[: len(COLOURS)]
+    for name, colour in zip(names, COLOURS, strict=False):
+        points = [(t.samples, t.seconds) for line in planned[-20:] for t in line.record.trained.get(name, ())]
+        if not points:
+            continue
+        samples, seconds = np.array(points, dtype=float).T
+        axes.scatter(samples, seconds, s=9, alpha=0.35, color=colour, linewidth=0)
+        ends = np.array([0.0, samples.max()])
+        fitted = last.record.lines[name]
+        axes.plot(ends, fitted.fixed_s + fitted.seconds_per_sample * ends, color=colour, linewidth=1.6, label=name)
+    axes.set_xlabel("samples of a client", color=INK)
+    axes.set_ylabel("seconds", color=INK)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
+    return True
+
+
+def _legend_above(axes: Axes) -> None:
+    """Where nothing is drawn."""
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
+
+
+def _figure(height: float = 4.5) -> tuple[Figure, Axes]:
+    figure, axes = figure_of(7.5, height, dpi=160)
+    style(axes)
+    return figure, axes

@@ -12,8 +12,7 @@ import os
 import torch
 
 from isthmus.runtime import device_process
-from isthmus.runtime.processes.fork_server import SpawnRequest
-from isthmus.runtime.processes.fork_service import serve_forks
+from isthmus.runtime.processes.fork_server import SpawnRequest, serve_forks
 from isthmus.training.engine_operators import engine_operators
 
 FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"

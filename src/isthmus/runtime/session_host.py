@@ -99,6 +99,10 @@ class SessionHost(Generic[SessionT]):
 
     # What it does
 
+    def call(self, device: str) -> None:
+        """Ask a device of the fleet to join."""
+        self.devices.call(device)
+
     def drive(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> None:
         """Until the session is over, and close. `devices` are at work; without them they come by themselves. `stop`
         ends the session as its program says; without it Ctrl-C is somebody else's."""

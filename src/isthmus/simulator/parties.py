@@ -29,8 +29,7 @@ from isthmus.plans.plan import device_of
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.session.session import SOON_S, TICK_S, Observation, Session
 from isthmus.simulator.clock import Jitter, VirtualClock
-from isthmus.simulator.effects import NOT_AT_WORK, Effects
-from isthmus.simulator.options import Fault, SimulationOptions
+from isthmus.simulator.options import NOT_AT_WORK, Effects, Fault, SimulationOptions
 
 
 class Transmission(NamedTuple):

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.programs.queue import Queue, State
-from isthmus.simulator.effects import TOO_LATE, WithoutEffect
-from isthmus.simulator.options import Fault
+from isthmus.simulator.options import TOO_LATE, Fault, WithoutEffect
 
 
 class RunOfJob(NamedTuple):

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from isthmus.combinations import refused
 from isthmus.errors import InternalError, unknown_name
-from isthmus.programs.masked import TakeMasksOff, Unmasking
+from isthmus.programs.masked import MaskedRoundPort, TakeMasksOff, Unmasking
 from isthmus.programs.merging import Finish
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
-from isthmus.protocol.federated_executor import FederatedExecutor
+from isthmus.protocol.federated_executor import ExecutorPort, FederatedExecutor
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
@@ -28,7 +28,6 @@ from isthmus.protocol.federated_messages import (
     PhaseId,
     PhaseOpened,
     PhaseReport,
-    PhaseSetup,
     SumsSent,
     TasksGranted,
     TasksReturned,
@@ -36,8 +35,7 @@ from isthmus.protocol.federated_messages import (
 from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.session.session import CLOSED
 from isthmus.simulator.clock import Jitter
-from isthmus.simulator.effects import WithoutEffect
-from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions
+from isthmus.simulator.options import Fault, RecoveryTimes, SimulationOptions, WithoutEffect
 from isthmus.simulator.parties import Connections, Parties, Party, SimulatedHost, Strikes
 from isthmus.simulator.secrets import SimulatedSecrets
 
@@ -81,18 +79,11 @@ class SimulatedRound(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: NDArray[np.float64]  # (executors,) seconds of training
 
 
-class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event or an instruction of the coordinator, in words."""
-
-    time_s: float  # since the run's beginning
-    text: str
-
-
 class SimulatedFederation(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run, also one that could not go on."""
 
     rounds: tuple[SimulatedRound, ...]  # committed ones
-    events: tuple[SimulatedEvent, ...]
+    notes: tuple[tuple[float, str], ...]  # notes of the coordinator, by second of the run
     finish: Finish
     seconds: float  # until the coordinator finished
     without_effect: WithoutEffect = ()
@@ -146,8 +137,9 @@ def _clients(numbers: Sequence[int]) -> str:
     return f"client{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
-class _Executor:
-    """An executor's process: one thing after another. It is the port of the policy."""
+class _Executor(ExecutorPort):
+    """An executor's process: one thing after another. It has neither sums nor states, and the broadcast comes with its
+    order."""
 
     def __init__(self, number: int, name: str, device: Party[_Executor], world: RoundsSimulation) -> None:
         self.number, self.name, self.device, self._world = number, name, device, world
@@ -192,9 +184,6 @@ class _Executor:
 
     # What the policy asks
 
-    def begin(self, opening: PhaseSetup) -> None:
-        """The broadcast has come with the order."""
-
     def train(self, phase: PhaseId, tasks: Sequence[ClientTask]) -> None:
         self._due.append((phase, tasks))
 
@@ -204,15 +193,10 @@ class _Executor:
     def send_sums(self, sums: SumsSent) -> None:
         self._due.append(sums)
 
-    def forget(self, phase: PhaseId, kept: Sequence[int]) -> None:
-        """It has neither sums nor states."""
 
-    def stop(self) -> None:
-        """The simulation ends with its coordinator."""
-
-
-class RoundsSimulation(Parties[_Executor]):
-    """One run: the port of `Rounds`. Executors' processes are known, and stay lost; sites come back by themselves."""
+class RoundsSimulation(Parties[_Executor], MaskedRoundPort):
+    """One run. There are no values and no model. Executors' processes are known, and stay lost; sites come back by
+    themselves."""
 
     def __init__(
         self, make: Callable[[int], Rounds], costs: FederatedCosts, seed: int, faults: Sequence[Fault] = ()
@@ -242,7 +226,7 @@ class RoundsSimulation(Parties[_Executor]):
         """The report that the machine hears: who gives back which clients."""
         self._phase: PhaseId | None = None  # that was opened last
         self._rounds: list[SimulatedRound] = []
-        self._events: list[SimulatedEvent] = []
+        self._notes: list[tuple[float, str]] = []
         self.connections = Connections(self, self._options, self)
         self.strikes = Strikes(self, self.connections, self._options, self._restart, sees=not costs.sites)
         self.host = SimulatedHost(session, self.clock, self.strikes, regular=False)
@@ -272,7 +256,7 @@ class RoundsSimulation(Parties[_Executor]):
             raise InternalError("federated simulation: nobody has anything to do, and the run is not over")
         return SimulatedFederation(
             rounds=tuple(self._rounds),
-            events=tuple(self._events),
+            notes=tuple(self._notes),
             finish=finish,
             seconds=self._ended_s,
             without_effect=self.effects.without,
@@ -370,7 +354,7 @@ class RoundsSimulation(Parties[_Executor]):
     # What the machine asks
 
     def note(self, text: str) -> None:
-        self._events.append(SimulatedEvent(time_s=self.clock.now_s, text=text))
+        self._notes.append((self.clock.now_s, text))
 
     def notify(self, executor: str, order: ExecutorOrder) -> None:
         broadcast_s = 0.0
@@ -415,21 +399,6 @@ class RoundsSimulation(Parties[_Executor]):
     def finished(self, finish: Finish) -> None:
         self._ended_s = self.clock.now_s
         self.connections.over = True
-
-    def merge(self, executor: str, phase: PhaseId) -> None:
-        """There are no values."""
-
-    def call(self, device: str) -> None:
-        """No device joins here."""
-
-    def ignore(self, executor: str, phase: PhaseId) -> None:
-        """There are no values."""
-
-    def dismiss(self, executor: str, reason: str) -> None:
-        """No executor lies."""
-
-    def update_server(self, phase: PhaseId, opening: PhaseSetup | None = None) -> None:
-        """There is no model."""
 
     def _measured(self, record: RoundRecord) -> SimulatedRound:
         busy_s = np.zeros(len(self._numbers))

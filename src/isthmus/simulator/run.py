@@ -38,14 +38,12 @@ from isthmus.protocol.run_messages import (
     SendState,
     TakeState,
 )
-from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
+from isthmus.protocol.run_ports import EpochStart, FinishRun, PipelinePort, PlanRequest
 from isthmus.protocol.worker import WorkerStatistics
-from isthmus.simulator.device import SimulatedWorker, State, check_state
-from isthmus.simulator.effects import WithoutEffect
 from isthmus.simulator.epoch import Epoch
-from isthmus.simulator.options import Fault, SimulationOptions
+from isthmus.simulator.options import Fault, SimulationOptions, WithoutEffect
 from isthmus.simulator.parties import Connections, Party, SimulatedHost, Strikes
-from isthmus.simulator.world import StateDonations, World
+from isthmus.simulator.world import SimulatedWorker, State, StateDonations, World, check_state
 from isthmus.trace import Span, Trace
 
 MOST_S = 1e5  # a simulated run that lasts longer does not end
@@ -85,8 +83,9 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     without_effect: WithoutEffect = ()
 
 
-class RunSimulation:
-    """One run; `run` plays it to its end."""
+class RunSimulation(PipelinePort):
+    """One run; `run` plays it to its end. Who is not to come back, and what only a person hears of, is not
+    simulated."""
 
     def __init__(
         self,
@@ -266,9 +265,6 @@ class RunSimulation:
     def call_device(self, device: str) -> None:
         self.strikes.call(device_of(device), device)
 
-    def restart_run(self, devices: tuple[str, ...], count: int, most: int, reasons: str) -> None:
-        pass  # only a person hears of it
-
     def receive_state(self, device: str, number: int, step: int, donated: Mapping[str, frozenset[str]]) -> None:
         self._donations.receive(device, donated)
 
@@ -282,9 +278,6 @@ class RunSimulation:
 
     def note(self, text: str) -> None:
         self._notes.append((self.world.clock.now_s, text))
-
-    def reject_device(self, device: str, reason: str, *, permanent: bool) -> None:
-        pass  # who is not to come back is not simulated
 
     def probe_link(self, source: str, target: str) -> None:
         found = self.world.bandwidth(source, target)

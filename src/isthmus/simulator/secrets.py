@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from isthmus.protocol.federated_messages import PhaseId, SumsSent
 from isthmus.protocol.federated_planning import SecureRules
 from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SecureReport, SharesRevealed, SiteKeys
-from isthmus.protocol.secure_site import SecureSite
+from isthmus.protocol.secure_site import SecureSite, SecureSitePort
 
 NO_SHARE = bytes(32)
 
 
-class SimulatedSecrets:
-    """The port of one site's policy, with names in place of keys."""
+class SimulatedSecrets(SecureSitePort):
+    """With names in place of keys; a simulated coordinator is honest."""
 
     def __init__(
         self,
@@ -55,9 +55,3 @@ class SimulatedSecrets:
 
     def send_none(self, sums: SumsSent) -> None:
         self._tell(sums)
-
-    def forget_secrets(self) -> None:
-        """There are none."""
-
-    def distrust(self, reason: str) -> None:
-        """A simulated coordinator is honest."""

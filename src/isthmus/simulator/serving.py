@@ -18,8 +18,13 @@ from isthmus.errors import PeerError, UserError
 from isthmus.planners.generation import FRAME_BYTES, Chain, ServingProblem
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt, Sampling, StageLoaded, StageReport, StageUnable, TokenGenerated
-from isthmus.simulator.effects import WithoutEffect, without_effect_document, without_effect_lines
-from isthmus.simulator.options import Fault, SimulationOptions
+from isthmus.simulator.options import (
+    Fault,
+    SimulationOptions,
+    WithoutEffect,
+    without_effect_document,
+    without_effect_lines,
+)
 from isthmus.simulator.parties import Connections, LinkedParties, Party, SimulatedHost, Strikes
 from isthmus.units import format_duration
 

@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 import msgspec
 from torch import Tensor
 
-from isthmus.federated.buffers import is_buffer
 from isthmus.federated.local import Term
+from isthmus.federated.resident import is_buffer
 
 Values = dict[str, Tensor]  # values by name; model-sized vectors [P], or anything smaller
 Combine = Literal["weighted_mean", "mean", "sum", "collect"]

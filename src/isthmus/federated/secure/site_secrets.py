@@ -30,7 +30,7 @@ from isthmus.protocol.secure_messages import RevealedShare, SealedShare, SiteKey
 _NONCE = bytes(12)  # each key seals one message
 
 
-def digest_of(values: Mapping[str, Tensor], names: Collection[str] | None = None) -> str:
+def digest_of_values(values: Mapping[str, Tensor], names: Collection[str] | None = None) -> str:
     """SHA-256 of values, of these names if they are there: their types, shapes and bits."""
     found = hashlib.sha256()
     for name in sorted(values.keys() if names is None else values.keys() & set(names)):

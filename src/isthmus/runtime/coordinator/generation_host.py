@@ -13,7 +13,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph, assign, partition
 from isthmus.graph.serving import POSITIONS
-from isthmus.job.served import Served, token_input
+from isthmus.job.first_weights import Served, token_input
 from isthmus.planners.generation import Chain
 from isthmus.programs.tokens import Tokens
 from isthmus.protocol.generation import Prompt
@@ -139,9 +139,6 @@ class GenerationHost(SessionHost[Tokens]):
                 self.ready.set()
 
     # What the program asks
-
-    def call(self, device: str) -> None:
-        self.devices.call(device)
 
     def note(self, text: str) -> None:
         self._note(text)

@@ -276,9 +276,6 @@ class MergerHost(SessionHost[Merger]):
     def stepped(self, replica: str, made: StepsMade) -> None:
         self._watch.stepped(replica, made, self.session.samples, self.now_s)
 
-    def call(self, device: str) -> None:
-        self.devices.call(device)
-
     def reject(self, device: str, *, permanent: bool) -> None:
         self.acceptor.forget(device, permanent=permanent)
 

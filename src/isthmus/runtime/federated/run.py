@@ -26,19 +26,24 @@ from isthmus.errors import UserError, warn
 from isthmus.federated.accounting import written_guarantee
 from isthmus.federated.admission import Guarantee, first_state
 from isthmus.federated.algorithms import Values
-from isthmus.federated.buffers import buffers_of
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.cohorts import Cohorts
-from isthmus.federated.evaluation import Evaluation, Evaluator, RoundHistory, RoundLine, client_figures, evaluator
+from isthmus.federated.evaluation import (
+    Evaluation,
+    Evaluator,
+    OwnModels,
+    RoundHistory,
+    RoundLine,
+    client_figures,
+    evaluator,
+    is_personal,
+)
 from isthmus.federated.in_process import InProcess
-from isthmus.federated.job import FederatedJob, build, client_data, executors, identity, round_rules
-from isthmus.federated.personal import OwnModels, is_personal
-from isthmus.federated.resident import Resident
+from isthmus.federated.job import FederatedJob, build, check_updates, client_data, executors, identity, round_rules
+from isthmus.federated.resident import Resident, buffers_of
 from isthmus.federated.secure.rules import check_sizes
 from isthmus.federated.server import Commits, RunIdentity, Server
-from isthmus.federated.state_files import unpack_states
-from isthmus.federated.states import StateForm, StateStore
-from isthmus.federated.update_checks import check_updates
+from isthmus.federated.states import StateForm, StateStore, unpack_states
 from isthmus.graph.metrics import Metrics
 from isthmus.programs.merging import Finish
 from isthmus.programs.open_phase import RoundRecord
@@ -47,8 +52,7 @@ from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.run_files import CLIENT_NAMES, ROUNDS, STATES_FOLDER, keep_job, write_json
 from isthmus.runtime.coordinator.backend import Backend, StartedProcesses
-from isthmus.runtime.federated.executor import serve
-from isthmus.runtime.federated.fleet_executors import DeviceSums, KeptStates, request
+from isthmus.runtime.federated.executor import DeviceSums, KeptStates, request, serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended, over_networks
 from isthmus.runtime.federated.trainer import executor_trainer, own_mean_of, pacers, sized
 from isthmus.runtime.federated.update_receiver import SharedAccumulator, SharedBroadcast, SharedMemory, SumsReceiver

@@ -21,15 +21,13 @@ from torch import Tensor
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import AlgorithmSpec
-from isthmus.federated.deployment import Deployment
 from isthmus.federated.evaluation import RoundLine, site_evaluator
-from isthmus.federated.job import FederatedJob, build, members, round_rules, site_identity
+from isthmus.federated.job import Deployment, FederatedJob, build, check_updates, members, round_rules, site_identity
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.recovery import MaskedSum
 from isthmus.federated.secure.rules import secure_rules
 from isthmus.federated.server import Server
 from isthmus.federated.task_spec import RUN_NAME, TaskSpec
-from isthmus.federated.update_checks import check_updates
 from isthmus.programs.masked import MaskedRounds, TakeMasksOff
 from isthmus.programs.merging import Finish
 from isthmus.programs.open_phase import RoundRecord

@@ -33,8 +33,7 @@ from isthmus.federated.admission import bounded, first_state
 from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.client_costs import ClientCosts, client_costs
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
-from isthmus.federated.emulated_speed import DevicePacer, Pacer
-from isthmus.federated.executor_fleet import transfer_s
+from isthmus.federated.emulated_speed import DevicePacer, Pacer, transfer_s
 from isthmus.federated.job import FederatedJob, accelerator_of, build, client_data, emulation, executors
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.resident import Batch, Resident, pieces_of

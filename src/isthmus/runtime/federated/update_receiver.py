@@ -27,8 +27,7 @@ from torch import Tensor
 from isthmus.errors import InternalError, PeerError
 from isthmus.federated.admission import AdmissionRules, Form, refusal_of
 from isthmus.federated.algorithms import ClientUpdate
-from isthmus.federated.fixed_point import BYTES_PER_NUMBER, parallel_chunks
-from isthmus.federated.partial import AggregationWeights
+from isthmus.federated.partial import BYTES_PER_NUMBER, AggregationWeights, parallel_chunks
 from isthmus.federated.server import Server, staleness_weight
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.programs.masked import TakeMasksOff

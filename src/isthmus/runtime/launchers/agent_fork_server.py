@@ -10,8 +10,7 @@ import runpy
 import signal
 import sys
 
-from isthmus.runtime.processes.fork_server import SpawnRequest
-from isthmus.runtime.processes.fork_service import serve_forks
+from isthmus.runtime.processes.fork_server import SpawnRequest, serve_forks
 
 IMPORTED = ("isthmus.cli.app", "isthmus.api.join")
 

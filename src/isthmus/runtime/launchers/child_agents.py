@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 from isthmus.errors import PeerError
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
-from isthmus.runtime.processes.children import SIGNAL_S, Child, end_children, kill_child
+from isthmus.runtime.processes.forked import SIGNAL_S, Child, end_children, kill_child
 
 GRACE_S = 15.0  # for an agent to end by itself, with its device processes
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from isthmus.runtime.processes.children import HALT_S, end_children, how_it_ended, kill_child
 from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer, fork_early, standing_for
+from isthmus.runtime.processes.forked import HALT_S, end_children, how_it_ended, kill_child
 from isthmus.runtime.processes.place import ProcessOptions, ProcessPlace
 from isthmus.wire_types import WorkerRole
 

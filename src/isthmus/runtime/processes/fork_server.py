@@ -1,4 +1,5 @@
-"""The messages between a launcher and its fork server, and the launcher's side of the protocol.
+"""A fork server: a process that forks itself, and reports how its copies end; the messages between it and its launcher,
+and the launcher's side of the protocol.
 
 One `SpawnRequest` per device process, with two descriptors: the end of a pipe that becomes its standard input, and a
 file that becomes its standard error. Both sides are processes of one user on one machine. No other process has their
@@ -14,16 +15,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import os
 import platform
 import select
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +34,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from isthmus.copies import forked_copy, handle_signals
+from isthmus.copies import end_after, forked_copy, handle_signals
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 
@@ -311,3 +314,55 @@ def safe_path(path: Sequence[str]) -> list[str]:
     """Where modules are looked for but in the current folder, as by `python -P`: there too if PYTHONPATH names it."""
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [entry for entry in path if os.path.abspath(entry) != os.getcwd() or (entry and entry in named)]
+
+
+def serve_forks(live: Callable[[SpawnRequest], None], title: str) -> None:
+    """Until the launcher at the other end of standard input is gone. Each copy calls `live`, and ends.
+
+    What copies need is imported before. This process has one thread, ever: a lock that another one held at the fork
+    would stay locked in the copy.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import_extra("setproctitle", "a device process").setproctitle(title)
+    gc.freeze()  # collecting in a copy would write to every page
+    numbers: dict[int, int] = {}
+    with socket.socket(fileno=0) as line, selectors.DefaultSelector() as waiting, contextlib.suppress(OSError):
+        waiting.register(line, selectors.EVENT_READ)
+        while True:
+            for key, _ in waiting.select():
+                if key.fileobj is not line:
+                    waiting.unregister(key.fileobj)
+                    os.close(key.fd)
+                    _, status = os.waitpid(key.data, 0)
+                    _send(line, Exited(numbers.pop(key.data), os.waitstatus_to_exitcode(status)))
+                    continue
+                said, descriptors, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 2)
+                if not said:
+                    return
+                request = msgspec.json.decode(said, type=SpawnRequest)
+                pid = os.fork()
+                if not pid:
+                    waiting.close()
+                    line.detach()
+                    end_after(partial(_live_as_asked, live, request, descriptors))
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                numbers[pid] = request.number
+                waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                _send(line, Spawned(request.number, pid))
+
+
+def _send(line: socket.socket, what: Spawned | Exited) -> None:
+    line.send(msgspec.json.encode(what))
+
+
+def _live_as_asked(live: Callable[[SpawnRequest], None], request: SpawnRequest, descriptors: list[int]) -> None:
+    """Run the copy's work, in a process group of its own."""
+    os.setpgid(0, 0)
+    for target, descriptor in zip((0, 2), descriptors, strict=False):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    if request.folder is not None:
+        os.chdir(request.folder)
+    import_extra("setproctitle", "a device process").setproctitle(request.title)
+    live(request)

@@ -39,8 +39,8 @@ from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
 from isthmus.runtime.service.data_queries import DataAnswers
-from isthmus.runtime.service.device_probe import compute_speed, expect_probe, measure_link
 from isthmus.runtime.service.enrollment import Dismissal, join, renew_late
+from isthmus.runtime.service.fleet_probe import compute_speed, expect_probe, measure_link
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.reconnection import CoordinatorConnection, OpenConnection, Outage, Retry, dial_lane

@@ -43,7 +43,6 @@ from isthmus.runtime.messages.probe import (
     SyntheticColumn,
 )
 from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
-from isthmus.runtime.service.fleet_probe import extent
 from isthmus.training.engine import TorchEngine
 from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.jax import Function, compute_by_jax, jax_functions
@@ -52,6 +51,11 @@ from isthmus.units import format_size
 ENOUGH_S = 0.5  # the next stage, of twice the work, is not tried after one that takes this long
 _NOTHING = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
 Timer = Callable[[Callable[[], object]], float]  # seconds that something takes on the accelerator
+
+
+def extent(operators: int, whole: int) -> str:
+    """Return the text that says which layers are measured."""
+    return f"all {whole} operators" if operators == whole else f"the first {operators} of {whole} operators"
 
 
 def measure_layers(
