@@ -158,6 +158,28 @@ def test_a_revoked_device_is_out_at_once_and_for_good(fleet: Fleet, tmp_path: Pa
     assert isinstance(_answer(_connected(fleet, Identity(tmp_path / "desk"))), Rejected)
 
 
+def test_a_refused_device_reads_why_whatever_it_was_sending(fleet: Fleet, tmp_path: Path) -> None:
+    """What it sends is not read: a connection that was closed at once would be reset under it."""
+    agent = _agent(fleet, tmp_path / "desk")
+
+    def run() -> None:
+        with contextlib.suppress(Dismissal):
+            agent.run()
+
+    with in_background(run, agent.stop):
+        fleet.service.wait_for(["desk"])
+        fleet.state.roster.revoke("desk", time.time())
+        soon(lambda: not fleet.service.present)
+    channel = _connected(fleet, Identity(tmp_path / "desk"))
+    try:
+        for _ in range(10):
+            channel.send(Heartbeat(run=""))
+            time.sleep(0.02)  # a reset comes with the first, and the next one fails
+        assert isinstance(_answer(channel), Rejected)
+    finally:
+        channel.close()
+
+
 def test_what_does_not_change_is_not_said_at_every_attempt(fleet: Fleet, tmp_path: Path) -> None:
     said: list[str] = []
     agent = _agent(fleet, tmp_path / "desk", said=said)

@@ -59,6 +59,7 @@ from isthmus.training.engine_operators import EngineOperators, engine_operators
 
 Answer = TypeVar("Answer", bound=Message)
 ANSWERS = ExpectingDial | LinkTimes | MeasuredSpeed | DataDescribed | DataCompared  # answers of devices to questions
+REFUSED_S = 5.0  # for a device to read why it is refused
 WATCH_S = 1.0  # how often to check for revoked devices
 BEAT_S = 0.5  # how often a device that waits for an expected run gets a heartbeat
 LOOK_S = 1.0  # how often a wait checks whether it is to stop
@@ -544,7 +545,9 @@ def _link_status(device: str, path: PeerPath, relayed: Sequence[RelayedLink]) ->
 
 
 def _refuse(channel: SocketChannel, refused: Refusal) -> None:
+    """Say why, and wait until that was read: a device that does not know calls again and again."""
     channel.send(Rejected(run="", about=refused.about, reason=refused.reason))
+    channel.linger(REFUSED_S)
 
 
 def _only_fleet(message: AnyMessage) -> None:

@@ -283,6 +283,16 @@ class SocketChannel:
             self.received_bytes += got
             self._missing -= got
 
+    def linger(self, most_s: float) -> None:
+        """Discard what comes until the other end closes, at most so long: a connection that is closed with bytes unread
+        is reset, and what was sent last may never be looked at."""
+        end_s, discarded = time.monotonic() + most_s, memoryview(bytearray(CHUNK_BYTES))
+        with contextlib.suppress(OSError):
+            while (left_s := end_s - time.monotonic()) > 0:
+                self._incoming.settimeout(left_s)
+                if not self._incoming.recv_into(discarded):
+                    return
+
     def close(self) -> None:
         self._closed.set()
         with contextlib.suppress(OSError):
