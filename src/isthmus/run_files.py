@@ -35,6 +35,15 @@ Found = TypeVar("Found")
 Line = TypeVar("Line", bound=msgspec.Struct)
 
 
+def checkpoint_file(step: int, name: str) -> str:
+    """Return where a file of a step's checkpoint is, below a run's folder.
+
+    >>> checkpoint_file(40, MANIFEST)
+    'checkpoints/step-000040/manifest.json'
+    """
+    return f"{CHECKPOINTS}/step-{step:06d}/{name}"
+
+
 def as_json(value: object) -> bytes:
     """Indented: people read it."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1)

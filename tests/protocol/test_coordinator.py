@@ -83,6 +83,33 @@ def test_a_checkpoint_is_committed_when_all_parts_are_written_and_the_run_ends_w
     assert coordinator.statistics().phase == "over"
 
 
+def test_a_checkpoint_of_which_a_part_is_doubtful_is_given_up_and_made_of_the_steps_that_are_leased():
+    run = spec(steps=3, save_every=2)
+    coordinator = running(run)
+    t0, t1, s2, t2, _ = items(run)
+    assert report(coordinator, 0) == [done(t0), opened(s2)]
+    assert report(coordinator, 1) == [done(t1), opened(t2)]
+    coordinator.takes("tokyo", ItemReported(item=2, doubt="it is not there"))
+    again = Item(index=4, kind="save", step=3)
+    given_up = ("give_up_checkpoint", s2, "tokyo", "it is not there")
+    found = coordinator.tell(coordinator.takes, "oslo", ItemReported(item=2, doubt="nor this"))
+    assert found == [done(s2), given_up, opened(again)]
+    assert report(coordinator, 3) == [done(t2)], "and the last checkpoint is under way"
+    assert report(coordinator, 4) == [done(again), ("commit_checkpoint", again, True), halted(), ended("done")]
+
+
+def test_a_checkpoint_that_is_given_up_waits_for_the_next_one_if_that_is_leased():
+    run = spec(steps=2, save_every=1, lease_ahead=3)
+    coordinator = running(run)
+    t0, s1, t1, s2 = items(run)
+    assert report(coordinator, 0) == [done(t0), opened(s2)]
+    coordinator.takes("tokyo", ItemReported(item=1, doubt="it is not there"))
+    found = coordinator.tell(coordinator.takes, "oslo", ItemReported(item=1))
+    assert found == [done(s1), ("give_up_checkpoint", s1, "tokyo", "it is not there")]
+    assert report(coordinator, 2) == [done(t1)]
+    assert report(coordinator, 3) == [done(s2), ("commit_checkpoint", s2, True), halted(), ended("done")]
+
+
 def test_a_run_without_steps_ends_at_once():
     coordinator = Recorded(("oslo",), spec(steps=3, start_step=3))
     coordinator.joined("oslo")

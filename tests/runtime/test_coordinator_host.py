@@ -114,6 +114,9 @@ class NotedScript:
         if [(t.name, t.shape) for t in tensors] != [("w", (2, 3))]:
             raise PeerError("saved what is not of its stage")
 
+    def placed(self, item: Item) -> Item:
+        return item
+
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         if item.kind == "train":
             self.losses.append(loss)

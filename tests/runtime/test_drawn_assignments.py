@@ -44,6 +44,7 @@ from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device import device as device_module
 from isthmus.runtime.device.coordinator_link import CoordinatorLink, CoordinatorMessage
 from isthmus.runtime.device.device import DeviceWorker
+from isthmus.runtime.device.part_writer import PartWriter
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.state_transfer import StateOutlets
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -98,6 +99,7 @@ class _Worker(DeviceWorker):
         """What it is told when it cannot go on."""
         self._control = cast(Any, self)
         self._followed, self._donors, self._fetches, self._feeds = None, {}, [], []
+        self._parts = PartWriter((), self._send_saved)
         self._outlets = StateOutlets(RUN, 1.0)
         self._outlets.put = lambda message, tensors, of: self.lent.append(message)
         self._peers = cast(Any, SimpleNamespace(connect=lambda _, off: {}, paths=lambda: (), close=lambda: None))

@@ -14,26 +14,28 @@ NEVER = b"inf"
 
 
 class Gate:
-    """Requests to write what ends with `suffix` wait here, and fail: the server has those before, and not these. All
-    that are answered are counted."""
+    """Requests to write what has `held` in its path wait here, and fail: the server has those before, and not these.
+    All that are answered are counted."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self.suffix = ""
+        self.held = ""
         self.reached = threading.Event()
         self.opened = threading.Event()
         self.served: list[tuple[str, str, int]] = []
         """Method, path and bytes of the body of each answer."""
 
-    def hold(self, suffix: str) -> None:
-        self.suffix = suffix
+    def hold(self, held: str) -> None:
+        self.reached.clear()
+        self.opened.clear()
+        self.held = held
 
     def open(self) -> None:
-        self.suffix = ""
+        self.held = ""
         self.opened.set()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        if self.suffix and environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(self.suffix):
+        if self.held and environ["REQUEST_METHOD"] == "PUT" and self.held in environ["PATH_INFO"]:
             self.reached.set()
             self.opened.wait()
             start_response("503 Slow Down", [("Content-Length", "0")])

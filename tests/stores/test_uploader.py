@@ -41,12 +41,14 @@ class Slow(Store):
             self.done.append(f"-{name}")
 
 
-def checkpoint(run: Path, step: int, text: str = "") -> str:
+def checkpoint(run: Path, step: int, text: str = "", written: str = "") -> str:
+    """In a run's folder, and of what a device has `written` to the store."""
     folder = run / "checkpoints" / f"step-{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("stage-0.safetensors", "stage-1.safetensors", "manifest.json"):
         (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(f"{step} {name} {text}")
+    (folder / "manifest.json").write_text(f'{{"files": {{"stage-0.safetensors": {{}}, "{written}": {{}}}}}}')
     return f"checkpoints/step-{step:06d}"
 
 
@@ -184,3 +186,23 @@ def test_documents_are_uploaded_when_they_change(tmp_path: Path) -> None:
     assert changed.wait(60), "by time, without a checkpoint"
     assert uploader.close(60)
     assert store.read("job.json") == b"[]" and store.done.count("job.json") <= 2
+
+
+def test_what_devices_wrote_stays_and_what_no_manifest_names_goes(tmp_path: Path) -> None:
+    """Of a save that was given up, in its own folder and in that of the same step."""
+    store, run = Slow(), tmp_path / "run"
+    at, before = "checkpoints/step-000003", "checkpoints/step-000001"
+    for name in (f"{at}/stage-2.aa.safetensors", f"{at}/stage-2.bb.safetensors", f"{before}/stage-2.cc.safetensors"):
+        Store(store.url).write(name, b"written by a device")
+    later = "checkpoints/step-000005/stage-2.aa.safetensors"
+    Store(store.url).write(later, b"of a save under way")
+    uploader = begun(store, run)
+    uploader.committed(checkpoint(run, 3, written="stage-2.aa.safetensors"))
+    assert uploader.close(60), uploader.failure
+    assert [name for name in store.names() if name.startswith(at)] == [
+        f"{at}/manifest.json",
+        f"{at}/stage-0.safetensors",
+        f"{at}/stage-1.safetensors",
+        f"{at}/stage-2.aa.safetensors",
+    ]
+    assert not [name for name in store.names() if name.startswith(before)] and later in store.names()

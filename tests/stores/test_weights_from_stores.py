@@ -111,7 +111,10 @@ def test_the_coordinator_sends_what_a_device_does_not_get(folder: Path) -> None:
     order, sent = placed.split("d0", PlaceWeights(epoch=1), ours, files)
     found, lacking = own_weights(order.files, foreign=True)
     assert not sent and not found and lacking.keys() == ours.keys()
-    assert all("lies below no URL of this device's --weights-from: none" in reason for reason in lacking.values())
+    assert all(
+        "lies below no URL of this device's --weights-from or --checkpoints-to: none" in reason
+        for reason in lacking.values()
+    )
     _, more = placed.lacking("d0", tuple(lacking))
     assert_equal({name: in_memory(value) for name, value in more.items()}, expected())
 

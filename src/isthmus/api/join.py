@@ -71,13 +71,11 @@ def kinds_of(text: str) -> tuple[str, ...] | None:
     return kinds
 
 
-def urls_of(texts: Sequence[str]) -> tuple[str, ...]:
+def urls_of(texts: Sequence[str], option: str = "--weights-from") -> tuple[str, ...]:
     """URLs that an owner allows. UserError for what is none."""
     for text in texts:
         if not is_url(text):
-            raise UserError(
-                f"--weights-from: got {text!r}, expected a URL: s3://bucket/models, hf://org, or s3:// alone"
-            )
+            raise UserError(f"{option}: got {text!r}, expected a URL: s3://bucket/models, hf://org, or s3:// alone")
     return tuple(texts)
 
 
@@ -341,6 +339,8 @@ class HowToJoin(TypedDict, total=False):
     data: Path  # folder with its data: jobs name files in it, no others
     data_kinds: str  # kinds of data that jobs may name, parted by commas; by default all
     weights_from: Sequence[str]  # URLs below which jobs may have it read weights; by default none
+    checkpoints_to: Sequence[str]
+    """URLs below which jobs may have it write its parts of checkpoints, and read them; by default none."""
     site: Path  # for a federated run a TOML file with this site's data, and what may run on them
     state: Path  # folder of its key; by default ~/.local/state/isthmus/device
 
@@ -364,6 +364,7 @@ def join(
         data=how.get("data"),
         data_kinds=kinds_of(how.get("data_kinds", "")),
         weights_from=urls_of(how.get("weights_from", ())),
+        checkpoints_to=urls_of(how.get("checkpoints_to", ()), "--checkpoints-to"),
     )
     asked = JoinOptions(
         state=how.get("state"),

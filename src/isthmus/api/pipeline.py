@@ -509,6 +509,7 @@ def _options(planned: _Planned, start: Start) -> RunOptions:
     return RunOptions(
         emulate=not backend.survives_coordinator and prepared.job.runtime.emulate,
         resume_from=start.checkpoint,
+        store=prepared.job.store.of_devices if prepared.job.store is not None else "",
         eval_due=start.eval_due,
         backend=backend,
         record=start.record,

@@ -34,7 +34,7 @@ from isthmus.stores import (
     read_owner,
 )
 from isthmus.trackers import ID_FILE
-from isthmus.training.checkpoint import newest_whole_checkpoint
+from isthmus.training.checkpoint import left_in_store, newest_whole_checkpoint
 from isthmus.units import format_duration
 
 Note = Callable[[str], None]
@@ -223,7 +223,7 @@ def local_copy(run: str | Path, note: Note = lambda _: None) -> Generator[Path]:
 @contextlib.contextmanager
 def _fetched(store: Store, beside: Path, note: Note, *, states: bool = True) -> Generator[Path]:
     """The store's run in a temporary folder: documents, and the newest commit that is whole, with newer ones that are
-    not, and clients' `states`. UserError."""
+    not, and clients' `states`. What devices wrote there is read from there when it is wanted. UserError."""
     names = store.names()
     if JOB not in names:
         raise UserError(f"store {store.url}: holds no run (no {JOB})")
@@ -232,8 +232,12 @@ def _fetched(store: Store, beside: Path, note: Note, *, states: bool = True) -> 
         folder, commits = Path(temporary), commits_in(names)
         for commit in newest_first(commits):
             note(f"fetching {commit} from {store.url}")
+            manifest = f"{commit}/{MANIFEST}"
+            if manifest in commits[commit]:
+                store.download(manifest, folder / manifest)
+            stay = {f"{commit}/{name}" for name in left_in_store(folder / manifest, store.url)}
             for name in commits[commit]:
-                if states or not name.endswith(PACKED):
+                if name not in (manifest, *stay) and (states or not name.endswith(PACKED)):
                     store.download(name, folder / name)
             if _is_whole(folder):
                 break

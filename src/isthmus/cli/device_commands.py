@@ -77,6 +77,10 @@ class DeviceOptions:
         list[str] | None,
         typer.Option("--weights-from", help="URL below which jobs may have it read weights: s3://bucket/models."),
     ] = None
+    checkpoints_to: Annotated[
+        list[str] | None,
+        typer.Option("--checkpoints-to", help="URL below which jobs may have it write checkpoints: s3://bucket/runs."),
+    ] = None
     memory: Annotated[
         str, typer.Option("--memory", help="What jobs may take of each device's: 4GiB; default: all.")
     ] = ""
@@ -113,6 +117,7 @@ def join(member: MemberOptions, here: DeviceOptions, listen: ListenOptions) -> N
         data=here.data,
         data_kinds=api.join.kinds_of(here.data_kinds),
         weights_from=api.join.urls_of(here.weights_from or ()),
+        checkpoints_to=api.join.urls_of(here.checkpoints_to or (), "--checkpoints-to"),
         memory_bytes=api.join.memory_of(here.memory),
         sharded=here.shard,
     )

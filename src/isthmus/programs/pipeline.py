@@ -32,7 +32,7 @@ from isthmus.plans.plan import device_of
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.failures import Attempts, Suspects
 from isthmus.protocol.finite import Divergence
-from isthmus.protocol.leases import ItemReports, Leases, ReportChecks, evaluation_sums, mean_loss, non_finite
+from isthmus.protocol.leases import ItemReports, Leases, ReportChecks, Reports, evaluation_sums, mean_loss, non_finite
 from isthmus.protocol.members import MOST_RECALLS, Interruptions, Members, Recovery, Restarts, StateTransfer
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, StateSources, recovery_point
 from isthmus.protocol.run_messages import (
@@ -506,15 +506,13 @@ class Pipeline(Policy[PipelinePort], Session):
             saved = f"the newest checkpoint is of step {self._saved}" if self._saved else "nothing was saved before"
             self._end("diverged", f"{note}; {saved}")
             return
-        if item.kind == "save":
-            self._saved = item.step
-        elif item.kind == "train":
+        if item.kind == "train":
             self._done_step = item.step + 1
             self._attempts.stepped()
             self._suspects.stepped(item.step, set(self.devices))
         self.port.item_done(item, mean_loss(reports), note, evaluation_sums(item, reports))
         if item.kind == "save":
-            self.port.commit_checkpoint(item, finite=not note)
+            self._commit(item, reports, finite=not note)
         elif item.kind == "keep":
             self._acknowledged(self.leases.kept(item.step))
         if self.phase == "running" or (self.phase == "settling" and not self.leases.at_period):
@@ -524,6 +522,17 @@ class Pipeline(Policy[PipelinePort], Session):
                 self._move()
             else:
                 self._end(self._ending)
+
+    def _commit(self, item: Item, reports: Reports, *, finite: bool) -> None:
+        """All parts of a checkpoint are written, as devices say."""
+        doubtful = next(((device, report.doubt) for device, report in reports.items() if report.doubt), None)
+        if doubtful is None:
+            self._saved = item.step
+            self.port.commit_checkpoint(item, finite=finite)
+        else:
+            self.port.give_up_checkpoint(item, *doubtful)
+            for again in self.leases.lease_save_again(item):
+                self._open(again)
 
     @report(SnapshotCopied, *AT_WORK)
     def _snapshot_copied(self, device: str, copied: SnapshotCopied) -> None:

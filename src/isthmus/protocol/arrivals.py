@@ -63,7 +63,12 @@ class StageArrivals:
                 first, whole, most = number, number + 1, 1
             first, most = first * size, min(most, whole - first)
         expected = Item(
-            index=self._opens, kind=item.kind, step=self._step, first_sample=first, micro_batches=max(0, most)
+            index=self._opens,
+            kind=item.kind,
+            step=self._step,
+            first_sample=first,
+            micro_batches=max(0, most),
+            to_store=item.to_store and item.kind == "save",
         )
         if item != expected:
             raise PeerError(f"coordinator: opened {_told(item)}, expected {_told(expected)}")

@@ -121,12 +121,12 @@ class Leases:
         return found
 
     def _peek(self) -> Item | None:
-        while self._peeked is None:
-            item = next(self._rest, None)
+        while self._peeked is None or (self._peeked.kind == "save" and self._saves(self._peeked.step)):
+            self._peeked = item = next(self._rest, None)
             if item is None:
                 return None
-            if (item.kind, item.step, item.first_sample) not in self._done:
-                self._peeked = item
+            if (item.kind, item.step, item.first_sample) in self._done:
+                self._peeked = None
         return self._peeked
 
     def finish(self, index: int) -> Item:
@@ -136,6 +136,16 @@ class Leases:
         if item.kind in ("eval", "save"):
             self._done.add((item.kind, item.step, item.first_sample))
         return item
+
+    def lease_save_again(self, item: Item) -> list[Item]:
+        """The save was finished, and there is no checkpoint: the save of the steps that are leased now, unless it is
+        open."""
+        self._done.discard((item.kind, item.step, item.first_sample))
+        return [] if self._saves(self.last_step) else [self.lease_save()]
+
+    def _saves(self, step: int) -> bool:
+        """Return whether a checkpoint of this step is under way."""
+        return any(item.kind == "save" and item.step == step for item in self.open.values())
 
     def kept(self, step: int) -> int | None:
         """All devices have made their part of the snapshot. Its step, if it is complete now."""

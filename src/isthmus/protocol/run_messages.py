@@ -53,6 +53,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: Count = 0
     first_micro_batch: Count = 0
     """The number in the step of this item's first micro-batch: a replica's item is a part of the whole item."""
+    to_store: bool = False  # save: devices that may do so write their parts of the checkpoint to the run's store
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,12 +201,15 @@ class FileTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dtype: Id  # of the tensor in the file
     shape: Shape
     cast: Id = ""  # the variable's type, where it is another
-    sha256: Id = ""  # of the tensor's bytes in the file, in hexadecimal digits; empty in a store
+    sha256: Id = ""
+    """Digest of the tensor's bytes in the file, in hexadecimal digits; empty of a pretrained model in a store."""
     offset: Amount = 0  # of its first byte in a store's file
 
 
 class WeightFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: Text  # a folder, an id of the hub or a URL, as the job has it
+    """A file of a pretrained model, or of a checkpoint in a store."""
+
+    model: Text  # a folder, an id of the hub or a URL, as the job has it; of a checkpoint the URL of the run's store
     commit: Name = ""  # of the hub; empty of others
     file: Text  # its path in the folder or repository
     size: Amount = 0  # of a store's file, in bytes
@@ -290,9 +294,16 @@ class DeviceReady(Body, frozen=True, kw_only=True):
     notes: Many[Annotated[str, msgspec.Meta(max_length=400)]] = ()  # for people: how the stage computes
 
 
+class WrittenPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a checkpoint that a device wrote to the run's store."""
+
+    file: WeightFile
+    sha256: Id  # of the whole file, in hexadecimal digits
+
+
 class ItemReported(Body, frozen=True, kw_only=True):
     """The device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage.
-    With a save comes the stage's part of the checkpoint."""
+    With a save comes the stage's part of the checkpoint, unless it is in the store."""
 
     item: Count
     loss: float | None = None
@@ -305,6 +316,9 @@ class ItemReported(Body, frozen=True, kw_only=True):
     peak: MemoryPeak | None = None  # with a save: of the stage so far
     fingerprints: Many[StepFingerprint] = ()
     """Fingerprints of this step or earlier ones, as far as they are hashed; with a save, of all steps before it."""
+    written: WrittenPart | None = None  # with a save: the stage's part, where the device wrote it to the store
+    doubt: Text = ""  # of the coordinator's host, whatever a device says: why `written` is not true
+    unwritten: Text = ""  # with a save: why the part comes with the report, and is not in the store
 
 
 class DeviceFailed(Body, frozen=True, kw_only=True):

@@ -71,6 +71,10 @@ class PipelinePort(Protocol):
     def commit_checkpoint(self, item: Item, *, finite: bool) -> None:
         """All parts of the checkpoint are written: make it the latest. `finite`: its weights are."""
 
+    def give_up_checkpoint(self, item: Item, device: str, reason: str) -> None:
+        """This device's part is not in the store as it says: there is no such checkpoint, and devices write no more
+        parts to the store until the next plan."""
+
     def disconnect(self, device: str) -> None:
         """Hang up on a device that was lost. Whatever it says later is of an epoch that is over."""
 

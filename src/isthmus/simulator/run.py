@@ -357,6 +357,9 @@ class RunSimulation(PipelinePort):
         self._checkpoints[item.step] = state
         self._saved_step = item.step
 
+    def give_up_checkpoint(self, item: Item, device: str, reason: str) -> None:
+        raise AssertionError("simulated devices write to no store")
+
     def _check(self, state: State, step: int) -> None:
         batch = self._spec.micro_batches * self._spec.micro_batch_size
         check_state(state, self._parts, step, batch, Lineage(self._lineage))

@@ -23,6 +23,7 @@ _RENAMES = {"file", "local", "sftp", "ssh"}
 ANSWER_S = 60.0
 """How long a request for a part of a file may take, and for its bytes as much more as at `SLOWEST` bytes a second."""
 SLOWEST = 100_000
+PIECE_BYTES = 8 << 20  # of an upload to S3, ten at once: the library's own are of 50 MiB and more. S3 takes 10,000.
 _VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "Digest", "Last-Modified", "mtime", "created")
 """Words of stores about a file that are others when its contents are, the surest first."""
 _FoundT = TypeVar("_FoundT")
@@ -45,7 +46,7 @@ class _FileSystem(Protocol):
     def find(self, path: str) -> list[str]: ...
     def cat_file(self, path: str) -> bytes: ...
     def pipe_file(self, path: str, value: bytes) -> object: ...
-    def put_file(self, lpath: str, rpath: str) -> object: ...
+    def put_file(self, lpath: str, rpath: str, **options: int) -> object: ...
     def get_file(self, rpath: str, lpath: str) -> object: ...
     def rm_file(self, path: str) -> object: ...
     def mv(self, path1: str, path2: str) -> object: ...
@@ -81,6 +82,7 @@ class Store:
             raise self._refusal("", e) from None
         self._fs, self._root = cast("tuple[_FileSystem, str]", found)
         self._renames = protocol in _RENAMES
+        self._pieces = {"chunksize": PIECE_BYTES} if _LIBRARIES.get(protocol) == "s3fs" else {}
 
     def names(self) -> list[str]:
         """Return the names of all files. Fails for a missing bucket, where other calls only report a missing file."""
@@ -133,7 +135,13 @@ class Store:
 
     def upload(self, local: Path, name: str) -> None:
         """Whole or not at all."""
-        self._put(name, lambda path: self._fs.put_file(str(local), path))
+        self._put(name, lambda path: self._fs.put_file(str(local), path, **self._pieces))
+
+    def upload_in_time(self, local: Path, name: str) -> None:
+        """The same in as long as a request may take, or not at all: what comes later nobody waits for."""
+        most_s = ANSWER_S + local.stat().st_size / SLOWEST
+        with self._asked(f"{name} cannot be written"):
+            _in_time(lambda: self.upload(local, name), most_s)
 
     def download(self, name: str, local: Path) -> None:
         local.parent.mkdir(parents=True, exist_ok=True)

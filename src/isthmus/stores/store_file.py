@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -30,6 +31,16 @@ class StoreFile(msgspec.Struct, frozen=True):
         if said is not None and not said[1]:
             raise RemoteStoreError(f"store {url}: {name}: got no version of it, expected an ETag, digest or time")
         return StoreFile(url, name, *said) if said is not None else None
+
+    @staticmethod
+    def uploaded(url: str, name: str, local: Path) -> StoreFile:
+        """A file that is written to the store now. RemoteStoreError where it is not there afterwards."""
+        _store(url).upload_in_time(local, name)
+        found, size = StoreFile.found(url, name), local.stat().st_size
+        if found is None or found.size != size:
+            got = "no such file" if found is None else f"{found.size} bytes"
+            raise RemoteStoreError(f"store {url}: {name}: got {got}, expected {size} bytes: it was just written")
+        return found
 
     def check(self) -> None:
         """RemoteStoreError unless it is still as it was."""

@@ -11,6 +11,7 @@ and uploads nothing more.
 The complete parts of a run, by the names of its files: in its folder and in its store alike.
 
     checkpoints/step-000040/stage-0.safetensors
+    checkpoints/step-000040/stage-1.1f0c93ab.safetensors   written by its device, in no folder but the store
     checkpoints/step-000040/manifest.json            uploaded last, removed first
     rounds/round-000010.states                       what clients keep, if they do
     rounds/round-000010.safetensors                  with its own digest, uploaded last, removed first
@@ -68,6 +69,11 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(str(e)) from None
         if every_s <= 0:
             raise ValueError(f"every: got {self.every!r}, expected a time above 0")
+
+    @property
+    def of_devices(self) -> str:
+        """The URL for devices, which have options of their own; empty where the job has options."""
+        return "" if self.options else self.url.rstrip("/")
 
     @property
     def every_s(self) -> float:
@@ -294,9 +300,11 @@ class Uploader:
             self._upload_document(path)
         if held is None:
             return
-        there = self._store.names()
-        self._store.remove(reversed(parts_of_commits(there).get(held.commit, [])))  # of a line that was given up
-        for name in commits_of(held.folder)[held.commit]:
+        there, files = self._store.names(), commits_of(held.folder)[held.commit]
+        written = _files_of_manifest(held.folder / held.commit, held.commit).difference(files)  # by devices
+        others = [name for name in parts_of_commits(there).get(held.commit, []) if name not in written]
+        self._store.remove(reversed(others))  # of a line that was given up
+        for name in files:
             self._store.upload(held.folder / name, name)
         self._prune(there, held.commit)
         held.release()
@@ -316,6 +324,19 @@ class Uploader:
         for commit, files in parts_of_commits(there).items():
             if number_of(commit) < number_of(newest) and commit not in stay:
                 self._store.remove(reversed(files))
+
+
+class _Listing(msgspec.Struct):
+    """The part of a checkpoint's manifest that an upload depends on."""
+
+    files: dict[str, msgspec.Raw] = {}
+
+
+def _files_of_manifest(folder: Path, commit: str) -> set[str]:
+    """Names in the store of the files that a checkpoint has; none of a round."""
+    if not (manifest := folder / MANIFEST).is_file():
+        return set()
+    return {f"{commit}/{name}" for name in parse_json(manifest.read_bytes(), _Listing, str(manifest)).files}
 
 
 def _link(source: Path, target: Path) -> None:

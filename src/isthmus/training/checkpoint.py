@@ -5,6 +5,7 @@
         manifest.json        step, what a resumed run must agree with, what each file holds, all with digests
         stage-0.safetensors  weights under the module's own names, `optimizer.<parameter>.<key>` beside them
         stage-1.safetensors
+        stage-2.1f0c93ab.safetensors   not here: its device wrote it to the run's store, as the manifest says
         replica-1-stage-0.safetensors  what another replica holds that differs from the first's: `replica.1.<name>`
       rest.safetensors     what no stage uses or changes, so that the plain module loads completely; of a model whose
                            pretrained weights stay as they are, their digest is in the manifest instead
@@ -41,9 +42,11 @@ from isthmus.accelerators.copies import Fill
 from isthmus.atomic_write import atomic_write, flush
 from isthmus.errors import UserError
 from isthmus.protocol.decoupled_events import MergesDone
+from isthmus.protocol.run_messages import WeightFile, WrittenPart
 from isthmus.reading import read_json
 from isthmus.run_files import MANIFEST, newest_whole, write_json
-from isthmus.training.layout import TensorHeader
+from isthmus.stores import StoreFile
+from isthmus.training.layout import TensorHeader, row_stride
 from isthmus.training.scaling import LOSS_SCALE
 from isthmus.training.stored import (
     PIECE_BYTES,
@@ -104,6 +107,8 @@ def split_replica(name: str) -> tuple[int, str]:
 class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensors: tuple[str, ...]  # names
     sha256: str  # the digest of its bytes, in hexadecimal digits
+    stored: WeightFile | UnsetType = UNSET
+    """Where a device wrote it: in a store, from which it is read unless it lies beside the manifest."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +213,17 @@ class CheckpointWriter:
         landed.forget.detach()
         self._files.setdefault(step, {})[name] = landed.saved
 
+    def keep_written(self, step: int, name: str, written: WrittenPart) -> None:
+        """Make a file that a device wrote to the run's store a part of the step's checkpoint."""
+        tensors = tuple(tensor.key for tensor in written.file.tensors)
+        saved = SavedFile(tensors=tensors, sha256=written.sha256, stored=written.file)
+        self._files.setdefault(step, {})[name] = saved
+
+    def give_up(self, step: int) -> None:
+        """There will be no checkpoint of this step."""
+        self._files.pop(step, None)
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
     def _landing(self) -> LandedPart:
         return LandedPart(self.directory / f"{LANDING}{next(self._landings)}")
 
@@ -297,7 +313,51 @@ def _says_finite(checkpoint: Path) -> bool:
         return False
 
 
+def _in_store(checkpoint: Path, name: str, manifest: Manifest) -> WeightFile | None:
+    """The file in a store that a file of a checkpoint is; None of one that lies here."""
+    stored = manifest.files[name].stored
+    return None if isinstance(stored, UnsetType) or (checkpoint / name).is_file() else stored
+
+
+def _store_file(file: WeightFile) -> StoreFile:
+    return StoreFile(file.model, file.file, file.size, file.version)
+
+
+def left_in_store(manifest: Path, url: str) -> frozenset[str]:
+    """Names of a checkpoint's files that devices wrote to the store at this URL, from which they can be read. None of
+    a manifest that cannot be read."""
+    try:
+        files = read_json(manifest, Manifest).files
+    except (UserError, OSError):
+        return frozenset()
+    stored = {name: file.stored for name, file in files.items() if not isinstance(file.stored, UnsetType)}
+    return frozenset(name for name, there in stored.items() if there.model == url)
+
+
+def _file_tensors(checkpoint: Path, name: str, manifest: Manifest) -> dict[str, StoredTensor]:
+    """The tensors of a file, where they are; UserError for a truncated one."""
+    if (there := _in_store(checkpoint, name, manifest)) is None:
+        return stored_tensors(checkpoint / name)
+    store = _store_file(there)
+    return {
+        t.key: StoredTensor(
+            TensorHeader(t.key, t.dtype, t.shape, row_stride(t.shape)),
+            checkpoint / name,
+            t.offset,
+            t.key,
+            store=store,
+            sha256=t.sha256,
+        )
+        for t in there.tensors
+    }
+
+
 def _check_bytes(checkpoint: Path, name: str, manifest: Manifest) -> None:
+    """UserError unless a file is as it was saved. In a store, by what that says of its contents: the digests are
+    compared when tensors are read."""
+    if (there := _in_store(checkpoint, name, manifest)) is not None:
+        _store_file(there).check()
+        return
     try:
         digest = _digest(checkpoint / name)
     except OSError as e:
@@ -326,7 +386,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if number.isdecimal() and int(number) != manifest.step:
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST}: step: got {manifest.step}, another than its directory's")
     for name in manifest.files:
-        if not (checkpoint / name).is_file():
+        if _in_store(checkpoint, name, manifest) is None and not (checkpoint / name).is_file():
             raise UserError(f"checkpoint {checkpoint}: file {name} is missing")
     return manifest
 
@@ -342,7 +402,7 @@ def checkpoint_files(checkpoint: Path) -> dict[str, StoredTensor]:
     manifest = read_manifest(checkpoint)
     for name, file in manifest.files.items():
         _check_bytes(checkpoint, name, manifest)
-        there = stored_tensors(checkpoint / name)
+        there = _file_tensors(checkpoint, name, manifest)
         if absent := sorted(set(file.tensors) - there.keys()):
             raise UserError(f"checkpoint {checkpoint}: file {name} does not hold what its manifest says: {absent[0]}")
         found |= {tensor: there[tensor] for tensor in file.tensors}
@@ -352,8 +412,9 @@ def checkpoint_files(checkpoint: Path) -> dict[str, StoredTensor]:
 def check_shapes(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """UserError for a checkpoint that lacks one of these tensors, or has it in another shape. Nothing else is read."""
     found: dict[str, StoredTensor] = {}
-    for name in read_manifest(checkpoint).files:
-        found |= stored_tensors(checkpoint / name)
+    manifest = read_manifest(checkpoint)
+    for name in manifest.files:
+        found |= _file_tensors(checkpoint, name, manifest)
     for tensor, shape in shapes.items():
         if tensor not in found:
             raise UserError(f"checkpoint {checkpoint}: has no weight {tensor!r}: it is of another model")

@@ -66,6 +66,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     stored: str = ""  # the type of its elements in the file, where they are cast when they are read
     copied: bool = False  # a variable of its own, which begins with the values of another
     store: StoreFile | None = None  # where the file is, if it is not at the path
+    sha256: str = ""  # of its bytes in a store's file, where that is known: what reads it raises UserError for others
     drawn: Drawn | None = None  # how a device makes it without the file
 
     @property
@@ -93,7 +94,14 @@ class StoredTensor(msgspec.Struct, frozen=True):
     def changed(self, change: Callable[[Tensor], Tensor]) -> StoredTensor:
         """Other values of the same shape and type, which `change` makes of the tensor each time that it is read."""
         return _ChangedTensor(
-            self.header, self.path, self.offset, self.key, self.stored, store=self.store, change=change
+            self.header,
+            self.path,
+            self.offset,
+            self.key,
+            self.stored,
+            store=self.store,
+            sha256=self.sha256,
+            change=change,
         )
 
     def raw(self) -> StoredTensor:
@@ -109,7 +117,12 @@ class StoredTensor(msgspec.Struct, frozen=True):
                 yield bytes_of(torch.frombuffer(piece, dtype=own).to(made))
             return
         if self.store is not None:
+            digest, left = hashlib.sha256(), self.nbytes
             for part in self.store.pieces(self.offset, self.offset + self.nbytes):
+                digest.update(part)
+                left -= len(part)
+                if not left and self.sha256 not in ("", digest.hexdigest()):
+                    raise UserError(f"store {self.store.url}: {self.store.name}: {other_bytes(self.key)}")
                 whole = memoryview(bytearray(part))
                 yield from (whole[at : at + most_bytes] for at in range(0, whole.nbytes, most_bytes))
             return
@@ -170,9 +183,13 @@ class _ChangedTensor(StoredTensor, frozen=True):
         yield bytes_of(in_a_row(self.read().contiguous()))
 
     def read(self) -> Tensor:
-        return self.change(
-            StoredTensor(self.header, self.path, self.offset, self.key, self.stored, store=self.store).read()
-        )
+        own = (self.header, self.path, self.offset, self.key, self.stored)
+        return self.change(StoredTensor(*own, store=self.store, sha256=self.sha256).read())
+
+
+def other_bytes(key: str) -> str:
+    """The end of the error for a tensor of a checkpoint in a store, by its digest."""
+    return f"tensor {key!r} has other bytes than its device wrote"
 
 
 Sent = Tensor | StoredTensor  # a tensor to send, or to write: in memory, or in a file
@@ -238,6 +255,26 @@ def _header(path: Path, name: str, entry: Entry, there: int) -> TensorHeader:
     return TensorHeader(name, dtype, entry.shape, row_stride(entry.shape))
 
 
+def file_head(
+    headers: Iterable[TensorHeader], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file as the library writes it, and where each tensor begins: by type, then by
+    name. UserError for a type that no file has."""
+    headers = list(headers)
+    if unknown := [h for h in headers if h.dtype not in _PLACES]:
+        raise UserError(f"tensor {unknown[0].name!r} is of type {unknown[0].dtype}, which the format has not")
+    entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    places: dict[str, int] = {}
+    at = 0
+    for header in sorted(headers, key=lambda h: (_PLACES[h.dtype], h.name)):
+        entries[header.name] = Entry(_FORMAT_NAMES[header.dtype], header.shape, (at, at + header.nbytes))
+        places[header.name] = at
+        at += header.nbytes
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + place for name, place in places.items()}
+
+
 class TensorFile:
     """A safetensors file as the library writes it, byte for byte: by type, then by name. Its tensors come in any order.
 
@@ -253,25 +290,11 @@ class TensorFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w+b", buffering=0)
-            head = self._head(list(headers), metadata)
+            head, self._places = file_head(headers, metadata)
         except (OSError, UserError) as e:
             self._error = e
         else:
             self._write(0, memoryview(head))
-
-    def _head(self, headers: list[TensorHeader], metadata: Mapping[str, str] | None) -> bytes:
-        if unknown := [h for h in headers if h.dtype not in _PLACES]:
-            raise UserError(f"tensor {unknown[0].name!r} is of type {unknown[0].dtype}, which the format has not")
-        entries: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-        at = 0
-        for header in sorted(headers, key=lambda h: (_PLACES[h.dtype], h.name)):
-            entries[header.name] = Entry(_FORMAT_NAMES[header.dtype], header.shape, (at, at + header.nbytes))
-            self._places[header.name] = at
-            at += header.nbytes
-        text = msgspec.json.encode(entries)
-        text += b" " * (-len(text) % 8)
-        self._places = {name: 8 + len(text) + place for name, place in self._places.items()}
-        return len(text).to_bytes(8, "little") + text
 
     def put(self, header: TensorHeader, pieces: Iterable[memoryview]) -> None:
         """The bytes of a tensor as they travel. One that does not travel in the order of its indices is held whole."""

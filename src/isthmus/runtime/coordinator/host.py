@@ -35,6 +35,7 @@ from isthmus.protocol.run_ports import EpochStart, FinishRun, PlanRequest
 from isthmus.runtime.coordinator.backend import DevicesAtWork, paths_of
 from isthmus.runtime.coordinator.parameter_store import Placed
 from isthmus.runtime.coordinator.run_callbacks import Outcome
+from isthmus.runtime.coordinator.stored_parts import written_headers
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage, content
 from isthmus.runtime.messages.assignment import Assignment, Peer, ReceiveStateMessage
 from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
@@ -76,6 +77,8 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._assigned: Mapping[str, Assignment] = {}
         self._placed = Placed()
         self._landed: dict[tuple[str, int], LandedPart] = {}  # what came with reports of saves, by device and item
+        self._doubts: dict[tuple[str, int], str] = {}
+        """Why a part of a checkpoint in the store is not what its device says, by device and item; empty if it is."""
         self._at_hand: ItemReported | None = None  # the report that the machine is asked about
 
     def coordinate(self, devices: DevicesAtWork | None = None, stop: Stop | None = None) -> Outcome:
@@ -115,7 +118,11 @@ class CoordinatorHost(SessionHost[Pipeline]):
         item = self._items.get(body.item) if isinstance(body, ItemReported) else None
         late = isinstance(body, ItemReported) and item is not None and body.epoch != self.session.epoch
         wanted = isinstance(body, WeightsRead) and body.item in self._exchanges
-        if late or wanted:
+        if isinstance(body, ItemReported) and body.written is not None and body.epoch == self.session.epoch:
+            if message.tensors or item is None or item.kind != "save":
+                raise PeerError(f"sent {type(body).__name__} with a part in the store, expected none")
+            self._callbacks.now.check_state(device, written_headers(body.written))
+        elif late or wanted:
             self._callbacks.now.check_parts(message.tensors)
         elif item is not None and item.kind == "save":
             self._callbacks.now.check_state(device, message.tensors)
@@ -125,6 +132,8 @@ class CoordinatorHost(SessionHost[Pipeline]):
     def landing(self, device: str) -> Landing:
         def land(message: AnyMessage, fill: Fill) -> list[Tensor]:
             body = content(message)
+            if isinstance(body, ItemReported) and body.written is not None and body.epoch == self.session.epoch:
+                self._doubts[device, body.item] = self._callbacks.doubt(device, self._items[body.item], body.written)
             if not message.tensors or not isinstance(body, ItemReported):
                 return in_host_memory(message, fill)
             if body.epoch != self.session.epoch:
@@ -159,8 +168,9 @@ class CoordinatorHost(SessionHost[Pipeline]):
                     self.note(f"{device}: {len(names)} weights come from the coordinator: {reason}")
                     self._send_with(device, order, values)
                 return
-            case ItemReported() as report:
-                self._at_hand = report
+            case ItemReported(written=written, item=item):
+                doubt = self._doubts.pop((device, item), "") if written is not None else ""
+                self._at_hand = body = msgspec.structs.replace(body, doubt=doubt)
             case _:
                 pass
         self.session.heard(device, body)
@@ -184,12 +194,16 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self._callbacks.fingerprints.add(device, report.fingerprints)
         done = self._items[item]
         if done.kind == "save":
-            self._callbacks.saved(done, device, self._landed.pop((device, item), None), report.peak)
+            if report.unwritten:
+                self.note(f"{device}: its part of the checkpoint goes to the coordinator: {report.unwritten}")
+            landed = self._landed.pop((device, item), None)
+            self._callbacks.saved(done, device, landed or report.written, report.peak)
 
     def begin_epoch(self, start: EpochStart) -> None:
         self._callbacks.begin(start, self.session.layout)
         self._assigned = {}
         self._landed.clear()
+        self._doubts.clear()
 
     def assign_stage(self, device: str) -> None:
         if not self._assigned:
@@ -217,7 +231,8 @@ class CoordinatorHost(SessionHost[Pipeline]):
         self.send(device, ToDevice(run=self.run, body=body, tensors=headers, peers=peers), list(weights.values()))
 
     def open_item(self, order: OpenItem) -> None:
-        item = order.item
+        item = self._callbacks.placed(order.item)
+        order = msgspec.structs.replace(order, item=item)
         self._origin_s = self._origin_s or time.monotonic()
         self._items[item.index] = item
         self._items.pop(item.index - LATE_ITEMS - self.session.spec.lease_ahead, None)
@@ -253,6 +268,10 @@ class CoordinatorHost(SessionHost[Pipeline]):
 
     def commit_checkpoint(self, item: Item, *, finite: bool) -> None:
         self._callbacks.commit(item, finite=finite)
+
+    def give_up_checkpoint(self, item: Item, device: str, reason: str) -> None:
+        self.note(f"the checkpoint after step {item.step} is not kept: device {device!r}: {reason}")
+        self._callbacks.give_up(item)
 
     def disconnect(self, device: str) -> None:
         self.hang_up(device)

@@ -202,7 +202,7 @@ class WeightFiles:
             dtype=raw.header.dtype,
             shape=raw.header.shape,
             cast=value.header.dtype if value.stored else "",
-            sha256="" if in_store else self._digest(raw),
+            sha256=raw.sha256 if in_store else self._digest(raw),
             offset=raw.offset if in_store else 0,
         )
 

@@ -24,7 +24,7 @@ from isthmus.protocol import Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair
 from isthmus.protocol.draws import Draws
 from isthmus.protocol.failures import MemoryPeak
-from isthmus.protocol.run_messages import WeightFile
+from isthmus.protocol.run_messages import WeightFile, WrittenPart
 from isthmus.protocol.run_ports import EpochStart
 from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.activation_privacy import counted_samples, opened_ledger
@@ -37,6 +37,7 @@ from isthmus.runtime.coordinator.plans import Plans, SteadySeconds
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome, WeightAmounts, WeightExchanges
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
+from isthmus.runtime.coordinator.stored_parts import StoredParts
 from isthmus.runtime.messages.assignment import Assignment, Fingerprinting, Peer
 from isthmus.runtime.processes.signals import Stop
 from isthmus.session.session import START_S
@@ -92,6 +93,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint."""
     believed: Fleet | None = None  # the fleet as an earlier session of the run measured it, for plans; None: as stated
     backend: Backend = LocalBackend()  # who computes
+    store: str = ""  # URL of the run's store, to which devices may write their parts of checkpoints; empty: of none
     holders: DataHolders | None = None  # who has the data; None: every device, and nobody compares
     stop: Stop = msgspec.field(default_factory=Stop)
     fingerprints: Fingerprinting | None = None  # how an audit has steps fingerprinted; None: as the job says
@@ -175,6 +177,7 @@ class RunController:
             prepared, self.now.written, options.weights, self.watcher.noted, folder, options.begun
         )
         self._files = WeightFiles(str(self.job.model.options["path"]) if self.job.model.is_pretrained else "")
+        self._parts = StoredParts(options.store)
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None  # the step of the state that `_values` are; None when they are of several
         resumes = options.resume_from
@@ -264,9 +267,15 @@ class RunController:
         ahead = run_spec(self._prepared, self.start_step).lease_ahead
         found = self.now.assignments(self.run, begun, addresses, ahead)
         digests, fingerprints = self._digests, self.fingerprints.settings
+        self._parts.begin()
         self.fingerprints.begin(begun.step, self.now.plan)
         return {
-            d: msgspec.structs.replace(entry, digests=digests.get(device_of(d), {}), fingerprints=fingerprints)
+            d: msgspec.structs.replace(
+                entry,
+                digests=digests.get(device_of(d), {}),
+                fingerprints=fingerprints,
+                store=self._parts.place(*self._part(d)),
+            )
             for d, entry in found.items()
         }
 
@@ -321,12 +330,22 @@ class RunController:
         """Bring a device's part of a checkpoint to disk as it comes. Any thread."""
         return self._writer.land(tensors, fill, self._part(device)[1])
 
-    def saved(self, item: Item, device: str, landed: LandedPart | None, peak: MemoryPeak | None) -> None:
+    def placed(self, item: Item) -> Item:
+        """The item as devices get it: with the places where parts of a checkpoint may go."""
+        return msgspec.structs.replace(item, to_store=item.kind == "save" and self._parts.opened)
+
+    def doubt(self, device: str, item: Item, written: WrittenPart) -> str:
+        """Why a part in the store is not what its device says; empty if it is. Any thread."""
+        return self._parts.doubt(item.step, self._part(device), written)
+
+    def saved(self, item: Item, device: str, landed: LandedPart | WrittenPart | None, peak: MemoryPeak | None) -> None:
         """`landed` is None of a device that sent no tensors."""
         if peak is not None:
             self._peaked(device_of(device), peak)
         part, prefix = self._part(device)
-        if landed is not None:
+        if isinstance(landed, WrittenPart):
+            self._writer.keep_written(item.step, self._parts.name(part), landed)
+        elif landed is not None:
             self._writer.keep(item.step, part, landed)
         elif not prefix:
             self._writer.write(item.step, part, {})
@@ -346,6 +365,11 @@ class RunController:
         """All stages of a device report the memory of one process."""
         before = self.peaks.get(device, peak)
         self.peaks[device] = max(before, peak, key=lambda found: found.size_bytes)
+
+    def give_up(self, item: Item) -> None:
+        """There is no checkpoint of this step. The next one goes to the coordinator."""
+        self._parts.opened = False
+        self._writer.give_up(item.step)
 
     def commit(self, item: Item, *, finite: bool) -> None:
         t = self.job.training

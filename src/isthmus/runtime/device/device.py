@@ -27,6 +27,7 @@ from isthmus.protocol.run_messages import (
     DeviceReport,
     GiveState,
     Inventory,
+    Item,
     ItemReported,
     OpenItem,
     Pause,
@@ -46,6 +47,7 @@ from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import Expected, StageLinks
 from isthmus.runtime.device.own_files import own_weights
+from isthmus.runtime.device.part_writer import PartWriter
 from isthmus.runtime.device.peer_connections import Endpoint, PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.device.stage_data import Batches, stage_data
@@ -122,6 +124,7 @@ class DeviceWorker:
         self._giver = StateGiver(run, self._session.memory.values, timeout_s)
         self._outlets = StateOutlets(run, timeout_s)  # to joining devices that get its state while it trains
         self._feeds: list[DonorConnection] = []  # from the devices whose state this one gets while they train
+        self._parts = PartWriter(site.checkpoints_to, self._send_saved)
         self._server: StageServer | None = None  # the server of a device that generates text, in place of training
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
@@ -427,7 +430,7 @@ class DeviceWorker:
         found, lacking = own_weights(
             order.files,
             foreign=self._foreign,
-            urls=self._site.weights_from,
+            urls=(*self._site.weights_from, *self._site.checkpoints_to),
             stopped=lambda: self._control.outdated(order.epoch),
         )
         drawn, undrawn = repeated(order.drawn) if order.drawn is not None else ({}, {})
@@ -473,7 +476,14 @@ class DeviceWorker:
             self._fail()
             return
         executor = StageRunner(
-            assignment, engine, self._data, self._inbox, self._report, state, private, self._site.sharing
+            assignment,
+            engine,
+            self._data,
+            self._inbox,
+            partial(self._report, assignment),
+            state,
+            private,
+            self._site.sharing,
         )
         executor.fingerprints = fingerprints
         executor.keeps(partial(self._keep, assignment))
@@ -578,13 +588,20 @@ class DeviceWorker:
             resident=not self._accelerator.asynchronous,
         )
 
-    def _report(self, done: ItemReported | WeightsRead, saved: Snapshot | None) -> None:
-        if saved is None:
-            self._send(done)
-            return
+    def _report(
+        self, assignment: Assignment, done: ItemReported | WeightsRead, item: Item, saved: Snapshot | None
+    ) -> None:
         if isinstance(done, ItemReported):
-            done = msgspec.structs.replace(done, peak=self._peak())
-        self._send(done, saved.sent(), saved)
+            done = done if saved is None else msgspec.structs.replace(done, peak=self._peak())
+            self._parts.report(done, item, assignment.store, saved)
+        else:
+            self._send_saved(done, saved)
+
+    def _send_saved(self, done: ItemReported | WeightsRead, saved: Snapshot | None) -> None:
+        """Send a report, by any thread; without the tensors of an epoch that is over, as nobody wants them."""
+        if isinstance(done, ItemReported) and self._control.outdated(done.epoch):
+            saved = None
+        self._send(done, saved.sent() if saved is not None else {}, saved)
 
     def _send(
         self,

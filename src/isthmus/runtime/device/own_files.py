@@ -3,6 +3,7 @@ or by ranges from a store.
 
 Neither a path nor the name of a file in the cache proves anything: a tensor is taken if its bytes have the digest that
 the coordinator computed of its own. What it has not read has none: of a store's file both see one size and version.
+Parts of checkpoints in a store have the digests that the devices gave which wrote them.
 The coordinator of another owner may name files below the folder where the device runs, files of the cache by their
 commit, and URLs below those that the device's owner names; it learns only whether they are those that it has.
 """
@@ -22,7 +23,7 @@ from isthmus.errors import UserError
 from isthmus.protocol.run_messages import FileTensor, WeightFile
 from isthmus.stores import StoreFile, is_url
 from isthmus.training.layout import TensorHeader, receive_buffer, row_stride, unpack
-from isthmus.training.stored import DTYPES, Sent, StoredTensor, stored_tensors
+from isthmus.training.stored import DTYPES, Sent, StoredTensor, other_bytes, stored_tensors
 
 COMMIT = re.compile("[0-9a-f]{40}")
 _NOT_PLAIN = re.compile(r"::|[\\?#%\s]|[^ -~]|/\.{0,2}(/|$)")
@@ -74,7 +75,9 @@ def _fetched(file: WeightFile, urls: Sequence[str] | None, stopped: Callable[[],
     """Tensors of a store's file; `urls` are those below which it may lie, None for any."""
     url = f"{file.model.rstrip('/')}/{file.file}"
     if urls is not None and not is_below(url, urls):
-        raise UserError(f"{url}: lies below no URL of this device's --weights-from: {', '.join(urls) or 'none'}")
+        raise UserError(
+            f"{url}: lies below no URL of this device's --weights-from or --checkpoints-to: {', '.join(urls) or 'none'}"
+        )
     store = StoreFile(file.model.rstrip("/"), file.file, file.size, file.version)
     store.check()  # before memory is allocated for what it holds
     wanted: list[tuple[int, memoryview]] = []
@@ -90,6 +93,9 @@ def _fetched(file: WeightFile, urls: Sequence[str] | None, stopped: Callable[[],
         made[asked.name] = unpack(flat, header)
     if not store.fill(wanted, stopped):
         return {}
+    for asked, (_, buffer) in zip(file.tensors, wanted, strict=True):
+        if asked.sha256 not in ("", hashlib.sha256(buffer).hexdigest()):
+            raise UserError(f"{url}: {other_bytes(asked.key)}")
     casts = {asked.name: asked.cast for asked in file.tensors if asked.cast}
     for name in casts:
         made[name] = made[name].to(getattr(torch, casts[name]))

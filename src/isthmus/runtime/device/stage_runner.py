@@ -53,7 +53,7 @@ class StageRunner:
         engine: Engine,
         data: Mapping[str, Dataset],
         inbox: queue.SimpleQueue[object],
-        report: Callable[[ItemReported | WeightsRead, Snapshot | None], None],
+        report: Callable[[ItemReported | WeightsRead, Item, Snapshot | None], None],
         saved: Mapping[str, Tensor],
         private: Privatizer | None = None,
         sharing: ComputeTurns | None = None,
@@ -447,7 +447,8 @@ class StageRunner:
             self._finish(item)
 
     def _read(self, item: int, weights: Mapping[str, Tensor]) -> None:
-        self._report(WeightsRead(item=item, epoch=self.assignment.epoch), self.copied(weights))
+        read = WeightsRead(item=item, epoch=self.assignment.epoch)
+        self._report(read, self._items[item], self.copied(weights))
 
     def _agreed_norms(self, item: int) -> Tensor:
         """Those of all parameters of the model, in its own order."""
@@ -463,8 +464,8 @@ class StageRunner:
         return norms
 
     def _finish(self, item: int) -> None:
-        self.fingerprints.end(self._items[item])
-        kind = self._items.pop(item).kind
+        self.fingerprints.end(finished := self._items.pop(item))
+        kind = finished.kind
         if kind == "save" and not self._items:  # a run's last item: spans that are not told with it are lost
             self._tasklets.finish()
             self.links.drain()
@@ -484,6 +485,6 @@ class StageRunner:
         )
         state, self._state = self._state, None
         self.links.reported(item)
-        self._report(done, state)
+        self._report(done, finished, state)
         if self._snapshot_copy is not None:
             self._snapshot_copy.go_on()

@@ -103,6 +103,14 @@ class Fingerprinting(msgspec.Struct, frozen=True, kw_only=True):
     leaves: bool = False  # report each tensor's digest, not one for all of a kind
 
 
+class StorePlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where in the run's store a stage's parts of checkpoints go, if its device may write there."""
+
+    url: Text  # of the run's folder in the store
+    name: Name  # of the file in the folder of each checkpoint; no other stage or epoch has the same
+    prefix: Name  # before the names of its tensors
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     run: Id
     epoch: Count = 0
@@ -141,6 +149,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     groups: Many[GroupShare] = ()
     outer: OuterOptimizer | None = None  # the step that groups make with summed deltas
     saves: Many[Text] | None = None  # the names that this stage gives to a checkpoint; None for its whole state
+    store: StorePlace | None = None
     snapshot_copy: SnapshotReplication | None = None
     snapshot_sources: Table[Place, Table[Text, Shape]] = {}
     """Stages whose snapshots this device keeps copies of, with the shapes of their parts."""

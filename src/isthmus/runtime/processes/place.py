@@ -28,6 +28,8 @@ class DevicePlace(msgspec.Struct, frozen=True, kw_only=True):
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that the device's owner allows a coordinator to name; None: all that are installed."""
     weights_from: tuple[str, ...] = ()  # URLs below which another owner's coordinator may have this device read weights
+    checkpoints_to: tuple[str, ...] = ()
+    """URLs below which a coordinator may have this device write its parts of checkpoints, and read them."""
     merger: Link | None = None  # emulated, from a device that trains alone to the merger
     step_s: float = 0.0  # a step of a device that trains alone takes no less
 
