@@ -24,6 +24,7 @@ from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.status_file import LinkStatus
+from isthmus.training.checkpoint import latest_checkpoint
 from isthmus.training.optim import OptimizerConfig
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 from tests.runtime.wire import assignment
@@ -37,12 +38,20 @@ ON_DIGITS = job_of("mlp", {}, DIGITS)
 class Devices:
     """Agents in threads of this process; their work is done by processes of their own."""
 
-    def __init__(self, fleet: Inviting, folder: Path, names: tuple[str, ...], *, relayed: bool = False) -> None:
+    def __init__(
+        self,
+        fleet: Inviting,
+        folder: Path,
+        names: tuple[str, ...],
+        *,
+        relayed: bool = False,
+        checkpoints_to: tuple[str, ...] = (),
+    ) -> None:
         self.said: list[str] = []
         self.agents: list[Agent] = []
         for name in names:
             membership = join_fleet(fleet.ticket(), {name: folder / name}, 10.0)[name]
-            place = ProcessPlace(relayed=relayed)
+            place = ProcessPlace(relayed=relayed, checkpoints_to=checkpoints_to)
             self.agents.append(Agent(folder / name, membership, place, timeout_s=10.0, log=self.said.append))
         self._threads = [threading.Thread(target=outcomes, args=(agent.run,), daemon=True) for agent in self.agents]
         for thread in self._threads:
@@ -57,13 +66,13 @@ class Devices:
 
 
 def _train(
-    fleet: Fleet, folder: Path, job: Job = ON_DIGITS, *, tells: Callable[[], None] = lambda: None
+    fleet: Fleet, folder: Path, job: Job = ON_DIGITS, *, tells: Callable[[], None] = lambda: None, store: str = ""
 ) -> tuple[Outcome, list[float]]:
     prepared = prepare(job)
     machines = fleet_of(2)
     boundaries = random_cut(prepared, 2, 0, once=True)
     plan = build_plan(prepared.problem(machines), machines.names, boundaries, planner="test")
-    options = RunOptions(emulate=False, backend=fleet.service)
+    options = RunOptions(emulate=False, backend=fleet.service, store=store)
     losses: list[float] = []
 
     def advanced(item: object, loss: float | None, spans: object) -> None:
@@ -88,6 +97,19 @@ def test_devices_that_joined_train_as_the_plain_loop_does(fleet: Fleet, tmp_path
     for name, value in module.named_parameters():
         assert torch.equal(saved[name], value), name
     soon(lambda: sum("the run is over" in line for line in devices.said) == 2)
+    devices.stop()
+
+
+def test_devices_whose_owners_name_the_store_write_their_parts_of_checkpoints(fleet: Fleet, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store/runs"
+    devices = Devices(fleet, tmp_path, ("d0", "d1"), checkpoints_to=(url,))
+    for name, parts in (("runs/first", 0), ("other", 2)):
+        outcome, _ = _train(fleet, tmp_path / name, store=f"file://{tmp_path}/store/{name}")
+        assert outcome.outcome == "done", outcome.reason
+        here = latest_checkpoint(tmp_path / name / "checkpoints").glob("stage-*")
+        assert len(list(here)) == parts, "of a store that no owner names all come to the coordinator"
+    first, other = (final_weights(tmp_path / name) for name in ("runs/first", "other"))
+    assert first.keys() == other.keys() and all(torch.equal(first[name], other[name]) for name in other)
     devices.stop()
 
 
