@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from isthmus.models.registry import describe_model
 
 transformers = Lazy("transformers")
 torch.set_num_threads(1)
+
+Entry = dict[str, object]
+Change = Callable[[Entry, Entry], Entry]
 
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 31, "n_positions": 12}
 LLAMA = {
@@ -168,6 +172,26 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-50])
     with pytest.raises(UserError, match=f"{shard.name}: truncated, or no safetensors file"):
         build("hf", path=str(tmp_path), task="causal-lm")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one, other: {**one, "dtype": "F31"}, "unknown variant `F31`"),
+        (lambda one, other: {**one, "data_offsets": other["data_offsets"]}, "invalid offset for tensor"),
+    ],
+)
+def test_a_header_that_lies_is_named_by_its_file(tmp_path: Path, change: Change, words: str) -> None:
+    build("hf-gpt2", **GPT2).save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    size = int.from_bytes(shard.read_bytes()[:8], "little")
+    header, rest = json.loads(shard.read_bytes()[8 : 8 + size]), shard.read_bytes()[8 + size :]
+    one, other = [name for name in header if name != "__metadata__"][:2]
+    text = json.dumps({**header, one: change(header[one], header[other])}).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + rest)
+    with pytest.raises(UserError, match=f"{shard.name}: no sound safetensors file: .*{words}") as caught:
+        build("hf", path=str(tmp_path), task="causal-lm")
+    assert "\n" not in str(caught.value)
 
 
 def test_aliases_of_config_fields_are_options_too():

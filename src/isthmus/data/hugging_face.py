@@ -30,6 +30,7 @@ from isthmus.data.text import TokenWindows, WindowOptions
 from isthmus.data.within import check_within
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
+from isthmus.stores import hub_silence
 
 if TYPE_CHECKING:
     import torch
@@ -240,6 +241,11 @@ def _load(options: HubOptions) -> dict[str, Any]:
             raise UserError(f"{HUB} option 'revision': got one for a folder, expected none")
     elif options.path.startswith(("/", ".", "~")):
         raise UserError(f"{HUB} option 'path': no folder {options.path}")
+    elif not (Path(library.config.HF_DATASETS_CACHE) / options.path.replace("/", "___")).exists() and (
+        reason := hub_silence(options.path, "README.md", "dataset")
+    ):
+        where = f"no folder in {Path.cwd()}, nothing in the cache"
+        raise UserError(f"{HUB} option 'path': cannot load {options.path}: {where}, and the hub {reason}")
     library.disable_progress_bars()
     asked = str(folder) if folder.is_dir() else options.path, options.name or None
     revision = options.revision or None

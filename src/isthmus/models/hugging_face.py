@@ -33,7 +33,7 @@ from isthmus.graph.label_means import is_hugging_face
 from isthmus.models.left_in_files import ACTIVE, NotInFiles
 from isthmus.models.model_folder import CONFIG, check_folder, fetch_folder
 from isthmus.option_docs import OptionDoc, toml_text, type_text
-from isthmus.stores import RemoteStoreError, is_url
+from isthmus.stores import RemoteStoreError, hub_silence, is_url
 
 BY_NAME: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "hf-gpt2": ("GPT2LMHeadModel", {}),
@@ -202,6 +202,7 @@ def _folder_of(chosen: PretrainedOptions, *, reads: bool) -> Generator[str]:
         raise UserError(f"{owner}: no directory {chosen.path}")
     if not path.is_dir():
         _check_is_id(chosen.path, path)
+        _check_hub_answers(chosen.path)
     elif (path / ".metadata").exists() and not (path / CONFIG).exists():
         what = "a folder of torch.distributed.checkpoint, whose .metadata is a pickle: expected safetensors"
         raise UserError(f"{owner}: {chosen.path} is {what} with a config.json, as HuggingFaceStorageWriter's")
@@ -264,6 +265,16 @@ def _check_is_id(given: str, path: Path) -> None:
     if near or given.count("/") > 1:
         hint = f": did you mean {near[0]!r}?" if near else ", and it is no id of the hub"
         raise UserError(f"hf option 'path': no directory {given} in {Path.cwd()}{hint}")
+
+
+def _check_hub_answers(given: str) -> None:
+    """UserError where nothing of the model is in the cache, and the hub is silent."""
+    hub = import_extra("huggingface_hub", "the model")
+    with contextlib.suppress(ValueError):  # no id of the hub: the library says so
+        if hub.try_to_load_from_cache(given, CONFIG) is None and (reason := hub_silence(given, CONFIG, "model")):
+            raise UserError(
+                f"hf option 'path': no directory {given} in {Path.cwd()}, nothing in the cache, and the hub {reason}"
+            )
 
 
 def _warn_of_new_weights(chosen: PretrainedOptions, names: Sequence[str]) -> None:

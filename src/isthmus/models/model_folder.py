@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from isthmus.errors import UserError, warn
 from isthmus.safetensors_header import MOST_HEADER_BYTES, Entry, read_header
@@ -114,7 +115,11 @@ def _entries(path: Path, shown: str) -> Mapping[str, Entry]:
     needed = max((e.data_offsets[1] for e in found.values()), default=0)
     if needed > there:
         raise UserError(f"{where}: truncated, or no safetensors file: got {there} bytes of tensors, expected {needed}")
-    return found
+    try:
+        with safe_open(path, "pt"):
+            return found
+    except SafetensorError as e:  # a type that it does not know, tensors that overlap
+        raise UserError(f"{where}: no sound safetensors file: {e}") from None
 
 
 def _fill_others(file: StoreFile, path: Path, begins: int) -> None:

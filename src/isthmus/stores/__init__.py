@@ -1,5 +1,6 @@
 """Remote stores of runs: any file system that fsspec knows, and the uploads to it."""
 
+from isthmus.stores.hub import hub_silence
 from isthmus.stores.store import RemoteStoreError, Store, is_url
 from isthmus.stores.store_file import StoreFile
 from isthmus.stores.uploader import (
@@ -25,6 +26,7 @@ __all__ = [
     "Uploader",
     "commits_in",
     "commits_of",
+    "hub_silence",
     "is_document",
     "is_url",
     "newest_first",
