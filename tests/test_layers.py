@@ -109,7 +109,7 @@ PUBLIC = {
         "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run"
     ),
     "stores": (
-        "OWNER Owner RemoteStoreError Store StoreConfig StoreFile Uploader commits_in commits_of is_document is_url "
+        "OWNER Owner RemoteStoreError Store StoreConfig StoreFile Uploader commits_in commits_of hub_silence is_document is_url "
         "newest_first number_of read_owner"
     ),
     "sync": "Decoupled DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
