@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from isthmus.copies import begun_in_a_copy, in_a_copy
 from tests.interpreters import script
 
 JOB = """
@@ -130,3 +135,26 @@ def test_a_model_is_captured_and_built_in_copies(tmp_path: Path) -> None:
         "building one ended by SIGKILL without an answer: it may be that no memory was left",
         "True",
     ]
+
+
+@pytest.mark.parametrize("ask", [in_a_copy, lambda *question: begun_in_a_copy(*question)()])
+def test_threads_that_ask_take_turns(ask: Callable[..., int]) -> None:
+    """Torch traces for the whole process: models of two runs at once made nonsense of each other."""
+    answers: list[int] = []
+    second = threading.Event()
+
+    def first() -> int:
+        other.start()
+        assert not second.wait(0.3), "the other began before this one was done"
+        return 1
+
+    def late() -> int:
+        second.set()
+        return 2
+
+    other = threading.Thread(target=lambda: answers.append(ask(late, int, "the second")))
+    starter = threading.Thread(target=lambda: answers.append(ask(first, int, "the first")))
+    starter.start()
+    starter.join()
+    other.join()
+    assert sorted(answers) == [1, 2]

@@ -109,8 +109,8 @@ PUBLIC = {
         "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run"
     ),
     "stores": (
-        "OWNER Owner RemoteStoreError Store StoreConfig StoreFile Uploader commits_in commits_of hub_silence is_document is_url "
-        "newest_first number_of read_owner"
+        "OWNER Owner RemoteStoreError Store StoreConfig StoreFile Uploader commits_in commits_of hub_silence "
+        "is_document is_url newest_first number_of read_owner"
     ),
     "sync": "Decoupled DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "trackers": (

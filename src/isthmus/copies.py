@@ -27,6 +27,7 @@ from isthmus import errors
 from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
 
 T = TypeVar("T")
+_ALONE = threading.RLock()
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -64,7 +65,13 @@ def can_copy() -> bool:
 
 def in_a_copy(question: Callable[[], T], kind: type[T], doing: str) -> T:
     """Return the same as `asked` where this process can be copied; else the answer is found here."""
-    return asked(partial(_with_one_thread, question), kind, doing) if can_copy() else question()
+    return asked(partial(_with_one_thread, question), kind, doing) if can_copy() else _alone(question)
+
+
+def _alone(question: Callable[[], T]) -> T:
+    """Answer where another thread may ask as well: torch traces, and libraries are patched, for the whole process."""
+    with _ALONE:
+        return question()
 
 
 def _with_one_thread(question: Callable[[], T]) -> T:
@@ -87,7 +94,7 @@ def asked_at_once(questions: Sequence[Callable[[], T]], kind: type[T]) -> list[T
 
 def begun_in_a_copy(question: Callable[[], T], kind: type[T], doing: str) -> Callable[[], T]:
     """Return what gives the same as `in_a_copy`: the copy begins now, and the call waits for its answer."""
-    return Copy(partial(_with_one_thread, question), kind, doing).answer if can_copy() else question
+    return Copy(partial(_with_one_thread, question), kind, doing).answer if can_copy() else partial(_alone, question)
 
 
 class Copy(Generic[T]):
