@@ -405,3 +405,39 @@ class Reentrant(nn.Module):
 
 def test_reentrant_checkpointing():
     assert "pass use_reentrant=False" in message(Reentrant)
+
+
+class Table(nn.Module):
+    """A head, and a table of a type or layout of its own, which the forward multiplies with."""
+
+    def __init__(self, table: Tensor, kind: str) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+        if kind == "buffer":
+            self.register_buffer("table", table)
+        else:
+            self.table = nn.Parameter(table, requires_grad=False) if kind == "parameter" else table
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x) * self.table.to(torch.float32), y)
+
+
+@pytest.mark.parametrize("kind", ["constant", "buffer", "parameter"])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_a_tensor_of_a_type_that_no_graph_has_is_named(kind: str, dtype: torch.dtype) -> None:
+    text = message(lambda: Table(torch.ones(4).to(dtype), kind))
+    assert text.startswith(f"model: {kind} 'table': got dtype {str(dtype).removeprefix('torch.')}, expected one of: ")
+
+
+@pytest.mark.parametrize("kind", ["constant", "buffer", "parameter"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_tensor_is_named(kind: str, layout: torch.layout) -> None:
+    got = str(layout).removeprefix("torch.")
+    expected = f"model: tensor 'table': got {got}, expected a dense one: use .to_dense()"
+    assert message(lambda: Table(torch.eye(4).to_sparse(layout=layout), kind)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
+def test_an_attribute_of_another_type_is_captured(dtype: torch.dtype) -> None:
+    captured = capture(lambda: Table(torch.ones(4).to(dtype), "constant"), COLUMNS)
+    assert {op.outputs[0].dtype for op in captured.train.ops if op.kind == "constant"} == {str(dtype)[6:]}

@@ -175,21 +175,19 @@ class Blocks:
                 found.append(BlockVariable(blocks, owned, shared_copy, gradient))
         return tuple(found)
 
-    @cached_property
-    def live(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each boundary 0..count: (item number, the next block that takes it) of what may cross there."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.count + 1)]
-        for number, item in enumerate(self.items):
-            start = item.made_in + 1
-            for use in item.uses:
-                for boundary in range(start, use + 1):
-                    found[boundary].append((number, use))
-                start = use + 1
-        return tuple(tuple(entry) for entry in found)
+    def crossing(self, boundary: int) -> list[BlockItem]:
+        """Return what may cross there."""
+        return [item for item in self.items if item.made_in < boundary <= item.uses[-1]]
 
-    def live_bytes(self, boundary: int) -> int:
-        items = (self.items[number] for number, _ in self.live[boundary])
-        return sum(i.forward_bytes + i.backward_bytes for i in items if not i.per_step)
+    @cached_property
+    def live_bytes(self) -> list[int]:
+        """[boundary]: bytes per micro-batch, both ways, of all that may cross there."""
+        change = [0] * (self.count + 2)
+        for item in self.items:
+            if not item.per_step:
+                change[item.made_in + 1] += item.forward_bytes + item.backward_bytes
+                change[item.uses[-1] + 1] -= item.forward_bytes + item.backward_bytes
+        return list(itertools.accumulate(change))
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ def coarse(blocks: Blocks, most: int) -> Blocks:
     for boundary in range(1, blocks.count):
         # Half by work, half by number: cheap operators in a row still get a place.
         group = int((blocks.work[boundary] / total + boundary / blocks.count) / 2 * (most - 1))
-        offer = (blocks.live_bytes(boundary), boundary)
+        offer = (blocks.live_bytes[boundary], boundary)
         best[group] = min(best.get(group, offer), offer)
     places = [blocks.places[b] for _, b in sorted(best.values(), key=lambda pair: pair[1])]
     return Blocks(blocks.problem, places, recompute=blocks.recompute)

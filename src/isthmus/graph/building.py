@@ -111,7 +111,7 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
     shared = overlapping(named_tensors(module))
     fakes: dict[int, tuple[Tensor, Tensor]] = {}
     """Identity of a tensor -> itself, so that the identity stays its own, and what takes its place everywhere."""
-    for part in module.modules():
+    for path, part in module.named_modules():
         tables = (part._parameters, part._buffers, vars(part))  # pyright: ignore[reportPrivateUsage]
         for table in cast("tuple[dict[str, object], ...]", tables):
             for name, value in table.items():
@@ -121,6 +121,10 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
                             f"model: parameter {name!r} of a {type(part).__name__} has no shape before the first "
                             "forward: give its sizes"
                         )
+                    if value.layout is not torch.strided:
+                        what = f"{path}.{name}" if path else name
+                        got = str(value.layout).removeprefix("torch.")
+                        raise UserError(f"model: tensor {what!r}: got {got}, expected a dense one: use .to_dense()")
                     converts = dtype is not torch.float32 and value.is_floating_point() and table is not vars(part)
                     new = _fake(value, dtype if converts else value.dtype)
                     table[name] = fakes.setdefault(id(value), (value, new))[1]

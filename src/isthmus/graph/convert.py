@@ -21,7 +21,7 @@ from isthmus.errors import UserError
 from isthmus.graph.building import HeldTensors
 from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, source_of, where_in
 from isthmus.graph.operators import is_callable, schemas_of
-from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref, TensorSpec
+from isthmus.graph.opgraph import DTYPE_BYTES, Arg, ArgList, Named, Op, OpGraph, OpKind, Ref, TensorSpec
 from isthmus.graph.repeats import Repeats, Unrolled
 from isthmus.graph.schema import (
     IN_PLACE_VIEWS,
@@ -145,6 +145,9 @@ class _Converter:
                 continue
             op_name = f"{self.mode}_{node.name}" if target.startswith(f"{self.mode}.") else node.name
             tensor = cast(Tensor, node.meta["val"])
+            if (dtype := str(tensor.dtype).removeprefix("torch.")) not in DTYPE_BYTES:
+                what = "column" if kind == "placeholder" else f"model: {kind}"
+                raise UserError(f"{what} {target!r}: got dtype {dtype}, expected one of: {', '.join(DTYPE_BYTES)}")
             trainable = kind == "parameter" and tensor.requires_grad
             self.ops[op_name] = Op(
                 name=op_name, kind=kind, target=target, outputs=(spec_of(tensor),), requires_grad=(trainable,)

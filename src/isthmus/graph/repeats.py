@@ -90,17 +90,24 @@ class _Variable(NamedTuple):
     name: str
 
 
+class _Call(NamedTuple):
+    form: object  # what is called, from which line, and with what; tensors are left out of it
+    tensors: tuple[_Made | _Variable, ...]  # where these come from, in order
+
+
 class Calls(TorchFunctionMode):
     """While active, remembers the calls to torch: of what, from which line, and with what, tensors by where they come
     from."""
 
     def __init__(self, module: nn.Module, columns: Iterable[Tensor], blocks: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.made: list[tuple[object, ...]] = []
+        self.made: list[_Call] = []
         self.comparable = True  # blocks were called one after the other, and with nothing unknown
         self.starts: list[int] = []  # the first call of each block
         self._blocks = {id(block): number for number, block in enumerate(blocks)}
-        self._known: dict[int, tuple[Tensor, object]] = {}  # with the tensor, so that its identity stays its own
+        self._known: dict[
+            int, tuple[Tensor, _Made | _Variable]
+        ] = {}  # with the tensor, so that its identity stays its own
         for number, column in enumerate(columns):
             self._known[id(column)] = column, _Made(-1, number)
         for name, tensor in named_tensors(module):
@@ -109,7 +116,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = (func, *_line(inspect.currentframe()), self.described((args, kwargs or {})))
+        given = self.described((func, *_line(inspect.currentframe())), (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if tensors or getattr(func, "__name__", "") != "__get__":
@@ -124,16 +131,22 @@ class Calls(TorchFunctionMode):
                 self.comparable = False
             self.starts.append(len(self.made))
 
-    def described(self, value: object) -> object:
-        """Return a description that can be compared with that of another forward."""
+    def described(self, what: tuple[object, ...], given: object) -> _Call:
+        """Return a description of a call that can be compared with that of another forward."""
+        tensors: list[_Made | _Variable] = []
+        form = self._form(given, tensors)
+        return _Call((*what, form), tuple(tensors))
+
+    def _form(self, value: object, tensors: list[_Made | _Variable]) -> object:
         if isinstance(value, Tensor) and id(value) in self._known:
-            return self._known[id(value)][1]
+            tensors.append(self._known[id(value)][1])
+            return Tensor
         if isinstance(value, (list, tuple)):
-            return (type(value), *map(self.described, value))
+            return (type(value), *[self._form(v, tensors) for v in value])
         if isinstance(value, dict):
-            return (dict, *map(self.described, value.items()))
+            return (dict, *[self._form(item, tensors) for item in value.items()])
         if isinstance(value, slice):
-            return (slice, *map(self.described, (value.start, value.stop, value.step)))
+            return (slice, *[self._form(v, tensors) for v in (value.start, value.stop, value.step)])
         if not isinstance(value, PLAIN):
             self.comparable = False
         return (type(value), repr(value))
@@ -187,7 +200,7 @@ def _calls(module: nn.Module, columns: Mapping[str, Tensor], found: Repeats, for
     calls = Calls(module, columns.values(), blocks)
     exporting = mock.patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True)
     with exporting, quiet(), register_module_forward_pre_hook(calls.entered), calls:
-        calls.made.append(("returned", calls.described(forward())))
+        calls.made.append(calls.described(("returned",), forward()))
     if not calls.comparable or len(calls.starts) != len(blocks):
         raise Unlike
     return calls
@@ -217,14 +230,15 @@ def _is_shortened(short: Calls, whole: Calls, found: Repeats) -> bool:
     return short.made[:end] == whole.made[:end] and rest == whole.made[end + removed :]
 
 
-def _moved(value: Any, found: Repeats, calls: tuple[int, int], blocks: tuple[int, int]) -> Any:
-    """A description in which calls from `calls[0]` on are `calls[1]` later, and blocks from `blocks[0]` on so many
-    periods."""
-    if isinstance(value, _Made):
-        return value._replace(call=value.call + calls[1]) if value.call >= calls[0] else value
-    if isinstance(value, _Variable):
-        return _Variable(found.move(value.name, blocks[1], blocks[0]))
-    return tuple(_moved(v, found, calls, blocks) for v in value) if type(value) is tuple else value
+def _moved(call: _Call, found: Repeats, calls: tuple[int, int], blocks: tuple[int, int]) -> _Call:
+    """The call where calls from `calls[0]` on are `calls[1]` later, and blocks from `blocks[0]` on so many periods."""
+
+    def moved(tensor: _Made | _Variable) -> _Made | _Variable:
+        if isinstance(tensor, _Variable):
+            return _Variable(found.move(tensor.name, blocks[1], blocks[0]))
+        return _Made(tensor.call + calls[1], tensor.output) if tensor.call >= calls[0] else tensor
+
+    return _Call(call.form, tuple(map(moved, call.tensors)))
 
 
 class Unrolled:

@@ -79,9 +79,11 @@ def fake_result(overload: OpOverload, args: Sequence[object], kwargs: Mapping[st
     given, named = tree_map_only(fx.Node, lambda node: node.meta["val"], (tuple(args), dict(kwargs)))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        fake = next((t for t in tree_leaves((given, named)) if isinstance(t, FakeTensor)), None)
-        if fake is not None:
-            stack.enter_context(fake.fake_mode)
+        fakes = [t for t in tree_leaves((given, named)) if isinstance(t, FakeTensor)]
+        for fake in fakes:
+            fake.constant = None  # a known value that is fake itself: torch would compute with it, and crash
+        if fakes:
+            stack.enter_context(fakes[0].fake_mode)
         return overload(*given, **named)
 
 

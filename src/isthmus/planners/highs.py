@@ -9,11 +9,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
-from scipy.optimize import OptimizeResult, milp
 from scipy.sparse import csr_matrix
 
 from isthmus.cost.network import Floats, Ints
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 MOST_WORK = 20_000_000  # nodes of an integer programme, times the entries of its matrix
 
@@ -22,6 +25,8 @@ def integer_programme(
     cost: Floats, constraints: tuple[csr_matrix, Floats, Floats], integrality: Ints
 ) -> OptimizeResult:
     """Return the result of `scipy.optimize.milp` after so many nodes as `MOST_WORK` allows, one at least."""
+    from scipy.optimize import milp  # noqa: PLC0415  # 0.2 s, which the heuristics beside need not take
+
     nodes = max(1, MOST_WORK // max(1, int(constraints[0].nnz)))
     with stdout_to_stderr():
         return milp(cost, constraints=constraints, integrality=integrality, options={"node_limit": nodes})

@@ -110,7 +110,7 @@ def _task(blocks: Blocks, cut: list[int], replicas: int) -> PlacementTask:
     return PlacementTask(
         stages=len(cut) + 1,
         replicas=replicas,
-        activation_bytes=share * max((blocks.live_bytes(boundary) / 2 for boundary in cut), default=0.0),
+        activation_bytes=share * max((blocks.live_bytes[boundary] / 2 for boundary in cut), default=0.0),
         parameter_bytes=float(max(_gradient_bytes(blocks, a, b) for a, b in pairwise(ends))),
     )
 

@@ -75,8 +75,7 @@ def scorer_of(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Scorer
     """The typical message is the first quartile over the places of `blocks`: cuts go where little crosses."""
     sizes = [(0, 0, 0)] if blocks.count == 1 else []
     for boundary in range(1, blocks.count):
-        crossing = [blocks.items[number] for number, _ in blocks.live[boundary]]
-        values = [item for item in crossing if not item.per_step]
+        values = [item for item in blocks.crossing(boundary) if not item.per_step]
         there, back = sum(i.forward_bytes for i in values), sum(i.backward_bytes for i in values)
         sizes.append((there + back, there, back))
     _, forward, backward = sorted(sizes)[len(sizes) // 4]

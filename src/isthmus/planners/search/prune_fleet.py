@@ -69,7 +69,7 @@ def _hubs(network: FleetNetwork, share: int) -> Iterator[int]:
 
 def _message_s(network: FleetNetwork, blocks: Blocks, hub: int) -> Floats:
     """[devices]: a micro-batch's message from the hub to each and back; the quartile of the places to cut."""
-    sizes = sorted(blocks.live_bytes(boundary) / 2 for boundary in range(1, blocks.count)) or [0.0]
+    sizes = sorted(blocks.live_bytes[boundary] / 2 for boundary in range(1, blocks.count)) or [0.0]
     size, here = sizes[len(sizes) // 4], int(network.kind[hub])
     there = network.kind_latency[here] + size * network.kind_byte_s[here]
     back = network.kind_latency[:, here] + size * network.kind_byte_s[:, here]
