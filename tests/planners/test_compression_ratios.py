@@ -290,7 +290,7 @@ def test_replicas_share_one_loss_budget(seed: int, monkeypatch: pytest.MonkeyPat
 def test_no_plan_within_a_budget_takes_longer_to_a_loss_than_one_that_packs_all_alike(seed: int, devices: int) -> None:
     """Nor than that one's layout, packed within the budget."""
     rng, budget = random.Random(seed), (0.02, 0.2, 0.0)[seed % 3]
-    memory = [rng.randint(300, 1500) for _ in range(devices)]
+    memory = [100 + rng.randint(300, 1500) for _ in range(devices)]
     fleet = fleet_of([rng.uniform(1, 50) for _ in range(devices)], seed, memory=memory)
     problem = problem_of(random_graph(seed, 4), fleet, micro_batches=4, sync=SyncPolicy(mode="local", period=8))
 
