@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.export import Dim, ExportedProgram, export
-from torch.fx._lazy_graph_module import _use_lazy_graph_module  # pyright: ignore[reportPrivateUsage]  # no public way
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.graph.building import HeldTensors, build_fake, held_by
@@ -249,8 +248,7 @@ def _export(
     path = ModulePath(module)
     try:
         with path, quiet():
-            with _use_lazy_graph_module(True):  # its graph modules never run: torch would compile the code of each
-                program = export(wrap(module, changed), (example,), strict=False, dynamic_shapes=shapes)
+            program = export(wrap(module, changed), (example,), strict=False, dynamic_shapes=shapes)
             try:
                 read = check_changes(changes, lambda: module(**example))
             except UserError as e:
