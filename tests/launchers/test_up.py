@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from isthmus.fleet import load_fleet
 from isthmus.runtime.launchers import launcher, ray_connection
 from tests.federated.test_federated_runs import model, write
 from tests.fleet_service.parties import soon
+from tests.runtime.test_lora_runs import lora_job
 
 from .agents import kill_agent, processes_with
 from .ssh_program import put_in_path
@@ -189,6 +191,19 @@ def test_a_replica_that_is_a_pipeline_trains_on_agents(tmp_path: Path) -> None:
     assert run.outcome == "done" and run.losses[-1].step == 100
     merged = {c.replica for line in run.merges for f in line.merge.fragments for c in f.contributions}
     assert merged == {"+".join(names)}
+
+
+@pytest.mark.long
+def test_agents_read_weights_from_where_the_job_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are the caller's own, so that no owner has to name the URL."""
+    job = lora_job(tmp_path, "llama")
+    options = {**job.model.options, "path": f"file://{tmp_path / 'base'}"}
+    isthmus.up(
+        msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, options=options)),
+        on="local",
+        run=tmp_path / "run",
+    )
+    assert "come from the coordinator" not in capfd.readouterr().err
 
 
 def test_an_unreachable_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import isthmus
 from isthmus.api.export import ExportOptions, export_model
 from isthmus.errors import UserError
+from isthmus.job.prepared import cached_capture
 from isthmus.models import build_model
 from isthmus.protocol.run_messages import PlaceWeights, WeightFile
 from isthmus.runtime.coordinator.parameter_store import Placed, WeightFiles
@@ -196,6 +197,15 @@ def test_a_file_of_the_owners_folder_alone_may_be_named(folder: Path, monkeypatc
     for name in (f"../model/{FILE}", f"/{FILE}", f"x::file://{folder}/{FILE}"):
         found, _ = own_weights([msgspec.structs.replace(file, file=name)], foreign=True, urls=[f"file://{folder}"])
         assert not found
+
+
+def test_a_store_that_does_not_answer_for_the_config_is_not_asked_again(tmp_path: Path) -> None:
+    job = lora_job(tmp_path, "llama")
+    options = {**job.model.options, "path": "http://127.0.0.1:9/model"}
+    remote = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, options=options))
+    with pytest.raises(UserError) as caught:
+        cached_capture(remote, {}, lambda: pytest.fail("it was captured"))
+    assert str(caught.value).startswith("hf option 'path': store http://127.0.0.1:9/model: config.json cannot be read")
 
 
 @pytest.mark.parametrize("slow", ["config.json", FILE])

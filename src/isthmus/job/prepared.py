@@ -101,13 +101,16 @@ def _code_of(model: ModelSpec) -> str | None:
 
 
 def _config_of(path: str) -> str:
-    """A digest of a pretrained model's config; empty where there is none."""
+    """A digest of a pretrained model's config; empty where there is none. UserError for a store that does not answer:
+    it would not for the capture either, after another minute."""
     try:
         config = (
             Store(path).read(CONFIG, small=True) if is_url(path) else (Path(path).expanduser() / CONFIG).read_bytes()
         )
-    except (OSError, RemoteStoreError):
+    except OSError:
         return ""
+    except RemoteStoreError as e:
+        raise UserError(f"hf option 'path': {e}") from None
     return hashlib.sha256(config).hexdigest() if config is not None else ""
 
 

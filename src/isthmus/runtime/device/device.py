@@ -63,6 +63,7 @@ from isthmus.runtime.device.state_transfer import (
     fetch_state,
     follow_state,
 )
+from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import (
     Assignment,
@@ -106,6 +107,7 @@ class DeviceWorker:
         self._run = run
         self._timeout_s = timeout_s
         self._foreign = site.identity is not None
+        self._others = site.data_key != ONE_OWNER  # the coordinator is another owner's, and names only what may be read
         self._site = site
         self._accelerator: Accelerator = HOST
         self._before = 0  # bytes that were in use before the stage was made
@@ -429,7 +431,7 @@ class DeviceWorker:
             return True  # the session knows what to do with it
         found, lacking = own_weights(
             order.files,
-            foreign=self._foreign,
+            foreign=self._others,
             urls=(*self._site.weights_from, *self._site.checkpoints_to),
             stopped=lambda: self._control.outdated(order.epoch),
         )
@@ -439,7 +441,7 @@ class DeviceWorker:
         self._values = {**self._values, **given, **found, **drawn}
         if lacking or undrawn:
             reason = next(iter((lacking or undrawn).values()))
-            if self._foreign and lacking:
+            if self._others and lacking:
                 said = f"device {self._site.device}: {len(lacking)} weights come from the coordinator: {reason}"
                 print(said, file=sys.stderr, flush=True)
                 reason = "it has other files, or none"
