@@ -78,7 +78,7 @@ class Watched:
         self.channels: list[SocketChannel] = []
 
     def moved(self) -> int:
-        return sum(s.sent_bytes + s.received_bytes for s in (channel.statistics() for channel in self.channels))
+        return sum(channel.sent_bytes + channel.received_bytes for channel in self.channels)
 
     def begins(self, begin: Callable[[CoordinatorHost, EpochStart], None]) -> Callable[..., None]:
         def begin_epoch(host: CoordinatorHost, start: EpochStart) -> None:

@@ -182,7 +182,7 @@ def with_model(problem: Problem, flow: Flow) -> Problem:
         state=problem.state,
     )
     work = made.cumulative_flops[-1] / problem.cumulative_flops[-1]
-    sent = [np.median([Blocks(p).live_bytes(k) for k in range(1, Blocks(p).count)]) for p in (made, problem)]
+    sent = [np.median(Blocks(p).live_bytes[1:-2]) for p in (made, problem)]
     kept = [p.cumulative_saved_bytes[-1] + sum(v.owned_bytes for v in Blocks(p).variables) for p in (made, problem)]
     return made.on(scaled(wide, work, float(sent[0] / max(sent[1], 1)), kept[0] / kept[1]))
 
