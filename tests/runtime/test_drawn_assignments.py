@@ -83,7 +83,7 @@ class _Worker(DeviceWorker):
     cannot go on."""
 
     def __init__(self, device: str, given: Given, last: int | None = None) -> None:
-        self._run, self._timeout_s, self._foreign = RUN, 60.0, False
+        self._run, self._timeout_s, self._foreign, self._others = RUN, 60.0, False, False
         self._site = Endpoint(device=device)
         self._accelerator, self._before, self._ranks = HOST, 0, None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
