@@ -23,6 +23,7 @@ from isthmus.runtime.device.own_files import is_below
 from isthmus.runtime.messages.assignment import StorePlace
 from isthmus.session.session import in_one_line
 from isthmus.stores import StoreFile
+from isthmus.training.file_backed import disk_folder
 from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot
 from isthmus.training.stored import StoredTensor, TensorFile, stored_tensors
@@ -79,7 +80,7 @@ class PartWriter:
 
 def write_part(place: StorePlace, step: int, taken: Snapshot) -> WrittenPart:
     """Write a stage's state to the store, by way of a temporary file. UserError or OSError where that fails."""
-    with tempfile.TemporaryDirectory(prefix="isthmus-part-") as folder:
+    with tempfile.TemporaryDirectory(prefix="isthmus-part-", dir=disk_folder()) as folder:
         path, name = Path(folder) / place.name, checkpoint_file(step, place.name)
         headers = [msgspec.structs.replace(h, name=f"{place.prefix}{h.name}") for h in taken.headers]
         file = TensorFile(path, headers)
