@@ -136,12 +136,6 @@ def test_a_mode_of_the_papers_pages_runs(table: str, key: str, value: str, job: 
 
 
 @pytest.mark.long
-def test_placements_are_compared(tmp_path: Path) -> None:
-    """The other part of dtfm/run.py."""
-    run("dtfm/run.py", "--quick", "--only", "placement", "--json", str(tmp_path / "found.json"))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("command", END_TO_END)
 def test_layouts_of_whole_iterations_are_simulated(command: str, tmp_path: Path) -> None:
     """Each takes minutes."""
