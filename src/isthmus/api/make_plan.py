@@ -462,8 +462,7 @@ def verify_plan(job: Job, plan: Plan | Path, tell: Callable[[str], None] = lambd
         counts=job.counts,
         gradients=job.sync.mode == "every-step",
     )
-    counts = prepared.captured.train.count is not None
-    simulated_s = partial(simulated_step_s, job, fleet, counts, SIMULATED_STEPS)
+    simulated_s = partial(steady_on, prepared, fleet=fleet)
     start_s = time.monotonic()
     until = Until(CHECK_S, lambda: time.monotonic() - start_s > CHECK_S)
     return verify(plan, question, until=until, simulated_s=simulated_s, tell=tell)

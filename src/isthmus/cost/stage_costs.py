@@ -164,6 +164,7 @@ def bytes_of(problem: Problem, stage: StageGraph) -> StageBytes:
 
 
 def working_bytes(problem: Problem, stage: StageGraph) -> int:
+    """Bytes that the operator takes which needs most while it runs, and gradients that users of parameters return."""
     returned = (len(users) * gradient_bytes(problem.flow.by_name[name]) for name, users in stage.shared_with.items())
     return max((problem.working_bytes(op) for op in stage.ops), default=0) + sum(returned)
 

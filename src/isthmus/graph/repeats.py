@@ -105,9 +105,8 @@ class Calls(TorchFunctionMode):
         self.comparable = True  # blocks were called one after the other, and with nothing unknown
         self.starts: list[int] = []  # the first call of each block
         self._blocks = {id(block): number for number, block in enumerate(blocks)}
-        self._known: dict[
-            int, tuple[Tensor, _Made | _Variable]
-        ] = {}  # with the tensor, so that its identity stays its own
+        # With the tensor, so that its identity stays its own.
+        self._known: dict[int, tuple[Tensor, _Made | _Variable]] = {}
         for number, column in enumerate(columns):
             self._known[id(column)] = column, _Made(-1, number)
         for name, tensor in named_tensors(module):
