@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -81,12 +82,13 @@ def alone(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The change and the buffers of one process, which began with these `buffers`."""
     torch.manual_seed(1)
-    resident = Resident(build_model(model))
+    resident = Resident(build_model(model), computes=local.computes)
     resident.micro_batches = local.micro_batches
     resident.set_buffers(buffers)
     # Which says nothing of its labels: none is left out, and of one batch the mean has the bits of a sum over a count.
     resident.uneven = data.kind == "npz" and local.micro_batches > 1
-    columns = OwnData(load_dataset(data, "train")).of_round(*KEY[:2]).load(0)
+    given = OwnData(load_dataset(data, "train")).of_round(*KEY[:2]).load(0)
+    columns = {n: c.to(resident.computes) if c.is_floating_point() else c for n, c in given.items()}
     plain = PlainLocal(
         resident,
         Workspace(resident),
@@ -97,13 +99,16 @@ def alone(
         round_=KEY[1],
         client=KEY[2],
     )
-    return plain.descend(resident.vector()).clone(), resident.buffers()
+    return plain.descend(rebuilt(model)).clone(), resident.buffers()
 
 
-@pytest.mark.parametrize("batch_size", [20, 64])
-def test_a_pipelines_descent_is_that_of_one_process(batch_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("batch_size", "precision"), [(20, "fp32"), (64, "fp32"), (20, "bf16")])
+def test_a_pipelines_descent_is_that_of_one_process(
+    batch_size: int, precision: Literal["fp32", "bf16"], tmp_path: Path
+) -> None:
     """Two batches of 20 in parts of 5 and one of 14 in parts of 7; all samples in one batch, in parts of 18."""
-    local, data, said = LocalConfig(batch_size=batch_size, micro_batches=4), noise(tmp_path), list[str]()
+    local = LocalConfig(batch_size=batch_size, micro_batches=4, precision=precision)
+    data, said = noise(tmp_path), list[str]()
     made, resident = pipeline(tmp_path, MLP, data, local, said)
     begun = resident.vector()
     change, (expected, _) = made.descend(begun, KEY), alone(MLP, data, local)
@@ -141,9 +146,9 @@ def test_a_pipelines_descent_begins_with_the_servers_buffers_and_counts_on(tmp_p
         assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
 
 
-def rebuilt() -> Tensor:
+def rebuilt(model: ModelSpec = MLP) -> Tensor:
     torch.manual_seed(1)
-    return Resident(build_model(MLP)).vector()
+    return Resident(build_model(model)).vector()
 
 
 def test_a_round_is_cut_into_runs_of_equal_batches() -> None:

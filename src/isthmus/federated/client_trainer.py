@@ -57,7 +57,7 @@ class ClientTrainer:
         """`states` is None for algorithms that keep nothing. `pacer` makes an executor as slow as an emulated one;
         `admit` refuses an update (PeerError) or clips it; `log` is
         told of states that are lost."""
-        self.resident = Resident(module, accelerator)
+        self.resident = Resident(module, accelerator, work.local.computes)
         self.resident.micro_batches = work.local.micro_batches
         self._labels = [name for name, column in data.columns.items() if may_be_left_out(column)]
         self.resident.uneven = self._counts = bool(self._labels)
@@ -371,7 +371,7 @@ class ClientTrainer:
         return self._counts or any(bool((data[name] < 0).any()) for name in self._labels)
 
     def _cast(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        dtype = self.resident.dtype
+        dtype = self.resident.computes
         cast = {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
         return all_to_device(self._accelerator, cast)
 

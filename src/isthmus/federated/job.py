@@ -561,11 +561,14 @@ def site_identity(job: FederatedJob, numbers: int) -> RunIdentity:
 
 def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> RunIdentity:
     combining = [job.federated.aggregation, job.privacy, job.federated.admission]
+    local = msgspec.to_builtins(job.local)
+    if local["precision"] == "fp32":
+        del local["precision"]  # runs of versions before have none
     return RunIdentity(
         algorithm=job.federated.algorithm,
         options=job.federated.options,
         model=msgspec.json.encode(job.model).decode(),
-        local=msgspec.json.encode(job.local).decode(),
+        local=msgspec.json.encode(local).decode(),
         numbers=numbers,
         data=data,
         seed=job.training.seed,

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import msgspec
 import torch
@@ -172,6 +172,9 @@ OptimizerTables = Annotated[tuple[AnyOptimizerConfig, ...], Meta(max_length=64)]
 MicroBatches = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
+Precision = Literal["fp32", "bf16"]
+
+
 class FederatedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How clients train in a round, when to evaluate and to save. The defaults are those of Parrot. Zero turns an
     `every` off."""
@@ -182,6 +185,8 @@ class FederatedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Equal parts of a batch whose gradients are added up: a client that is a pipeline has so many under way at once. A
     batch that cannot be cut into as many has fewer. A loss that is a mean of the model's own may be another with each
     number: a line says so before the first round."""
+    precision: Precision = "fp32"
+    """bf16: clients compute in bfloat16. Their weights, sums and evaluation stay in the model's own type."""
     seed: Seed = 0  # The seed of weights, partition, participation and the order of samples.
     clip_norm: NotNegative = 0.0  # Largest norm of all gradients of a step together; 0: they are not clipped.
     drop_last: bool = False
@@ -210,6 +215,7 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     clip_norm: NotNegative = 0.0
     drop_last: bool = False
     micro_batches: MicroBatches = 1
+    precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
         for one in self.optimizer:
@@ -217,6 +223,11 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ValueError("optimizer.nesterov: got true without momentum, expected momentum above 0")
         if self.optimizer and isinstance(self.learning_rate, float | int):
             raise ValueError(f"learning_rate: got {self.learning_rate:g} beside optimizer, expected its lr")
+
+    @property
+    def computes(self) -> torch.dtype | None:
+        """Return the type in which clients compute; None for the model's own."""
+        return torch.bfloat16 if self.precision == "bf16" else None
 
     @property
     def is_plain(self) -> bool:

@@ -48,8 +48,11 @@ def as_values(buffers: Mapping[str, T]) -> dict[str, T]:
 class ModuleBuffers:
     """Those of one module, under their names as of the beginning. The forward may write to them or assign others."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, computes: torch.dtype | None = None) -> None:
+        """With `computes` the module takes that type. Values are of the first types still."""
+        self._first = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        if computes is not None:
+            _cast(module, computes)
         self._slots: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         """Each module with buffers, and those that it had first."""
         self._names: dict[int, str] = {}
@@ -64,7 +67,6 @@ class ModuleBuffers:
                     name = f"{prefix}.{key}" if prefix else key
                     self._names[id(buffer)] = name
                     self.own[name] = buffer
-        self._first = {name: buffer.detach().clone() for name, buffer in self.own.items()}
         frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._frozen = [(name, p, p._version) for name, p in frozen]
 
@@ -81,7 +83,8 @@ class ModuleBuffers:
                 held.clear()
                 held.update(slots)
         for name, value in values.items():
-            if name not in self.own or self.own[name].shape != value.shape or self.own[name].dtype != value.dtype:
+            first = self._first.get(name)
+            if first is None or (first.shape, first.dtype) != (value.shape, value.dtype):
                 raise UserError(f"model: got a buffer {name!r} of {_form(value)}, which the model has not in that form")
         for name, buffer in self.own.items():
             value = values.get(name, self._first[name])
@@ -99,6 +102,7 @@ class ModuleBuffers:
         found: dict[str, Tensor] = {}
         for name, now in self._found().items():
             before = since.get(name, self._first[name])
+            before = before.to(self.own[name].dtype).to(before.dtype)  # as training began with it
             if not _same_bits(before, now.detach()):
                 found[name] = _change(name, before, now)
         return found
@@ -114,12 +118,22 @@ class ModuleBuffers:
                 if now is None or (name in found and now is first):
                     continue
                 if name is not None and first is not None and now.shape == first.shape:
-                    found[name] = now.to(first.dtype)
+                    found[name] = now
                 elif key not in cached:
                     got = "none" if first is None else _form(first)
                     what = f"model: buffer {key!r} of {type(owner).__name__} became {_form(now)} in training"
                     raise UserError(f"{what}, was {got}: expected one form from the beginning")
-        return {name: found.get(name, buffer) for name, buffer in self.own.items()}
+        return {name: found.get(name, own).to(self._first[name].dtype) for name, own in self.own.items()}
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters and buffers of floats take the type; what several modules share stays one tensor."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor, so that no other gets its identity
+
+    def cast(tensor: Tensor) -> Tensor:
+        return made.setdefault(id(tensor), (tensor, tensor.to(dtype)))[1] if tensor.is_floating_point() else tensor
+
+    module._apply(cast)  # pyright: ignore[reportPrivateUsage]
 
 
 def numbers_form(buffer: Tensor) -> tuple[int, ...]:
@@ -186,10 +200,11 @@ class Resident:
     a client the server's, `buffer_changes` says what training made of them.
     """
 
-    def __init__(self, module: nn.Module, accelerator: Accelerator = HOST) -> None:
-        """On the CPU this is the module itself; elsewhere a copy."""
+    def __init__(self, module: nn.Module, accelerator: Accelerator = HOST, computes: torch.dtype | None = None) -> None:
+        """On the CPU this is the module itself; elsewhere a copy. With `computes` it is a copy of that type: vectors
+        and gradients are of the module's own."""
         self.accelerator = accelerator
-        self.module = module = self._moved(module) if accelerator.asynchronous else module
+        self.module = module = self._moved(module) if accelerator.asynchronous or computes else module
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters:
             raise UserError("model: got no trainable parameter, expected at least one")
@@ -199,9 +214,10 @@ class Resident:
             raise UserError(
                 f"model: got parameters of {self.dtype} and {others or 'no other'}, expected one float type"
             )
+        self.computes = computes or self.dtype
         self._shapes = [p.shape for p in self._parameters]
         self._sizes = [p.numel() for p in self._parameters]
-        self._buffers = ModuleBuffers(module)
+        self._buffers = ModuleBuffers(module, computes)
         self.size = sum(self._sizes)
         self._gradient: Tensor | None = None  # not before somebody asks for one: most algorithms only descend
         self._known: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -217,7 +233,7 @@ class Resident:
 
     def vector(self, out: Tensor | None = None) -> Tensor:
         """The parameters as they are, [P]; in `out`, where that is given."""
-        return torch.cat([p.detach().reshape(-1) for p in self._parameters], out=out)
+        return torch.cat([p.detach().reshape(-1).to(self.dtype) for p in self._parameters], out=out)
 
     def up(self, tensor: Tensor) -> Tensor:
         """Where the module is."""
@@ -264,8 +280,11 @@ class Resident:
         return self._buffers.changes(since)
 
     def bind(self, vector: Tensor) -> None:
-        """From now on the module's parameters are the vector's memory."""
+        """From now on the module's parameters are the vector's memory; where it computes in another type, a copy."""
         views = self._views(vector)
+        if self.computes != self.dtype:
+            torch._foreach_copy_([p.data for p in self._parameters], views)  # pyright: ignore[reportPrivateUsage]
+            return
         if vector.data_ptr() == self._bound:
             return
         for p, view in zip(self._parameters, views, strict=True):
@@ -325,8 +344,14 @@ class Resident:
         self.bind(weights)
         if self.micro_batches > 1:
             return self._summed_parts(batch, pieces_of(len(next(iter(batch.values()))), self.micro_batches))
-        loss = mean_loss(self.module, batch, uneven=self.uneven)
-        return torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        return self._gradients_of(mean_loss(self.module, batch, uneven=self.uneven))
+
+    def _gradients_of(self, loss: Tensor, seed: Tensor | None = None) -> Sequence[Tensor | None]:
+        found = torch.autograd.grad(loss, self._parameters, seed, allow_unused=True)
+        if self.computes == self.dtype:
+            return found
+        each = cast("Sequence[Tensor | None]", found)
+        return [None if part is None else part.to(self.dtype) for part in each]
 
     def _summed_parts(self, batch: Batch, pieces: int) -> Sequence[Tensor | None]:
         """In the order and with the roundings of a pipeline's engine."""
@@ -339,10 +364,7 @@ class Resident:
             if count is not None:
                 counted = (counted or 0.0) + float(count)
             seed = share.to(loss) if count is None else None
-            found = cast(
-                "Sequence[Tensor | None]", torch.autograd.grad(loss, self._parameters, seed, allow_unused=True)
-            )
-            for number, part in enumerate(found):
+            for number, part in enumerate(self._gradients_of(loss, seed)):
                 before = sums[number]
                 if part is not None:
                     sums[number] = part.clone() if before is None else before.add_(part)

@@ -198,6 +198,7 @@ class Stacked:
         names, module, uneven = self._names, self._resident.module, self._resident.uneven
 
         def loss(parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+            parameters = {name: value.to(self._resident.computes) for name, value in parameters.items()}
             return mean_loss(module, batch, uneven=uneven, call=lambda **b: functional_call(module, parameters, (), b))
 
         gradient = vmap(grad(loss))

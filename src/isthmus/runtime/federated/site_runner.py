@@ -161,6 +161,7 @@ class PipelinePlans:
             micro_batches=segment.micro_batches,
             seed=torch_seed(*key),
             shuffle=False,
+            precision=local.precision,
             non_finite="ignore",
             keep_checkpoints=1,
         )
@@ -667,8 +668,11 @@ class SiteRunner:
         first = first_state(algorithm, Resident(module).vector())
         pipeline = self._pipeline(task_spec, module, data)
         states = None if first is None else SiteStates(self._folder / "states" / task_spec.run, StateForm(first))
+        local = task_spec.local
+        if pipeline is not None:
+            local = msgspec.structs.replace(local, precision="fp32")  # its devices compute in the other one
         site = Site(
-            TrainingTask(algorithm=algorithm, local=task_spec.local, seed=task_spec.seed, rounds=task_spec.rounds),
+            TrainingTask(algorithm=algorithm, local=local, seed=task_spec.seed, rounds=task_spec.rounds),
             module,
             data,
             states,

@@ -219,10 +219,10 @@ def _measured_clients_per_vmap(job: FederatedJob, data: ClientData) -> int:
 
 def _one_batch(job: FederatedJob, data: ClientData, accelerator: Accelerator) -> tuple[Resident, Batch]:
     """A batch of a client of median size. UserError for a model that does not take it."""
-    resident = Resident(build(job), accelerator)
+    resident = Resident(build(job), accelerator, job.local.computes)
     client = int(np.argsort(data.sizes)[len(data.sizes) // 2])
     few = {name: column[: job.local.batch_size] for name, column in data.load(client).items()}
-    cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
+    cast = {name: c.to(resident.computes) if c.dtype.is_floating_point else c for name, c in few.items()}
     columns = all_to_device(accelerator, cast)
     with users_code(resident.given(f"client {client}'s", few)):
         weights = resident.vector()

@@ -11,7 +11,7 @@ import torch
 
 from isthmus.wire_types import Count, Id, Name
 
-PROTOCOL = 33  # the version of the messages. It is raised whenever one of them changes.
+PROTOCOL = 34  # the version of the messages. It is raised whenever one of them changes.
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
