@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,6 +268,20 @@ def test_pretrained_as_classifier_gets_a_new_head(saved):
     assert module.config.problem_type == "single_label_classification" and module.score.weight.shape == (3, 16)
     with pytest.raises(UserError, match="unknown hf config option 'num_label'"):
         build("hf", path=str(directory), task="causal-lm", config={"num_label": 3})
+
+
+def test_weights_that_the_files_lack_for_the_body_of_a_model_are_named(saved):
+    deeper = {"path": str(saved[1]), "task": "causal-lm", "config": {"n_layer": 3}}
+    assert len(build("hf", **deeper, random_weights=True).transformer.h) == 3
+    lacks = f"hf option 'path': {saved[1]} as causal-lm has no transformer.h.2.attn.c_attn.bias, "
+    with pytest.raises(UserError, match=rf"^{re.escape(lacks)}.*, \.\.\. \(12 such\), which its config names"):
+        build("hf", **deeper)
+
+
+def test_a_pooler_that_no_language_model_has_is_new(tmp_path):
+    transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"has no bert\.pooler\.dense\.bias, .* \(4 such\): drawn at random"):
+        build("hf", path=str(tmp_path), task="sequence-classification")
 
 
 def test_a_pretrained_model_that_is_whole_says_nothing(saved, recwarn):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -61,6 +62,22 @@ def test_a_missing_bucket_a_wrong_key_and_no_server(s3: Gate, monkeypatch: pytes
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(RemoteStoreError, match=r"^store s3://bucket/x: cannot be read: Unable to locate credentials$"):
         Store("s3://bucket/x").names()
+
+
+def test_no_server_is_said_before_the_library_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        refused = re.escape(f"store s3://bucket/x: cannot connect to {address}: Connection refused")
+        with pytest.raises(RemoteStoreError, match=f"^{refused}$"):
+            Store("s3://bucket/x")
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+        Store("s3://bucket/x")  # a proxy may reach it
+        monkeypatch.delenv("http_proxy")
+    with pytest.raises(RemoteStoreError, match=r"^store s3://bucket/x: cannot connect to http://127\.0\.0\.1:port: "):
+        Store("s3://bucket/x", {"endpoint_url": "http://127.0.0.1:port"})
 
 
 def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:

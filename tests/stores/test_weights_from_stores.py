@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -120,6 +121,12 @@ def test_the_coordinator_sends_what_a_device_does_not_get(folder: Path) -> None:
     assert_equal({name: in_memory(value) for name, value in more.items()}, expected())
 
 
+def make_newer(path: Path) -> None:
+    """The clock of a file system stands still for some milliseconds: two changes may have one time."""
+    at_ns = path.stat().st_mtime_ns + 1_000_000_000
+    os.utime(path, ns=(at_ns, at_ns))
+
+
 def test_a_file_that_has_changed_is_lacking_whenever_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"file://{folder}"
     files = asked(folder, url)
@@ -128,6 +135,7 @@ def test_a_file_that_has_changed_is_lacking_whenever_it_was(folder: Path, monkey
     def changes(self: Store, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         found = ranges(self, name, spans)
         save_file({**OURS, "one": torch.tensor(3.0)}, folder / FILE)
+        make_newer(folder / FILE)
         return found
 
     monkeypatch.setattr(Store, "ranges", changes)
@@ -137,7 +145,7 @@ def test_a_file_that_has_changed_is_lacking_whenever_it_was(folder: Path, monkey
         assert all(words in reason and "\n" not in reason for reason in lacking.values())
     monkeypatch.setattr(Store, "ranges", ranges)
     kept = values(folder, url)["base.one"]
-    (folder / FILE).touch()
+    make_newer(folder / FILE)
     with pytest.raises(UserError, match="it has changed"):
         in_memory(kept)
 

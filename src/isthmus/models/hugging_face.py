@@ -247,7 +247,7 @@ def _loaded(chosen: PretrainedOptions, location: str, *, reads: bool) -> nn.Modu
         )
         for name, got, expected in sorted(loaded["mismatched_keys"]):
             raise UserError(f"{name}: got shape {list(got)} in its weights, expected {list(expected)} by its config")
-        _warn_of_new_weights(chosen, sorted(loaded["missing_keys"]))
+        _check_new_weights(chosen, sorted(loaded["missing_keys"]), module)
         return module
     except NotInFiles:
         raise
@@ -277,11 +277,17 @@ def _check_hub_answers(given: str) -> None:
             )
 
 
-def _warn_of_new_weights(chosen: PretrainedOptions, names: Sequence[str]) -> None:
-    """A new head is as it should be; anything else is a model that is not the one that was saved."""
+def _check_new_weights(chosen: PretrainedOptions, names: Sequence[str], module: nn.Module) -> None:
+    """Warn of a new head. UserError where the body lacks weights: the config is of another model than the files."""
+    base = str(getattr(module, "base_model_prefix", ""))
+    # A pooler belongs to the head: models that were saved without a classifier have none.
+    body = [name for name in names if base and name.startswith(f"{base}.") and "pooler" not in name.split(".")]
+    shown = ", ".join((body or names)[:4]) + (", ..." if len(body or names) > 4 else "")
+    what = f"{chosen.path} as {chosen.task} has no {shown} ({len(body or names)} such)"
+    if body:
+        raise UserError(f"hf option 'path': {what}, which its config names: expected them in its files")
     if names:
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        warn(f"hf option 'path': {chosen.path} as {chosen.task} has no {shown} ({len(names)} such): drawn at random")
+        warn(f"hf option 'path': {what}: drawn at random")
 
 
 WriteFile = Callable[[dict[str, torch.Tensor], str, dict[str, str]], None]

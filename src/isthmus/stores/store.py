@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import queue
 import re
+import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
 
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
@@ -83,6 +87,8 @@ class Store:
         self._fs, self._root = cast("tuple[_FileSystem, str]", found)
         self._renames = protocol in _RENAMES
         self._pieces = {"chunksize": PIECE_BYTES} if _LIBRARIES.get(protocol) == "s3fs" else {}
+        if self._pieces and (silence := _silence(options)):
+            raise RemoteStoreError(f"store {self.url}: {silence}")
 
     def names(self) -> list[str]:
         """Return the names of all files. Fails for a missing bucket, where other calls only report a missing file."""
@@ -178,6 +184,23 @@ class Store:
     def _refusal(self, failure: str, error: Exception) -> RemoteStoreError:
         reason = " ".join(str(error).split()) or type(error).__name__
         return RemoteStoreError(": ".join(filter(None, (f"store {self.url}", failure, reason))))
+
+
+def _silence(options: Mapping[str, object]) -> str:
+    """Return why nobody answers at the address that options or the environment give for S3; empty where somebody does,
+    or may later. The library tries for 10 to 20 s before it says so."""
+    given = options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    try:
+        there = urlsplit(str(given or ""))
+        if there.hostname is None or there.scheme in urllib.request.getproxies():
+            return ""
+        port = there.port or (443 if there.scheme == "https" else 80)
+        socket.create_connection((there.hostname, port), timeout=5.0).close()
+    except TimeoutError:
+        return ""
+    except (OSError, ValueError) as e:
+        return f"cannot connect to {given}: {(e.strerror if isinstance(e, OSError) else None) or e}"
+    return ""
 
 
 def _in_time(ask: Callable[[], _FoundT], most_s: float) -> _FoundT:
