@@ -17,7 +17,7 @@ from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, parame
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region, Route, corrected
 from isthmus.planners import plan as plan_by
-from isthmus.plans import Plan
+from isthmus.plans import Collective, Constraints, Plan
 from isthmus.verification import Question, Verdict, state_bytes, verify
 
 
@@ -227,6 +227,35 @@ def test_devices_swapped_or_unknown_or_too_small() -> None:
     (same,) = found.differences
     assert (same.field, same.got) == ("replicas[0].stages[1].device", "d1")
     assert found.bound.status == "unchecked"
+
+
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("islands", [((0,), (7,)), ((0, 1, 1),), ()])
+def test_islands_of_members_that_are_none_are_differences(islands: tuple[tuple[int, ...], ...], stated: bool) -> None:
+    plan, problem = two_replicas()
+    groups = tuple(
+        msgspec.structs.replace(group, collective=Collective(kind="hierarchical", islands=islands))
+        for group in plan.sync.groups
+    )
+    sync = msgspec.structs.replace(plan.sync, groups=groups)
+    other = msgspec.structs.replace(plan, sync=sync, certificate=plan.certificate if stated else None)
+    assert "sync.groups[0].collective" in {d.field for d in verify(other, question_of(problem)).differences}
+
+
+def test_a_period_in_which_nothing_is_summed_is_a_difference_and_not_walked_through() -> None:
+    problem = problem_of(random_graph(3, 5), fleet_of([1.0, 3.0], 5))
+    for plan in (two_replicas()[0], build_plan(problem, ["d0", "d1"], [2], planner="hand")):
+        asked = question_of(problem if len(plan.replicas) == 1 else two_replicas()[1])
+        endless = msgspec.structs.replace(plan, sync=msgspec.structs.replace(plan.sync, period=10**15))
+        assert verify(endless, asked).differences[0].field == "sync.period"
+
+
+@pytest.mark.parametrize("limit", [{"max_step_s": 1e-3, "objective": "cost"}, {"max_price": 1e-3}])
+def test_limits_that_were_not_asked_are_differences(limit: dict[str, object]) -> None:
+    plan, problem = two_replicas()
+    other = msgspec.structs.replace(plan, constraints=Constraints(**limit))  # type: ignore[arg-type]
+    found = {difference.field for difference in verify(other, question_of(problem)).differences}
+    assert found & {"constraints.max_step_s", "constraints.max_price"}
 
 
 def test_differences_say_by_how_much() -> None:

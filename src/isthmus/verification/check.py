@@ -120,6 +120,8 @@ def _structure(ledger: DifferenceList, plan: Plan, reading: GraphReading) -> boo
     ledger.same("constraints.compression", str(plan.constraints.compression), str(question.constraints.compression))
     ledger.same("constraints.lacking", str(plan.constraints.lacking), str(question.constraints.lacking))
     ledger.same("constraints.memory_headroom", plan.constraints.memory_headroom, question.constraints.memory_headroom)
+    ledger.same("constraints.max_step_s", plan.constraints.max_step_s, question.constraints.max_step_s)
+    ledger.same("constraints.max_price", plan.constraints.max_price, question.constraints.max_price)
     held = [
         ledger.same(
             "constraints.data_holders",
@@ -318,8 +320,11 @@ def _shared(ledger: DifferenceList, where: str, replica: Replica, graph: CutGrap
 def _sync(ledger: DifferenceList, plan: Plan, graphs: Sequence[CutGraph], question: Question) -> float:
     """Seconds of the sums as stated; every parameter must be summed once in a period by those who hold it."""
     held = [([stage.device for stage in r.stages], g) for r, g in zip(plan.replicas, graphs, strict=True)]
-    if len(plan.replicas) > 1:
-        ledger.same("sync.period", plan.sync.period, question.period)
+    several = len(plan.replicas) > 1
+    period = ledger.same("sync.period", plan.sync.period, question.period if several else 1)
+    if several:
+        summed, asked = plan.sync.averages, "gradients" if question.gradients else "parameters or deltas"
+        ledger.judge("sync.averages", (summed == "gradients") == question.gradients, summed, asked)
     needed = averaging_groups(held)
     if question.constraints.copied:
         needed = _summed_by_copies(ledger, plan, copies_sums(question, graphs[0]), question.constraints.feeders)
@@ -334,13 +339,15 @@ def _sync(ledger: DifferenceList, plan: Plan, graphs: Sequence[CutGraph], questi
         )
         for members in sorted({*needed, *stated})
     ]
+    if not (period and all(agree)):
+        return 0.0
     proven = None if plan.certificate is None else question.fleet
     words = "each member once" if proven is None else "each member once, by region where a bound is stated"
-    agree += [
+    formed = [
         ledger.judge(f"sync.groups[{k}].collective", well_formed(g, proven), str(g.collective.islands), words)
         for k, g in enumerate(plan.sync.groups)
     ]
-    if not all(agree):
+    if not all(formed):
         return 0.0
     for number, group in enumerate(plan.sync.groups):
         where = f"sync.groups[{number}]"
@@ -356,7 +363,6 @@ def _summed_by_copies(
 ) -> dict[Members, list[str]]:
     """Return the parameters that the copies of a stage sum, by their devices and stages."""
     ledger.same("sync.averages", plan.sync.averages, "gradients")
-    ledger.same("sync.period", plan.sync.period, 1)
     return {(feeders, (stage,) * len(feeders)): names for stage, names in sums.items()}
 
 

@@ -40,14 +40,14 @@ def buffer_bytes(graph: CutGraph, parameters: Sequence[str], averages: str) -> i
 def well_formed(group: SyncGroup, proven: Fleet | None) -> bool:
     """Return whether the collective's islands are the group's members, each once; where something is `proven` of plans
     on a fleet, also whether they are its regions, two or more: a single leader waits for nobody after its backward."""
-    members = sorted(m for island in group.collective.islands for m in island)
-    expected = [] if group.collective.kind == "sharded" else list(range(len(group.devices)))
-    one_ring = group.collective.kind != "ring" or len(group.collective.islands) == 1
-    by_region = True
-    if proven is not None and group.collective.kind == "hierarchical":
-        homes = [{proven.device(group.devices[m]).region for m in island} for island in group.collective.islands]
-        by_region = 1 < len(homes) == len(set().union(*homes)) and all(len(some) == 1 for some in homes)
-    return members == expected and one_ring and all(group.collective.islands) and by_region
+    islands, kind = group.collective.islands, group.collective.kind
+    expected = [] if kind == "sharded" else list(range(len(group.devices)))
+    if sorted(m for island in islands for m in island) != expected or not all(islands):
+        return False
+    if kind == "hierarchical" and proven is not None:
+        homes = [{proven.device(group.devices[m]).region for m in island} for island in islands]
+        return 1 < len(homes) == len(set().union(*homes)) and all(len(some) == 1 for some in homes)
+    return kind != "ring" or len(islands) == 1
 
 
 def sums_s(fleet: Fleet, sync: ReplicaSync) -> float:
