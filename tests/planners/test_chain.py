@@ -36,7 +36,7 @@ from isthmus.fleet import Device, Fleet, Link, Links, with_memory
 from isthmus.graph import OpGraph, Ref, assign, partition
 from isthmus.planners import plan
 from isthmus.planners.search.cuts import cut_orders
-from isthmus.plans import Plan, load_plan, save_plan
+from isthmus.plans import Constraints, Plan, load_plan, save_plan
 
 INFINITE = float("inf")
 
@@ -254,6 +254,15 @@ def test_too_small_a_fleet_names_a_device_and_the_missing_bytes() -> None:
     )
     with pytest.raises(FleetTooSmall, match=words):
         plan("chain", problem_of(graph, _fleet([1.0, 1.0], memory=150)))
+
+
+@pytest.mark.parametrize("planner", ["chain", "auto"])
+def test_a_data_holder_that_holds_no_first_stage_is_named(planner: str) -> None:
+    held = Constraints(data_holders=("d0",))
+    fleet = fleet_of([1.0, 1.0], memory=[152, 1392])
+    problem = problem_of(random_graph(520604, 2), fleet, recompute=False, constraints=held)
+    with pytest.raises(FleetTooSmall, match=r"stage 0 on device d0 needs 180 B .* offers 152 B: 28 B short"):
+        plan(planner, problem)
 
 
 def test_even_refuses_what_does_not_fit() -> None:

@@ -101,8 +101,9 @@ def pipelines(problem: Problem, *, thorough: bool = True) -> list[Plan]:
         plans += [] if better is None else [better]
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
-        plans += _built(problem, fallback.devices, blocks.boundaries(fallback.cut))
-        if plans and packs_alike(problem):
+        order = [problem.fleet.names[d] for d in fallback.devices]
+        plans.append(keep(build_plan(problem, order, blocks.boundaries(fallback.cut), planner="chain")))
+        if packs_alike(problem):
             plans += _moved(problem, network, layouts_of(plans[0]), plans[0].predicted.step_s)
     return sorted(plans, key=lambda plan: preference(problem, plan))
 
