@@ -85,8 +85,20 @@ def every_single(problem: Problem) -> Iterator[Plan]:
 
 def every_plan(problem: Problem) -> Iterator[Plan]:
     """All plans of any number of replicas; small problems only."""
+    for layouts in every_layout(problem):
+        with contextlib.suppress(FleetTooSmall):
+            yield build_replicas(problem, layouts, planner="brute")
+
+
+def every_layout(problem: Problem) -> Iterator[list[PlanLayout]]:
+    """Of all plans that respect the terms, whether they fit or not."""
     places = [cut.position for cut in cuts(problem.flow)]
-    yield from every_single(problem)
+    for order in orders(problem):
+        if len(set(order)) < len(order) and not problem.constraints.labels_stay:
+            continue
+        for boundaries in itertools.combinations(places, len(order) - 1):
+            if broken_constraint(problem, order, boundaries) is None:
+                yield [PlanLayout(order, boundaries, problem.micro_batches)]
     for groups in _groups(problem.fleet.names):
         if not 1 < len(groups) <= problem.micro_batches or max(map(len, groups)) > len(places) + 1:
             continue
@@ -97,8 +109,7 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
                 layouts = [PlanLayout(g, b, m) for g, b, m in zip(groups, boundaries, shares, strict=True)]
                 if all(broken_constraint(problem, x.order, x.boundaries) is None for x in layouts):
                     for ordered in itertools.permutations(layouts):  # what an average takes depends on their order
-                        with contextlib.suppress(FleetTooSmall):
-                            yield build_replicas(problem, ordered, planner="brute")
+                        yield list(ordered)
 
 
 def _groups(devices: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
