@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.planners.plan_cases import fleet_of, problem_of, random_graph
 
-from isthmus.cost import Problem, build_plan
+from isthmus.cost import MemoryRoom, Problem, build_plan, in_flight_limits
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.cut_table import cut_table
 from isthmus.cost.network import network_of
 from isthmus.cost.pipelines import Trials, stage_tasks
 from isthmus.cost.steady import StageTasks, least_step_s, steady_step_s
+from isthmus.cost.steptime import EdgeTime, PipelineTime
 from isthmus.errors import UserError
 from isthmus.plans import Plan
 from isthmus.protocol import RunSpec
@@ -60,11 +63,30 @@ def simulated_s(problem: Problem, plan: Plan) -> Iterator[float]:
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_a_steady_step_is_what_the_simulator_takes(seed: int) -> None:
-    problem, plan, tasks = drawn(seed)
-    assert tasks.held[0].tolist() == list(plan.replicas[0].schedule.in_flight)
+    problem, plan, most = drawn(seed)
+    held = np.array([plan.replicas[0].schedule.in_flight], dtype=np.float64)
+    tasks = replace(most, held=held)
+    assert (held <= most.held).all() and (problem.schedule == "1f1b" or (held == most.held).all())
     step_s = steady_step_s(tasks, 0, problem.micro_batches)
+    assert step_s <= steady_step_s(most, 0, problem.micro_batches) * (1 + 1e-9)
     assert step_s == pytest.approx(float(np.mean(list(simulated_s(problem, plan)))), rel=1e-9), plan.replicas[0]
     assert least_step_s(tasks, problem.micro_batches)[0] <= step_s * (1 + 1e-9)
+
+
+def test_more_in_flight_than_hide_the_round_trip_make_a_step_shorter() -> None:
+    """Gradients that queue up at a first stage that is slow keep the stage behind it without work: backward comes
+    first. Of sixteen micro-batches the round trip is hidden by seven."""
+    message = EdgeTime(0, 1, 0.13, 0.13, 0.05, 0.05)
+    times = PipelineTime(
+        devices=("a", "b"), forward_s=(0.022, 0.014), backward_s=(0.047, 0.028), edges=(message,), shared_s=0.0
+    )
+    roomy, tight = ([MemoryRoom(capacity=most, fixed=0, each=1)] * 2 for most in (99, 9))
+    problem = problem_of(random_graph(0, 4), fleet_of([1, 1], 0), micro_batches=16)
+    assert math.ceil(times.round_trips_s[0] / times.bottleneck[0]) + 1 == 7
+    assert in_flight_limits(problem, times, roomy) == (14, 1)
+    assert in_flight_limits(problem, times, tight) == (9, 1)
+    assert times.steady_s((7, 1), 16) > 1.2 * times.steady_s((14, 1), 16)
+    assert times.steady_s((14, 1), 16) == times.steady_s((16, 1), 16) < 1.02 * 16 * sum((0.022, 0.047))
 
 
 def test_of_many_pipelines_half_take_their_least_step() -> None:

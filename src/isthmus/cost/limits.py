@@ -12,6 +12,9 @@ from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import PipelineTime
 from isthmus.plans import classic_in_flight
 
+MOST_HIDING = 2  # times as many micro-batches in flight as hide the round trip: more have made no step shorter
+ROUNDING = 1e-9  # relative, between two equal steps
+
 
 def broken_constraint(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> str | None:
     """The first constraint that a replica violates, in words; None if it violates none."""
@@ -78,11 +81,13 @@ class MemoryRoom(NamedTuple):
 def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[MemoryRoom]) -> tuple[int, ...]:
     """Micro-batches that each stage may hold.
 
-    GPipe holds all. 1F1B holds what the classic schedule does, or as many as hide the round trip behind the
-    period, whichever is more, as far as memory goes; fewer than classic throttle the pipeline. The last stage holds
-    one: its backward waits for no gradient, and comes before the next forward. Where weight gradients are apart each
-    stage holds as many more as could wait for the end of the step, as far as memory goes: what waits there keeps no
-    other stage waiting. (The closed form counts none of that; the simulator does.)
+    GPipe holds all. 1F1B holds what the classic schedule does, or as many as hide the round trip behind the period,
+    whichever is more, as far as memory goes; fewer than classic throttle the pipeline. Up to twice as many where the
+    step is shorter for it: as backward comes first, gradients that have queued up at a stage keep those behind it
+    without work. The last stage holds one: its backward waits for no gradient, and comes before the next forward.
+    Where weight gradients are apart each stage holds as many more as could wait for the end of the step, as far as
+    memory goes: what waits there keeps no other stage waiting. (The formula counts none of the last two; the
+    simulator does.)
     """
     classic = classic_in_flight(problem.schedule, len(times.devices), problem.micro_batches)
     if problem.schedule == "gpipe":
@@ -90,14 +95,26 @@ def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[Memo
     period = times.bottleneck[0]
     most = times.steps * problem.micro_batches
     hiding = [math.ceil(r / period) + times.steps if period else most for r in times.round_trips_s]
-    hiding[-1] = 1
     if times.apart_s:
         late_s = [a or b for a, b in zip(times.apart_s, times.backward_s, strict=True)]
         hiding = [h + (math.ceil(times.fill_s / late) if late else 0) for h, late in zip(hiding, late_s, strict=True)]
-    found = [min(max(c, h), most) for c, h in zip(classic, hiding, strict=True)]
-    for stages in times.stages_of.values():
-        _fit(found, stages, times.round_trips_s, rooms)
-    return tuple(found)
+
+    def limits(part: float) -> tuple[int, ...]:
+        wanted = [*(math.ceil(part * h) for h in hiding[:-1]), hiding[-1] if times.apart_s else 1]
+        found = [min(max(c, h), most) for c, h in zip(classic, wanted, strict=True)]
+        for stages in times.stages_of.values():
+            _fit(found, stages, times.round_trips_s, rooms)
+        return tuple(found)
+
+    if times.apart_s:
+        return limits(1)
+    if times.steps > 1 or len(times.stages_of) < len(times.devices) or problem.constraints.copied:
+        return limits(MOST_HIDING)
+    choices = dict.fromkeys(map(limits, (1, (1 + MOST_HIDING) / 2, MOST_HIDING)))
+    if len(choices) == 1:
+        return limits(1)
+    steps_s = {held: times.steady_s(held, problem.micro_batches) for held in choices}
+    return next(held for held in choices if steps_s[held] <= min(steps_s.values()) * (1 + ROUNDING))
 
 
 def _fit(found: list[int], stages: Sequence[int], round_trips_s: Sequence[float], rooms: Sequence[MemoryRoom]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from isthmus.cost import kernel
 from isthmus.cost.cut_table import CutTable
 from isthmus.cost.kernel import Bools, Floats, Ints, MessageTimes
+from isthmus.cost.limits import MOST_HIDING
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.problem import Problem
 from isthmus.cost.steady import StageTasks
@@ -141,7 +142,7 @@ def timed(
 def stage_tasks(
     problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int, recompute: Bools | None = None
 ) -> StageTasks:
-    """These pipelines as tasks and messages, with the limits in flight that plans have (`limits.in_flight_limits`) for
+    """These pipelines as tasks and messages, with the most in flight that plans have (`limits.in_flight_limits`) for
     so many micro-batches: below one where a stage does not fit. `recompute` is that of `timed`."""
     table, cuts, order = trials.table, trials.cuts, trials.order
     again = np.zeros(order.shape, dtype=bool) if recompute is None else recompute
@@ -153,7 +154,8 @@ def stage_tasks(
         busy_s = kernel.busiest_s(order, forward_s + backward_s, messages, list(_uplinks_s(network, trials)))
         hiding = np.ceil(kernel.round_trips_s(forward_s, backward_s, messages) / busy_s[:, None]) + 1
         hiding[:, -1] = 1
-        held = np.minimum(held, np.maximum(hiding, order.shape[1] - np.arange(order.shape[1])))
+        classic = order.shape[1] - np.arange(order.shape[1])
+        held = np.minimum(held, np.maximum(np.where(classic > 1, MOST_HIDING * hiding, hiding), classic))
     else:
         held = np.where(held < micro_batches, 0, held)
     held = np.minimum(held, micro_batches)

@@ -25,6 +25,7 @@ from isthmus.cost import kernel
 from isthmus.cost.kernel import Floats, Ints, MessageTimes
 from isthmus.cost.problem import Problem
 from isthmus.cost.stage_costs import StageFlops, compute_s, transfer_s, uplinks_s, wire_s
+from isthmus.cost.steady import StageTasks, steady_step_s
 from isthmus.plans import Edge, Prediction, SharedParameter
 from isthmus.plans.schedule import STEPS_AT_ONCE
 
@@ -54,6 +55,7 @@ class PipelineTime:
     uplinks_s: tuple[tuple[str, float], ...] = ()
     """Per site with a shared uplink: how long one micro-batch's bytes occupy it."""
     steps: int = 1  # that may be under way at once: two of the schedule `delayed`
+    shared: tuple[EdgeTime, ...] = ()  # from each owner of shared parameters to each user, once a step
 
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
@@ -62,11 +64,15 @@ class PipelineTime:
     @cached_property
     def _row(self) -> tuple[Floats, Floats, list[MessageTimes]]:
         """This pipeline as one candidate of the kernel: forward and backward, and messages."""
-        messages = [
-            MessageTimes(source, target, *(np.array([s]) for s in seconds), sent=np.array([True]))
-            for source, target, *seconds in self.edges
-        ]
-        return np.array([self.forward_s]), np.array([self.backward_s]), messages
+        return np.array([self.forward_s]), np.array([self.backward_s]), _messages(self.edges)
+
+    def steady_s(self, in_flight: Sequence[int], micro_batches: int) -> float:
+        """Seconds of a steady step; for the schedule `1f1b`, with a device for each stage."""
+        forward_s, backward_s, messages = self._row
+        held = np.array([in_flight], dtype=np.float64)
+        return steady_step_s(
+            StageTasks(forward_s, backward_s, held, messages, _messages(self.shared)), 0, micro_batches
+        )
 
     @cached_property
     def _order(self) -> Ints:
@@ -193,6 +199,13 @@ class FedPipeline(PipelineTime):
         return max(way.eq3_step_s(micro_batches) for way in self.ways)
 
 
+def _messages(edges: Iterable[EdgeTime]) -> list[MessageTimes]:
+    return [
+        MessageTimes(source, target, *(np.array([s]) for s in seconds), sent=np.array([True]))
+        for source, target, *seconds in edges
+    ]
+
+
 Ends = TypeVar("Ends")
 
 
@@ -257,27 +270,34 @@ def _one_way(
     edges: Sequence[Edge],
     shared: Sequence[SharedParameter],
 ) -> PipelineTime:
-    times, sent = list[EdgeTime](), list[tuple[str, str, int]]()
+
+    def edge(source: int, target: int, forward_bytes: int, backward_bytes: int) -> EdgeTime:
+        there, back = (devices[source], devices[target]), (devices[target], devices[source])
+        return EdgeTime(
+            source,
+            target,
+            transfer_s(problem, *there, forward_bytes),
+            transfer_s(problem, *back, backward_bytes),
+            wire_s(problem, *there, forward_bytes),
+            wire_s(problem, *back, backward_bytes),
+        )
+
+    sent, bytes_of = list[tuple[str, str, int]](), dict[tuple[int, int], tuple[int, int]]()
     for e in edges:
         there, back = (devices[e.source], devices[e.target]), (devices[e.target], devices[e.source])
         sent += [(*there, e.forward_wire_bytes), (*back, e.backward_wire_bytes)]
-        times.append(
-            EdgeTime(
-                e.source,
-                e.target,
-                transfer_s(problem, *there, e.forward_wire_bytes),
-                transfer_s(problem, *back, e.backward_wire_bytes),
-                wire_s(problem, *there, e.forward_wire_bytes),
-                wire_s(problem, *back, e.backward_wire_bytes),
-            )
-        )
+    for p in shared:
+        for user in p.users:
+            there_bytes, back_bytes = bytes_of.get((p.owner, user), (0, 0))
+            bytes_of[p.owner, user] = there_bytes + p.size_bytes, back_bytes + p.gradient_bytes
     return PipelineTime(
         devices=tuple(devices),
         uplinks_s=tuple(sorted(uplinks_s(problem.fleet, sent).items())),
         forward_s=tuple(compute_s(problem, d, f.forward) for d, f in zip(devices, flops, strict=True)),
         backward_s=tuple(compute_s(problem, d, f.backward) for d, f in zip(devices, flops, strict=True)),
         apart_s=tuple(compute_s(problem, d, f.apart) for d, f in zip(devices, flops, strict=True) if problem.splits),
-        edges=tuple(times),
+        edges=tuple(edge(e.source, e.target, e.forward_wire_bytes, e.backward_wire_bytes) for e in edges),
+        shared=tuple(edge(*ends, *sizes) for ends, sizes in bytes_of.items()),
         steps=STEPS_AT_ONCE.get(problem.schedule, 1),
         shared_s=_shared_s(problem, shared, [devices]),
     )
