@@ -12,8 +12,7 @@ from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import PipelineTime
 from isthmus.plans import classic_in_flight
 
-MOST_HIDING = 2  # times as many micro-batches in flight as hide the round trip: more have made no step shorter
-ROUNDING = 1e-9  # relative, between two equal steps
+A_LITTLE = 1.001  # times the shortest step, that fewer in flight may take
 
 
 def broken_constraint(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> str | None:
@@ -82,12 +81,12 @@ def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[Memo
     """Micro-batches that each stage may hold.
 
     GPipe holds all. 1F1B holds what the classic schedule does, or as many as hide the round trip behind the period,
-    whichever is more, as far as memory goes; fewer than classic throttle the pipeline. Up to twice as many where the
-    step is shorter for it: as backward comes first, gradients that have queued up at a stage keep those behind it
-    without work. The last stage holds one: its backward waits for no gradient, and comes before the next forward.
-    Where weight gradients are apart each stage holds as many more as could wait for the end of the step, as far as
-    memory goes: what waits there keeps no other stage waiting. (The formula counts none of the last two; the
-    simulator does.)
+    whichever is more, as far as memory goes; fewer than classic throttle the pipeline. It holds more, up to all, where
+    the steady step is shorter for it: as backward comes first, gradients that have queued up at a stage keep those
+    behind it without work. (Where no recurrence has that step it holds twice as many.) The last stage holds one: its
+    backward waits for no gradient, and comes before the next forward. Where weight gradients are apart each stage holds
+    as many more as could wait for the end of the step, as far as memory goes: what waits there keeps no other stage
+    waiting. (The formula counts none of the last two; the simulator does.)
     """
     classic = classic_in_flight(problem.schedule, len(times.devices), problem.micro_batches)
     if problem.schedule == "gpipe":
@@ -109,12 +108,12 @@ def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[Memo
     if times.apart_s:
         return limits(1)
     if times.steps > 1 or len(times.stages_of) < len(times.devices) or problem.constraints.copied:
-        return limits(MOST_HIDING)
-    choices = dict.fromkeys(map(limits, (1, (1 + MOST_HIDING) / 2, MOST_HIDING)))
+        return limits(2)
+    choices = dict.fromkeys(map(limits, (1, 1.5, 2, most)))
     if len(choices) == 1:
         return limits(1)
     steps_s = {held: times.steady_s(held, problem.micro_batches) for held in choices}
-    return next(held for held in choices if steps_s[held] <= min(steps_s.values()) * (1 + ROUNDING))
+    return next(held for held in choices if steps_s[held] <= min(steps_s.values()) * A_LITTLE)
 
 
 def _fit(found: list[int], stages: Sequence[int], round_trips_s: Sequence[float], rooms: Sequence[MemoryRoom]) -> None:

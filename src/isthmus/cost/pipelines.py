@@ -13,7 +13,6 @@ import numpy as np
 from isthmus.cost import kernel
 from isthmus.cost.cut_table import CutTable
 from isthmus.cost.kernel import Bools, Floats, Ints, MessageTimes
-from isthmus.cost.limits import MOST_HIDING
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.problem import Problem
 from isthmus.cost.steady import StageTasks
@@ -142,22 +141,18 @@ def timed(
 def stage_tasks(
     problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int, recompute: Bools | None = None
 ) -> StageTasks:
-    """These pipelines as tasks and messages, with the most in flight that plans have (`limits.in_flight_limits`) for
-    so many micro-batches: below one where a stage does not fit. `recompute` is that of `timed`."""
+    """These pipelines as tasks and messages, with the most in flight that plans may have (`limits.in_flight_limits`)
+    for so many micro-batches: below one where a stage does not fit. `recompute` is that of `timed`."""
     table, cuts, order = trials.table, trials.cuts, trials.order
     again = np.zeros(order.shape, dtype=bool) if recompute is None else recompute
     speed = network.speed[order]
     forward_s = table.forward_work[cuts] / speed
     backward_s = table.backward_work[cuts] / speed + again * forward_s
     messages, held = list(_messages(network, trials)), held_at_most(problem, network, trials, again)
-    if problem.schedule != "gpipe":
-        busy_s = kernel.busiest_s(order, forward_s + backward_s, messages, list(_uplinks_s(network, trials)))
-        hiding = np.ceil(kernel.round_trips_s(forward_s, backward_s, messages) / busy_s[:, None]) + 1
-        hiding[:, -1] = 1
-        classic = order.shape[1] - np.arange(order.shape[1])
-        held = np.minimum(held, np.maximum(np.where(classic > 1, MOST_HIDING * hiding, hiding), classic))
-    else:
+    if problem.schedule == "gpipe":
         held = np.where(held < micro_batches, 0, held)
+    else:
+        held[:, -1] = np.minimum(held[:, -1], 1)
     held = np.minimum(held, micro_batches)
     return StageTasks(forward_s, backward_s, held, messages, list(_shared(network, trials)))
 
