@@ -18,9 +18,11 @@ ALONE = {"runtime.executors": 1}
 
 
 def trained(folder: Path, rounds: int = 2, **more: object) -> isthmus.Run:
+    torch.manual_seed(0)
     clients = [{"input": torch.randn(8, 4), "target": torch.zeros(8, 1)} for _ in range(3)]
     given: dict[str, object] = {"model": nn.Linear(4, 1), "loss": LOSS, "clients": clients, "test": clients[0], **more}
-    return isthmus.federate(rounds=rounds, overrides=ALONE, run=folder, quiet=True, **given)  # type: ignore[arg-type]
+    given.setdefault("overrides", ALONE)
+    return isthmus.federate(rounds=rounds, run=folder, quiet=True, **given)  # type: ignore[arg-type]
 
 
 def test_rounds_are_entries_losses_a_trace_and_a_model(tmp_path: Path) -> None:
@@ -36,6 +38,16 @@ def test_rounds_are_entries_losses_a_trace_and_a_model(tmp_path: Path) -> None:
     assert isinstance(run.model, nn.Linear) and torch.equal(run.model.weight, module.weight)
     with pytest.raises(UserError, match="unknown figure"):
         run.figure("client")
+
+
+def test_objects_with_secure_sums_give_the_bits_of_sums_in_the_open(tmp_path: Path) -> None:
+    """Of simulated clients that count alike."""
+    secure = {"federated.aggregation.secure": True, "federated.aggregation.most_samples": 8}
+    rules = {**ALONE, "federated.participation.minimum": 2}
+    runs = [trained(tmp_path / name, overrides=rules | more) for name, more in (("open", {}), ("secure", secure))]
+    plain, hidden = (run.model for run in runs)
+    assert isinstance(plain, nn.Linear) and isinstance(hidden, nn.Linear)
+    assert torch.equal(plain.weight, hidden.weight) and runs[1].figure("clients") == [(1, 3.0), (2, 3.0)]
 
 
 def test_a_run_of_rounds_is_resumed(tmp_path: Path) -> None:

@@ -151,6 +151,48 @@ def test_rounds_on_an_engine_are_those_of_this_machine(tmp_path: Path) -> None:
     assert (found.path / found.results[0].folder / "agents.log").stat().st_size
 
 
+SLOW = """
+name = "two"
+links.default = { latency = "1 ms", bandwidth = "1 Gbit/s" }
+[[device]]
+name = "d"
+region = "here"
+compute = "1 MFLOPS"
+memory = "1 GiB"
+count = 3
+"""
+SECURE = """
+federated.aggregation = { secure = true, most_samples = 1000 }
+federated.participation = { fraction = 1.0, minimum = 2 }
+"""
+KINDS = {  # more of the job, and settings of each point
+    "replicas": "",
+    "devices": 'sync = { mode = "decoupled", decoupled.fragments = 2 }',
+    "pipelines": 'sync = { mode = "decoupled", decoupled = { fragments = 2, replicas = [["d-0", "d-1"], ["d-2"]] } }',
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [*KINDS, "secure"])
+def test_a_sweep_of_each_program_has_the_figures_of_its_runs(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(SLOW)
+    training = "{ steps = 4, eval_every = 2, batch_size = 12, micro_batches = 6 }"
+    job = PIPELINE.replace("{ steps = 3, batch_size = 8, micro_batches = 2 }", training)
+    job += f"runtime.emulate = false\n{KINDS.get(kind, '')}\n"
+    if kind == "secure":
+        job = JOB.replace("federated.participation = { clients = 3 }\n", SECURE)
+    grid = "learning_rate" if kind == "secure" else '"training.clip_norm"'
+    text = SWEEP.replace("[0, 1, 2]", "[0, 1]").replace("learning_rate", grid)
+    found = isthmus.sweep(write(tmp_path, text, job), note=lambda line: None)
+    assert found.outcome == "done" and len(found.results) == 2
+    for result in found.results:
+        run = isthmus.Run(tmp_path / "runs" / "rates" / result.folder)
+        assert run.outcome == "done" and result.metrics["held-out loss"] == run.heldout[-1].loss
+        if kind == "replicas":
+            assert len(run.plan.replicas) > 1
+    assert found.results[0].metrics["held-out loss"] != found.results[1].metrics["held-out loss"]
+
+
 def overrides(rate: float, seed: int) -> dict[str, object]:
     return {"learning_rate": rate, "training.seed": seed}
 

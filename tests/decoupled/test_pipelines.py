@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.api.decoupled import simulate_decoupled
+from isthmus.api.decoupled import plan_replicas, simulate_decoupled
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Links
@@ -210,7 +210,7 @@ def test_a_cut_link_of_a_simulated_pipeline_stops_it_and_a_long_one_costs_it_a_d
     assert long.seconds == pytest.approx(apart.seconds + 60 + 1, abs=1)
 
 
-def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
+def test_a_job_with_pipelines_is_planned_and_simulated(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
     devices = (
         f'[[device]]\nname = "{d.name}"\nregion = "{d.region}"\ncompute = "1 MFLOPS"\nmemory = "1 GiB"\n'
@@ -218,7 +218,9 @@ def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
     )
     links = '[links]\ndefault = { latency = "20 ms", bandwidth = "20 Mbit/s" }\n'
     fleet.write_text("\n".join(['name = "four"\n', *devices, links]))
-    found = simulate_decoupled(msgspec.structs.replace(pipeline_job(), fleet=str(fleet)))
+    job = msgspec.structs.replace(pipeline_job(), fleet=str(fleet))
+    found = simulate_decoupled(job)
+    assert plan_replicas(job).plans == found.plans
     assert set(found.steps) == {"x", "d"} and {span.device for span in found.trace.spans} == {"x", "d", "merger"}
     assert set(found.run.busy_s) == {"a", "b", "c", "d"}
     assert found.lines()[0].startswith("x: 8 samples in ")

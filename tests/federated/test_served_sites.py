@@ -48,17 +48,19 @@ class Seen(isthmus.Callback):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["secure", "open", "a fleet"])
 def test_served_sites_have_what_simulated_clients_have(kind: str, tmp_path: Path) -> None:
-    """The changes of site b are never finite; of `a fleet` site c is a pipeline over three devices."""
+    """The changes of site b are never finite; of `a fleet` site c is a pipeline over three devices. They
+    and site a compute on accelerators."""
     tables = SECURE if kind == "secure" else "[runtime]"
     job_file = edited(write_job(tmp_path, NAMES, rounds=9), ("[runtime]", tables))
     for name, row in (("b", 2), ("all", 7)):  # the third of b's samples
         columns = dict(np.load(tmp_path / f"{name}.npz"))
         columns["pixel_values"][row] = np.inf
         np.savez(tmp_path / f"{name}.npz", **columns)
+    edited(tmp_path / "a.toml", ('job = "clinics"', 'job = "clinics"\ndevice = "checked:0"'))
     if kind == "a fleet":
         (tmp_path / "three.toml").write_text(FLEET)
         with (tmp_path / "c.toml").open("a") as file:
-            file.write(f'\n[pipeline]\nfleet = "{tmp_path}/three.toml"\nplanner = "even"\n')
+            file.write(f'\n[pipeline]\nfleet = "{tmp_path}/three.toml"\nplanner = "even"\ndevice = "checked:0"\n')
     port, seen = free_port(), Seen()
     write_tickets(tmp_path, NAMES, port)
     overrides = {
@@ -69,7 +71,7 @@ def test_served_sites_have_what_simulated_clients_have(kind: str, tmp_path: Path
         "store.url": (tmp_path / "bucket").as_uri(),
     }
     with Forked({name: attend(tmp_path, name) for name in NAMES}, tmp_path / "logs") as sites:
-        found = list[isthmus.Run | Exception]()
+        found = list[isthmus.Run | Exception | None]()
 
         def serve() -> None:
             found.extend(

@@ -13,12 +13,14 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.api.observer import Observer
+from isthmus.api.job_overrides import federated_job_of
+from isthmus.api.observer import Observer, Silent
 from isthmus.api.run import Run
 from isthmus.api.run_job import run_job
 from isthmus.api.run_session import Choices
 from isthmus.api.serve import run_queue, submit_job
 from isthmus.api.terminal import logged
+from isthmus.cost import SyncPolicy
 from isthmus.data import load_dataset
 from isthmus.fleet import Device, Links, dump_fleet
 from isthmus.fleet import Fleet as Machines
@@ -31,6 +33,7 @@ from isthmus.training.checkpoint import latest_checkpoint
 from isthmus.training.decoupled import fragments_of
 from isthmus_testing.decoupled_replay import replay
 from tests.decoupled.small import LINK, NAMES, job_of, pid_of
+from tests.federated.test_federated_runs import model, write
 
 from .parties import Fleet, in_background, outcomes, soon
 from .test_fleet_runs import Devices
@@ -157,20 +160,35 @@ def test_a_pipeline_on_devices_that_joined_makes_all_of_its_steps_though_one_is_
 
 
 @pytest.mark.long
-def test_a_submitted_job_of_pipelines_is_trained(fleet: Fleet, tmp_path: Path) -> None:
-    job = msgspec.structs.replace(_job(tmp_path, 60, [NAMES[:2], NAMES[2:]]), run_dir=str(tmp_path / "runs"))
-    submit_job(job, state=fleet.state.folder)
+def test_submitted_jobs_of_each_program_are_trained(fleet: Fleet, tmp_path: Path) -> None:
+    """One after the other, on the same devices; those that do not depend on who is quicker as alone."""
+    there = {"run_dir": str(tmp_path / "runs")}
+    merged, replicas = _job(tmp_path, 60), _job(tmp_path, 4)
+    replicas = msgspec.structs.replace(replicas, planner="random", sync=SyncPolicy())
+    rounds = federated_job_of(write(tmp_path), {"runtime.timeout": "10 s"})
+    pipelines = _job(tmp_path, 60, [NAMES[:2], NAMES[2:]])
+    jobs = {"pipelines": pipelines, "merged": merged, "replicas": replicas, "rounds": rounds}
+    for name, job in jobs.items():
+        submit_job(msgspec.structs.replace(job, name=name, **there), state=fleet.state.folder)
     queue, devices = JobQueue(fleet.state.folder), Devices(fleet, tmp_path, NAMES)
 
     def ends() -> None:
-        soon(lambda: [job.state for job in queue.jobs()] == ["done"])
+        soon(lambda: not {"queued", "running"} & {job.state for job in queue.jobs()}, 240)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with in_background(ends, lambda: None), contextlib.suppress(KeyboardInterrupt):
         run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, logged)
     devices.stop()
-    (run,) = (Run(folder) for folder in (tmp_path / "runs").iterdir())
-    assert run.outcome == "done" and run.losses[-1].step == 60
+    assert [(job.state, job.detail) for job in queue.jobs()] == [("done", "")] * 4
+    runs = {name: Run(next((tmp_path / "runs").glob(f"{name}*"))) for name in jobs}
+    assert all(run.outcome == "done" for run in runs.values())
+    assert runs["pipelines"].losses[-1].step == runs["merged"].losses[-1].step == 60
+    assert len(runs["replicas"].plan.replicas) == 4
+    alone = {
+        name: run_job(jobs[name], Choices(run=tmp_path / name), Silent(), Stop()) for name in ("replicas", "rounds")
+    }
+    assert [p.loss for p in runs["replicas"].losses] == pytest.approx([p.loss for p in alone["replicas"].losses])
+    assert model(runs["rounds"].path) == model(alone["rounds"].path)
 
 
 @pytest.mark.long

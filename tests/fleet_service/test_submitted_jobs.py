@@ -37,6 +37,7 @@ from isthmus.runtime.service.status_file import CoordinatorStatus, DeviceStatus,
 from isthmus.simulator.options import Fault
 from isthmus.simulator.queue import RunOfJob, simulate_queue
 from tests.federated.sites import write_job as write_federated_job
+from tests.federated.test_secure_jobs import AGGREGATION
 from tests.runtime.commands import edited, isthmus, refused, start, wait_until, write_job
 
 from .doors import family_of, listening, readable_by_others, refuses_unknown_peers
@@ -290,8 +291,10 @@ def test_what_a_killed_coordinator_ran_goes_first(fleet: Fleet, tmp_path: Path) 
         assert _states(queue) == ["stopped", "queued"], "killed before it could do so"
 
 
-def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
-    job = write_federated_job(tmp_path, ("a", "b"))
+@pytest.mark.parametrize("table", ["[runtime]", AGGREGATION], ids=["open", "secure"])
+def test_a_federated_job_is_deployed(table: str, fleet: Fleet, tmp_path: Path) -> None:
+    """Whether a site is a fleet, its own file says alone."""
+    job = edited(write_federated_job(tmp_path, ("a", "b")), ("[runtime]", table))
     assert isthmus("submit", job, "--state", fleet.state.folder).code == 0
     deployed: list[object] = []
 

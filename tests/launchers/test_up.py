@@ -182,15 +182,28 @@ def test_agents_of_this_machine_have_the_modules_and_the_data_of_the_job(tmp_pat
 
 
 @pytest.mark.long
-def test_a_replica_that_is_a_pipeline_trains_on_agents(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["a pipeline", "devices", "averaged"])
+def test_replicas_train_on_agents(kind: str, tmp_path: Path) -> None:
+    """One that is a pipeline and merges alone; each device alone, which merge; two that sum their gradients, as the
+    fleet file says that devices are slow."""
     file, names = _job(tmp_path, 2), [f"{tmp_path.name}-{n}" for n in range(2)]
     file.write_text(file.read_text().replace("[plan]", "").replace(f'data_holder = "{names[-1]}"', ""))
-    sync = {"sync.mode": "decoupled", "sync.decoupled": {"fragments": 2, "replicas": [names]}}
-    fleet = {"fleet": str(tmp_path / "fleet.toml")}
-    run = isthmus.up(file, "local", nodes=2, run=tmp_path / "run", overrides={**sync, **fleet})
-    assert run.outcome == "done" and run.losses[-1].step == 100
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(fleet.read_text().replace("10 GFLOPS", "1 MFLOPS"))
+    groups = [names] if kind == "a pipeline" else "devices"
+    sync = {"sync.mode": "decoupled", "sync.decoupled": {"fragments": 2, "replicas": groups}}
+    averaged = {"planner": "auto", "training.steps": 4}
+    overrides = {"fleet": str(fleet), "runtime.emulate": False, **(averaged if kind == "averaged" else sync)}
+    run = isthmus.up(file, "local", nodes=2, run=tmp_path / "run", overrides=overrides)
+    assert run.outcome == "done"
+    if kind == "averaged":
+        assert len(run.plan.replicas) == 2
+        alone = isthmus.train(file, run=tmp_path / "alone", overrides=overrides, quiet=True)
+        assert [p.loss for p in run.losses] == pytest.approx([p.loss for p in alone.losses])
+        return
+    assert run.losses[-1].step == 100
     merged = {c.replica for line in run.merges for f in line.merge.fragments for c in f.contributions}
-    assert merged == {"+".join(names)}
+    assert merged and merged <= ({"+".join(names)} if kind == "a pipeline" else set(names))
 
 
 @pytest.mark.long

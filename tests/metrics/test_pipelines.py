@@ -47,6 +47,8 @@ count = 3
 [links]
 intra = { latency = "100 us", bandwidth = "1 Gbit/s" }
 """
+CHAIN = [PlanLayout(("d-0", "d-1", "d-2"), (2, 4), 4)]
+TWO = [PlanLayout(("d-0",), (), 3), PlanLayout(("d-1", "d-2"), (4,), 1)]
 
 
 def data(split: str) -> dict[str, torch.Tensor]:
@@ -94,7 +96,7 @@ def fleet(tmp_path: Path) -> str:
 
 @pytest.mark.long
 def test_of_three_stages(fleet: str, tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, [PlanLayout(("d-0", "d-1", "d-2"), (2, 4), 4)], fleet=fleet)
+    plan = plan_of(tmp_path, CHAIN, fleet=fleet)
     run = train(tmp_path, plan=plan, fleet=fleet)
     assert [len(replica.stages) for replica in run.plan.replicas] == [3]
     check(run, Classifier())
@@ -107,15 +109,16 @@ def test_of_three_stages(fleet: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_of_two_replicas(fleet: str, tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, [PlanLayout(("d-0",), (), 3), PlanLayout(("d-1", "d-2"), (4,), 1)], fleet=fleet)
+    plan = plan_of(tmp_path, TWO, fleet=fleet)
     check(train(tmp_path, plan=plan, fleet=fleet), Classifier())
 
 
 @pytest.mark.long
-def test_of_a_last_stage_that_jax_computes(fleet: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [CHAIN, TWO], ids=["chain", "replicas"])
+def test_of_a_last_stage_that_jax_computes(layouts: list[PlanLayout], fleet: str, tmp_path: Path) -> None:
     pytest.importorskip("jax")
     overrides = {"runtime.engine": {"d-2": "jax"}}
-    plan = plan_of(tmp_path, [PlanLayout(("d-0", "d-1", "d-2"), (2, 4), 4)], fleet=fleet)
+    plan = plan_of(tmp_path, layouts, fleet=fleet)
     check(train(tmp_path, plan=plan, fleet=fleet, overrides=overrides), Classifier())
 
 

@@ -5,19 +5,31 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from isthmus import train
+from isthmus.api.export import export_model
 from isthmus.api.folder import RunFolder
+from isthmus.cost import Decoupled, SyncPolicy
 from isthmus.data import DataSpec, load_dataset, sample_order
 from isthmus.experiments import Watcher
+from isthmus.fleet import dump_fleet
 from isthmus.job import prepare
+from isthmus.models import build_model
+from isthmus.runtime.decoupled.merged_run import seeded_model
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
+from isthmus.training.decoupled import fragments_of
+from isthmus_testing.decoupled_replay import replay
 from tests.data.shards import write_parquet, write_tar
 from tests.tiers import represented_by
 
 from .commands import edited, isthmus, refused, write_job
-from .jobs import final_weights, job_of, plain_run, random_cut, run
+from .jobs import final_weights, fleet_of, job_of, plain_run, random_cut, run
+from .test_replicated_runs import assert_plain, planned
+from .test_replicated_runs import run as run_replicas
 
 GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 2, "heads": 2}
 FEDERATED = """
@@ -57,6 +69,43 @@ def test_a_pipeline_equals_the_plain_loop_bit_for_bit(form: str, tmp_path: Path)
     saved = final_weights(tmp_path / "run")
     for name, own in module.named_parameters():
         assert torch.equal(saved[name], own), name
+
+
+def _parquet(folder: Path) -> DataSpec:
+    path = write_parquet(folder, files=2, rows=6, group=2)
+    return DataSpec(kind="stream", options={"path": path, "text": "text", "sequence_length": 16, "shuffle_blocks": 2})
+
+
+@pytest.mark.long
+def test_replicas_equal_the_plain_loop_over_a_stream(tmp_path: Path) -> None:
+    job = job_of("gpt", GPT, _parquet(tmp_path / "data"), steps=13, clip_norm=1.0)
+    prepared = prepare(job)
+    plan = planned(prepared, [((0.5,), 2), ((), 2)])
+    _, losses = run_replicas(prepared, plan, tmp_path / "run")
+    assert_plain(job, prepared, tmp_path / "run", losses)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "groups", [(("d0",), ("d1",), ("d2",)), (("d0", "d1"), ("d2",))], ids=["devices", "a pipeline"]
+)
+def test_replicas_that_never_wait_merge_what_the_record_says_and_are_exported(
+    groups: tuple[tuple[str, ...], ...], tmp_path: Path
+) -> None:
+    (tmp_path / "fleet.toml").write_text(dump_fleet(fleet_of(3)))
+    job = job_of("gpt", GPT, _parquet(tmp_path / "data"), steps=9, batch_size=12, micro_batches=6)
+    rules = Decoupled(fragments=2, replicas=groups)
+    sync = SyncPolicy(mode="decoupled", period=2, decoupled=rules)
+    job = msgspec.structs.replace(job, sync=sync, fleet=str(tmp_path / "fleet.toml"), planner="even")
+    done = train(job, run=tmp_path / "run", quiet=True)
+    samples, merges = load_dataset(job.used_data, "train"), [line.merge for line in done.merges]
+    names = ["+".join(group) for group in groups]
+    expected, found = seeded_model(job), seeded_model(job)
+    replay(job, samples, names, merges).fill(fragments_of(expected, 2))
+    exported, _ = export_model(done.path, tmp_path / "exported")
+    found.load_state_dict(load_file(tmp_path / "exported" / "model.safetensors"))
+    assert exported.done == done.load(build_model(job.model)) >= 9
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
 
 @pytest.mark.long
