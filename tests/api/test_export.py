@@ -161,11 +161,19 @@ def test_fsdp_goes_on_from_an_export_with_its_optimizer(tmp_path: Path) -> None:
     assert all(torch.equal(found[name].full_tensor(), value) for name, value in parameters.items())
 
 
-def test_a_folder_with_a_pickle_is_no_start(tmp_path: Path) -> None:
+def test_a_distributed_folder_is_a_start_once_it_is_exported(tmp_path: Path) -> None:
     saved_run(tmp_path / "run", "hf-gpt2", GPT2)
     export_model(tmp_path / "run", tmp_path / "out", ExportOptions(format="dcp"))
-    with pytest.raises(UserError, match=r"'path': .*/out is a folder of torch\.distributed\.checkpoint, .* pickle"):
-        build_model(ModelSpec(name="hf", options={"path": str(tmp_path / "out"), "task": "causal-lm"}))
+    options: dict[str, object] = {"path": str(tmp_path / "out"), "task": "causal-lm"}
+    with pytest.raises(UserError, match=r"'path': .*/out is a folder of torch\.distributed\.checkpoint, expected safe"):
+        build_model(ModelSpec(name="hf", options=options))
+    export_model(tmp_path / "out", tmp_path / "start")
+    export_model(tmp_path / "run", tmp_path / "plain")
+    found, expected = (
+        build_model(ModelSpec(name="hf", options={**options, "path": str(tmp_path / name)})).state_dict()
+        for name in ("start", "plain")
+    )
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,12 @@ from isthmus.models import (
     taken_off,
     widened,
 )
+from isthmus.models.hugging_face import BESIDE_WEIGHTS
 from isthmus.models.left_in_files import NotInFiles, left_in_files
+from isthmus.models.model_folder import WEIGHTS
 from isthmus.models.registry import own_names
 from isthmus.runtime.decoupled.merged_run import seeded_model
+from isthmus.stores import is_url
 from isthmus.training.checkpoint import (
     OPTIMIZER,
     checkpoint_files,
@@ -53,6 +56,7 @@ from isthmus.training.checkpoint import (
     variables_of,
     weights_of_module,
 )
+from isthmus.training.distributed_tensors import METADATA, distributed_tensors
 from isthmus.training.optim import NOT_OPTIMIZERS
 from isthmus.training.stored import Sent, StoredTensor, save_tensors
 
@@ -88,9 +92,12 @@ AS_IT_IS = ExportOptions()
 
 def export_model(run: str | Path, directory: Path, options: ExportOptions = AS_IT_IS) -> tuple[Exported, list[str]]:
     """The newest checkpoint or last federated round, in a Hugging Face directory when the model is one, else as
-    safetensors; and what could not be read. Of LoRA the adapter. `run` is a folder or the URL of a run's store."""
+    safetensors; and what could not be read. Of LoRA the adapter. `run` is a folder or the URL of a run's store. Of a
+    folder of torch.distributed.checkpoint the model's tensors, as safetensors."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"export: {directory} exists and is not an empty directory")
+    if not is_url(str(run)) and (Path(run) / METADATA).is_file():
+        return _from_distributed(Path(run), directory, options), []
     with local_copy(run) as path:
         return _export(RunFolder.existing(path), directory, options)
 
@@ -144,6 +151,26 @@ def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple
     return Exported(directory, done, unit), notes
 
 
+def _from_distributed(folder: Path, directory: Path, options: ExportOptions) -> Exported:
+    """The tensors of the dictionary `model`, or of all where none is called so, and what lies beside them of a
+    transformers model."""
+    if options != AS_IT_IS:
+        raise UserError("export: a folder of torch.distributed.checkpoint is written as safetensors, without options")
+    tensors = distributed_tensors(folder)
+    places = {keys[:-1] for keys in tensors}
+    chosen = [keys for keys in places if keys[-1:] == ("model",)] or [()]
+    if len(chosen) > 1 or chosen[0] not in places:
+        got = ", ".join(sorted(repr(".".join(keys)) for keys in places)) or "no tensors"
+        raise UserError(f"export: {folder}: got tensors in {got}: expected those of one 'model', or of no dictionary")
+    found = {keys[-1]: tensor for keys, tensor in tensors.items() if keys[:-1] == chosen[0]}
+    with _whole(directory):
+        save_tensors(directory / WEIGHTS, found, {"format": "pt"})
+        for name in BESIDE_WEIGHTS:
+            if (folder / name).is_file():
+                shutil.copy(folder / name, directory / name)
+    return Exported(directory, len(found), "tensors")
+
+
 def _adapted(folder: RunFolder, job: Job) -> tuple[nn.Module, dict[str, StoredTensor], int] | None:
     """A model with LoRA whose pretrained weights are left in their files, these by name, and its step; None where they
     cannot be."""
@@ -191,6 +218,10 @@ def _export_distributed(folder: RunFolder, directory: Path, options: ExportOptio
     save = import_object("isthmus", "isthmus.training.distributed_checkpoint:save_distributed")
     with _whole(directory):
         cast("SaveDistributed", save)(directory, values, state)
+        model = msgspec.structs.replace(job.model, lora=None)
+        whole_model = model.boundary is None and (job.model.lora is None or options.merge)
+        if whole_model and model.name.startswith("hf"):  # with it the folder can be a start again
+            cast("Any", model_on_meta(model)).config.save_pretrained(directory)
     return Exported(directory, done, job.LENGTH.rpartition(".")[2])
 
 

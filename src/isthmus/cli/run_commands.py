@@ -71,7 +71,7 @@ def calibrate(run: RunFolder, target: FleetFileOption = None, json: JsonOption =
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the URL of its store.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, the URL of its store, or a DCP folder.")],
     directory: Annotated[
         Path | None, typer.Argument(metavar="DIR", parser=local_path, help="Where to write; or see --push.")
     ] = None,
@@ -92,7 +92,8 @@ def export(
 ) -> None:
     """Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.
 
-    A Hugging Face directory when the model is one; of LoRA the adapter alone, as peft reads it."""
+    A Hugging Face directory when the model is one; of LoRA the adapter alone, as peft reads it. Of a folder of
+    torch.distributed.checkpoint the model's tensors, as safetensors: a job may begin with them."""
     options = api.export.ExportOptions(merge=merge, max_shard_size=max_shard_size, format=format, optimizer=optimizer)
     if push is not None and directory is None:
         found, notes, where = api.export.push_model(run, push, options, public=public)
@@ -104,7 +105,8 @@ def export(
     if json:
         print_json({"directory" if push is None else "url": where, found.unit.removesuffix("s"): found.done})
     else:
-        typer.echo(f"{where}: the model after {found.done} {found.unit}")
+        after = "the model's" if found.unit == "tensors" else "the model after"
+        typer.echo(f"{where}: {after} {found.done} {found.unit}")
 
 
 @app.command()

@@ -63,6 +63,7 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "chat_template.jinja",
 )
+BESIDE_WEIGHTS = (CONFIG, "generation_config.json", *_TOKENIZER_FILES)
 
 
 class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,9 +204,11 @@ def _folder_of(chosen: PretrainedOptions, *, reads: bool) -> Generator[str]:
     if not path.is_dir():
         _check_is_id(chosen.path, path)
         _check_hub_answers(chosen.path)
-    elif (path / ".metadata").exists() and not (path / CONFIG).exists():
-        what = "a folder of torch.distributed.checkpoint, whose .metadata is a pickle: expected safetensors"
-        raise UserError(f"{owner}: {chosen.path} is {what} with a config.json, as HuggingFaceStorageWriter's")
+    elif (path / ".metadata").exists() and not any(path.glob("*.safetensors")):
+        raise UserError(
+            f"{owner}: {chosen.path} is a folder of torch.distributed.checkpoint, expected safetensors: "
+            f"`isthmus export {chosen.path} DIR` writes them, and config.json if it is there"
+        )
     yield str(path) if path.is_dir() else chosen.path
 
 

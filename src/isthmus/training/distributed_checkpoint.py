@@ -1,5 +1,5 @@
 """A folder as `torch.distributed.checkpoint.save` writes it, from tensors that may lie in files: one is in memory at a
-time. Such a folder is never read: its `.metadata` is a pickle, which runs code when it is opened."""
+time. `distributed_tensors` reads such a folder."""
 
 from __future__ import annotations
 
