@@ -243,3 +243,17 @@ def test_every_truncation_and_many_changed_bytes_are_refused_or_harmless(tmp_pat
             continue
         for tensor in found.values():
             assert tensor.nbytes <= 1 << 20, "no more than the files have"
+
+
+def test_changed_bytes_of_a_tensor_are_refused_or_harmless(tmp_path: Path) -> None:
+    expected = torch.arange(12.0).reshape(3, 4)
+    text = (saved(tmp_path, {"a": expected}) / FILE).read_bytes()
+    tensor, refused = distributed_tensors(tmp_path)[("a",)], 0
+    for at in range(0, len(text), 3):
+        for mask in (0x01, 0x80, 0xFF):
+            (tmp_path / FILE).write_bytes(text[:at] + bytes([text[at] ^ mask]) + text[at + 1 :])
+            try:
+                assert tensor.read().shape == expected.shape
+            except UserError:
+                refused += 1
+    assert refused > 100

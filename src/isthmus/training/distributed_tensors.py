@@ -117,7 +117,7 @@ class ChunkedTensor(StoredTensor, frozen=True):
                 whole[chunk.box] = _saved(chunk, tuple(whole[chunk.box].shape), self.header.dtype)
             except OSError as e:
                 raise UserError(f"{chunk.path}: cannot be read: {e.strerror or e}") from None
-            except (ValueError, KeyError, NotImplementedError, zipfile.BadZipFile) as e:
+            except (ValueError, LookupError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile) as e:
                 raise UserError(f"{chunk.path}: tensor {self.key!r} at byte {chunk.at}: {e}") from None
             there[chunk.box] = True
         if not there.all():  # chunks overlap, as together they are as large
@@ -176,7 +176,8 @@ def _saved(chunk: _Chunk, shape: Sizes, dtype: str) -> Tensor:
     with zipfile.ZipFile(io.BytesIO(text)) as archive:
         files = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         head, data, nbytes = files["data.pkl"], files["data/0"], math.prod(shape) * DTYPE_BYTES[dtype]
-        if data.file_size != nbytes or head.file_size > _MOST_HEAD_BYTES or data.compress_type or head.compress_type:
+        compressed = any(info.compress_type for info in files.values())
+        if data.file_size != nbytes or head.file_size > _MOST_HEAD_BYTES or compressed:
             raise ValueError(f"got {data.file_size} bytes, expected {nbytes}, not compressed")
         if "byteorder" in files and archive.read(files["byteorder"]) != b"little":
             raise ValueError("got another byte order, expected little")
