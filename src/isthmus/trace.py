@@ -28,6 +28,7 @@ __all__ = [
     "read_jsonl",
     "steady_step_s",
     "step_bounds",
+    "step_slope_s",
     "step_times",
     "write_jsonl",
     "write_perfetto",
@@ -191,6 +192,14 @@ def steady_step_s(trace: Trace, *, undisturbed: bool = False) -> float:
     times = [(end_s - start_s) / period for start_s, end_s in between]
     most_s = math.inf if undisturbed else 1.5 * statistics.median(times)
     return statistics.fmean(time for time in times if time <= most_s)
+
+
+def step_slope_s(trace: Trace) -> float:
+    """Duration of a step where steps overlap: the slope of step ends by least squares, without the first eighth and the
+    last. The trace has four steps or more, and no evaluations."""
+    ends = [end_s for _, (_, end_s) in sorted(step_bounds(trace).items())]
+    ends = ends[len(ends) // 8 : -1]
+    return statistics.linear_regression(range(len(ends)), ends).slope
 
 
 def in_periods(steps: Sequence[T], period: int) -> list[Sequence[T]]:

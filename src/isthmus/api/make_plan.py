@@ -62,7 +62,7 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.simulator import simulate as simulate_plan
 from isthmus.simulator.run import MOST_S
-from isthmus.trace import Span, Trace, busy_share, link_bytes, steady_step_s
+from isthmus.trace import Span, Trace, busy_share, link_bytes, steady_step_s, step_slope_s
 from isthmus.units import format_duration, parse_duration
 from isthmus.verification import (
     ProofProgress,
@@ -162,6 +162,8 @@ def question_of(problem: Problem, counts: Sequence[int]) -> Question:
 
 
 SIMULATED_STEPS = 8
+OVERLAPPING_STEPS = 40
+"""Simulated steps where they overlap (`delayed`): they settle late, and then differ by turns."""
 SCORED_STEPS = 2
 """Simulated steps of a candidate, beside a period of averaging: the first step, which fills the pipeline, and the last,
 which nothing follows."""
@@ -198,24 +200,40 @@ def make(
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
     plan = over_counts(problem, job.counts, planned, simulated_s)
-    plan = with_steady(plan, simulated_in(SIMULATED_STEPS, plan))
+    plan = with_steady(plan, simulated_in(stated_steps(plan), plan))
     return _with_boundary(job, plan if proving is None else with_bound(problem, plan, job.counts, proving))
 
 
+def stated_steps(plan: Plan) -> int:
+    """Simulated steps, beside a period of averaging, of a plan whose step is stated."""
+    overlaps = any(replica.schedule.name == "delayed" for replica in plan.replicas)
+    return OVERLAPPING_STEPS if overlaps and _is_simulated(plan, OVERLAPPING_STEPS) else SIMULATED_STEPS
+
+
+def _is_simulated(plan: Plan, steps: int) -> bool:
+    return 2 * (steps + plan.period) * plan.predicted.step_s <= MOST_S
+
+
 def simulated_step_s(job: Job, fleet: Fleet, counts: bool, steps: int, plan: Plan) -> float:
-    """Seconds of a steady step, of so many and a period; the formula's where they take longer than is simulated.
-    `counts`: the model's loss is a sum over a count."""
-    spec = msgspec.structs.replace(plan_spec(job, plan), steps=steps + plan.period)
-    if 2 * spec.steps * plan.predicted.step_s > MOST_S:
-        return plan.predicted.step_s
+    """Seconds of a steady step of the job, of so many and a period. `counts`: the model's loss is a sum over a
+    count."""
     options = SimulationOptions(clips=job.training.exchanges_norms, counts=counts, header_bytes=HEADER_BYTES)
-    return steady_step_s(simulate(plan, fleet, spec, options), undisturbed=True)
+    return step_in_simulation(plan, fleet, steps, options)
+
+
+def step_in_simulation(plan: Plan, fleet: Fleet, steps: int, options: SimulationOptions) -> float:
+    """Seconds of a steady step, of so many and a period; the formula's where they take longer than is simulated."""
+    if not _is_simulated(plan, steps):
+        return plan.predicted.step_s
+    spec = RunSpec(steps=steps + plan.period, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
+    trace = simulate(plan, fleet, spec, options)
+    return step_slope_s(trace) if steps >= OVERLAPPING_STEPS else steady_step_s(trace, undisturbed=True)
 
 
 def steady_on(prepared: Prepared, plan: Plan, fleet: Fleet) -> float:
     """Seconds of a steady step of the job's plan on a fleet."""
     counts = prepared.captured.train.count is not None
-    return simulated_step_s(prepared.job, fleet, counts, SIMULATED_STEPS, plan)
+    return simulated_step_s(prepared.job, fleet, counts, stated_steps(plan), plan)
 
 
 def with_steady(plan: Plan, steady_s: float) -> Plan:
@@ -571,9 +589,7 @@ def _row(name: str, prepared: Prepared, fleet: Fleet, plans: dict[str, Plan]) ->
         plan_s = time.perf_counter() - start_s
         return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal
     plan_s = time.perf_counter() - start_s
-    simulated_s = steady_step_s(
-        predict(prepared, plan, fleet, run_spec(prepared.cut_into(plan.micro_batches))), undisturbed=True
-    )
+    simulated_s = plan.predicted.steady_s
     plans[name] = plan
     row = ComparedPlan(
         planner=name,
