@@ -148,8 +148,6 @@ DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
     ("fingerprints", "decoupled"): decoupled(runtime__fingerprints=True),
     ("changes that are not finite", "decoupled"): decoupled(training__non_finite="ignore"),
     ("data holders", "decoupled"): decoupled(plan__data_holder=["laptop-0"]),
-    ("JAX", "decoupled"): decoupled(runtime__engine="jax"),
-    ("compile", "decoupled"): decoupled(runtime__compile=True),
     ("snapshots", "decoupled"): decoupled(runtime__snapshot_every=5),
     ("changes", "decoupled"): decoupled(runtime__changes=[{"step": 1, "device": "laptop-0", "factor": 0.5}]),
     ("skipped steps", "delayed"): pipeline(schedule="delayed", training__non_finite="skip"),

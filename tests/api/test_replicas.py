@@ -15,7 +15,7 @@ from isthmus.cost import PlanLayout
 from tests.metrics.plain import Classifier, samples
 from tests.metrics.test_pipelines import FLEET, HELD, plan_of
 
-DECOUPLED = {"sync.mode": "decoupled", "sync.decoupled.replicas": [["d-0", "d-1"], ["d-2"]]}
+DECOUPLED = {"planner": "even", "sync.mode": "decoupled", "sync.decoupled.replicas": [["d-0", "d-1"], ["d-2"]]}
 HOLDERS = {"plan.data_holder": ["d-0", "d-1"]}
 
 

@@ -18,6 +18,7 @@ from isthmus.protocol.decoupled_events import NEVER
 from isthmus.runtime.decoupled.device_replica import GraphTrainer
 from isthmus.runtime.decoupled.run import DecoupledRun
 from isthmus.runtime.messages.decoupled import TrainReplica
+from isthmus.training import compiled
 from isthmus_testing.replica_trainer import ReplicaTrainer
 
 from .small import NAMES, job_of, replicas_of
@@ -53,6 +54,31 @@ def test_steps_have_the_same_bits() -> None:
         assert ours.step(16 * step) == pytest.approx(theirs.step(16 * step), rel=1e-6)
     for fragment in range(len(run.merged.known)):
         assert torch.equal(ours.fragments.give(fragment, 1), theirs.fragments.give(fragment, 1))
+
+
+@pytest.mark.parametrize("by", ["jax", "compile"])
+def test_steps_by_jax_and_compiled_ones_are_those_of_torch(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "jax":
+        pytest.importorskip("jax", reason="the extra jax")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    by_torch, times = compiled.by_torch, iter([2.0, 1.0] * compiled.PASSES)
+    monkeypatch.setattr(compiled, "by_torch", lambda _: by_torch("eager"))
+    monkeypatch.setattr(compiled, "_seconds", lambda engine, act: next(times))
+    job = job_of(codec="none")
+    job = msgspec.structs.replace(job, runtime=msgspec.structs.replace(job.runtime, compile=by == "compile"))
+    run, order, kept = ordered(job, "c")
+    plain, other = (GraphTrainer(order, kept, samples_of(job, order), HOST) for _ in range(2))
+    assert other.compile("jax" if by == "jax" else "torch").startswith("comp")  # computed by, or compiled in
+    for trainer in (plain, other):
+        for fragment, values in enumerate(run.merged.known):
+            trainer.fragments.take(fragment, values, whole=True, included=NEVER, first=True)
+    for step in range(3):
+        assert other.step(16 * step) == pytest.approx(plain.step(16 * step), rel=1e-5)
+    for fragment in range(len(run.merged.known)):
+        given = (trainer.fragments.give(fragment, 1).view(torch.float32) for trainer in (plain, other))
+        assert torch.allclose(*given, rtol=1e-4, atol=1e-6)
 
 
 def test_a_parameter_that_is_in_no_fragment_is_refused() -> None:

@@ -219,7 +219,6 @@ def test_what_replicas_cannot_do_is_refused(job: Job) -> None:
         "training.non_finite: got 'ignore' with sync.mode 'decoupled'": changed(
             job, training=changed(job.training, non_finite="ignore")
         ),
-        "runtime.engine: got 'jax' with sync.mode 'decoupled'": changed(job, runtime=RuntimeConfig(engine="jax")),
     }
     for text, wrong in refused.items():
         with pytest.raises(UserError) as error:

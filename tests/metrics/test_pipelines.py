@@ -47,6 +47,16 @@ count = 3
 [links]
 intra = { latency = "100 us", bandwidth = "1 Gbit/s" }
 """
+
+
+class Lines(isthmus.Observer):
+    def __init__(self) -> None:
+        self.lines = list[str]()
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
 CHAIN = [PlanLayout(("d-0", "d-1", "d-2"), (2, 4), 4)]
 TWO = [PlanLayout(("d-0",), (), 3), PlanLayout(("d-1", "d-2"), (4,), 1)]
 
@@ -122,22 +132,45 @@ def test_of_a_last_stage_that_jax_computes(layouts: list[PlanLayout], fleet: str
     check(train(tmp_path, plan=plan, fleet=fleet, overrides=overrides), Classifier())
 
 
-def test_of_a_pipeline_and_a_device_as_decoupled_replicas(fleet: str, tmp_path: Path) -> None:
-    decoupled = {"sync.mode": "decoupled", "sync.decoupled.replicas": [["d-0", "d-1"], ["d-2"]]}
-    run = train(tmp_path, fleet=fleet, overrides={**decoupled, "training.micro_batches": 4})
+def check_decoupled(run: isthmus.Run) -> None:
+    """The newest figures are those of the merged weights."""
     trained, newest = Classifier(), run.heldout[-1]
     run.load(trained)
     assert {"loss": newest.loss, **newest.metrics} == pytest.approx(measured(trained, samples(HELD, 7)), rel=2e-5)
+
+
+DECOUPLED = {
+    "sync.mode": "decoupled",
+    "sync.decoupled.replicas": [["d-0", "d-1"], ["d-2"]],
+    "training.micro_batches": 4,
+}
+
+
+def test_of_a_pipeline_and_a_device_as_decoupled_replicas(fleet: str, tmp_path: Path) -> None:
+    run = train(tmp_path, fleet=fleet, overrides=DECOUPLED)
+    check_decoupled(run)
     assert (run.path / "metrics.png").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "groups", [[["d-0"], ["d-1"], ["d-2"]], [["d-0", "d-1", "d-2"]]], ids=["devices", "a pipeline"]
+)
+def test_of_decoupled_replicas_that_jax_computes(groups: list[list[str]], fleet: str, tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    notes, rules = Lines(), {"sync.mode": "decoupled", "sync.decoupled.replicas": groups, "training.micro_batches": 3}
+    overrides = {**rules, "planner": "even", "runtime.engine": "jax"}
+    run = train(tmp_path, fleet=fleet, batch=12, overrides=overrides, observer=notes)
+    check_decoupled(run)
+    by_jax = [line for line in notes.lines if "computed by JAX" in line]
+    gave = {c.replica for line in run.merges for f in line.merge.fragments for c in f.contributions}
+    assert gave and all(any(line.startswith(f"{name}: ") for line in by_jax) for name in gave), notes.lines
+    assert len(by_jax) >= (3 if len(groups) == 1 else 1)
 
 
 def test_of_decoupled_replicas(fleet: str, tmp_path: Path) -> None:
     overrides = {"sync.mode": "decoupled", "training.micro_batches": 3}
-    run = train(tmp_path, fleet=fleet, batch=12, overrides=overrides)
-    trained = Classifier()
-    run.load(trained)
-    newest = run.heldout[-1]
-    assert {"loss": newest.loss, **newest.metrics} == pytest.approx(measured(trained, samples(HELD, 7)), rel=2e-5)
+    check_decoupled(train(tmp_path, fleet=fleet, batch=12, overrides=overrides))
 
 
 class Tagger(nn.Module):

@@ -17,6 +17,7 @@ from isthmus.accelerators.copies import to_device
 from isthmus.combinations import refused
 from isthmus.data import Dataset
 from isthmus.data.replica_share import MOST_STEPS
+from isthmus.engines import EngineName
 from isthmus.errors import PeerError
 from isthmus.graph import Ref
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, train_replica
@@ -24,10 +25,12 @@ from isthmus.runtime.device.coordinator_link import AWAY_TIMEOUTS, unfollowable
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.device.stage_preparation import check_operators
-from isthmus.runtime.messages.decoupled import TrainReplica
+from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote, TrainReplica
 from isthmus.runtime.processes.memory import machine_memory_bytes, tune_process
+from isthmus.training.compiled import compile_where_it_pays
 from isthmus.training.decoupled import ReplicaFragments, delta_codec
 from isthmus.training.engine import TorchEngine
+from isthmus.training.jax import compute_by_jax
 
 
 def check_order(order: TrainReplica, kept: Mapping[str, Tensor]) -> None:
@@ -99,6 +102,14 @@ class GraphTrainer:
         loss, count = engine.take_loss() or (0.0, 0.0)
         return loss / (count or 1.0)
 
+    def compile(self, by: EngineName) -> str:
+        """Compute by JAX, if the device does, or compiled, if the job asks for it and it pays. Return a line for
+        people: empty where torch computes operator by operator. UserError as of `compute_by_jax`."""
+        columns = self._columns(self.steps * self.samples, 0)
+        if by == "jax":
+            return compute_by_jax(self._engine, columns)
+        return compile_where_it_pays(self._engine, columns) if self._config.kernels.compile else ""
+
     def _columns(self, first: int, micro_batch: int) -> dict[Ref, Tensor]:
         assignment, size = self._assignment, self._config.micro_batch_size
         at = first + micro_batch * size
@@ -129,6 +140,8 @@ def serve_replica(coordinator: tuple[str, int], site: Endpoint, run: str, timeou
     with link.reporting():
         trainer = _assigned(link, site)
         tune_process()
+        if note := trainer.compile(site.engine):
+            link.put(ReplicaNote(text=note[:MOST_NOTE]))
         train_replica(trainer, link, site.step_s)
 
 
@@ -150,9 +163,8 @@ def _assigned(link: MergerLink, site: Endpoint) -> GraphTrainer:
 
 
 def _trainer(order: TrainReplica, kept: dict[str, torch.Tensor], site: Endpoint) -> GraphTrainer:
-    if site.island is not None or site.engine != "torch":
-        got = f"{site.ranks} ranks" if site.island is not None else f"engine {site.engine!r}"
-        raise refused("several ranks, JAX", "joined replicas", got)
+    if site.island is not None:
+        raise refused("several ranks", "joined replicas", f"{site.ranks} ranks")
     torch.set_num_threads(order.assignment.threads)
     check_operators(order.assignment, site.engine)
     foreign = site.identity is not None

@@ -341,8 +341,6 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         "changes that are not finite": ("ignore" if training.non_finite == "ignore" else "", ""),
         "data holders": (", ".join(job.plan.holders), ""),
         "compression": (job.compression is not None and not pipelines, False),
-        "JAX": (", ".join(sorted(fleet.engines)), "torch"),
-        "compile": (runtime.compile, False),
         "changes": (bool(runtime.changes), False),
         "snapshots": (0 if pipelines else runtime.snapshot_every, 0),
         "fingerprints": (runtime.fingerprints or runtime.audit > 0, False),
