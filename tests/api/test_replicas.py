@@ -49,9 +49,13 @@ def fleet(tmp_path: Path) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("own", [HOLDERS, DECOUPLED], ids=["average", "never wait"])
-def test_a_run_of_objects_in_bf16_has_callbacks_a_tracker_skipped_steps_a_store_and_a_stop(
-    own: dict[str, object], fleet: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("own", "precision"),
+    [(HOLDERS, "bf16"), (DECOUPLED, "bf16"), (DECOUPLED, "fp16")],
+    ids=["average", "never wait", "never wait, fp16"],
+)
+def test_a_run_of_objects_in_half_has_callbacks_a_tracker_skipped_steps_a_store_and_a_stop(
+    own: dict[str, object], precision: str, fleet: str, tmp_path: Path
 ) -> None:
     plan = None
     if own is HOLDERS:
@@ -59,7 +63,7 @@ def test_a_run_of_objects_in_bf16_has_callbacks_a_tracker_skipped_steps_a_store_
         plan = plan_of(tmp_path, layouts, fleet=fleet)
     seen = Seen()
     overrides: dict[str, object] = {
-        "training.precision": "bf16",
+        "training.precision": precision,
         "training.non_finite": "skip",
         "training.eval_every": 4,
         "training.micro_batches": 4,

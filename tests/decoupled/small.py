@@ -15,7 +15,7 @@ from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import OptimizerConfig
 from isthmus.fleet import Fleet, Link
-from isthmus.job import Job, TrainingConfig, prepare
+from isthmus.job import Job, TrainingConfig, constraints_of, prepare
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.runtime.coordinator.backend import LocalBackend
@@ -86,7 +86,8 @@ def rules(samples: int | None = 9600, fragments: int = 2, quorum: int = 2) -> Me
 def replicas_of(job: Job, fleet: Fleet, backend: LocalBackend | None = None) -> Replicas:
     """The job's replicas on processes of this machine."""
     prepared, backend = prepare(job), backend or LocalBackend()
-    holders = DataHolders(backend.asks(Stop()), job.used_data, fleet.names, heldout=False)
+    reading = constraints_of(job, fleet).data_holders or fleet.names
+    holders = DataHolders(backend.asks(Stop()), job.used_data, reading, heldout=False)
     holders.ask()
     return Replicas(
         prepared=prepared,

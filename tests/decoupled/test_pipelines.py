@@ -29,6 +29,7 @@ from isthmus.simulator import Fault
 from isthmus.simulator.merging import MergingSimulation, PlannedStep, SimulatedReplicas
 from isthmus.trace import Span
 from isthmus_testing.decoupled_replay import replay
+from tests.tiers import represented_by
 
 from .small import LINK, SIZES, job_of, pid_of, replicas, replicas_of, rules
 
@@ -93,17 +94,41 @@ def bits_as_replayed(job: Job, merges: list[MergeChanges], run: DecoupledRun) ->
     return all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
 
 
-def test_a_pipeline_gives_the_bits_of_one_process(tmp_path: Path) -> None:
-    job = pipeline_job(ENDLESS)
+@pytest.mark.parametrize("named", represented_by(["", "a d"], ""))
+def test_a_pipeline_gives_the_bits_of_one_process(named: str, tmp_path: Path) -> None:
+    """Where data holders are named, no other device reads the data."""
+    job, holders = pipeline_job(ENDLESS), tuple(named.split())
+    job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, data_holder=holders))
+    check_decoupled(job, FLEET)
     spans = list[Span]()
     merges, _, run = run_of(job, tmp_path, traced=spans.append)
-    assert contributors(merges) == {"x", "d"}
+    assert contributors(merges) == {"x", "d"} and run.digests.keys() >= {*holders}
+    assert not holders or run.digests.keys() == {*holders}
     assert bits_as_replayed(job, merges, run)
     steps = [span for span in spans if (span.device, span.name) == ("x", "step")]
     for device in "abc":  # what they computed lies in the time of their replica's steps
         tasks = [span for span in spans if (span.device, span.track, span.name) == (device, "compute", "F")]
         assert {span.step for span in tasks} >= {span.step for span in steps}
         assert all(steps[0].start_s < span.start_s < span.end_s for span in tasks)
+
+
+@pytest.mark.long
+def test_a_lost_data_holder_costs_its_own_replica_alone(tmp_path: Path) -> None:
+    """It goes on once its only holder is back."""
+    job, counts, at_loss = pipeline_job(ENDLESS), Counter[str](), Counter[str]()
+    job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, data_holder=("a", "d")))
+
+    def stepped(steps: Counter[str]) -> None:
+        counts.update(steps - counts)
+        if not at_loss and steps["x"] == 6:
+            at_loss.update(steps)
+            os.kill(pid_of("a"), signal.SIGKILL)
+
+    def enough() -> bool:
+        return bool(at_loss) and min(counts[name] - at_loss[name] for name in ("x", "d")) > 10
+
+    merges, _, run = run_of(job, tmp_path, enough, stepped)
+    assert bits_as_replayed(job, merges, run)
 
 
 @pytest.mark.long
@@ -262,3 +287,10 @@ def test_bad_replicas_are_refused(wrong: dict[str, object], text: str) -> None:
     with pytest.raises(UserError) as error:
         check_decoupled(job_of(**wrong), FLEET)
     assert str(error.value).startswith(text)
+
+
+def test_a_replica_without_a_data_holder_is_refused() -> None:
+    job = pipeline_job()
+    job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, data_holder="x"))
+    with pytest.raises(UserError, match=r"plan\.data_holder: got x, none of replica d: expected one of each replica"):
+        check_decoupled(job, FLEET)

@@ -48,7 +48,7 @@ class Seen(isthmus.Callback):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["secure", "open", "a fleet"])
 def test_served_sites_have_what_simulated_clients_have(kind: str, tmp_path: Path) -> None:
-    """The changes of site b are never finite; of `a fleet` site c is a pipeline over three devices. They
+    """The changes of site b are never finite; of `a fleet` sites b and c are pipelines over three devices. They
     and site a compute on accelerators."""
     tables = SECURE if kind == "secure" else "[runtime]"
     job_file = edited(write_job(tmp_path, NAMES, rounds=9), ("[runtime]", tables))
@@ -59,8 +59,9 @@ def test_served_sites_have_what_simulated_clients_have(kind: str, tmp_path: Path
     edited(tmp_path / "a.toml", ('job = "clinics"', 'job = "clinics"\ndevice = "checked:0"'))
     if kind == "a fleet":
         (tmp_path / "three.toml").write_text(FLEET)
-        with (tmp_path / "c.toml").open("a") as file:
-            file.write(f'\n[pipeline]\nfleet = "{tmp_path}/three.toml"\nplanner = "even"\ndevice = "checked:0"\n')
+        for name in ("b", "c"):
+            with (tmp_path / f"{name}.toml").open("a") as file:
+                file.write(f'\n[pipeline]\nfleet = "{tmp_path}/three.toml"\nplanner = "even"\ndevice = "checked:0"\n')
     port, seen = free_port(), Seen()
     write_tickets(tmp_path, NAMES, port)
     overrides = {

@@ -44,7 +44,7 @@ from isthmus.errors import Diverged, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.graph.metrics import Metrics
-from isthmus.job import Job, Prepared, fleet_of, prepare
+from isthmus.job import Job, Prepared, constraints_of, fleet_of, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.comparison import codecs_of
@@ -263,7 +263,8 @@ class Decoupled(Pipeline):
             return None
         fleet, observer = fleet_of(job), watch.observer
         backend = choices.backend or LocalBackend(places=places_of(job))
-        holders = DataHolders(backend.asks(stop), job.used_data, fleet.names, heldout=job.evaluates, note=observer.note)
+        reading = constraints_of(job, fleet).data_holders or fleet.names
+        holders = DataHolders(backend.asks(stop), job.used_data, reading, heldout=job.evaluates, note=observer.note)
         holders.ask()
         observer.note(f"capturing {job.model.name} ...")
         prepared = prepare(job, agreed(holders.described), least=len(replica_groups(job, fleet)))

@@ -60,7 +60,7 @@ class DataHolders:
         cannot read them."""
         self._asks = asks
         self._data = msgspec.structs.replace(data, description="")  # a path of the coordinator's
-        self._candidates = tuple(candidates)
+        self.candidates = tuple(candidates)
         self._heldout = heldout
         self._alike = alike
         self._note = note
@@ -75,7 +75,7 @@ class DataHolders:
         Raises Unequal, which names both devices; UserError or PeerError for one of the devices that cannot be a holder,
         or where no candidate can.
         """
-        here = self._asks.here(self._candidates if devices is None else devices, every=devices is not None)
+        here = self._asks.here(self.candidates if devices is None else devices, every=devices is not None)
         asked = [device for device in here if device not in self.described]
         failures: dict[str, IsthmusError] = {}
         for device, found in self._described(asked):
@@ -104,7 +104,7 @@ class DataHolders:
     def is_known(self, device: str) -> bool:
         """Return whether it is known whether the device can read the data. One that may be and was not asked yet is
         asked now, beside the caller's work."""
-        if device not in self._candidates or device in self.described:
+        if device not in self.candidates or device in self.described:
             return True
         if device not in self._asking:
             thread = threading.Thread(target=self._ask_late, args=(device,), name=f"describe {device}", daemon=True)

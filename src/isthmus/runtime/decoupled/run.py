@@ -33,7 +33,7 @@ from isthmus.combinations import refused
 from isthmus.errors import FleetTooSmall, Interrupted, PeerError, UserError, unknown_name
 from isthmus.fleet import Fleet, Link
 from isthmus.graph import StageGraph
-from isthmus.job import Job, Prepared
+from isthmus.job import Job, Prepared, constraints_of
 from isthmus.plans import Plan
 from isthmus.programs.merger import MergeTrace
 from isthmus.protocol.decoupled_events import CollectChanges, FragmentSent
@@ -252,15 +252,21 @@ END_S = 10.0  # for a pipeline to end its run by itself
 
 
 class ReplicasAtWork(DevicesAtWork):
-    """A pipeline works while its thread runs, and could work if one of its devices is free. A context manager: on
-    leaving, pipelines that still run are stopped."""
+    """A pipeline works while its thread runs, and could work if one of its devices that may read data is free. A
+    context manager: on leaving, pipelines that still run are stopped."""
 
     def __init__(
-        self, devices: DevicesAtWork, groups: Groups, begin: Callable[[str], Callable[[], None]], stop: Stop
+        self,
+        devices: DevicesAtWork,
+        groups: Groups,
+        reading: Collection[str],
+        begin: Callable[[str], Callable[[], None]],
+        stop: Stop,
     ) -> None:
-        """`begin` returns what the thread of a pipeline is to do. `stop` ends what pipelines wait for."""
+        """`reading`: devices that may read data. `begin` returns what the thread of a pipeline is to do. `stop` ends
+        what pipelines wait for."""
         self._devices, self._begin, self._stop = devices, begin, stop
-        self._groups = {name: devices for name, devices in groups.items() if len(devices) > 1}
+        self._groups = {name: {*devices} & {*reading} for name, devices in groups.items() if len(devices) > 1}
         self._alone = groups.keys() - self._groups.keys()
         self._threads = ComputeThreads()
         self._running: dict[str, threading.Thread] = {}
@@ -339,7 +345,8 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         raise UserError(f"sync.decoupled.packed: got {got} without a table [compression], expected one")
     asked: dict[str, tuple[object, object]] = {
         "changes that are not finite": ("ignore" if training.non_finite == "ignore" else "", ""),
-        "data holders": (", ".join(job.plan.holders), ""),
+        "own data": (", ".join(job.plan.feeders), ""),
+        "activation noise": (job.privacy is not None, False),
         "compression": (job.compression is not None and not pipelines, False),
         "changes": (bool(runtime.changes), False),
         "snapshots": (0 if pipelines else runtime.snapshot_every, 0),
@@ -348,6 +355,10 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
     for what, (got, expected) in asked.items():
         if got != expected:
             raise refused(what, "decoupled", repr(got) if isinstance(got, str) else got)
+    for name, devices in groups.items() if job.plan.holders else ():
+        if not set(constraints_of(job, fleet).data_holders) & set(devices):
+            holders = ", ".join(job.plan.holders)
+            raise UserError(f"plan.data_holder: got {holders}, none of replica {name}: expected one of each replica")
 
 
 def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link | None]]:
@@ -427,7 +438,7 @@ class DecoupledRun(MergedRun):
         try:
             with (
                 backend.at_work(call, host.acceptor) as devices,
-                ReplicasAtWork(devices, self.groups, begin, ended) as at_work,
+                ReplicasAtWork(devices, self.groups, self._replicas.holders.candidates, begin, ended) as at_work,
             ):
                 for name in here:
                     at_work.call(name)
