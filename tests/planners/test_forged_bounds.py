@@ -15,7 +15,7 @@ from isthmus.cost import Problem
 from isthmus.fleet import Link, Links, corrected
 from isthmus.planners import plan as plan_by
 from isthmus.plans import Plan
-from isthmus.verification import Verdict, verify
+from isthmus.verification import Prover, Until, Verdict, prover, verify
 
 
 def problems() -> list[Problem]:
@@ -92,3 +92,14 @@ def test_a_bound_that_no_decision_proves_is_not_checked(number: int) -> None:
     found = checked(msgspec.structs.replace(plan, certificate=other), problem)
     if stated.gap > 0.05:
         assert found.bound.status in ("unchecked", "proven") and found.holds(bound_unchecked=True)
+
+
+def test_a_check_that_ends_says_whether_by_time_or_by_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problems()[2]
+    plan = document(problem, plan_by("even", problem))
+    question = question_of(problem, (problem.micro_batches,))
+    monkeypatch.setattr(prover, "MOST_WORK", 1)
+    monkeypatch.setattr(Prover, "simple", lambda _: 0.0)
+    for late, words in ((False, "not checked by as much work as a check may be"), (True, "not checked within 20 s")):
+        found = verify(plan, question, until=Until(20.0, lambda late=late: late))
+        assert found.bound.text == words and not found.holds()

@@ -159,3 +159,20 @@ def test_no_bound_is_stated_of_sums_that_one_leader_of_all_makes() -> None:
     assert simulated_s(problem, led) < simulated_s(problem, made)
     found = verify(led, question_of(problem, (3,)))
     assert any(difference.field == "sync.groups[0].collective" for difference in found.differences)
+
+
+def test_a_bound_is_of_plans_with_one_stage_on_each_device_which_others_may_undercut() -> None:
+    ops = [placeholder("x", 4, dtype="float32")]
+    for k in range(4):
+        outputs = (NO_VALUE,) if k == 3 else (tensor(4),)
+        ops.append(parameter(f"w{k}", 500_000))
+        ops.append(
+            operator(f"o{k}" if k < 3 else "loss", f"o{k - 1}" if k else "x", f"w{k}", flops=1000, outputs=outputs)
+        )
+    devices = [device(k, 1e4) for k in range(2)]
+    problem = problem_on(graph_of(*ops), devices, Links(default=Link(0.001, 1e6)), 2)
+    made = document(problem, by_hand(problem, PlanLayout(("d0", "d1"), (2,), 2)))
+    by_turns = by_hand(problem, PlanLayout(("d0", "d1", "d0", "d1"), (1, 2, 3), 2))
+    assert made.certificate is not None and made.certificate.gap < 0.01
+    assert simulated_s(problem, by_turns) < 0.9 * made.certificate.lower_bound
+    assert "any devices in any order, one stage on each," in made.certificate.question

@@ -176,9 +176,10 @@ def question_in_words(
         conditions.append(f"messages packed by {constraints.compression}")
     if not recompute:
         conditions.append("no recomputing")
+    again = ", but that the last may be on the device of the first" if constraints.labels_stay else ""
     return (
         f"the {'price' if priced else 'time'} of a step {ANY_PLAN}: any number of replicas, any devices in any order, "
-        f"any cuts and any shares of the batch, {', '.join(conditions)}"
+        f"one stage on each{again}, any cuts and any shares of the batch, {', '.join(conditions)}"
     )
 
 

@@ -64,7 +64,9 @@ def check_certificate(
     try:
         proven = prover.proves(stated * (1 - ROUNDING / 10), *([] if until is None else [until.ended]))
     except OutOfWork:
-        within = "by the work that a check may be" if until is None else f"within {format_duration(until.seconds)}"
+        within = "by as much work as a check may be"
+        if until is not None and until.ended():
+            within = f"within {format_duration(until.seconds)}"
         return BoundCheck(status="unchecked", text=f"not checked {within}", proven=prover.simple())
     if not proven:
         text = f"not proven: what is distinguished allows plans below {stated:.6g}{unit}"
