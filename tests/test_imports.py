@@ -93,7 +93,8 @@ COMPONENTS = {
         "isthmus.protocol",
     ),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
-    "prediction": ("isthmus.cost", "isthmus.graph", "isthmus.protocol"),  # the closed form beside the simulator
+    # the closed form beside the simulator, and what plans state
+    "prediction": ("isthmus.api.make_plan", "isthmus.cost", "isthmus.graph", "isthmus.protocol"),
     "proven_gaps": ("isthmus.api.make_plan", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": (
         "isthmus.disclosure",

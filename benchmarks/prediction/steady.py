@@ -1,11 +1,13 @@
-"""The steady step in closed form (`cost.steady`) against the simulator's, on drawn plans.
+"""The step that a plan states, and the recurrence by which planners rank plans, against a long simulation.
 
 `python benchmarks/prediction/steady.py [--quick] [--plans N] [--json PATH]`
 
 Fleets of 2 to 32 devices as in `benchmarks/auto`; models made by hand, and captured ones: GPT and Llama with the output
 layer tied and not, a U-Net, a ResNet and two towers. Planners take turns, the slow ones on small fleets only. One plan
-in five has schedule `zero-bubble` or `delayed`, which no recurrence knows: of these it is the formula that is compared.
-Ends with 1 where the median error of the others is above 0.1 %.
+in five has schedule `zero-bubble` or `delayed`, which no recurrence knows: these are ranked by the formula.
+
+What a plan states (`predicted.steady_s`) is a simulation of a few steps. It is compared with the slope of step ends in
+one of 40 steps. Ends with 1 where the median error is above 0.1 %, or one is above 1 %.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, cat, nn
 
+from isthmus.api.make_plan import stated_steps, step_in_simulation
 from isthmus.cost import Problem
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.cut_table import cut_table
@@ -41,8 +44,8 @@ from isthmus.models import GPT, GPTConfig, UNet, UNetConfig
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan, Replica
 from isthmus.protocol import RunSpec
-from isthmus.simulator import simulate
-from isthmus.trace import steady_step_s as simulated_step_s
+from isthmus.simulator import SimulationOptions, simulate
+from isthmus.trace import step_bounds
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
@@ -55,8 +58,9 @@ PLANS, QUICK_PLANS = 400, 24
 PLANNERS = ("chain", "even", "op-fence", "equal-compute", "sky-heuristic", "random", "auto")
 SLOW = {"sky-optimal": 4, "dtfm-genetic": 6, "dtfm-genetic-code": 6, "dtfm-kl": 6}  # devices up to which each is asked
 BY_FORMULA = ("zero-bubble", "delayed")
-STEPS = 8  # simulated
-MEDIAN_LIMIT = 0.001
+LONG, LONG_OVERLAPPING = 24, 150  # steps of a long simulation; of `delayed`, whose steps settle late and alternate
+LONGEST_S = 5e4  # that a long simulation may last by the formula: the simulator ends at twice as much
+MEDIAN_LIMIT, WORST_LIMIT = 0.001, 0.01
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,17 +71,23 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str
     alike: bool  # whether a pipeline has devices of one speed, whose tasks may end at the same time
     uplinks: bool
-    closed_s: float
-    simulated_s: float
+    ranked_s: float  # by the recurrence, or the formula
+    stated_s: float  # by the plan
+    simulated_s: float  # for long
 
     @property
     def error(self) -> float:
-        return abs(self.closed_s / self.simulated_s - 1)
+        """Of what the plan states."""
+        return abs(self.stated_s / self.simulated_s - 1)
+
+    @property
+    def ranked_error(self) -> float:
+        return abs(self.ranked_s / self.simulated_s - 1)
 
     @property
     def kind(self) -> str:
         if self.schedule in BY_FORMULA:
-            return f"{self.schedule}, by the formula"
+            return f"{self.schedule}, ranked by the formula"
         if self.uplinks:
             return "shared uplinks"
         if self.replicas > 1:
@@ -89,6 +99,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     median_error: float
     worst_error: float
+    median_ranked: float  # error of the recurrence, where it knows the schedule
+    worst_ranked: float
     rows: list[Row]
 
 
@@ -204,7 +216,7 @@ def scaled(fleet: Fleet, work: float, sent: float, kept: float) -> Fleet:
     return msgspec.structs.replace(fleet, devices=devices, links=links)
 
 
-def closed_s(problem: Problem, plan: Plan) -> float:
+def ranked_s(problem: Problem, plan: Plan) -> float:
     """The slowest replica's steady step, and what averaging takes; the formula's step where no recurrence knows the
     schedule."""
     if problem.schedule in BY_FORMULA:
@@ -235,7 +247,8 @@ def rows() -> Iterator[Row]:
             plan = make_plan(planner, problem)
         except UserError:  # it does not fit
             continue
-        spec = RunSpec(steps=STEPS, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
+        if (LONG_OVERLAPPING if problem.schedule == "delayed" else LONG) * plan.predicted.step_s > LONGEST_S:
+            continue
         speeds = [[problem.fleet.device(stage.device).flops_per_s for stage in r.stages] for r in plan.replicas]
         yield Row(
             model=name,
@@ -245,17 +258,29 @@ def rows() -> Iterator[Row]:
             schedule=problem.schedule,
             alike=any(len(set(found)) < len(found) for found in speeds),
             uplinks=any(site.uplink_bytes_per_s is not None for site in problem.fleet.region_info),
-            closed_s=closed_s(problem, plan),
-            simulated_s=simulated_step_s(simulate(plan, problem.fleet, spec)),
+            ranked_s=ranked_s(problem, plan),
+            stated_s=step_in_simulation(plan, problem.fleet, stated_steps(plan), SimulationOptions()),
+            simulated_s=long_s(plan, problem.fleet),
         )
 
 
+def long_s(plan: Plan, fleet: Fleet) -> float:
+    """Seconds from the end of one step to that of the next, without the first third and the last one."""
+    steps = LONG_OVERLAPPING if plan.replicas[0].schedule.name == "delayed" else LONG
+    spec = RunSpec(steps=steps, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
+    ends = [end_s for _, (_, end_s) in sorted(step_bounds(simulate(plan, fleet, spec)).items())][steps // 3 : -1]
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
 def table(found: list[Row]) -> Table:
-    made = Table("plans", "number", "within 0.1 %", "within 1 %", "median", "largest")
+    made = Table("plans", "number", "stated: median", "largest", "ranked: median", "within 1 %", "largest")
     kinds = sorted({row.kind for row in found})
-    for kind, some in ((kind, [r.error for r in found if r.kind == kind]) for kind in kinds):
-        shares = [f"{sum(e <= limit for e in some) / len(some):.0%}" for limit in (0.001, 0.01)]
-        made.add_row(kind, str(len(some)), *shares, f"{statistics.median(some):.3%}", f"{max(some):.2%}")
+    for kind, some in ((kind, [r for r in found if r.kind == kind]) for kind in kinds):
+        stated, ranked = [r.error for r in some], [r.ranked_error for r in some]
+        within = f"{sum(e <= WORST_LIMIT for e in ranked) / len(ranked):.0%}"
+        figures = (statistics.median(stated), max(stated), statistics.median(ranked), max(ranked))
+        texts = [f"{figure:.3%}" for figure in figures]
+        made.add_row(kind, str(len(some)), *texts[:3], within, texts[3])
     return made
 
 
@@ -264,12 +289,21 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=None, metavar="N", help="how many; 400")
     options = parser.parse_args()
     found = list(itertools.islice(rows(), options.plans or (QUICK_PLANS if options.quick else PLANS)))
-    errors = [row.error for row in found if row.schedule not in BY_FORMULA]
-    report = Report(host=machine(), median_error=statistics.median(errors), worst_error=max(errors), rows=found)
+    errors = [row.error for row in found]
+    ranked = [row.ranked_error for row in found if row.schedule not in BY_FORMULA]
+    report = Report(
+        host=machine(),
+        median_error=statistics.median(errors),
+        worst_error=max(errors),
+        median_ranked=statistics.median(ranked),
+        worst_ranked=max(ranked),
+        rows=found,
+    )
     write_figures(options.json, report)
-    Console(width=110).print(table(found))
-    print(f"median {report.median_error:.3%}, largest {report.worst_error:.2%}")
-    return 0 if report.median_error <= MEDIAN_LIMIT else 1
+    Console(width=130).print(table(found))
+    print(f"stated: median {report.median_error:.3%}, largest {report.worst_error:.2%}")
+    print(f"recurrence: median {report.median_ranked:.3%}, largest {report.worst_ranked:.2%}")
+    return 0 if report.median_error <= MEDIAN_LIMIT and report.worst_error <= WORST_LIMIT else 1
 
 
 if __name__ == "__main__":
