@@ -111,6 +111,12 @@ class FileBacked(TorchDispatchMode):
         self._space = space
         self.recorded = DrawRecorder()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so nothing must be kept from it: torch would import its compiler to do so, which
+        takes a second of a core at each start of a run."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,  # pyright: ignore
