@@ -191,7 +191,6 @@ DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
         federated__participation__poisson=True, federated__participation__staleness=1
     ),
     ("optimizers", "an algorithm of SGD"): rounds(federated__algorithm="scaffold", local__clip_norm=1.0),
-    ("micro-batches", "clients together"): rounds(local__micro_batches=2, execution__clients_per_vmap=2),
     ("a scheme without executors", "Ray"): rounds(execution__engine="ray", execution__scheme="sp"),
     ("an emulated fleet", "Ray"): rounds(execution__engine="ray", fleet="parrot-a"),
     ("accelerators by name", "Ray"): rounds(execution__engine="ray", execution__device="cuda:1"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from isthmus.federated import Algorithm, LocalConfig
 from isthmus.federated.admission import AdmissionRules, Privacy, Private
@@ -179,3 +180,38 @@ def test_clipped_clients_trained_together_agree_with_one_by_one(
         assert bool(groups) == (together > 1)
         models.append(run.model)
     assert torch.allclose(models[1], models[0], rtol=1e-9, atol=1e-10)
+
+
+class Weighted(Quadratic):
+    """Its mean is its own: that of a batch is another than the mean of its parts'."""
+
+    def forward(self, h: Tensor, a: Tensor, labels: Tensor) -> Tensor:
+        return (h * (self.w - a).square()).sum() / h.sum()
+
+
+class Counted(Quadratic):
+    def forward(self, h: Tensor, a: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": (h * (self.w - a).square()).sum(), "count": h.sum()}
+
+
+@pytest.mark.parametrize("model", [Weighted, Counted])
+def test_clients_trained_together_have_the_micro_batches_of_one_by_one(model: type[Quadratic], tmp_path: Path) -> None:
+    def trained(micro_batches: int, together: int) -> Tensor:
+        run = Run(
+            "fedavg",
+            {},
+            tmp_path / f"{micro_batches}-{together}",
+            rounds=2,
+            clients_per_vmap=together,
+            data=clients((6, 6, 6, 9, 9, 9)),
+            model=model,
+            local=LocalConfig(epochs=EPOCHS, batch_size=BATCH, learning_rate=ETA, micro_batches=micro_batches),
+            drawn=everybody,
+            needed=CLIENTS,
+        )
+        assert run.run().outcome == "done"
+        return run.model
+
+    alone = trained(2, 1)
+    assert torch.allclose(trained(2, 4), alone, rtol=1e-9, atol=1e-10)
+    assert torch.allclose(trained(1, 4), alone, rtol=1e-9, atol=1e-10) == (model is Counted)

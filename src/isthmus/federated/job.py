@@ -355,8 +355,6 @@ def checked(job: FederatedJob) -> FederatedJob:
                 raise unknown_name("site in federated.deployment.fleets", name, deployment.sites)
     check_engine(job)
     check_emulation(job)
-    if job.training.micro_batches > 1 and job.runtime.clients_per_vmap != 1:
-        raise refused("micro-batches", "clients together", job.training.micro_batches)
     return job
 
 

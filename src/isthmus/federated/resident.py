@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -353,14 +353,22 @@ class Resident:
         each = cast("Sequence[Tensor | None]", found)
         return [None if part is None else part.to(self.dtype) for part in each]
 
+    def mean_loss(self, batch: Batch, call: Callable[..., object]) -> Tensor:
+        """A batch's mean loss by `call` in the module's place, in as many parts as `gradients` has."""
+        pieces = pieces_of(len(next(iter(batch.values()))), self.micro_batches)
+        if pieces == 1:
+            return mean_loss(self.module, batch, uneven=self.uneven, call=call)
+        each = [loss_and_count(self.module, row, uneven=self.uneven, call=call) for row in parts_of(batch, pieces)]
+        total, counts = sum(loss for loss, *_ in each), [count for _, count, _ in each if count is not None]
+        return cast(Tensor, total / (_or_one(cast(Tensor, sum(counts))) if counts else pieces))
+
     def _summed_parts(self, batch: Batch, pieces: int) -> Sequence[Tensor | None]:
         """In the order and with the roundings of a pipeline's engine."""
-        rows = zip(*(column.chunk(pieces) for column in batch.values()), strict=True)
         share = torch.full((), 1.0 / pieces, device=self.accelerator.device)
         sums: list[Tensor | None] = [None] * len(self._parameters)
         counted: float | None = None
-        for row in rows:
-            loss, count, _ = loss_and_count(self.module, dict(zip(batch, row, strict=True)), uneven=self.uneven)
+        for row in parts_of(batch, pieces):
+            loss, count, _ = loss_and_count(self.module, row, uneven=self.uneven)
             if count is not None:
                 counted = (counted or 0.0) + float(count)
             seed = share.to(loss) if count is None else None
@@ -394,8 +402,18 @@ def pieces_of(samples: int, most: int) -> int:
     return next(pieces for pieces in range(min(most, samples), 0, -1) if samples % pieces == 0)
 
 
+def parts_of(batch: Batch, pieces: int) -> Iterator[dict[str, Tensor]]:
+    """Cut the batch into so many micro-batches."""
+    for row in zip(*(column.chunk(pieces) for column in batch.values()), strict=True):
+        yield dict(zip(batch, row, strict=True))
+
+
 def mean_loss(module: nn.Module, batch: Batch, *, uneven: bool, call: Callable[..., object] | None = None) -> Tensor:
     """A batch's mean loss. Where all labels are left out (`uneven`: some may be) it is 0, and so is its gradient."""
     call = call or module
     loss, count, _ = loss_and_count(module, batch, uneven=True, call=call) if uneven else split_outputs(call(**batch))
-    return loss if count is None else loss / count.masked_fill(count == 0, 1)  # weights of classes may be below 1
+    return loss if count is None else loss / _or_one(count)
+
+
+def _or_one(count: Tensor) -> Tensor:
+    return count.masked_fill(count == 0, 1)  # weights of classes may be below 1

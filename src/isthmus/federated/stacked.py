@@ -30,7 +30,7 @@ from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.local import ConfiguredLocal, LocalConfig, RoundSteps, Term
-from isthmus.federated.resident import Batch, Resident, mean_loss
+from isthmus.federated.resident import Batch, Resident
 from isthmus.rng import orders
 
 Operation = Callable[..., Sequence[Tensor]]
@@ -195,11 +195,11 @@ class Stacked:
         return self._resident.uneven, weights.shape, *(column.shape for column in batch.values())
 
     def _untraced(self, columns: Sequence[str]) -> Operation:
-        names, module, uneven = self._names, self._resident.module, self._resident.uneven
+        names, resident, module = self._names, self._resident, self._resident.module
 
         def loss(parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-            parameters = {name: value.to(self._resident.computes) for name, value in parameters.items()}
-            return mean_loss(module, batch, uneven=uneven, call=lambda **b: functional_call(module, parameters, (), b))
+            parameters = {name: value.to(resident.computes) for name, value in parameters.items()}
+            return resident.mean_loss(batch, lambda **b: functional_call(module, parameters, (), b))
 
         gradient = vmap(grad(loss))
 
