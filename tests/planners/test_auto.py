@@ -125,6 +125,20 @@ def test_the_scorer_has_the_last_word() -> None:
     assert [p.predicted.step_s for p in seen] == sorted(p.predicted.step_s for p in seen)
 
 
+def test_where_the_scorer_differs_from_the_steady_step_moves_go_by_the_scorer() -> None:
+    """Two equal devices, each a replica, of which only the scorer knows that one is half as fast: it gets 3 of 9."""
+    fleet = Fleet(name="near", devices=fleet_of([10.0, 10.0]).devices, links=Links(default=Link(1e-6, 1e9)))
+    problem = problem_of(random_graph(3, 2), fleet, micro_batches=9)
+    each_s = problem.cumulative_flops[-1] / 10.0
+
+    def half_as_fast(plan: Plan) -> float:
+        slow = [any(stage.device == "d1" for stage in r.stages) for r in plan.replicas]
+        return max(r.micro_batches * each_s * (1 + late) for r, late in zip(plan.replicas, slow, strict=True))
+
+    found = auto(problem, half_as_fast)
+    assert {r.stages[0].device: r.micro_batches for r in found.replicas} == {"d0": 6, "d1": 3}
+
+
 def simulated_s(problem: Problem, plan: Plan) -> float:
     spec = RunSpec(steps=6, micro_batches=problem.micro_batches, micro_batch_size=problem.micro_batch_size)
     ends = [end_s for _, end_s in step_bounds(simulate(plan, problem.fleet, spec)).values()]

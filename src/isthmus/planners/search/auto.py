@@ -25,7 +25,15 @@ from isthmus.planners.baselines.op_fence import op_fence
 from isthmus.planners.observer import keep, part
 from isthmus.planners.placement.on_fleet import random
 from isthmus.planners.search.exhaustive import exhaustive_plan, settles
-from isthmus.planners.search.improvement import LEAST_SCORED, Score, by_steady_step, descended, judged, of_each_cut
+from isthmus.planners.search.improvement import (
+    LEAST_SCORED,
+    Score,
+    by_score,
+    by_steady_step,
+    descended,
+    judged,
+    of_each_cut,
+)
 from isthmus.planners.search.one_pipeline import chain, fed, unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
@@ -68,7 +76,6 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         plan = min(found, key=lambda plan: preference(problem, plan))
         return [_named(problem, plan, near.fleet.names)]
     refused: FleetTooSmall | None = None
-    steady = score is not None and is_steady(problem)
     plans: list[Plan] = []
     part("one pipeline")
     try:
@@ -99,10 +106,10 @@ def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
         raise refused
     # step = max over replicas (fill_r + (m_r - 1) * period_r) + averaging, or its price
     plans.sort(key=lambda plan: preference(problem, plan))
-    if steady:
-        plans = by_steady_step(problem, network, plans, "auto")
-    if score is not None:
-        plans = judged(problem, plans[:LEAST_SCORED] if steady else _to_score(plans), score)
+    if score is not None and is_steady(problem):
+        plans = by_score(problem, network, by_steady_step(problem, network, plans, "auto"), "auto", score)
+    elif score is not None:
+        plans = judged(problem, _to_score(plans), score)
     return [_named(problem, plans[0], problem.fleet.names), *plans[1:]]
 
 

@@ -10,11 +10,12 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from isthmus.cost import Problem, build_replicas, layouts_of, preference
+from isthmus.cost import PlanLayout, Problem, build_replicas, layouts_of, preference
 from isthmus.cost.network import FleetNetwork
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.observer import keep, part
 from isthmus.planners.search.descent import Descent, places
+from isthmus.planners.search.local_search import TOLERANCE, first_improvement
 from isthmus.planners.search.steady_descent import SteadyDescent
 from isthmus.plans import Plan
 
@@ -31,6 +32,10 @@ STEADY_STARTS, MOST_STEADY = 3, 20_000  # plans from which the descent by the st
 KICKS_EACH, MOST_KICKING = 8, 20  # random beginnings near the best plan, for each of so many devices
 DESCENT_BLOCKS = 100  # places to which cuts move
 LEAST_SCORED = 3  # plans that a scorer judges
+EXACT, NEAR = 1e-3, 4.0
+"""How far a scorer and the steady step may differ before moves go by the scorer, and times that difference up to which
+the steady step of a neighbour that it judges is longer."""
+MOST_TASKS_MOVED = 40_000  # forwards and messages of averages in all of them: about two seconds
 
 Score = Callable[[Plan], float]  # seconds per step of a plan, by a better estimate than the closed form: the simulator
 
@@ -118,6 +123,45 @@ def judged(problem: Problem, plans: Sequence[Plan], score: Score) -> list[Plan]:
     """The best first, by the scorer."""
     part("simulating the best")
     return sorted(plans, key=lambda plan: preference(problem, plan, score(plan)))
+
+
+def by_score(problem: Problem, network: FleetNetwork, plans: Sequence[Plan], planner: str, score: Score) -> list[Plan]:
+    """The first few by the scorer, the best first.
+
+    Where it differs from the steady step, as of averages that overlap with compute and of shared uplinks, moves of the
+    best follow, judged by the scorer.
+    """
+    scores: dict[tuple[PlanLayout, ...], float] = {}
+
+    def scored(plan: Plan) -> float:
+        layouts = tuple(layouts_of(plan))
+        if layouts not in scores:
+            scores[layouts] = score(plan)
+        return scores[layouts]
+
+    def near(now: Plan) -> Iterator[Plan]:
+        layouts = layouts_of(now)
+        for other in descent.near(layouts, descent.step_s(layouts) * (1 + NEAR * error)):
+            with contextlib.suppress(FleetTooSmall):
+                yield keep(build_replicas(problem, other, planner=planner))
+
+    found = judged(problem, plans[:LEAST_SCORED], scored)
+    layouts = list(map(layouts_of, found))
+    descent = SteadyDescent(
+        problem, network, places(problem, itertools.chain.from_iterable(layouts), DESCENT_BLOCKS), MOST_STEADY
+    )
+    error = max(abs(scored(plan) / descent.step_s(own) - 1) for plan, own in zip(found, layouts, strict=True))
+    if error > EXACT:
+        part("moves by the simulator")
+        most = max(LEAST_SCORED, MOST_TASKS_MOVED // _tasks(found[0]))
+        found.insert(0, first_improvement(found[0], near, scored, most=most, tolerance=TOLERANCE))
+    return found
+
+
+def _tasks(plan: Plan) -> int:
+    """Return about how many forwards and messages of averages a step has."""
+    forwards = sum(len(replica.stages) * replica.micro_batches for replica in plan.replicas)
+    return forwards + sum(2 * len(group.devices) ** 2 for group in plan.sync.groups)
 
 
 def _kicks(network: FleetNetwork) -> int:

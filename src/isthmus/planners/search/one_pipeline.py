@@ -45,7 +45,7 @@ from isthmus.planners.search.cuts import cut_orders
 from isthmus.planners.search.descent import Descent, Stages, neighbours, places
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.greedy_fill import greedy_fill
-from isthmus.planners.search.improvement import LEAST_SCORED, Score, by_steady_step, descended, judged
+from isthmus.planners.search.improvement import Score, by_score, by_steady_step, descended
 from isthmus.planners.search.local_search import TOLERANCE, first_improvement
 from isthmus.planners.search.orders import promising_orders
 from isthmus.planners.search.prune_fleet import pruned_fleet
@@ -71,7 +71,7 @@ def chain(problem: Problem, score: Score | None = None) -> Plan:
     near = pruned_fleet(problem, network_of(problem), Blocks(problem))
     network, plans = network_of(near), pipelines(near)
     plans = by_steady_step(near, network, [*plans, *descended(near, network, plans, "chain")], "chain")
-    return _noted(problem, judged(near, plans[:LEAST_SCORED], score)[0])
+    return _noted(problem, by_score(near, network, plans, "chain", score)[0])
 
 
 def fastest(problem: Problem, *, thorough: bool = True) -> Plan:

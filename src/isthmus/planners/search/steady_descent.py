@@ -8,6 +8,7 @@ lowest first. A replica keeps its share of the micro-batches until it helps to g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -54,23 +55,35 @@ class SteadyDescent(Descent):
     def _descended(self, now: Found) -> Found:
         while True:
             now = super()._descended(now)
-            shared = next(self._shared_otherwise(now), None)
+            last = int(np.argmax(list(map(self._alone_s, now.replicas, now.shares))))
+            shared = next(self._shared_otherwise(now, last, now.value * (1 - TOLERANCE)), None)
             if shared is None:
                 return now
             now = shared
 
-    def _shared_otherwise(self, now: Found) -> Iterator[Found]:
-        """Better ways to share the batch: the replica that ends last gives micro-batches to another one."""
+    def near(self, layouts: Sequence[PlanLayout], below_s: float) -> Iterator[list[PlanLayout]]:
+        """Yield the best of each kind of neighbours, and of the ways in which each replica gives micro-batches to
+        others, as far as these take less than so many seconds."""
+        now = Found(self._replicas(layouts), tuple(x.micro_batches for x in layouts), self.step_s(layouts))
+        shared = (self._shared_otherwise(now, r, below_s) for r in range(len(now.shares)))
+        given = (min(ways, key=lambda found: found.value, default=None) for ways in shared)
+        moved = (self._best(now, change, below_s) for change in self._changes(now.replicas))
+        for found in itertools.chain(given, moved):
+            if found is not None:
+                yield list(map(self._layout, found.replicas, found.shares))
+
+    def _shared_otherwise(self, now: Found, giver: int, below_s: float) -> Iterator[Found]:
+        """Yield ways to share the batch that take less: this replica gives micro-batches to another one."""
         steps_s = list(map(self._alone_s, now.replicas, now.shares))
-        last, rest_s = int(np.argmax(steps_s)), now.value - max(steps_s)
-        for other in (r for r in np.argsort(steps_s).tolist() if r != last):
-            for count in (2**k for k in range(now.shares[last].bit_length())):
+        rest_s = now.value - max(steps_s)
+        for other in (r for r in np.argsort(steps_s).tolist() if r != giver):
+            for count in (2**k for k in range(now.shares[giver].bit_length())):
                 shares = list(now.shares)
-                shares[last], shares[other] = shares[last] - count, shares[other] + count
-                if self.left <= 0 or shares[last] < 1:
+                shares[giver], shares[other] = shares[giver] - count, shares[other] + count
+                if self.left <= 0 or shares[giver] < 1:
                     break
                 value = max(map(self._alone_s, now.replicas, shares)) + rest_s
-                if value < now.value * (1 - TOLERANCE):
+                if value < below_s:
                     yield Found(now.replicas, tuple(shares), value)
 
     def _best(self, now: Found, change: Change, goal: float) -> Found | None:
