@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isthmus.protocol import RunSpec, StateLayout
 from isthmus.protocol.run_messages import DeviceReady, ItemReported
-from isthmus.session.session import Deadlines, Waits
+from isthmus.session.session import Deadlines, Observation, Waits
 from tests.protocol.recorded import Recorded
 
 
@@ -76,3 +76,20 @@ def test_the_machine_knows_who_is_behind() -> None:
     assert machine.behind == (0, frozenset())
     machine.takes("oslo", ItemReported(item=0))
     assert machine.behind == (0, {"rome"})
+
+
+def test_who_has_not_saved_yet_is_named_so() -> None:
+    spec = RunSpec(steps=4, micro_batches=1, micro_batch_size=1, save_every=1)
+    machine = Recorded(("oslo", "rome"), spec, layout=StateLayout(parts={}))
+    for device in machine.devices:
+        machine.joined(device)
+    for device in machine.devices:
+        machine.takes(device, DeviceReady())
+    for device, item in (("oslo", 0), ("rome", 0), ("oslo", 1)):
+        machine.takes(device, ItemReported(item=item))
+    told: list[object] = []
+    machine.port.note = told.append
+    for second in range(5):
+        machine.clock(float(second))
+        machine.looked(Observation())
+    assert told == ["waiting to save their parts of the checkpoint: rome for 3 s"]

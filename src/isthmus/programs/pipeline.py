@@ -353,7 +353,10 @@ class Pipeline(Policy[PipelinePort], Session):
         for device in sorted(self.awaited) if self.phase == "recalling" else ():
             if device not in self.seen.returning:
                 yield device, "it has left"
-        self._deadlines.lag(*self.behind, self.now_s)
+        oldest, behind = self.behind
+        saves = oldest in self.leases.open and self.leases.open[oldest].kind == "save"
+        what = ("to save their parts of the checkpoint",) if saves else ()
+        self._deadlines.lag(oldest, behind, self.now_s, *what)
 
     def lost(self, loss: Loss) -> None:
         if self.over:

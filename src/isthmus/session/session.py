@@ -123,13 +123,13 @@ class Deadlines:
         """Note that the run waits for these devices, and they for their engine: there is no time limit."""
         self._queue.look("for the engine to start what it has queued", devices, now_s)
 
-    def lag(self, item: int, behind: Collection[str], now_s: float) -> None:
-        """Note that these devices have not finished an item that others have. Stages of a pipeline end one after the
-        other, so only a wait that is twice as long as the longest before is logged."""
+    def lag(self, item: int, behind: Collection[str], now_s: float, what: str = "to finish what others have") -> None:
+        """Note that these devices have not finished an item that others have, `what` in words. Stages of a pipeline end
+        one after the other, so only a wait that is twice as long as the longest before is logged."""
         if item != self._item:
             self._longest_s = max(self._longest_s, self._waited_s)
             self._item = item
-        since = self._items.look("to finish what others have", behind, now_s, usual_s=2 * self._longest_s)
+        since = self._items.look(what, behind, now_s, usual_s=2 * self._longest_s)
         self._waited_s = max((now_s - since_s for since_s in since.values()), default=0.0)
 
 
