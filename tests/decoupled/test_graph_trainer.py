@@ -20,6 +20,7 @@ from isthmus.runtime.decoupled.run import DecoupledRun
 from isthmus.runtime.messages.decoupled import TrainReplica
 from isthmus.training import compiled
 from isthmus_testing.replica_trainer import ReplicaTrainer
+from tests.tiers import represented_by
 
 from .small import NAMES, job_of, replicas_of
 from .test_real_run import FLEET
@@ -56,7 +57,7 @@ def test_steps_have_the_same_bits() -> None:
         assert torch.equal(ours.fragments.give(fragment, 1), theirs.fragments.give(fragment, 1))
 
 
-@pytest.mark.parametrize("by", ["jax", "compile"])
+@pytest.mark.parametrize("by", represented_by(["jax", "compile"], "compile"))
 def test_steps_by_jax_and_compiled_ones_are_those_of_torch(
     by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,12 +40,18 @@ def fleet_of(count: int = DEVICES + 1, latency_s: float = 1e-3) -> Fleet:
 
 
 def finished_run(
-    folder: Path, name: str = "gpt", options: dict[str, object] = GPT, *, fleet: Fleet | None = None, stages: int = 3
+    folder: Path,
+    name: str = "gpt",
+    options: dict[str, object] = GPT,
+    *,
+    fleet: Fleet | None = None,
+    stages: int = 3,
+    device: str | dict[str, str] = "cpu",
 ) -> tuple[Path, nn.Module]:
     """A run's folder, and the module that it would export. One device of the fleet has no stage."""
     fleet = fleet or fleet_of()
     plain = job_of(name, options, TEXT)
-    job = msgspec.structs.replace(plain, runtime=msgspec.structs.replace(plain.runtime, emulate=True))
+    job = msgspec.structs.replace(plain, runtime=msgspec.structs.replace(plain.runtime, emulate=True, device=device))
     prepared = prepare(job)
     legal = cuts(Flow(prepared.captured.train))
     boundaries = [legal[len(legal) * k // stages].position for k in range(1, stages)]

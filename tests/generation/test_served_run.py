@@ -85,6 +85,15 @@ def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tm
 
 
 @pytest.mark.long
+def test_a_stage_on_an_accelerator_generates_the_same(tmp_path: Path) -> None:
+    folder, module = finished_run(tmp_path / "run", "hf-gpt2", GPT2, device={"d1": "checked:0"})
+    notes = list[str]()
+    with served_run(folder, ServingChoices(at_once=2), notes.append) as service:
+        found = [answer.tokens for answer in generate(service, PROMPTS, SAMPLINGS[0]).answers]
+    assert found == [by_transformers(module, prompt, SAMPLINGS[0]) for prompt in PROMPTS], notes
+
+
+@pytest.mark.long
 def test_devices_that_joined_generate_leave_and_are_replaced(tmp_path: Path) -> None:
     """d3 is in the fleet file and never joins."""
     folder, module = finished_run(tmp_path / "run", "hf-gpt2", GPT2, stages=2)
