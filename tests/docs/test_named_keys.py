@@ -20,7 +20,7 @@ from isthmus.simulator import SimulationOptions
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "src" / "isthmus", ROOT / "testing" / "src" / "isthmus_testing")
-FILES = ("json", "jsonl", "pem", "png", "py", "safetensors")
+FILES = ("json", "jsonl", "pem", "pkl", "png", "py", "safetensors")
 """Endings: `plan.json` is no key."""
 NO_KEYS = {
     "model.module": "of torch's DistributedDataParallel",

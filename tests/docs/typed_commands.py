@@ -65,6 +65,7 @@ LEFT_OUT = {
         "ray": CLUSTER,
         "isthmus train fed-digits.toml --set runtime.backend=ray": CLUSTER,
     },
+    "docs/jobs.md": {"isthmus export out start": "needs a folder of another program: tests/api/test_export.py"},
     "docs/index.md": {"pip": INSTALLS, "isthmus": "docs/start/first-run.md types the same"},
     "docs/gpus.md": {
         "isthmus probe --device cuda:1": HARDWARE,
