@@ -18,6 +18,7 @@ from isthmus.verification import Prover, verify
 from isthmus.verification.decision import Decision
 from isthmus.verification.prefixes import Work
 from isthmus.verification.reading import GraphReading
+from isthmus.verification.stage_seconds import StageSeconds
 
 QUICK = Link(0.0001, 1e9)
 NO_VALUE = tensor(batched=False)
@@ -176,3 +177,20 @@ def test_a_bound_is_of_plans_with_one_stage_on_each_device_which_others_may_unde
     assert made.certificate is not None and made.certificate.gap < 0.01
     assert simulated_s(problem, by_turns) < 0.9 * made.certificate.lower_bound
     assert "any devices in any order, one stage on each," in made.certificate.question
+
+
+def test_a_device_sums_through_another_of_its_region_that_is_joined_better() -> None:
+    names = {"led": "a", "leader": "a", "b0": "b", "b1": "b"}
+    devices = [
+        Device(name=n, region=region, flops_per_s=18.0, memory_bytes=1 << 40 if region == "a" else 12_000)
+        for n, region in names.items()
+    ]
+    ends = [end for b in ("b0", "b1") for end in (("led", b), (b, "led"))]
+    links = Links(default=Link(0.01, 1e6), intra=QUICK, devices=tuple(Route(*end, Link(50.0, 1e3)) for end in ends))
+    problem = problem_on(two_operators(), devices, links, 30)
+    layouts = PlanLayout(("led",), (), 8), PlanLayout(("leader",), (), 8), PlanLayout(("b0", "b1"), (1,), 14)
+    plan = by_hand(problem, *layouts)
+    assert {group.collective.kind for group in plan.sync.groups} == {"hierarchical"}
+    assert check(problem, plan) < 8.1
+    seconds = StageSeconds(GraphReading(question_of(problem, (30,))), FINE)
+    assert (seconds.sums_s(3, 3, 1) <= plan.predicted.sync_s).all()

@@ -34,7 +34,7 @@ from isthmus.verification.stage_seconds import Relaxation, StageSeconds
 
 ROUNDING = 1e-9
 FEW, FEW_COPIES = 4, 16  # replicas up to which each number is looked at by itself, and of one device each
-MOST_COUNTS = 12  # numbers of micro-batches of one of several replicas that are distinguished
+MOST_COUNTS = 31  # numbers of micro-batches of one of several replicas that are distinguished
 
 
 class Decision:
@@ -91,16 +91,23 @@ class Decision:
         """[divided, state]: whether so many replicas, from fewest to most, may complete the batch on these devices;
         divided: one of them has two stages or more. `any_will_do` ends with the first divided ones."""
         batch = self.question.micro_batches
-        counts = np.unique(np.round(np.geomspace(1, batch - 1, min(MOST_COUNTS, batch - 1))).astype(int)).tolist()
-        completed = np.zeros(len(self._states))
+        enough = np.zeros((2, len(self._states)), dtype=bool)
         if not self._possible(limit_s, -(-batch // replicas[1]), work, replicas).any():  # one has so many
-            return np.zeros((2, len(self._states)), dtype=bool)
-        for count, following in zip(counts, [*counts[1:], batch], strict=True):
-            possible = self._possible(limit_s, count, work, replicas)
-            if not possible.any():
+            return enough
+        capacity = limit_s * (1 + ROUNDING) * (self._states @ self.classes.speed) / max(self.whole_flops, 1.0)
+        completed = np.minimum(np.floor(capacity), batch - 1)
+        for counts in _finer(batch):
+            for count in counts:
+                possible = self._possible(limit_s, count, work, replicas)
+                completed[~possible] = np.minimum(completed[~possible], count - 1)
+            enough = self._enough(completed, work, replicas, any_will_do)
+            if not enough.any():
                 break
-            completed[possible] = following - 1
-        chosen = np.flatnonzero(completed > 0)
+        return enough
+
+    def _enough(self, completed: Floats, work: Work, replicas: tuple[int, int], any_will_do: bool) -> Bools:
+        """The same, if devices of a state complete at most so many micro-batches as one replica."""
+        batch, chosen = self.question.micro_batches, np.flatnonzero(completed > 0)
         several = self._states[chosen].sum(axis=1) > 1
         found = np.zeros((2, len(self._states)))
         found[0, chosen[~several]], found[1, chosen[several]] = completed[chosen[~several]], completed[chosen[several]]
@@ -128,3 +135,14 @@ class Decision:
     def _possible(self, limit_s: float, count: int, work: Work, replicas: tuple[int, int]) -> Bools:
         """[state]: whether one of so many replicas, with so many micro-batches, may be on exactly these devices."""
         return Prefixes(self._seconds, limit_s, count, work, replicas).run()
+
+
+def _finer(batch: int) -> list[list[int]]:
+    """Numbers of micro-batches that one of several replicas may have, each list between those before it."""
+    found, known = list[list[int]](), {0, batch}
+    parts = 2
+    while len(known) < batch + 1 and len(known) + parts // 2 <= MOST_COUNTS + 2:
+        found.append(sorted({round(batch * k / parts) for k in range(1, parts, 2)} - known))
+        known.update(found[-1])
+        parts *= 2
+    return found

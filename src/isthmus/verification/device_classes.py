@@ -107,6 +107,11 @@ class DeviceClasses:
             table[a, a] = inside
             setattr(self, name, np.ascontiguousarray(table[np.ix_(keep, keep)]))
 
+    @cached_property
+    def regions(self) -> list[set[str]]:
+        fleet = self._question.fleet
+        return [{fleet.device(name).region for name in own} for own in self.members]
+
     def lacks(self, target: str) -> Bools:
         """Whether no device of a class has this operator."""
         lacked_by = self._question.constraints.lacked_by

@@ -51,8 +51,8 @@ class Prefixes:
         self._spare = 0  # cuts of others that are counted at most
         if self._fewest > 1 and question.gradients and question.period == 1:
             self._spare = min(MOST_SPARE, self._left_cuts(1))
-            sums_s = [of.sums_s(most, cuts) for cuts in range(self._spare)]
-            self._sums_s = of.sums_s(most, max(self._spare, self._left_cuts(1)))
+            sums_s = [of.sums_s(self._fewest, most, cuts) for cuts in range(self._spare)]
+            self._sums_s = of.sums_s(self._fewest, most, max(self._spare, self._left_cuts(1)))
             self._asked = np.full(compute_s.shape, self._spare)
             for cuts in range(self._spare - 1, -1, -1):
                 self._asked[count * compute_s + sums_s[cuts] < limit_s] = cuts

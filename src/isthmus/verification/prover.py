@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from isthmus.verification.stage_seconds import Relaxation
 RELAXATIONS = (Relaxation(12, 64), Relaxation(24, 300), Relaxation(40, 4_000), Relaxation(64, 70_000))
 MOST_WORK = 2e8  # entries of arrays of one decision; a second has two to four times 10^7
 MOST_DEVICES = 256  # beyond, work over all devices is the bound
-FINE = 1.002  # between what is proven and what is not, when a bisection ends
+FINE, COARSE = 1.002, 1.02  # between what is proven and what is not, when a bisection ends; where a finer one follows
 ROUNDING = 1e-7  # relative: between a bound and the plan that attains it
 SECONDS_PER_HOUR = 3600
 
@@ -86,11 +87,11 @@ class Prover:
         """The highest bound that was proven, up to the goal, which a known plan takes: until nothing more can be, or
         it is ended, by work or otherwise."""
         best, left = min(goal, self.simple()), most_work
-        for decisions in self._levels():
-            if best >= goal:
+        for decisions, finer in itertools.pairwise(itertools.chain(self._levels(), [None])):
+            if best >= goal or decisions is None:
                 break
             low, high, asked = best, goal, goal * (1 - ROUNDING / 100)
-            while asked > best and high > low * FINE:
+            while asked > best and high > low * (COARSE if finer else FINE):
                 works = [Work(most=min(MOST_WORK, left), ended=ended) for _ in decisions]
                 proven = 0.0
                 with contextlib.suppress(OutOfWork):

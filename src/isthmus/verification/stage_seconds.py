@@ -112,15 +112,50 @@ class StageSeconds:
             found.append(np.where(fits & self._allowed, need_s, NEVER))
         return found[0], found[1] if self.question.recompute else np.full_like(found[1], NEVER)
 
-    def sums_s(self, replicas: int, cuts: int) -> Floats:
-        """[class, begin, end]: two messages of a part of the largest group of gradients that a stage sums, over the
-        best link of its device. `cuts` of others lie within the stage, so it has one group more at most."""
+    def sums_s(self, fewest: int, most: int, cuts: int) -> Floats:
+        """[class, begin, end]: the messages that a stage waits for at least in the sum of the largest group of its
+        gradients, over so many replicas, by the collective that takes the least. `cuts` of others lie within the
+        stage, so it has one group more at most. With R replicas over k regions:
+
+            sharded        two rounds of an R-th part to each of R - 1 others
+            ring           2 (R - 1) rounds of an R-th part: of two neighbours one is not the nearest
+            hierarchical   two rounds of a k-th part between regions; but for one device of each region, the whole
+                           to another one and back besides
+        """
+        elements, classes = self._summed, self.classes
+        group = FLOAT32_BYTES * np.floor(elements / (1 + cuts))
+        regions = min(most, len(set().union(*classes.regions)))
+        found = 2 * self._nearest_s(fewest - 1, group / most)
+        if fewest > 2:
+            found = np.minimum(found, 2 * (fewest - 1) * self._nearest_s(2, group / most))
+        if regions > 1:
+            leader = 2 * self._nearest_s(1, group / regions, across=True)
+            near = np.array([[bool(a & b) for b in classes.regions] for a in classes.regions])
+            leads = np.where(near[:, :, None, None], leader[None], NEVER).min(axis=1)
+            found = np.minimum(found, np.minimum(leader, 2 * self._nearest_s(1, group) + leads))
+        return np.where(elements > 0, found, 0.0)
+
+    def _nearest_s(self, number: int, size: Floats, *, across: bool = False) -> Floats:
+        """[class, begin, end]: seconds to so many of other devices, nearest first; `across`: in other regions."""
         classes = self.classes
-        latency_s = np.minimum(classes.latency_s.min(axis=0), classes.latency_s.min(axis=1))[:, None, None]
-        byte_s = np.minimum(classes.byte_s.min(axis=0), classes.byte_s.min(axis=1))[:, None, None]
-        elements = self._summed
-        part = FLOAT32_BYTES * np.floor(elements / (1 + cuts) / replicas)
-        return np.where(elements > 0, 2 * (latency_s + part * byte_s), 0.0)
+        sizes = np.array([len(own) for own in classes.members])
+        partners = sizes[None, :] - np.eye(len(sizes), dtype=np.int64)
+        if across:
+            apart = [[len(a | b) > 1 for b in classes.regions] for a in classes.regions]
+            partners = np.where(apart, np.maximum(partners, 1), 0)
+
+        def least(table: Floats, number: int) -> Floats:
+            each = np.minimum(table, table.T)
+            order = np.argsort(each, axis=1)
+            so_far = np.cumsum(np.take_along_axis(partners, order, axis=1), axis=1)
+            nearest_first = np.take_along_axis(each, order, axis=1)
+            return np.where(so_far >= number, nearest_first, NEVER).min(axis=1)[:, None, None]
+
+        latency_s, byte_s = classes.latency_s, classes.byte_s
+        return np.maximum(
+            least(latency_s, 1) + size[None] * least(byte_s, number),
+            least(latency_s, number) + size[None] * least(byte_s, 1),
+        )
 
     @cached_property
     def _summed(self) -> Floats:
