@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,6 +167,21 @@ def test_of_decoupled_replicas_that_jax_computes(groups: list[list[str]], fleet:
     gave = {c.replica for line in run.merges for f in line.merge.fragments for c in f.contributions}
     assert gave and all(any(line.startswith(f"{name}: ") for line in by_jax) for name in gave), notes.lines
     assert len(by_jax) >= (3 if len(groups) == 1 else 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("merges", [False, True], ids=["average", "never wait"])
+def test_of_replicas_that_are_compiled_where_it_pays(merges: bool, fleet: str, tmp_path: Path) -> None:
+    """Two that average; one that is a pipeline and merges."""
+    notes, overrides = Lines(), {"devices": 2, "runtime.compile": True}
+    if merges:
+        overrides |= {"planner": "even", "sync.mode": "decoupled", "sync.decoupled.replicas": [["d-0", "d-1"]]}
+        check_decoupled(train(tmp_path, fleet=fleet, overrides=overrides, observer=notes))
+    else:
+        plan = plan_of(tmp_path, [PlanLayout(("d-0",), (), 2), PlanLayout(("d-1",), (), 2)], fleet=fleet)
+        check(train(tmp_path, plan=plan, fleet=fleet, overrides=overrides, observer=notes), Classifier())
+    times = [line for line in notes.lines if re.search(r"d-[01]: (compiled in|not compiled: it would take)", line)]
+    assert len(times) == 2, notes.lines
 
 
 def test_of_decoupled_replicas(fleet: str, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_the_changed_script_learns(launched: Launched) -> None:
 @pytest.mark.long
 def test_modes_equal_one_process(launched: Launched) -> None:
     found = json.loads(launched.killed.with_suffix(".json").read_text())
-    for workers, cases in ((4, 28), (2, 80)):
+    for workers, cases in ((4, 28), (2, 81)):
         assert sum(name.startswith(f"{workers} workers") for name in found) >= cases
     wrong = {name: difference for name, difference in found.items() if not difference <= TOLERANCE}
     assert not wrong
