@@ -37,8 +37,8 @@ WORDS = """
 | generation | `isthmus generate` |
 | script | `isthmus.sync` in a script of your own |
 """.strip()
-RUNS, NO, NOT_YET, NOTHING, UNTESTED = "yes", "no", "not yet", "-", "untested"
-Cell = tuple[str, str]  # one of the five, and the test or the reason
+RUNS, NO, NOT_YET, NOTHING = "yes", "no", "not yet", "-"
+Cell = tuple[str, str]  # one of the four, and the test or the reason
 
 
 def cells(kind: str) -> dict[str, dict[str, Cell]]:
@@ -52,7 +52,7 @@ def _cell(row: str, program: str, said: dict[str, Any]) -> Cell:
     key = said.get("refused", {}).get(program)
     keys = [(key[0], key[1])] if key else [(row, beside) for beside in PROGRAMS[program]]
     found = [refusals()[key] for key in keys if key in refusals()]
-    names = [name for name in ("none", "untested", "not_yet") if program in said.get(name, ())]
+    names = [name for name in ("none", "not_yet") if program in said.get(name, ())]
     if program == "decoupled pipelines" and program in said:
         found = []  # it can what a replica of one device cannot
     if len(found[:1]) + len(names) + (program in said) > 1:
@@ -60,7 +60,7 @@ def _cell(row: str, program: str, said: dict[str, Any]) -> Cell:
     if found:
         return (NO if found[0].built else NOT_YET), found[0].reason
     if names:
-        return {"none": NOTHING, "untested": UNTESTED, "not_yet": NOT_YET}[names[0]], ""
+        return {"none": NOTHING, "not_yet": NOT_YET}[names[0]], ""
     if program not in said:
         raise KeyError(f"{row}, {program}: neither a test nor a refusal")
     return RUNS, str(said[program])
@@ -76,8 +76,8 @@ def together_page() -> str:
         "This page is made from the table of all refusals, `src/isthmus/combinations.toml`, and the tests of what runs "
         "(`make reference`). Every error that refuses a combination is made from the same table.",
         f"{len(rows)} combinations are refused: {built[True]} for a reason that stays, {built[False]} since nobody has "
-        f"built them yet. Of the cells of the two tables {counted[RUNS]} run with a test, {counted[UNTESTED]} run and "
-        f"no test shows it, {counted[NO]} cannot be, {counted[NOT_YET]} are not built yet.",
+        f"built them yet. Of the cells of the two tables {counted[RUNS]} run, each with its test, "
+        f"{counted[NO]} cannot be, {counted[NOT_YET]} are not built yet.",
         WORDS,
         "## Capabilities",
         "\n".join(_matrix("capability", tables["capability"])),
