@@ -29,7 +29,12 @@ PEERS = {"flwr", "torchft", "torchvision", "diloco", "hivemind", "pfl"}
 COMPONENTS = {
     "adaptation": ("isthmus.protocol.drift",),  # when a change of speed is believed
     "audit": ("isthmus.training.digests",),  # hashes alone
-    "auto": ("isthmus.api.make_plan", "isthmus.cost.sync", "isthmus.verification"),  # every plan, by brute force
+    "auto": (
+        "isthmus.api.make_plan",
+        "isthmus.cost",
+        "isthmus.graph",
+        "isthmus.verification",
+    ),  # every plan, by brute force
     "cohort": ("isthmus.planners.cohort",),
     "compression": ("isthmus.training.compression",),
     "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
@@ -94,7 +99,7 @@ COMPONENTS = {
     ),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     # the closed form beside the simulator, and what plans state
-    "prediction": ("isthmus.api.make_plan", "isthmus.cost", "isthmus.graph", "isthmus.protocol"),
+    "prediction": ("isthmus.api.make_plan", "isthmus.cost", "isthmus.protocol"),
     "proven_gaps": ("isthmus.api.make_plan", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": (
         "isthmus.disclosure",

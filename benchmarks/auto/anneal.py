@@ -1,12 +1,13 @@
 """Does plain annealing find a better plan than `auto`? A test of `auto`, not a planner.
 
-`python benchmarks/auto/anneal.py [--quick] [--seconds S] [--fleets N] [--json PATH]`
+`python benchmarks/auto/anneal.py [--quick] [--seconds S] [--fleets N] [--first SEED] [--json PATH]`
 
-Random fleets of 4 to 16 devices, drawn as in `cases.py`. From the plan of `auto`, or from whole replicas on any set of
-devices if these are faster, random moves change cuts, exchange devices, add and drop stages and whole replicas;
-micro-batches are shared out anew after each. Every plan takes what the simulator says. The file is written after each
-fleet, and fleets that it holds are not annealed again. Ends with 1 where annealing for S CPU seconds (60) finds a plan
-that is more than 1 % faster.
+Random fleets of 4 to 16 devices, drawn as in `cases.py`; 1999 is the job of README, seeds from 2000 on have 2 to 32
+devices, and from 3000 on captured models. From the plan of `auto`, or from whole replicas on any set of devices if
+these are faster, random moves change cuts, exchange devices, add and drop stages and whole replicas; micro-batches are
+shared out anew after each. Every plan takes what the simulator says. The file is written after each fleet, and fleets
+that it holds are not annealed again. Ends with 1 where annealing for S CPU seconds (60) finds a plan that is more than
+1 % faster.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from captured import captured, with_model
 from cases import case_of
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +34,8 @@ from rich.table import Table
 from isthmus.cost import PlanLayout, Problem, build_replicas, layouts_of
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.experiments import RunSpec
+from isthmus.fleet import resolve_fleet
+from isthmus.job import load_job, prepare
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.simulator import simulate
@@ -45,6 +49,10 @@ FLEETS, SECONDS, QUICK_FLEETS, QUICK_SECONDS = 50, 60.0, 4, 5.0
 HOT, COLD = 0.05, 5e-4
 """First and last temperature as shares of the step of `auto`."""
 MOST_GAINED = 0.01
+EXAMPLE, WIDE, CAPTURED = 1999, 2000, 3000
+"""Seeds of README's job, and from which fleets have 2 to 32 devices, and models are captured. Planning was not tuned on
+these."""
+MODELS = ("deep gpt", "tied llama", "deep unet", "resnet", "towers", "tied gpt", "llama")
 STEPS = 4
 """Simulated."""
 MOST_WHOLE = 12
@@ -61,8 +69,11 @@ Layout = tuple[Pipeline, ...]
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
+    model: str = ""
     devices: int
     micro_batches: int
+    cpu_s: float = 0.0
+    """Of planning."""
     auto_s: float
     whole_s: float | None
     """Of whole replicas on the best set of devices; None where no device holds the model."""
@@ -82,8 +93,13 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def case(seed: int) -> Problem:
+    if seed == EXAMPLE:
+        job = load_job(Path(__file__).parents[2] / "examples" / "gpt-stdlib.toml")
+        return prepare(job).problem(resolve_fleet(job.fleet))
     source = random.Random(f"anneal {seed}")
-    return case_of(source, source.randint(4, 16), source.choice((8, 16, 32)), f"anneal-{seed}")
+    devices = source.randint(4, 16) if seed < WIDE else round(2 * 16 ** source.random())
+    problem = case_of(source, devices, source.choice((8, 16, 32)), f"anneal-{seed}")
+    return problem if seed < CAPTURED else with_model(problem, captured(MODELS[(seed - CAPTURED) % len(MODELS)]))
 
 
 def simulated_s(problem: Problem, plan: Plan) -> float:
@@ -252,11 +268,12 @@ def best_whole(problem: Problem) -> tuple[Layout, float]:
 def measured(seed: int, seconds: float) -> Row | None:
     """None where nothing fits."""
     problem = case(seed)
-    judge = partial(simulated_s, problem)
+    judge, begun = partial(simulated_s, problem), time.process_time()
     try:
         plan = make_plan("auto", problem, judge)
     except FleetTooSmall:
         return None
+    cpu_s = time.process_time() - begun
     start = tuple(Pipeline(x.order, x.boundaries) for x in layouts_of(plan))
     whole, whole_s = best_whole(problem)
     auto_s = judge(plan)
@@ -264,6 +281,8 @@ def measured(seed: int, seconds: float) -> Row | None:
     best, best_s, moves = annealed(problem, start, start_s, seconds)
     return Row(
         seed=seed,
+        model=problem.flow.graph.name,
+        cpu_s=cpu_s,
         devices=len(problem.fleet.names),
         micro_batches=problem.micro_batches,
         auto_s=auto_s,
@@ -281,7 +300,7 @@ def table(found: Rows) -> Table:
         drawn.add_column(heading, justify="right")
     for row in found.rows:
         drawn.add_row(
-            str(row.seed),
+            f"{row.seed} {row.model}",
             str(row.devices),
             str(row.micro_batches),
             f"{row.auto_s:.4f} s",
@@ -300,6 +319,7 @@ def main() -> int:
     parser = options_of(__doc__, LATEST, f"{QUICK_FLEETS} fleets, {QUICK_SECONDS:g} s each")
     parser.add_argument("--seconds", type=float, default=None, metavar="S", help="CPU seconds of each; 60")
     parser.add_argument("--fleets", type=int, default=None, metavar="N", help="how many; 50")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first fleet; 0")
     options = parser.parse_args()
     seconds = options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
     fleets = options.fleets or (QUICK_FLEETS if options.quick else FLEETS)
@@ -307,7 +327,7 @@ def main() -> int:
     if options.json.exists():
         before = msgspec.json.decode(options.json.read_bytes(), type=Rows)
         found = before if before.seconds == seconds else found
-    seed = max((row.seed for row in found.rows), default=-1)
+    seed = max((row.seed for row in found.rows), default=options.first - 1)
     while len(found.rows) < fleets:
         seed += 1
         row = measured(seed, seconds)
