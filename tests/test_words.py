@@ -93,6 +93,7 @@ PROSE = [
     Word("part(y|ies)", "peer; site, for an owner of data"),
     Word("closed by (all|the)", "ended by; nothing where all have answered"),
     Word("proven (within|at most)", "no plan can be faster than; this one takes"),
+    Word("(best|no|every) possible plans?", "plan with one stage per device: an interleaved one may be faster"),
     Word("its bits are others", "it rounds differently"),
     Word("bytes short", "a size with its unit", {"src/isthmus/runtime/transport": "of a frame on the wire"}),
     Word("certificates? (is|are|of) (the|a|every|any) (plan|bound|proof)s?", "proof"),

@@ -191,4 +191,4 @@ def test_a_bound_that_is_raised_for_a_time_says_how_far_it_is() -> None:
     steady = msgspec.structs.replace(plan.predicted, steady_s=2 * plan.predicted.step_s)
     made = with_bound(problem, msgspec.structs.replace(plan, predicted=steady), (4,), Proving(10.0, Listener()))
     assert made.certificate is not None and made.certificate.gap > 0
-    assert said and all("above the best possible plan after" in text for text in said)
+    assert said and all("above the best plan with one stage per device after" in text for text in said)

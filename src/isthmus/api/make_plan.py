@@ -1,7 +1,8 @@
 """The plan of a job: which one it is run with; made, explained, simulated, verified, and compared with those of other
 planners.
 
-The proof of a plan: a lower bound on the step of any plan of the job, or on its price, by `verification`.
+The proof of a plan: a lower bound on the step of any plan of the job with one stage per device, or on its price,
+by `verification`.
 
 Planners prove nothing of it, and share no code with what does. A decision is the same for who states a bound and for
 who checks it: what `isthmus plan` writes, `isthmus plan --verify` accepts.
@@ -97,7 +98,7 @@ class Proving(NamedTuple):
         def tell(progress: ProofProgress) -> None:
             if seconds is not None:
                 gap, spent = f"{reached / progress.bound - 1:.1%}", format_duration(time.monotonic() - start_s)
-                found = f"at most {gap} above the best possible plan after {spent}"
+                found = f"at most {gap} above the best plan with one stage per device after {spent}"
                 self.observer.note(f"{found}; distinguished: {progress.distinguished}")
 
         def ended() -> bool:

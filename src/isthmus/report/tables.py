@@ -156,7 +156,7 @@ def asked(question: str) -> str:
 def proof_text(certificate: Certificate) -> str:
     """For a reader who knows no bounds."""
     costs = certificate.objective == "cost"
-    whose = "possible plan" if is_of_any_plan(certificate.question) else "plan of this planner's kind"
+    whose = "plan with one stage per device" if is_of_any_plan(certificate.question) else "plan of this planner's kind"
     if certificate.gap == 0:
         return f"No {whose} is {'cheaper' if costs else 'faster'}: this is proven"
     takes = certificate.lower_bound * (1 + certificate.gap)
