@@ -168,6 +168,7 @@ DRIVEN: dict[tuple[str, str], Callable[[], object]] = {
     ("fingerprints", "federated"): of_file(runtime={"fingerprints": True}),
     ("JAX", "federated"): of_file(runtime={"engine": "jax"}),
     ("compile", "federated"): of_file(runtime={"compile": True}),
+    ("fp16", "federated"): rounds(training__precision="fp16"),
     ("an executor for each client", "joined executors"): rounds(check_on_devices, runtime__scheme="sd"),
     ("emulation", "joined executors"): rounds(check_on_devices, runtime__noise=0.1),
     ("several ranks, JAX", "joined executors"): lambda: check_device(Endpoint(device="a", engine="jax")),

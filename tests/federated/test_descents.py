@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -123,6 +123,48 @@ class Tagger(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.head(self.embed(x))
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Classifier(nn.Module):
+    weight: Tensor | None
+
+    def __init__(self, weight: Sequence[float] | None) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("weight", None if weight is None else torch.tensor(weight))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x), labels, self.weight)
+
+
+@pytest.mark.parametrize("weight", [None, (0.5, 1.0, 4.0)])
+def test_classifiers_trained_together_have_the_micro_batches_of_one_by_one(weight: Sequence[float] | None) -> None:
+    torch.manual_seed(0)
+    resident = Resident(Classifier(weight))
+    resident.micro_batches = 4
+    weights = resident.vector() + torch.randn(3, resident.size)
+    batch = {"x": torch.randn(3, 16, 4), "labels": torch.randint(0, 3, (3, 16))}
+    one_by_one = (resident.gradient(own, {n: c[i] for n, c in batch.items()}) for i, own in enumerate(weights))
+    each = torch.stack([gradient.clone() for gradient in one_by_one])
+    stacked = Stacked(resident)
+    at_once = stacked.gradient(weights, batch)
+    stacked.trace(weights, batch)
+    for found in (at_once, stacked.gradient(weights, batch)):
+        assert torch.allclose(found, each, rtol=1e-6, atol=1e-7)
+
+
+def test_micro_batches_of_clients_trained_together_in_bfloat16_are_added_up_in_float32() -> None:
+    torch.manual_seed(0)
+    resident = Resident(Classifier(None), computes=torch.bfloat16)
+    resident.micro_batches = 3
+    weights = resident.vector() + torch.randn(2, resident.size)
+    x, labels = torch.randn(2, 4, 4).bfloat16(), torch.randint(0, 3, (2, 4))
+    alike = {"x": x.repeat(1, 3, 1), "labels": labels.repeat(1, 3)}
+    stacked = Stacked(resident)
+    at_once = stacked.gradient(weights, alike)
+    stacked.trace(weights, alike)
+    for found in (at_once, stacked.gradient(weights, alike)):
+        assert torch.equal(found, 3 * (found / 3).bfloat16().float()) and found.any()
 
 
 def test_labels_that_are_left_out_do_not_count_and_none_at_all_change_nothing() -> None:

@@ -48,7 +48,7 @@ def test_the_hub_gets_what_export_writes(run: Path, hub: Hub, tmp_path: Path) ->
     done = isthmus("export", run, "--push", "me/first")
     assert done.code == 0, done.err
     assert done.out == f"{hub.address}/me/first: the model after 3 steps\n"
-    assert hub.repositories == {"me/first": True} and hub.messages == ["3 steps of training by Isthmus"]
+    assert hub.repositories == {"me/first": True} and hub.messages == ["the model after 3 steps, by Isthmus"]
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert hub.files["me/first"] == written and hub.objects, "the weights by LFS"
     assert json.loads(isthmus("export", run, "--push", "me/first", "--json").out)["step"] == 3, "once more"

@@ -104,7 +104,8 @@ def test_which_tensors_are_the_models(tmp_path: Path) -> None:
         assert load_file(tmp_path / f"out-{number}" / "model.safetensors").keys() == names
     for name, values, said in (
         ("two", {"x": {"model": {"a": one}}, "y": {"model": {"a": one}}}, "got tensors in 'x.model', 'y.model'"),
-        ("none", {"optim": {"a": one}}, "got tensors in 'optim': expected those of one 'model'"),
+        ("none", {"optim": {"a": one}}, "got tensors in 'optim', expected those of one 'model'"),
+        ("number", {"step": 3}, "got no tensors, expected those of one 'model'"),
     ):
         with pytest.raises(UserError, match=said):
             export_model(saved(tmp_path / name, values), tmp_path / "no")

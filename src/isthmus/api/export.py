@@ -65,8 +65,13 @@ SaveDistributed = Callable[[Path, Mapping[str, Sent], Mapping[str, Sent]], None]
 
 class Exported(NamedTuple):
     directory: Path
-    done: int  # the model is that after so many `unit`
+    done: int  # the model is that after so many `unit`; of a folder of torch.distributed.checkpoint it has so many
     unit: str
+
+    @property
+    def words(self) -> str:
+        after = "the model's" if self.unit == "tensors" else "the model after"
+        return f"{after} {self.done} {self.unit}"
 
 
 class ExportOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +114,7 @@ def push_model(
     hub = HubRepository(name, public=public)
     with tempfile.TemporaryDirectory() as temporary:
         found, notes = export_model(run, Path(temporary), options)
-        return found, notes, hub.push(found.directory, f"{found.done} {found.unit} of training by Isthmus")
+        return found, notes, hub.push(found.directory, f"{found.words}, by Isthmus")
 
 
 def _export(folder: RunFolder, directory: Path, options: ExportOptions) -> tuple[Exported, list[str]]:
@@ -160,8 +165,9 @@ def _from_distributed(folder: Path, directory: Path, options: ExportOptions) -> 
     places = {keys[:-1] for keys in tensors}
     chosen = [keys for keys in places if keys[-1:] == ("model",)] or [()]
     if len(chosen) > 1 or chosen[0] not in places:
-        got = ", ".join(sorted(repr(".".join(keys)) for keys in places)) or "no tensors"
-        raise UserError(f"export: {folder}: got tensors in {got}: expected those of one 'model', or of no dictionary")
+        got = ", ".join(sorted(repr(".".join(keys)) for keys in places))
+        got = f"tensors in {got}" if got else "no tensors"
+        raise UserError(f"export: {folder}: got {got}, expected those of one 'model', or of no dictionary")
     found = {keys[-1]: tensor for keys, tensor in tensors.items() if keys[:-1] == chosen[0]}
     with _whole(directory):
         save_tensors(directory / WEIGHTS, found, {"format": "pt"})

@@ -105,8 +105,7 @@ def export(
     if json:
         print_json({"directory" if push is None else "url": where, found.unit.removesuffix("s"): found.done})
     else:
-        after = "the model's" if found.unit == "tensors" else "the model after"
-        typer.echo(f"{where}: {after} {found.done} {found.unit}")
+        typer.echo(f"{where}: {found.words}")
 
 
 @app.command()

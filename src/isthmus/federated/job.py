@@ -338,6 +338,8 @@ def checked(job: FederatedJob) -> FederatedJob:
         find_callback(config)
     if job.data is not None:
         refuse_description(job.data)
+    if job.training.precision == "fp16":
+        raise refused("fp16", "federated", "'fp16'")
     check_combining(job)
     try:
         local = job.local

@@ -185,8 +185,9 @@ class FederatedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Equal parts of a batch whose gradients are added up: a client that is a pipeline has so many under way at once. A
     batch that cannot be cut into as many has fewer. A loss that is a mean of the model's own may be another with each
     number: a line says so before the first round."""
-    precision: Precision = "fp32"
-    """bf16: clients compute in bfloat16. Their weights, sums and evaluation stay in the model's own type."""
+    precision: Literal[Precision, "fp16"] = "fp32"
+    """bf16: clients compute in bfloat16. Their weights, sums and evaluation stay in the model's own type. fp16 is
+    refused."""
     seed: Seed = 0  # The seed of weights, partition, participation and the order of samples.
     clip_norm: NotNegative = 0.0  # Largest norm of all gradients of a step together; 0: they are not clipped.
     drop_last: bool = False

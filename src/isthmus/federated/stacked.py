@@ -198,8 +198,11 @@ class Stacked:
         names, resident, module = self._names, self._resident, self._resident.module
 
         def loss(parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-            parameters = {name: value.to(resident.computes) for name, value in parameters.items()}
-            return resident.mean_loss(batch, lambda **b: functional_call(module, parameters, (), b))
+            def call(**columns: Tensor) -> object:  # casts for each micro-batch: their gradients are added up uncast
+                own = {name: value.to(resident.computes) for name, value in parameters.items()}
+                return functional_call(module, own, (), columns)
+
+            return resident.mean_loss(batch, call)
 
         gradient = vmap(grad(loss))
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import debug_unwrap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -154,7 +155,7 @@ def _counted(call: Mapping[str, Any]) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return debug_unwrap(tensor).untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def is_hugging_face(module: nn.Module) -> bool:

@@ -345,7 +345,7 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         raise UserError(f"sync.decoupled.packed: got {got} without a table [compression], expected one")
     asked: dict[str, tuple[object, object]] = {
         "changes that are not finite": ("ignore" if training.non_finite == "ignore" else "", ""),
-        "own data": (", ".join(job.plan.feeders), ""),
+        "own data": (job.plan.holders_data, "same"),
         "activation noise": (job.privacy is not None, False),
         "compression": (job.compression is not None and not pipelines, False),
         "changes": (bool(runtime.changes), False),
