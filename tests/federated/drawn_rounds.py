@@ -30,7 +30,6 @@ from isthmus.models import ModelSpec
 from isthmus.programs.masked import MaskedRoundPort, MaskedRounds
 from isthmus.programs.open_phase import RoundRecord
 from isthmus.programs.rounds import Rounds
-from isthmus.protocol.failures import MemoryShortage, StepFailure
 from isthmus.protocol.federated_messages import (
     ExecutorJoined,
     PhaseDropped,
@@ -43,6 +42,7 @@ from isthmus.protocol.federated_planning import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_scheduler import ThroughputModel
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.protocol.secure_messages import SharesDisputed, SharesRevealed, UnmaskAsked
+from isthmus.protocol.step_failures import MemoryShortage, StepFailure
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
 from isthmus.runtime.federated.site_run import SecureUpdateReceiver
 from isthmus.runtime.federated.site_runner import SecureSiteExecutor, SiteExecutor, SiteLink

@@ -6,8 +6,8 @@ from tests.programs.ports import Asked
 from tests.protocol.recorded import Recorded, ended, halted, planning
 
 from isthmus.protocol import RunSpec, StateLayout
-from isthmus.protocol.failures import Attempts, StepFailure
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, Inventory, ItemReported, Pause
+from isthmus.protocol.step_failures import Attempts, StepFailure
 
 ALL = ("oslo", "tokyo")
 LABEL = StepFailure(step=0, what="aten.nll_loss", reason="Target 39 is out of bounds")

@@ -15,7 +15,6 @@ from tests.protocol.recorded import Recorded
 
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Lineage, RunSpec, StateHolding, StateLayout
-from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.run_messages import (
     DeviceFailed,
     DeviceReady,
@@ -27,6 +26,7 @@ from isthmus.protocol.run_messages import (
     StateReceived,
     TransferEnded,
 )
+from isthmus.protocol.step_failures import StepFailure
 from isthmus.session.program import OVER, Event, OutOfPhase, Policy, Port, report
 
 

@@ -8,8 +8,8 @@ from tests.programs.ports import Asked
 from tests.protocol.recorded import ended, planning
 from tests.protocol.test_attempts import ALL, fail, held, layout, ready, running, step
 
-from isthmus.protocol.failures import MemoryShortage, StepFailure, believed_bytes
 from isthmus.protocol.run_messages import Pause
+from isthmus.protocol.step_failures import MemoryShortage, StepFailure, believed_bytes
 
 MIB = 1 << 20
 SHORT = StepFailure(step=-1, what="memory", reason="out of memory: 1 MiB of 64 MiB free", memory=True)

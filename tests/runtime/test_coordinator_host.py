@@ -20,9 +20,9 @@ from isthmus.errors import PeerError, UserError
 from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.failures import MemoryPeak
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, DeviceReport, Halt, ItemReported, OpenItem
 from isthmus.protocol.run_ports import EpochStart, PlanRequest
+from isthmus.protocol.step_failures import MemoryPeak
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run import Watcher
 from isthmus.runtime.coordinator.run_callbacks import Address, FaultKind, Outcome

@@ -30,7 +30,6 @@ import msgspec
 
 from isthmus.plans.plan import device_of
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
-from isthmus.protocol.failures import Attempts, Suspects
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.leases import ItemReports, Leases, ReportChecks, Reports, evaluation_sums, mean_loss, non_finite
 from isthmus.protocol.members import MOST_RECALLS, Interruptions, Members, Recovery, Restarts, StateTransfer
@@ -56,6 +55,7 @@ from isthmus.protocol.run_messages import (
     TransferEnded,
 )
 from isthmus.protocol.run_ports import Ending, EpochStart, FinishRun, PipelinePort, PlanRequest
+from isthmus.protocol.step_failures import Attempts, Suspects
 from isthmus.session.program import JOINING, OVER, OutOfPhase, Policy, report
 from isthmus.session.session import Loss, Observation, Session
 from isthmus.trace import Span

@@ -17,7 +17,7 @@ from isthmus.fleet import Fleet, with_memory
 from isthmus.plans import Plan
 from isthmus.plans.plan import device_of
 from isthmus.protocol.drift import Drift, DriftReport, RateChange
-from isthmus.protocol.failures import MemoryShortage, believed_bytes
+from isthmus.protocol.step_failures import MemoryShortage, believed_bytes
 from isthmus.trace import Span
 from isthmus.units import format_size
 

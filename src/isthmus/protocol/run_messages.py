@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from isthmus.protocol.draws import Draws
-from isthmus.protocol.failures import MemoryPeak, MemoryShortage, StepFailure
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.recovery import StateHolding
+from isthmus.protocol.step_failures import MemoryPeak, MemoryShortage, StepFailure
 from isthmus.session.program import Event
 from isthmus.trace import Span
 from isthmus.wire_types import (

@@ -15,7 +15,7 @@ from rich.text import Text
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.graph import OpGraph
 from isthmus.plans import ANY_PLAN, Certificate, Plan, PlanPeriod, Prediction, Stage, is_of_any_plan
-from isthmus.protocol.failures import MemoryPeak
+from isthmus.protocol.step_failures import MemoryPeak
 from isthmus.report.summary import (
     ComparisonSummary,
     DeviceMemoryUse,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from isthmus.accelerators import Accelerator
 from isthmus.errors import IsthmusError, StepError
-from isthmus.protocol.failures import MemoryShortage
+from isthmus.protocol.step_failures import MemoryShortage
 from isthmus.units import parse_size
 
 _NO_MEMORY = "can't allocate memory"  # torch's text in a plain RuntimeError where the CPU's memory is short

@@ -23,9 +23,9 @@ from isthmus.programs.pipeline import Pipeline
 from isthmus.protocol import Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair
 from isthmus.protocol.draws import Draws
-from isthmus.protocol.failures import MemoryPeak
 from isthmus.protocol.run_messages import WeightFile, WrittenPart
 from isthmus.protocol.run_ports import EpochStart
+from isthmus.protocol.step_failures import MemoryPeak
 from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.activation_privacy import counted_samples, opened_ledger
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest

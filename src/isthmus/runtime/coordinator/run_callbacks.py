@@ -11,10 +11,10 @@ from torch import Tensor
 from isthmus.disclosure import PrivacySpent
 from isthmus.errors import IsthmusError
 from isthmus.plans import PlanPeriod
-from isthmus.protocol.failures import MemoryPeak
 from isthmus.protocol.members import Recovery
 from isthmus.protocol.run_messages import Item, WeightExchange
 from isthmus.protocol.run_ports import Ending
+from isthmus.protocol.step_failures import MemoryPeak
 from isthmus.trace import Span
 
 FaultKind = Literal["joined", "lost", "left"]

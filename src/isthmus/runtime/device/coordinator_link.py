@@ -18,9 +18,9 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, StepError
-from isthmus.protocol.failures import MemoryShortage, StepFailure
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import DeviceFailed, GiveState, Halt, OpenItem
+from isthmus.protocol.step_failures import MemoryShortage, StepFailure
 from isthmus.runtime.device.weight_exchange import OpenedExchange
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.all_messages import AnyMessage, content

@@ -21,7 +21,6 @@ from isthmus.errors import IsthmusError, PeerError, RankLost, StepError
 from isthmus.graph.boundaries import WATCHED
 from isthmus.plans.plan import is_first
 from isthmus.protocol.device_session import DeviceSession
-from isthmus.protocol.failures import MemoryPeak, StepFailure
 from isthmus.protocol.run_messages import (
     DeviceReady,
     DeviceReport,
@@ -41,6 +40,7 @@ from isthmus.protocol.run_messages import (
     WeightsLacked,
     WeightsRead,
 )
+from isthmus.protocol.step_failures import MemoryPeak, StepFailure
 from isthmus.runtime.device.assignment_checks import check_assignment, expected_parcels, expected_parts, part_shapes
 from isthmus.runtime.device.coordinator_link import CoordinatorLink, CoordinatorMessage, failed, of_order
 from isthmus.runtime.device.fingerprints import Fingerprinter
